@@ -1,0 +1,1 @@
+"""The `shardkit` command: thin verbs that parse, call one public function and print."""

@@ -1,0 +1,71 @@
+"""Every error that shardkit raises on purpose.
+
+A message says what was wrong, where, and what to do. Catch `ShardkitError` to catch them all.
+"""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+
+__all__ = [
+    "BuildError",
+    "ConservationError",
+    "MissingExtraError",
+    "RecipeError",
+    "ShardError",
+    "ShardkitError",
+    "StateError",
+]
+
+
+class ShardkitError(Exception):
+    """Base of all errors raised by shardkit on purpose."""
+
+
+class ShardError(ShardkitError):
+    """A shard or an index is damaged, hostile or not what it claims to be.
+
+    The message names the file and, where one is known, the byte offset.
+    """
+
+    def __init__(self, file: str | PathLike[str], problem: str, *, offset: int | None = None) -> None:
+        self.file = fspath(file)
+        self.offset = offset
+        self.problem = problem
+        where = self.file if offset is None else f"{self.file}: byte {offset:,}"
+        super().__init__(f"{where}: {problem}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross process borders in builds: rebuild with the keyword argument.
+        return (_rebuild_shard_error, (self.file, self.problem, self.offset))
+
+
+def _rebuild_shard_error(file: str, problem: str, offset: int | None) -> ShardError:
+    return ShardError(file, problem, offset=offset)
+
+
+class RecipeError(ShardkitError):
+    """A recipe has an unknown key or a bad value; the message carries the key path."""
+
+
+class BuildError(ShardkitError):
+    """A build cannot go on; what was finished is kept, and the same command continues."""
+
+
+class ConservationError(BuildError):
+    """A task's documents do not add up: in = kept + dropped + quarantined. Always a bug."""
+
+
+class StateError(ShardkitError):
+    """A loader state does not fit the dataset or the settings it is loaded into."""
+
+
+class MissingExtraError(ShardkitError, ImportError):
+    """An optional package is not installed; the message says what to install."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}: pip install 'shardkit[{extra}]'")
+        self.package, self.extra, self.purpose = package, extra, purpose
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.package, self.extra, self.purpose))

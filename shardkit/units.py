@@ -1,0 +1,39 @@
+"""Sizes and rates as people write them: "64MiB" to 67,108,864 and back."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from an int or from text such as "64MiB" (2**20) or "2GB" (10**9); case is free.
+
+    Raises ValueError on anything else and on negative sizes.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ValueError(f"a size cannot be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    units = {name.lower(): factor for name, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"not a size: {size!r} (bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
+    factor = units[match[2].lower()]
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes in decimal units with three digits: "1.23 GB"."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
+        if abs(value) < 999.5 or unit == "PB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"

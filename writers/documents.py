@@ -1,0 +1,53 @@
+"""The columnar batch that documents travel in between the stages of a build.
+
+One Arrow record batch holds up to `BATCH_DOCUMENTS` documents or about `BATCH_TEXT_BYTES` of text, so that
+kernels run over one UTF-8 buffer and memory is bounded whatever the corpus. A document's identity is the
+128-bit hash of (file name relative to the recipe, record number); everything random about a document is
+keyed by it, so that no result depends on which worker read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+__all__ = ["BATCH_DOCUMENTS", "BATCH_TEXT_BYTES", "DOCUMENT_SCHEMA", "document_ids", "keyed_hashes"]
+
+BATCH_DOCUMENTS = 4096
+BATCH_TEXT_BYTES = 16 << 20  # a batch closes after the document that crosses this
+
+DOCUMENT_SCHEMA = pa.schema(
+    [
+        pa.field("document_id", pa.binary(16), nullable=False),
+        pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
+        pa.field("file", pa.string(), nullable=False),  # name relative to the recipe, POSIX separators
+        pa.field("record", pa.int64(), nullable=False),  # 0-based line or row number within the file
+        pa.field("text", pa.large_string(), nullable=False),  # valid UTF-8
+        pa.field("id", pa.string()),  # the user's own id, as text
+        pa.field("url", pa.string()),
+        pa.field("metadata", pa.string()),  # JSON object of the other fields the recipe keeps
+    ]
+)
+
+
+def document_ids(file: str, records: Iterable[int]) -> list[bytes]:
+    """16-byte ids of the documents with these record numbers in `file` (name relative to the recipe).
+
+    blake2b-128 of the file's name, then xxh3-128 of (that, record number): strong against collisions
+    between names, cheap per record.
+    """
+    seed = hashlib.blake2b(file.encode(), digest_size=16, person=b"shardkit-doc-v1").digest()
+    return [xxhash.xxh3_128_digest(seed + struct.pack("<q", record)) for record in records]
+
+
+def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.NDArray[np.uint64]:
+    """uint64[n]: hash(seed, purpose, document id), the only randomness that documents may meet."""
+    key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
+    number = int.from_bytes(key, "little")
+    return np.fromiter((xxhash.xxh3_64_intdigest(d, number) for d in document_ids), dtype=np.uint64)
