@@ -1,0 +1,1 @@
+"""Document filters: published rules as named, parameterised profiles over columnar batches."""
