@@ -1,0 +1,106 @@
+"""The structure that keeps the package readable: layout, budgets, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardkit
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {
+    "shardkit": ROOT / "shardkit",
+    "shardkit.writers": ROOT / "writers",
+    "shardkit.loaders": ROOT / "loaders",
+}
+MODULE_LINES = 400
+FUNCTION_LINES = 60
+INIT_ARGUMENTS = 10
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(dotted module name, file) of every module of the three folders."""
+    for package, folder in SOURCES.items():
+        for file in sorted(folder.rglob("*.py")):
+            relative = file.relative_to(folder)
+            if package == "shardkit" and relative.parts[0] in ("writers", "loaders"):
+                continue  # the links
+            parts = relative.with_suffix("").parts
+            yield ".".join([package, *parts]).removesuffix(".__init__"), file
+
+
+MODULES = list(modules())
+parametrize_modules = pytest.mark.parametrize(("name", "file"), MODULES, ids=[name for name, _ in MODULES])
+
+
+def test_pyproject_lists_every_package_of_the_tree() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {name for name, file in MODULES if file.name == "__init__.py"}
+    assert sorted(listed) == sorted(found)
+
+
+@pytest.mark.parametrize("name", ["writers", "loaders"])
+def test_links_show_type_checkers_what_pip_installs(name: str) -> None:
+    link = ROOT / "shardkit" / name
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{name}"
+
+
+def test_the_installed_version_is_the_one_in_pyproject() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == shardkit.__version__
+
+
+@parametrize_modules
+def test_modules_and_functions_keep_their_budgets(name: str, file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") <= MODULE_LINES, f"{file}: over {MODULE_LINES} lines: split it by concept"
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        assert node.end_lineno is not None
+        lines = node.end_lineno - node.lineno + 1
+        assert lines <= FUNCTION_LINES, f"{file}:{node.lineno}: {node.name} has {lines} lines"
+        if node.name == "__init__":
+            arguments = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) - 1
+            assert arguments <= INIT_ARGUMENTS, f"{file}:{node.lineno}: __init__ takes {arguments} arguments"
+
+
+@parametrize_modules
+def test_every_module_says_what_it_guarantees(name: str, file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no docstring"
+
+
+def imported_names(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@parametrize_modules
+def test_core_knows_neither_writers_nor_loaders_and_those_not_each_other(name: str, file: Path) -> None:
+    if name.startswith(("shardkit.cli", "shardkit.demo")):
+        return  # the command and the demo stand on top of everything
+    forbidden = {"shardkit.writers": ["shardkit.loaders"], "shardkit.loaders": ["shardkit.writers"]}
+    home = next((package for package in forbidden if name.startswith(package)), None)
+    for banned in forbidden[home] if home else ["shardkit.writers", "shardkit.loaders"]:
+        guilty = {imported for imported in imported_names(file) if imported.startswith(banned)}
+        assert not guilty, f"{file} imports {guilty}"
+
+
+def test_importing_shardkit_imports_nothing_heavy() -> None:
+    heavy = ["torch", "tokenizers", "gigatoken", "boto3", "pyarrow", "numba", "pydantic", "rich", "lightning"]
+    code = f"import sys, shardkit.index, shardkit.hashing; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
