@@ -1,0 +1,151 @@
+"""The settings of every filter, and the entry of a recipe that holds one of them.
+
+Names and defaults are datatrove's where the rule is datatrove's, so that a published configuration can be
+copied over as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+__all__ = [
+    "FieldName",
+    "FilterConfig",
+    "FilterEntry",
+    "FinewebQualityConfig",
+    "GopherQualityConfig",
+    "LengthConfig",
+    "Ratio",
+    "StrictModel",
+]
+
+FieldName = Annotated[str, Field(min_length=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class StrictModel(BaseModel):
+    """What every part of a recipe is: frozen, without unknown keys, without silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LengthConfig(StrictModel):
+    """Bounds on a document's length; null means no bound. Words are separated by white space."""
+
+    min_words: int | None = Field(default=None, ge=0, description="Fewest words.")
+    max_words: int | None = Field(default=None, ge=0, description="Most words.")
+    min_chars: int | None = Field(default=None, ge=0, description="Fewest characters (code points).")
+    max_chars: int | None = Field(default=None, ge=0, description="Most characters (code points).")
+
+
+class GopherQualityConfig(StrictModel):
+    """Gopher's quality rules as datatrove counts them, on white-space words. null: no rule."""
+
+    min_doc_words: int | None = Field(
+        default=50, ge=0, description="Fewest words that are not only punctuation."
+    )
+    max_doc_words: int | None = Field(
+        default=100_000, ge=0, description="Most words that are not only punctuation."
+    )
+    min_avg_word_length: float | None = Field(
+        default=3, ge=0, description="Least mean length of those words."
+    )
+    max_avg_word_length: float | None = Field(
+        default=10, ge=0, description="Greatest mean length of those words."
+    )
+    max_symbol_word_ratio: float | None = Field(
+        default=0.1, ge=0, description="Most # per word; most ... and … per word."
+    )
+    max_bullet_lines_ratio: Ratio | None = Field(
+        default=0.9, description="Most lines that start with • or -."
+    )
+    max_ellipsis_lines_ratio: Ratio | None = Field(
+        default=0.3, description="Most lines that end with ... or …."
+    )
+    max_non_alpha_words_ratio: Ratio | None = Field(
+        default=0.8, description="Least part of words with a letter (datatrove's name; it is a minimum)."
+    )
+    min_stop_words: int | None = Field(default=2, ge=0, description="Fewest distinct stop words.")
+    stop_words: tuple[FieldName, ...] = Field(
+        default=("the", "be", "to", "of", "and", "that", "have", "with"),
+        strict=False,
+        max_length=64,
+        description="The stop words, compared exactly.",
+    )
+
+
+class FinewebQualityConfig(StrictModel):
+    """FineWeb's own line rules as datatrove counts them, on white-space words."""
+
+    line_punct_thr: Ratio = Field(
+        default=0.12, description="Least part of lines that end in terminal punctuation."
+    )
+    line_punct_exclude_zero: bool = Field(
+        default=False, description="Pass documents that have no such line at all."
+    )
+    short_line_thr: Ratio = Field(
+        default=0.67, description="Most lines of at most short_line_length characters."
+    )
+    short_line_length: int = Field(default=30, ge=0, description="Characters up to which a line is short.")
+    char_duplicates_ratio: Ratio = Field(default=0.01, description="Most characters in repeated lines.")
+    new_line_ratio: float = Field(default=0.3, ge=0, description="Most newlines per word.")
+
+
+FilterConfig = LengthConfig | GopherQualityConfig | FinewebQualityConfig
+_PROFILES: dict[str, tuple[tuple[str, FilterConfig], ...]] = {
+    "minimal": (("length", LengthConfig(min_words=10)),),
+}
+
+
+class FilterEntry(StrictModel):
+    """One step of filtering: exactly one key, the filter's name with its settings, or `profile`."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    length: LengthConfig | None = Field(default=None, description="Bounds on words and characters.")
+    gopher_quality: GopherQualityConfig | None = Field(default=None, description="Quality rules of Gopher.")
+    fineweb_quality: FinewebQualityConfig | None = Field(default=None, description="Line rules of FineWeb.")
+    profile: Literal["minimal"] | None = Field(
+        default=None, description="A named list of filters. minimal: length with min_words 10."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: Any) -> Any:
+        """`- gopher_quality:` means its defaults."""
+        if isinstance(data, dict):
+            return {
+                k: {} if v is None and k in cls.model_fields and k != "profile" else v
+                for k, v in data.items()
+            }
+        return data
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"an entry holds exactly one filter, this one has {', '.join(given) or 'none'}; "
+                f"one of {', '.join(type(self).model_fields)}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+    def filters(self) -> tuple[tuple[str, FilterConfig], ...]:
+        """(name, settings) of the filters this entry stands for, in order."""
+        if self.profile is not None:
+            return _PROFILES[self.profile]
+        named = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return tuple((name, config) for name, config in named if config is not None)

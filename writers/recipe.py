@@ -1,0 +1,266 @@
+"""The recipe: everything that decides the bytes of a dataset, as one checked YAML file.
+
+A recipe is read whole and checked whole: every problem is reported at once, each with its key path
+(`filters[2].gopher_quality.min_doc_words`), and a key that no model knows is an error that names the closest
+one. Values are strict (no "17" for 17). Paths stay as written, relative to the recipe's folder, so that the
+recipe's digest and the documents' identities do not depend on where the folder lies.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from shardkit.errors import RecipeError
+from shardkit.hashing import HASH_NAMES
+from shardkit.units import parse_bytes
+from shardkit.writers.filters.config import (
+    FieldName,
+    FilterConfig,
+    FilterEntry,
+    Ratio,
+    StrictModel,
+)
+from shardkit.writers.recipe_text import apply_override, describe_problems, load_yaml
+
+__all__ = [
+    "DedupConfig",
+    "ExactDedupConfig",
+    "InputConfig",
+    "OutputConfig",
+    "PackConfig",
+    "Recipe",
+    "TokenizerConfig",
+    "load_recipe",
+    "recipe_from_mapping",
+    "recipe_schema",
+]
+
+
+def _local(path: str) -> str:
+    """Refuse what would be read as a folder named "s3:"."""
+    if "://" in path:
+        raise ValueError(f"{path.split('://')[0]}:// paths are not available yet; use a local path")
+    if not path or "\0" in path:
+        raise ValueError("a path cannot be empty or hold a NUL")
+    return path
+
+
+def _not_yet(value: object) -> None:
+    if value is not None:
+        raise ValueError("near-duplicate removal is not available yet; remove this key (dedup.exact works)")
+
+
+def _known_hash(name: str) -> str:
+    if name not in HASH_NAMES:
+        raise ValueError(f"unknown hash {name!r}; known: {', '.join(sorted(HASH_NAMES))}")
+    return name
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int | str):
+        raise ValueError(f"not a size: {value!r} (bytes, or text such as 64MiB)")
+    return parse_bytes(value)
+
+
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp]?[iI]?[bB])?\s*$"},
+    ]
+}
+LocalPath = Annotated[str, AfterValidator(_local)]
+Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
+
+
+class InputConfig(StrictModel):
+    """One source of documents."""
+
+    path: LocalPath = Field(
+        description="File, glob (** crosses folders) or folder, from the recipe's folder."
+    )
+    text: FieldName = Field(default="text", description="Field or column that holds the text.")
+    id: FieldName | None = Field(
+        default=None,
+        description='Field with your own id; null: "id" where a record has it.',
+    )
+    url: FieldName | None = Field(
+        default=None,
+        description='Field with the URL; null: "url" where a record has it.',
+    )
+    metadata: tuple[FieldName, ...] = Field(
+        default=(),
+        strict=False,
+        description="Other fields to keep in the provenance table, as one JSON object.",
+    )
+    source: FieldName | None = Field(
+        default=None,
+        description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
+    )
+    format: Literal["jsonl", "parquet", "text"] | None = Field(
+        default=None,
+        description="null: from the name: .jsonl .ndjson .json .parquet .txt (and .gz .zst .zstd).",
+    )
+    lines: bool = Field(
+        default=False, description="Text files: each line is a document (default: each file is one)."
+    )
+
+
+class ExactDedupConfig(StrictModel):
+    """Of documents with the same text, the one of the first input, then of the lowest document id stays."""
+
+
+class DedupConfig(StrictModel):
+    """Removal of repeated documents."""
+
+    exact: ExactDedupConfig | None = Field(
+        default=None, description="{}: remove equal texts; null: keep them."
+    )
+    near: Annotated[None, BeforeValidator(_not_yet)] = Field(
+        default=None, description="Not available yet; must be null."
+    )
+
+
+class TokenizerConfig(StrictModel):
+    """The tokenizer that turns documents into token ids."""
+
+    path: LocalPath = Field(description="A Hugging Face tokenizer.json, relative to the recipe's folder.")
+    eos: str = Field(min_length=1, description="The special token that ends every document.")
+
+
+class PackConfig(StrictModel):
+    """How documents become sequences of equal length."""
+
+    sequence_length: int = Field(default=2048, ge=2, le=1 << 24, description="Tokens per sequence.")
+    strategy: Literal["best_fit", "concat"] = Field(
+        default="best_fit",
+        description="best_fit: no avoidable cut, little padding; concat: cut anywhere, no padding.",
+    )
+
+
+class OutputConfig(StrictModel):
+    """Where the dataset goes and in which form."""
+
+    path: LocalPath = Field(description="Folder of the finished dataset, relative to the recipe's folder.")
+    format: Literal["mds", "wds"] = Field(
+        default="mds", description="mds: MosaicML Streaming; wds: WebDataset tar."
+    )
+    shard_bytes: Annotated[Size, Field(ge=1 << 10, lt=1 << 32)] = Field(
+        default=1 << 26, description="Target size of a shard before compression, bytes (or 64MiB)."
+    )
+    compression: Annotated[str, Field(pattern=r"^(br|bz2|gz|snappy|zstd)(:-?\d{1,2})?$")] | None = Field(
+        default=None,
+        description="MDS only: zstd, zstd:7, gz, bz2, br, snappy; null: none, the fastest to load.",
+    )
+    hashes: tuple[Annotated[str, AfterValidator(_known_hash)], ...] = Field(
+        default=("xxh64",),
+        strict=False,
+        max_length=8,
+        description="Hashes of every shard that the index records.",
+    )
+
+    @model_validator(mode="after")
+    def _tar_is_plain(self) -> Self:
+        if self.format == "wds" and self.compression is not None:
+            raise ValueError("compression is for format mds; tar shards are plain")
+        return self
+
+
+class Recipe(StrictModel):
+    """A whole build. `folder` is where relative paths start; it is not part of the recipe's content."""
+
+    inputs: tuple[InputConfig, ...] = Field(
+        strict=False,
+        min_length=1,
+        max_length=4096,
+        description="Sources; earlier ones win over later duplicates.",
+    )
+    filters: tuple[FilterEntry, ...] = Field(
+        default=(),
+        strict=False,
+        max_length=64,
+        description="Applied in order; the first rule that fails drops a document.",
+    )
+    dedup: DedupConfig = Field(default=DedupConfig(), description="Removal of repeated documents.")
+    tokenizer: TokenizerConfig = Field(description="The tokenizer.")
+    pack: PackConfig = Field(default=PackConfig(), description="How documents become sequences.")
+    output: OutputConfig = Field(description="Where the dataset goes.")
+    work: LocalPath | None = Field(
+        default=None,
+        description="Folder for intermediate files; null: beside the output, removed after success.",
+    )
+    seed: int = Field(default=17, ge=0, lt=1 << 63, description="Seed of the shuffles.")
+    memory: Annotated[Size, Field(ge=1 << 28)] = Field(
+        default=2_000_000_000, description="Memory that one worker may use, bytes (or 2GB)."
+    )
+    max_bad_fraction: Ratio = Field(
+        default=0.0, description="Part of a file's records that may be unreadable."
+    )
+    max_record_bytes: Annotated[Size, Field(ge=1 << 10, le=1 << 30)] = Field(
+        default=1 << 26,
+        description="Longest record (a line, or a row's text), bytes; a longer one is unreadable.",
+    )
+
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths start from: the recipe file's, or the one at creation."""
+        return self._folder
+
+    def resolve(self, path: str) -> Path:
+        """A path of this recipe as a path on this machine."""
+        return self._folder / path
+
+    def in_folder(self, folder: Path) -> Recipe:
+        """The same recipe with relative paths starting from `folder`."""
+        copy = self.model_copy()
+        copy._folder = folder.absolute()
+        return copy
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The label of each input."""
+        return tuple(config.source or f"input-{number}" for number, config in enumerate(self.inputs))
+
+    def filter_chain(self) -> tuple[tuple[str, FilterConfig], ...]:
+        """(name, settings) of every filter in order, profiles expanded."""
+        return tuple(step for entry in self.filters for step in entry.filters())
+
+
+def recipe_from_mapping(data: object, *, folder: Path, name: str = "recipe") -> Recipe:
+    """A Recipe from plain data; RecipeError lists all problems, each with its key path."""
+    try:
+        return Recipe.model_validate(data).in_folder(folder)
+    except ValidationError as error:
+        raise RecipeError(describe_problems(name, error, Recipe)) from None
+
+
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a YAML recipe; `overrides` such as "pack.sequence_length=512" replace keys, values read as YAML.
+
+    Relative paths start from the recipe's folder, those in overrides too.
+    """
+    path = Path(path)
+    data = load_yaml(path)
+    for override in overrides:
+        data = apply_override(data, override)
+    return recipe_from_mapping(data, folder=path.absolute().parent, name=str(path))
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe, for editors."""
+    schema = Recipe.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardkit recipe"} | {
+        key: value for key, value in schema.items() if key != "title"
+    }
