@@ -1,0 +1,128 @@
+"""What a member of a WebDataset sample means, by its extension.
+
+| last part of the extension            | value |
+|---------------------------------------|-------|
+| npy                                   | NumPy array; arrays of objects are refused |
+| npz                                   | {name: NumPy array} |
+| json, jsn                             | what the JSON says |
+| txt, text, transcript                 | str (UTF-8) |
+| cls, cls2, index, inx, id             | int |
+| gz                                    | decompressed, then by the part before it |
+| ten, tb, mp, msg, cbor                | through the `webdataset` library (extra `webdataset`) |
+| pyd, pickle, pkl, pth                 | refused unless `allow_pickle`: they can run any code |
+| anything else (images, audio, html …) | bytes |
+
+These are the meanings of `webdataset.WebDataset(…).decode()`. Errors are ValueErrors; the reader adds file
+and offset.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from shardkit.errors import MissingExtraError
+from shardkit.tar_compressed import gunzip
+from shardkit.tar_npy import decode_npy
+
+__all__ = ["decode_member", "encoding_of"]
+
+MAX_EXPANDED_BYTES = 1 << 30  # of one .gz or .npz member: a sample larger than this is no sample
+_TEXT = frozenset({"txt", "text", "transcript"})
+_INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
+_JSON = frozenset({"json", "jsn"})
+_PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
+_WEBDATASET = frozenset({"ten", "tb", "mp", "msg", "cbor"})
+
+
+def decode_member(extension: str, payload: memoryview, *, allow_pickle: bool = False) -> object:
+    """The value of a member; ValueError if its bytes are not what the extension says."""
+    front, _, kind = extension.rpartition(".")
+    if kind == "gz":
+        inner = memoryview(gunzip(payload, MAX_EXPANDED_BYTES))
+        return decode_member(front, inner, allow_pickle=allow_pickle) if front else bytes(inner)
+    if kind in _PICKLE:
+        return _unpickle(kind, payload, allow_pickle=allow_pickle)
+    if kind in _WEBDATASET:
+        return _through_webdataset(kind, payload)
+    decoder = _DECODERS.get(kind, bytes)
+    try:
+        return decoder(payload)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def encoding_of(extension: str) -> str:
+    """The name, in the words of MDS where there is one, of what a member decodes to."""
+    kind = extension.rpartition(".")[2]
+    for names, encoding in ((_TEXT, "str"), (_INTEGER, "int"), (_JSON, "json"), ({"npy"}, "ndarray")):
+        if kind in names:
+            return encoding
+    return kind if kind in _PICKLE | _WEBDATASET | {"npz"} else "bytes"
+
+
+def _decode_text(payload: memoryview) -> str:
+    return str(payload, "utf-8")
+
+
+def _decode_integer(payload: memoryview) -> int:
+    return int(bytes(payload))
+
+
+def _decode_json(payload: memoryview) -> object:
+    return json.loads(bytes(payload))
+
+
+def _decode_npz(payload: memoryview) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(payload)) as archive:
+            entries = archive.infolist()
+            if sum(e.file_size for e in entries) > MAX_EXPANDED_BYTES:
+                raise ValueError(f"it holds more than {MAX_EXPANDED_BYTES:,} bytes")
+            return {e.filename.removesuffix(".npy"): decode_npy(memoryview(archive.read(e))) for e in entries}
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+        raise ValueError(f"not a usable .npz: {error}") from error
+
+
+_DECODERS: dict[str, Callable[[memoryview], object]] = {
+    "npy": decode_npy,
+    "npz": _decode_npz,
+    **dict.fromkeys(_JSON, _decode_json),
+    **dict.fromkeys(_TEXT, _decode_text),
+    **dict.fromkeys(_INTEGER, _decode_integer),
+}
+
+
+def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
+    if not allow_pickle:
+        raise ValueError(
+            f"a .{kind} member is a pickle, which can run any code; "
+            "pass allow_pickle=True if you trust who wrote it"
+        )
+    try:
+        return _through_webdataset(kind, payload) if kind == "pth" else pickle.loads(payload)
+    except (MissingExtraError, ValueError):
+        raise
+    except Exception as error:  # a pickle may raise anything
+        raise ValueError(f"cannot be unpickled: {type(error).__name__}: {error}") from error
+
+
+def _through_webdataset(kind: str, payload: memoryview) -> object:
+    try:
+        from webdataset.autodecode import basichandlers
+    except ImportError as error:
+        purpose = f"decoding .{kind} members (decode=False gives their bytes)"
+        raise MissingExtraError("webdataset", "webdataset", purpose) from error
+    try:
+        return basichandlers(f".{kind}", bytes(payload))
+    except ImportError as error:
+        purpose = f"decoding .{kind} members with webdataset (decode=False gives their bytes)"
+        raise MissingExtraError(str(error.name), "webdataset", purpose) from error
+    except Exception as error:  # the library's decoders raise many types, AssertionError among them
+        raise ValueError(f"webdataset cannot decode it: {type(error).__name__}: {error}") from error

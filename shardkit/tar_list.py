@@ -1,0 +1,156 @@
+"""shards.json: the list of a dataset's tars, in the form that `wids` reads, with our hashes beside.
+
+    {"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": …,
+     "shardlist": [{"url": "shard-00000.tar", "nsamples": 512, "filesize": 2631680,
+                    "hashes": {"xxh64": …}, "columns": {"tokens.npy": "ndarray:uint16:2048"}}, …]}
+
+`url`, `nsamples`, `filesize` and `md5sum` are wids' words; `hashes`, `columns` and `raw_bytes` (of a
+compressed tar) are ours and optional, so lists made by `wids-index` are readable too. URLs are relative to
+the list's folder. The list is published last: its presence means that the dataset is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from shardkit.errors import ShardError
+from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.tar_compressed import is_tar_name, tar_compression
+
+__all__ = [
+    "LIST_NAME",
+    "UNKNOWN_BYTES",
+    "describe_tar",
+    "fixed_size",
+    "read_shard_list",
+    "tar_files",
+    "write_shard_list",
+]
+
+LIST_NAME = "shards.json"
+UNKNOWN_BYTES = -1  # where a list does not state a size or a count
+MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes are about 150 MB
+_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
+
+
+def describe_tar(
+    basename: str,
+    *,
+    stored_bytes: int = UNKNOWN_BYTES,
+    raw_bytes: int = UNKNOWN_BYTES,
+    samples: int = UNKNOWN_BYTES,
+    hashes: Mapping[str, str] | None = None,
+    columns: tuple[Column, ...] = (),
+) -> ShardInfo:
+    """A ShardInfo for a tar, compressed or not, from its name; ValueError if the name is not a tar's."""
+    found = tar_compression(basename)
+    if found is None:
+        raise ValueError(f"{basename!r} is not named like a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
+    algorithm, inner = found
+    stored = FileInfo(basename, stored_bytes, dict(hashes or {}))
+    if not algorithm:
+        return ShardInfo(stored, samples, columns)
+    return ShardInfo(FileInfo(inner, raw_bytes), samples, columns, zip=stored, compression=algorithm)
+
+
+def fixed_size(encoding: str) -> int | None:
+    """Bytes of one row of `ndarray:dtype:shape`, None for encodings of variable size."""
+    parts = encoding.split(":")
+    if len(parts) != 3 or parts[0] != "ndarray":
+        return None
+    try:
+        dims = [int(d) for d in parts[2].split(",")] if parts[2] else []
+        return int(np.dtype(parts[1]).itemsize * prod(dims))
+    except (TypeError, ValueError):
+        return None
+
+
+def tar_files(folder: Path) -> list[str]:
+    """Names of the tars directly in `folder`, sorted."""
+    try:
+        return sorted(p.name for p in folder.iterdir() if is_tar_name(p.name) and p.is_file())
+    except OSError as error:
+        raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
+
+
+def read_shard_list(path: Path) -> Manifest:
+    """The manifest of a folder with shards.json, or of that file; ShardError if it is not sound."""
+    file = path / LIST_NAME if path.is_dir() else path
+    try:
+        if file.stat().st_size > MAX_LIST_BYTES:
+            raise ShardError(file, f"larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
+        listing = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"is no JSON: {error}") from error
+    if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
+        raise ShardError(file, 'is no list of tar shards: an object with a "shardlist" is expected')
+    if listing.get("wids_version", 1) != 1 or listing.get("datasets") or listing.get("base"):
+        raise ShardError(
+            file, "is a list of another version, of several datasets or with a base; list one folder"
+        )
+    return Manifest("tar", tuple(_read_entry(entry, file) for entry in listing["shardlist"]))
+
+
+def _read_entry(entry: object, file: Path) -> ShardInfo:
+    if not isinstance(entry, dict):
+        raise ShardError(file, f"an entry that is no object: {str(entry)[:80]!r}")
+    name = checked_basename(entry.get("url"), file)
+    hashes, columns = entry.get("hashes", {}), entry.get("columns", {})
+    for what, table in (("hashes", hashes), ("columns", columns)):
+        if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+            raise ShardError(file, f"{name}: {what} must map names to strings")
+    if isinstance(entry.get("md5sum"), str):
+        hashes = {"md5": entry["md5sum"], **hashes}
+    if not is_tar_name(name):
+        raise ShardError(file, f"{name!r} is not named like a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
+    return describe_tar(
+        name,
+        stored_bytes=_count(entry, "filesize", name, file, UNKNOWN_BYTES),
+        raw_bytes=_count(entry, "raw_bytes", name, file, UNKNOWN_BYTES),
+        samples=_count(entry, "nsamples", name, file, None),
+        hashes=hashes,
+        columns=tuple(Column(c, encoding, fixed_size(encoding)) for c, encoding in columns.items()),
+    )
+
+
+def _count(entry: dict[str, object], key: str, name: str, file: Path, default: int | None) -> int:
+    value = entry.get(key, default)
+    if default is not None and key not in entry:
+        return default
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ShardError(file, f"{name}: {key} must be a count, not {str(value)[:40]!r}")
+    return value
+
+
+def write_shard_list(folder: Path, shards: Sequence[ShardInfo]) -> None:
+    """Publish shards.json for `shards`, whole or not at all."""
+    # wids caches shards under this name: it must differ between datasets.
+    name = f"shardkit-{Manifest('tar', shards).fingerprint}"
+    listing = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "name": name,
+        "shardlist": [_entry(shard) for shard in shards],
+    }
+    publish_bytes(folder / LIST_NAME, json.dumps(listing, separators=(",", ":")).encode() + b"\n")
+
+
+def _entry(shard: ShardInfo) -> dict[str, object]:
+    stored = shard.stored
+    entry: dict[str, object] = {"url": stored.basename, "nsamples": shard.samples, "filesize": stored.bytes}
+    if "md5" in stored.hashes:
+        entry["md5sum"] = stored.hashes["md5"]
+    if stored.hashes:
+        entry["hashes"] = dict(sorted(stored.hashes.items()))
+    if shard.columns:
+        entry["columns"] = {c.name: c.encoding for c in shard.columns}
+    if shard.zip is not None:
+        entry["raw_bytes"] = shard.raw.bytes
+    return entry
