@@ -35,7 +35,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 class StrictModel(BaseModel):
     """What every part of a recipe is: frozen, without unknown keys, without silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class LengthConfig(StrictModel):

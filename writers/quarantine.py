@@ -1,0 +1,89 @@
+"""What could not be read: one JSON line for each record, and the limit on how much of it a build accepts.
+
+Nothing is lost in silence: each entry says file, record number, byte offset in the decompressed file, reason
+and error. With `max_bad_fraction` 0 the first entry stops the build.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shardkit.errors import BuildError
+from shardkit.writers.ledger import Count, Ledger
+
+__all__ = ["BadRecord", "Quarantine", "check_bad_fraction", "snippet_of"]
+
+_SNIPPET_BYTES = 160  # enough to recognise the record, too little to leak a corpus into logs
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """One unreadable record, or the unreadable rest of a file (reason "damaged_file")."""
+
+    file: str
+    record: int  # 0-based line or row number
+    byte_offset: int | None  # in the decompressed file; None for Parquet
+    reason: str
+    error: str
+    snippet: str
+
+    def __str__(self) -> str:
+        where = "" if self.byte_offset is None else f" (byte {self.byte_offset:,})"
+        return f"{self.file}: record {self.record:,}{where}: {self.reason}: {self.error}"
+
+
+def snippet_of(data: bytes) -> str:
+    """The start of a record as printable text."""
+    return data[:_SNIPPET_BYTES].decode("utf-8", "backslashreplace")
+
+
+class Quarantine:
+    """Collects bad records into a JSON-lines file; the first one raises BuildError if none is allowed."""
+
+    def __init__(self, path: Path | None = None, *, max_bad_fraction: float = 0.0) -> None:
+        self.first: BadRecord | None = None
+        self._max_bad_fraction = max_bad_fraction
+        self._file = path.open("w", encoding="utf-8") if path is not None else None
+
+    def add(self, bad: BadRecord) -> None:
+        """Write an entry; BuildError when the recipe allows none."""
+        self.first = self.first or bad
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
+        if self._max_bad_fraction == 0:
+            raise BuildError(
+                f"{bad}; repair or remove it, or set max_bad_fraction to quarantine such records and go on"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def check_bad_fraction(
+    where: str, ledger: Ledger, max_bad_fraction: float, first: BadRecord | str | None = None
+) -> None:
+    """BuildError when more than `max_bad_fraction` of the records, or of the bytes, were unreadable.
+
+    Bytes count as well because the lost rest of a compressed file is one entry however long it is.
+    """
+    bad = sum(ledger.quarantined.values(), Count())
+    shares = {"records": (bad.documents, ledger.read.documents), "bytes": (bad.bytes, ledger.read.bytes)}
+    for unit, (lost, total) in shares.items():
+        if lost > max_bad_fraction * total:
+            reasons = ", ".join(
+                f"{name} {ledger.quarantined[name].documents:,}" for name in sorted(ledger.quarantined)
+            )
+            raise BuildError(
+                f"{where}: {lost:,} of {total:,} {unit} are unreadable ({reasons}), more than "
+                f"max_bad_fraction {max_bad_fraction:g} allows" + (f"; first: {first}" if first else "")
+            )
