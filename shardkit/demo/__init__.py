@@ -1,1 +1,1 @@
-"""`shardkit demo`: the whole story on text that is already on the machine."""
+"""`shardkit demo`: the whole story on text that every Python installation already has. No download."""

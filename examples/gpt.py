@@ -1,0 +1,114 @@
+"""A small decoder-only GPT: pre-norm blocks, rotary positions, tied embeddings. Copy it and change it.
+
+Packed rows hold several documents, each closed by the eos token. `document_layout` finds them again, so that
+attention can stay inside a document and positions restart at each one; without it a row is one long text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["GPT", "GPTConfig", "document_layout", "next_token_loss"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a model; `width` must be a multiple of twice the heads."""
+
+    vocabulary: int
+    layers: int = 4
+    heads: int = 4
+    width: int = 256
+
+
+def document_layout(tokens: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
+    """For packed rows [B, L]: each token's position in its document [B, L], and who may attend to whom
+    [B, 1, L, L]: earlier tokens of the same document. An eos token belongs to the document that it closes.
+    """
+    ends = tokens == eos_id
+    document = ends.cumsum(dim=1) - ends.long()
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    starts = F.pad(ends[:, :-1], (1, 0), value=True)
+    first = (index * starts).cummax(dim=1).values
+    mask = (document[:, :, None] == document[:, None, :]).tril()
+    return index - first, mask[:, None]
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor, eos_id: int | None = None) -> Tensor:
+    """Mean cross entropy of each token given those before it in its row (in its document, with `eos_id`).
+
+    With `eos_id`, what cannot or need not be learnt is left out: the first token of a document, and padding.
+    """
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    if eos_id is None:
+        logits = model(inputs)
+    else:
+        logits = model(inputs, *document_layout(inputs, eos_id))
+        labels = labels.masked_fill(inputs == eos_id, -100)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [B, H, L, D]: each pair (x[i], x[i + D/2]) turns by its angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a feed-forward layer, each on a normalised residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        fed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + fed
+
+
+class GPT(nn.Module):
+    """tokens [B, L] -> logits [B, L, vocabulary]."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        half = config.width // config.heads // 2
+        self.register_buffer("frequencies", 10_000.0 ** -(torch.arange(half) / half), persistent=False)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Block):  # keeps the residual stream's variance independent of the depth
+            for layer in (module.out, module.down):
+                nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        angles = positions[:, None, :, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        return F.linear(self.norm(x), self.embedding.weight)

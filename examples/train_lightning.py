@@ -1,0 +1,137 @@
+"""Train a small GPT with Lightning, and resume in the middle of an epoch at the exact next sample.
+
+    python examples/train_lightning.py --data shardkit-demo/mds --steps 200
+
+Lightning fetches a batch ahead of the one that it trains on, so the loader's own state is ahead too. The data
+module below therefore sends each batch through Lightning together with the state that follows it, and
+stores the state of the batch that arrived last at the model. It is the same on every rank, so it is
+enough that Lightning stores rank 0's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from gpt import GPT, GPTConfig, next_token_loss
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from shardkit.loaders import StreamingLoader
+
+
+class BatchesWithState:
+    """The loader's batches, each with the loader state from which training continues after it."""
+
+    def __init__(self, loader: StreamingLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.loader:
+            yield {**batch, "loader_state": self.loader.state_dict()}
+
+
+class PackedData(lightning.LightningDataModule):
+    """Feeds packed rows; its part of a checkpoint says which of them were trained on."""
+
+    def __init__(self, path: str, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self.path, self.batch_size, self.seed = path, batch_size, seed
+        self.trained_state: dict[str, Any] | None = None
+
+    def train_dataloader(self) -> BatchesWithState:
+        loader = StreamingLoader(
+            self.path, batch_size=self.batch_size, seed=self.seed, endless=True, return_ids=True
+        )
+        if self.trained_state is not None:
+            loader.load_state_dict(self.trained_state)
+        return BatchesWithState(loader)
+
+    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        # Lightning calls this when a batch's turn has come, not when it is fetched.
+        self.trained_state = batch.pop("loader_state")
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self.trained_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.trained_state = state_dict["loader"]
+
+
+class LightningGPT(lightning.LightningModule):
+    """The model, its loss and its optimizer; rank 0 logs each step's loss and sample ids."""
+
+    def __init__(self, config: GPTConfig, learning_rate: float, eos_id: int | None, log: Path) -> None:
+        super().__init__()
+        self.model = GPT(config)
+        self.learning_rate, self.eos_id, self.log_file = learning_rate, eos_id, log
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return next_token_loss(self.model, batch["tokens"], self.eos_id)
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+        loss = self.trainer.strategy.all_gather(outputs["loss"]).mean()
+        sample_ids = self.trainer.strategy.all_gather(batch["sample_id"]).flatten()
+        record = {"step": self.global_step, "loss": loss.item(), "sample_ids": sample_ids.tolist()}
+        if self.global_rank == 0:
+            with self.log_file.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT with Lightning.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", required=True, help="dataset folder made by `shardkit build`")
+    parser.add_argument("--steps", type=int, default=200, help="train until this step")
+    parser.add_argument("--checkpoint", default="last.ckpt", help="file to write and to resume from")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--log-file", default="log.jsonl", help="JSON lines: step, loss, sample ids")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per step and device")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="AdamW's, constant")
+    parser.add_argument("--seed", type=int, default=17, help="of the data's order and the model's weights")
+    parser.add_argument("--vocabulary", type=int, default=65_536, help="number of token ids")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--eos-id", type=int, help="keep attention inside documents, which this id closes")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs, or processes on the CPU")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    lightning.seed_everything(args.seed, verbose=False)
+    checkpoint = Path(args.checkpoint).absolute()
+    trainer = lightning.Trainer(
+        devices=args.devices,
+        max_steps=args.steps,
+        deterministic=not torch.cuda.is_available(),
+        use_distributed_sampler=False,
+        logger=False,
+        callbacks=[
+            ModelCheckpoint(
+                dirpath=checkpoint.parent,
+                filename=checkpoint.stem,
+                every_n_train_steps=args.checkpoint_every,
+                enable_version_counter=False,  # one file, replaced as a whole each time
+            )
+        ],
+    )
+    config = GPTConfig(args.vocabulary, args.layers, args.heads, args.width)
+    model = LightningGPT(config, args.learning_rate, args.eos_id, Path(args.log_file))
+    data = PackedData(args.data, args.batch_size, args.seed)
+    trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
+
+
+if __name__ == "__main__":
+    main()
