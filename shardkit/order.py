@@ -1,0 +1,354 @@
+"""The order of training samples: which sample is at which position, by arithmetic on a few integers.
+
+    epoch e, g = divmod(position, N)                       N samples in the dataset
+    shards of the epoch: Permutation(K, key(seed, e, "shards")), and the prefix sums of their sizes
+    row, lane = divmod(g, L)                               see shardkit.lanes
+    window of the lane -> Permutation(size, key(seed, e, lane, window)) -> span -> (shard, row)
+
+Guarantees. Every epoch holds each sample exactly once. The order is a function of the shards' sizes and the
+`OrderSpec` alone: not of batch size, world size, tail, machine, library version or what was asked before. It
+is invertible (`positions_of`). A global batch is a set of consecutive positions, sorted by lane; ranks take
+equal consecutive parts of it, so that its set never depends on their number. Within a window a lane touches
+only the shards under that window. Golden vectors and a plain-Python reference in the tests pin all of it.
+
+`shuffle`: "window" as above; "global" is one lane and one window over all shards in manifest order; "none" is
+dataset order.
+
+Costs. O(K) memory: 8 bytes a shard and 12 for each epoch kept (two at most): 14 MB for 450,000 shards. A new
+epoch costs about 70 ns a shard; a position costs 100-150 ns in calls for thousands, however many samples there
+are (tests/benchmarks/bench_order.py). Threads may share an `Order`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import StateError
+from shardkit.lanes import (
+    MAX_LANES,
+    MAX_SAMPLES,
+    MAX_WINDOW,
+    LaneNumbers,
+    Lanes,
+    default_lanes,
+    default_window,
+    rank_slice,
+)
+from shardkit.permutation import Domains, Permutation, mix64, permute, unpermute
+
+__all__ = [
+    "Located",
+    "Order",
+    "OrderSpec",
+    "Shuffle",
+    "default_lanes",
+    "default_window",
+    "rank_slice",
+]
+
+Shuffle = Literal["window", "global", "none"]
+
+MAX_POSITION = 1 << 62  # a position plus an epoch stays below 2**63
+MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
+_VERSION = 1  # of the arithmetic; it is part of the state, so that no other version continues it
+_EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
+_CHUNK = 1 << 14  # positions worked on at once: the temporaries stay in a core's second-level cache
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
+
+_Ints = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderSpec:
+    """All that an order depends on besides the shards' sizes.
+
+    `lanes` and `window` (in samples) belong to shuffle "window"; for the others they become 1 and 0, so that
+    specs which mean the same order are equal.
+    """
+
+    seed: int
+    lanes: int
+    window: int
+    shuffle: Shuffle = "window"
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "lanes", "window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an int, not {value!r}")
+        if self.shuffle not in get_args(Shuffle):
+            raise ValueError(f"shuffle must be one of {', '.join(get_args(Shuffle))}, not {self.shuffle!r}")
+        if self.shuffle != "window":
+            object.__setattr__(self, "lanes", 1)
+            object.__setattr__(self, "window", 0)
+            limits = {"seed": (0, (1 << 64) - 1)}
+        else:
+            limits = {"seed": (0, (1 << 64) - 1), "lanes": (1, MAX_LANES), "window": (1, MAX_WINDOW)}
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be between {low} and {high:,}, not {getattr(self, name):,}")
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Plain data for a state; `from_dict` reads it back."""
+        return {"version": _VERSION} | {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: object) -> OrderSpec:
+        """StateError when `data` is not what `to_dict` gives."""
+        names = {"version", *(field.name for field in fields(cls))}
+        if not isinstance(data, dict) or data.keys() != names:
+            raise StateError(f"an order has the keys {', '.join(sorted(names))}; this one: {data!r:.200}")
+        if data["version"] != _VERSION:
+            raise StateError(
+                f"this order is of version {data['version']!r}, this shardkit knows version {_VERSION}: "
+                f"continue with the shardkit that began the run"
+            )
+        try:
+            return cls(**{name: data[name] for name in names - {"version"}})
+        except ValueError as error:
+            raise StateError(f"not an order: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where samples are: arrays of one shape. `sample_id` is the row number in dataset order."""
+
+    position: npt.NDArray[np.int64]
+    epoch: npt.NDArray[np.int64]
+    shard: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int64]
+    lane: npt.NDArray[np.int32]
+    sample_id: npt.NDArray[np.int64]
+
+    def reshape(self, *shape: int) -> Located:
+        """The same entries in another shape."""
+        return Located(*(getattr(self, field.name).reshape(shape) for field in fields(self)))
+
+    def take(self, which: slice | npt.NDArray[np.intp]) -> Located:
+        """Some of the entries, along the first axis; for a slice they are views."""
+        return Located(*(getattr(self, field.name)[which] for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """What an epoch's shuffle needs: its shard order (None: the manifest's), their starts and a key."""
+
+    permutation: Permutation | None
+    shards: npt.NDArray[np.int32] | None
+    starts: _Ints
+    window_key: np.uint64
+
+
+class Order:
+    """The order of all samples of shards with `shard_samples` samples each; see the module's docstring."""
+
+    def __init__(self, shard_samples: npt.ArrayLike, spec: OrderSpec) -> None:
+        sizes = np.asarray(shard_samples)
+        if sizes.ndim != 1 or (sizes.size and sizes.dtype.kind not in "iu"):
+            raise ValueError(
+                f"shard_samples must be a list of integers, not {sizes.dtype}{list(sizes.shape)}"
+            )
+        if len(sizes) > MAX_SHARDS:
+            raise ValueError(f"{len(sizes):,} shards are too many: at most {MAX_SHARDS:,}; use larger shards")
+        if sizes.size and int(sizes.min()) < 0:
+            raise ValueError(
+                f"shard {int(sizes.argmin())} has {int(sizes.min())} samples: the index is damaged"
+            )
+        if float(sizes.sum(dtype=np.float64)) > MAX_SAMPLES:
+            raise ValueError(f"more than {MAX_SAMPLES:,} samples: the index is damaged")
+        self.spec = spec
+        self._starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+        np.cumsum(sizes, out=self._starts[1:])
+        self._samples = int(self._starts[-1])
+        self._lanes = Lanes(self._samples, spec.lanes, spec.window)
+        self._epochs: dict[int, _Epoch] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def samples(self) -> int:
+        """Samples in an epoch."""
+        return self._samples
+
+    def locate(self, positions: npt.NDArray[np.int64] | tuple[int, int]) -> Located:
+        """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
+
+        Positions may be in any order, repeat, and lie in any epochs; the result has their shape.
+        """
+        if isinstance(positions, tuple):
+            start, count = positions
+            self._check_range(start, count)
+            array = np.arange(start, start + count, dtype=np.int64)
+        else:
+            array = _int64(positions, "positions")
+            if array.size:
+                self._check_range(int(array.min()), int(array.max()) - int(array.min()) + 1)
+        flat = array.flatten()  # a copy: the result must not change with the caller's array
+        located = _empty_located(flat)
+        for begin in range(0, len(flat), _CHUNK):
+            piece = located.take(slice(begin, begin + _CHUNK))
+            for number, which in _by_epoch(piece.position // self._samples):
+                self._locate_within(number, piece, which)
+        return located.reshape(*array.shape)
+
+    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> _Ints:
+        """The positions at which `epoch` delivers these samples, in their shape: the inverse of `locate`."""
+        self._check_range(epoch * max(self._samples, 1), self._samples)
+        array = _int64(sample_ids, "sample ids")
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self._samples:
+            raise IndexError(
+                f"sample ids go from 0 to {self._samples - 1:,}, not {array.min()} to {array.max()}"
+            )
+        flat = array.ravel()
+        positions = np.empty_like(flat)
+        for begin in range(0, len(flat), _CHUNK):
+            piece = slice(begin, begin + _CHUNK)
+            positions[piece] = self._find_within(self._epoch(epoch), flat[piece]) + epoch * self._samples
+        return positions.reshape(array.shape)
+
+    def global_batch(self, position: int, size: int) -> _Ints:
+        """int64[size]: the positions from `position` on, sorted by lane; within a lane they ascend."""
+        batch: _Ints = self._batches(position, size, 1)[0]
+        return batch
+
+    def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
+        """`count` consecutive global batches of `size`, located: arrays of shape (count, size).
+
+        Row i is `global_batch(position + i * size, size)`. `part`, as `rank_slice` gives it, cuts each row
+        before the samples are located, so that a rank pays for its own samples only.
+        """
+        return self.locate(self._batches(position, size, count)[:, part])
+
+    def _batches(self, position: int, size: int, count: int) -> _Ints:
+        if size < 0 or count < 0:
+            raise ValueError(f"size and count must not be negative: {size}, {count}")
+        self._check_range(position, size * count)
+        positions = np.arange(position, position + size * count, dtype=np.int64).reshape(count, size)
+        if self.spec.lanes == 1 or not positions.size:
+            return positions
+        # uint16 is what NumPy sorts stably by radix, in linear time.
+        lanes = (positions % self._samples % self.spec.lanes).astype(np.uint16)
+        return np.take_along_axis(positions, np.argsort(lanes, axis=1, kind="stable"), axis=1)
+
+    def _locate_within(self, number: int, piece: Located, which: slice | npt.NDArray[np.intp]) -> None:
+        # Fills the entries `which` of `piece`, all of epoch `number`.
+        epoch = self._epoch(number)
+        places = piece.position[which] - number * self._samples
+        lanes: LaneNumbers | int = 0
+        if self.spec.shuffle != "none":
+            rows, lanes = np.divmod(places, self.spec.lanes)
+            firsts, domains = self._windows(epoch, lanes, self._lanes.windows(lanes, rows))
+            rows -= firsts
+            moved = permute(rows.view(np.uint64), domains).view(np.int64)
+            places = self._lanes.starts[lanes] + firsts + moved
+        slots = np.searchsorted(epoch.starts, places, side="right") - 1
+        shards = slots if epoch.shards is None else epoch.shards[slots]
+        rows = places - epoch.starts[slots]
+        piece.epoch[which], piece.lane[which], piece.shard[which], piece.row[which] = (
+            number,
+            lanes,
+            shards,
+            rows,
+        )
+        piece.sample_id[which] = self._starts[shards] + rows
+
+    def _find_within(self, epoch: _Epoch, sample_ids: _Ints) -> _Ints:
+        if epoch.permutation is None:
+            places = sample_ids
+        else:
+            shards = np.searchsorted(self._starts, sample_ids, side="right") - 1
+            places = epoch.starts[epoch.permutation.inverse(shards)] + sample_ids - self._starts[shards]
+        if self.spec.shuffle == "none":
+            return places
+        lanes, rows = self._lanes.find(places)
+        firsts, domains = self._windows(epoch, lanes, self._lanes.windows(lanes, rows))
+        rows -= firsts
+        back = unpermute(rows.view(np.uint64), domains).view(np.int64)
+        return (firsts + back) * self.spec.lanes + lanes
+
+    def _windows(self, epoch: _Epoch, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
+        """(first row, permutation) of the window of each entry."""
+        low, high = int(windows.min()), int(windows.max())
+        count = self.spec.lanes * (high - low + 1)
+        if count > len(lanes):
+            return self._window_domains(epoch, lanes, windows)
+        # Consecutive positions lie in few windows: work those out once, then look up.
+        all_lanes = np.tile(np.arange(self.spec.lanes), high - low + 1)
+        all_windows = np.repeat(np.arange(low, high + 1), self.spec.lanes)
+        firsts, domains = self._window_domains(epoch, all_lanes, all_windows)
+        slots = (windows - low) * self.spec.lanes + lanes
+        return firsts[slots], domains.take(slots)
+
+    def _window_domains(self, epoch: _Epoch, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
+        firsts, sizes = self._lanes.bounds(lanes, windows)
+        lane_keys = mix64(epoch.window_key + _GOLDEN * (lanes.astype(np.uint64) + _ONE))
+        keys = mix64(lane_keys + _GOLDEN * (windows.view(np.uint64) + _ONE))
+        # A window that a lane does not have is never looked up; it only must not break the arithmetic.
+        return firsts, Domains.of(np.maximum(sizes, 1).view(np.uint64), keys)
+
+    def _epoch(self, number: int) -> _Epoch:
+        with self._lock:
+            if number not in self._epochs:
+                while len(self._epochs) >= _EPOCHS_KEPT:
+                    del self._epochs[next(iter(self._epochs))]
+                self._epochs[number] = self._new_epoch(number)
+            return self._epochs[number]
+
+    def _new_epoch(self, number: int) -> _Epoch:
+        window_key = np.uint64(int.from_bytes(self._key(number, "windows"), "little"))
+        if self.spec.shuffle != "window":
+            return _Epoch(None, None, self._starts, window_key)
+        shard_count = len(self._starts) - 1
+        permutation = Permutation(shard_count, self._key(number, "shards"))
+        shards = permutation(np.arange(shard_count)).astype(np.int32)
+        starts = np.zeros(shard_count + 1, dtype=np.int64)
+        np.cumsum(np.diff(self._starts)[shards], out=starts[1:])
+        return _Epoch(permutation, shards, starts, window_key)
+
+    def _key(self, epoch: int, purpose: str) -> bytes:
+        text = f"{self.spec.seed}:{epoch}:{purpose}"
+        return hashlib.blake2b(text.encode(), digest_size=8, person=b"shardkit.order.1").digest()
+
+    def _check_range(self, start: int, count: int) -> None:
+        if count < 0 or start < 0 or start + count > MAX_POSITION:
+            raise ValueError(f"{count:,} positions from {start:,}: positions go from 0 to 2**62")
+        if count and not self._samples:
+            raise ValueError("the dataset has no samples: there are no positions in it")
+
+
+def _int64(values: npt.ArrayLike, what: str) -> _Ints:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{what} must be integers, not {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _empty_located(positions: _Ints) -> Located:
+    n = len(positions)
+    return Located(
+        position=positions,
+        epoch=np.empty(n, dtype=np.int64),
+        shard=np.empty(n, dtype=np.int32),
+        row=np.empty(n, dtype=np.int64),
+        lane=np.empty(n, dtype=np.int32),
+        sample_id=np.empty(n, dtype=np.int64),
+    )
+
+
+def _by_epoch(epochs: _Ints) -> Iterator[tuple[int, slice | npt.NDArray[np.intp]]]:
+    """(epoch, which entries are of it), ascending."""
+    if int(epochs.min()) == int(epochs.max()):
+        yield int(epochs[0]), slice(None)
+        return
+    by_epoch = np.argsort(epochs, kind="stable")
+    edges = np.flatnonzero(np.diff(epochs[by_epoch])) + 1
+    for which in np.split(by_epoch, edges):
+        yield int(epochs[which[0]]), which
