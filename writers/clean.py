@@ -1,0 +1,96 @@
+"""One split to clean documents: read, filter, and write what later stages need, with a ledger that adds up.
+
+The folder receives
+  documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
+  keys.npy          KEY_DTYPE, one row for each kept document in the same order: what exact dedup needs
+  quarantine.jsonl  records that could not be read; often empty
+Memory is one batch and one record, whatever the split's size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.exact_dedup import KEY_DTYPE, KeyFile
+from shardkit.writers.filters.chain import FilterChain
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.quarantine import Quarantine, check_bad_fraction
+from shardkit.writers.readers import read_split
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.scan import Split
+
+__all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "clean_split", "exact_keys"]
+
+DOCUMENTS_FILE = "documents.arrow"
+KEYS_FILE = "keys.npy"
+QUARANTINE_FILE = "quarantine.jsonl"
+
+
+def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
+    """Write the three files of a split into `folder`, which exists and is empty; return its checked ledger.
+
+    BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
+    """
+    ledger = Ledger()
+    chain = FilterChain(recipe.filter_chain())
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with (
+        Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
+        KeyFile(folder / KEYS_FILE) as keys,
+        pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
+        pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as documents,
+    ):
+        for batch in read_split(
+            split,
+            recipe.inputs[split.source],
+            ledger,
+            quarantine,
+            max_record_bytes=recipe.max_record_bytes,
+        ):
+            kept = _filtered(batch, chain, ledger)
+            if kept.num_rows:
+                documents.write_batch(kept)
+                keys.write(exact_keys(kept))
+        where = f"{split.file} (split {split.index})"
+        check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
+    ledger.check(where)
+    return ledger
+
+
+def _filtered(batch: pa.RecordBatch, chain: FilterChain, ledger: Ledger) -> pa.RecordBatch:
+    """The documents that pass; all are booked."""
+    texts = batch.column("text")
+    sizes = np.diff(np.frombuffer(texts.buffers()[1], np.int64)[texts.offset :][: len(texts) + 1])
+    codes = chain.codes(texts)
+    for code in np.unique(codes).tolist():
+        chosen = codes == code
+        count = Count(int(chosen.sum()), int(sizes[chosen].sum()))
+        if code:
+            ledger.drop(chain.reasons[code - 1], count.documents, count.bytes)
+        else:
+            ledger.kept += count
+    return batch if not codes.any() else batch.filter(pa.array(codes == 0))
+
+
+def exact_keys(batch: pa.RecordBatch) -> npt.NDArray[np.void]:
+    """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text with its source, id and size."""
+    texts = batch.column("text")
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
+    text = memoryview(data) if data is not None else memoryview(b"")
+    keys = np.empty(len(texts), KEY_DTYPE)
+    edges = ends.tolist()
+    digests = [xxhash.xxh3_128_digest(text[a:b]) for a, b in pairwise(edges)]
+    keys["key"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+    ids = b"".join(batch.column("document_id").to_pylist())
+    keys["id"] = np.frombuffer(ids, np.uint8).reshape(-1, 16)
+    keys["source"] = batch.column("source").to_numpy()
+    keys["bytes"] = np.diff(ends)
+    return keys

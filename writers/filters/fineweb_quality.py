@@ -1,0 +1,45 @@
+"""FineWeb's own line rules: datatrove's FineWebQualityFilter, decision for decision, on str.split() words.
+
+Source: Penedo et al. 2024 (the FineWeb paper), as implemented in `fineweb_quality_filter.py`. Lines are cut
+at newlines, blank ones do not count; a document without any is "empty".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.filters.config import FinewebQualityConfig
+from shardkit.writers.filters.rules import first_failing, ratio
+from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["FinewebQualityFilter"]
+
+
+class FinewebQualityFilter:
+    """Drops documents that look like lists, menus and repeated boilerplate."""
+
+    reasons = ("empty", "line_punct_ratio", "short_line_ratio", "char_dup_ratio", "list_ratio")
+
+    def __init__(self, config: FinewebQualityConfig) -> None:
+        self._config = config
+
+    def codes(self, batch: TextBatch) -> npt.NDArray[np.int64]:
+        """See Filter.codes."""
+        config = self._config
+        lines, words = batch.lines(config.short_line_length), batch.words()
+        terminal = ratio(lines.terminal_lines, lines.lines)
+        unpunctuated = terminal < config.line_punct_thr
+        if config.line_punct_exclude_zero:
+            unpunctuated &= terminal != 0
+        repeated = ratio(lines.repeated_characters, words.characters - words.newlines)
+        return first_failing(
+            [
+                lines.lines == 0,
+                unpunctuated,
+                ratio(lines.short_lines, lines.lines) > config.short_line_thr,
+                repeated > config.char_duplicates_ratio,
+                ratio(words.newlines, words.words) > config.new_line_ratio,
+            ],
+            len(batch),
+        )
