@@ -1,0 +1,351 @@
+"""Text to token ids, with text kept text.
+
+`tokenizers` (Hugging Face) defines which ids are right; `gigatoken` computes them, some fifty times faster.
+The two are compared once per build, before anything is tokenized (`check_parity`): on any difference, or when
+`gigatoken` does not know the tokenizer's parts, the whole build uses `tokenizers`, so that no byte depends on
+which task noticed. Both encode text that spells a special token as plain text, so that the eos id occurs
+exactly where a document ends; an id that breaks this stops the build.
+
+Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
+`CACHE_BYTES` of the engine's own word cache, which grows for ever if it is let.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.errors import BuildError, MissingExtraError, RecipeError
+
+__all__ = ["Encoder", "Engine", "Parity", "Tokens", "check_parity", "load_encoder", "sample_texts"]
+
+Engine = Literal["gigatoken", "tokenizers"]
+Tokens = npt.NDArray[np.uint16 | np.uint32]
+Ids = npt.NDArray[np.uint32]
+
+ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four times as much
+CACHE_BYTES = 256 << 20  # gigatoken is loaded anew when its cache of words has grown by this
+PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second or two per build
+PARITY_SPLITS = 256  # at most so many splits give documents to the sample
+MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
+
+# Where engines have differed: white space, line ends, digits, apostrophes, combining marks, scripts, emoji.
+_PROBES = (
+    " ", "  a", "a \n\n b\t\tc  ", "x\r\n\r\ny", "1234567890 3.14 1,000", "I'll WE'VE don\u2019t o'Clock",
+    "e\u0301 \u1e9b\u0323 \ufb01", "\u4f60\u597d\uff0c\u4e16\u754c", "\u0645\u0631\u062d\u0628\u0627",
+    "\u0928\u092e\u0938\u094d\u0924\u0947", "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+    "\u2028\u0085\u00a0\ufeff", "http://a.b/c?d=e&f=%20#g", "_a__b___ ===--->>",
+)  # fmt: skip
+
+
+class Encoder:
+    """One tokenizer.json and the id that ends documents.
+
+    `vocab_size` is one more than the greatest id; `dtype` is uint16 where that suffices, else uint32;
+    `digest` is the blake2b-128 of the file's bytes. Raises RecipeError for a file that cannot be used.
+    """
+
+    def __init__(self, path: Path, eos: str, *, engine: Engine = "gigatoken") -> None:
+        data = _read_tokenizer(path)
+        self.path = path
+        self.eos = eos
+        self.engine: Engine = engine
+        self.digest = _digest(data)
+        config = _parse_tokenizer(path, data)
+        ids = _vocabulary_ids(config)
+        if eos not in ids:
+            raise RecipeError(f"tokenizer.eos: {path} has no token {eos!r}; {_candidates(config)}")
+        self._encode: _Gigatoken | _Reference
+        if engine == "gigatoken":
+            self._encode = _Gigatoken(config, eos)
+        else:
+            self._encode = _Reference(path, config, eos)
+            ids = self._encode.vocabulary()
+        self.eos_id = ids[eos]
+        self.vocab_size = max(ids.values()) + 1
+        self.dtype: np.dtype[np.uint16 | np.uint32]
+        self.dtype = np.dtype(np.uint16) if self.vocab_size <= 1 << 16 else np.dtype(np.uint32)
+
+    def encode(self, texts: pa.Array | Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """(ids of all texts one after the other, number of ids of each text); no eos is added.
+
+        `texts` is an Arrow array of strings without nulls (encoded from its buffer, with no string made), or
+        a sequence of str. Raises BuildError when a text yields the eos id or an id outside the vocabulary.
+        """
+        array = texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.large_string())
+        if array.type != pa.large_string():
+            array = array.cast(pa.large_string())
+        pieces = [self._encode(piece) for piece in _pieces(array)]
+        lengths = np.concatenate([lengths for _, lengths in pieces] or [np.zeros(0, np.int64)])
+        ids = [ids for ids, _ in pieces]
+        for piece in ids:
+            self._check(piece, lengths)
+        joined = np.concatenate(
+            [piece.astype(self.dtype, copy=False) for piece in ids] or [np.zeros(0, self.dtype)]
+        )
+        return joined, lengths
+
+    def _check(self, ids: Ids, lengths: npt.NDArray[np.int64]) -> None:
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise BuildError(
+                f"{self.path}: {self.engine} returned id {int(ids.max())}, outside the vocabulary of "
+                f"{self.vocab_size:,}; the tokenizer file is inconsistent"
+            )
+        if (ids == self.eos_id).any():
+            raise BuildError(
+                f"{self.path}: text was encoded to the eos id {self.eos_id} ({self.eos!r}), so document ends "
+                f"would be ambiguous; set tokenizer.eos to a special token that text cannot produce"
+            )
+
+
+class _Gigatoken:
+    """The fast engine, on the calling thread, over Arrow's own buffers."""
+
+    def __init__(self, config: dict[str, Any], eos: str) -> None:
+        added = [
+            t for t in config.get("added_tokens") or () if not t.get("special") and t.get("content") != eos
+        ]
+        unused = {"post_processor": None, "truncation": None, "padding": None}
+        self._data = json.dumps(config | unused | {"added_tokens": added})
+        self._grown = 0
+        self._tokenizer = self._load()
+
+    def _load(self) -> Any:
+        try:
+            import gigatoken
+        except ImportError as error:
+            raise MissingExtraError("gigatoken", "write", "tokenizing") from error
+        return gigatoken.Tokenizer.from_json(self._data)
+
+    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        import awkward  # type: ignore[import-untyped]
+
+        contents = awkward.contents
+        _, offsets, data = texts.buffers()
+        starts = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+        characters = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+        strings = contents.ListOffsetArray(
+            awkward.index.Index64(starts),
+            contents.NumpyArray(characters, parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        before = _resident_bytes()
+        encoded = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
+        ids: Ids = np.asarray(encoded.content.data)
+        lengths = np.diff(np.asarray(encoded.offsets.data, np.int64))
+        self._grown += max(0, _resident_bytes() - before - ids.nbytes)
+        if self._grown > CACHE_BYTES:
+            self._tokenizer = self._load()
+            self._grown = 0
+        return ids, lengths
+
+
+class _Reference:
+    """`tokenizers`: slow, and right by definition. One document a call, so that it starts no threads."""
+
+    def __init__(self, path: Path, config: dict[str, Any], eos: str) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingExtraError("tokenizers", "write", "tokenizing") from error
+        added = [
+            t | {"special": True} if t.get("content") == eos else t for t in config.get("added_tokens") or ()
+        ]
+        try:
+            # Cutting or padding documents is the packer's work, whatever the file asks for.
+            plain = config | {"added_tokens": added, "truncation": None, "padding": None}
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        encode = self._tokenizer.encode_batch_fast
+        parts = [np.array(encode([t.as_py()], add_special_tokens=False)[0].ids, np.uint32) for t in texts]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
+
+
+def load_encoder(path: Path, eos: str, engine: Engine = "gigatoken") -> Encoder:
+    """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
+    return _load_encoder(path, _digest(_read_tokenizer(path)), eos, engine)
+
+
+@lru_cache(maxsize=2)
+def _load_encoder(path: Path, digest: str, eos: str, engine: Engine) -> Encoder:
+    encoder = Encoder(path, eos, engine=engine)
+    if encoder.digest != digest:
+        raise BuildError(f"{path}: the tokenizer changed while the build ran; start the build again")
+    return encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Which engine the whole build uses, and why: what was compared, and the first difference if any."""
+
+    engine: Engine
+    documents: int
+    bytes: int
+    differences: int = 0
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for commit records and the dataset card."""
+        return {
+            name: getattr(self, name) for name in ("engine", "documents", "bytes", "differences", "reason")
+        }
+
+
+def check_parity(
+    documents: Sequence[Path], path: Path, eos: str, *, sample_bytes: int = PARITY_BYTES
+) -> Parity:
+    """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
+
+    The sample depends on the files' contents and order only. Warns (RuntimeWarning) when the build has to
+    use `tokenizers`. Call it once per build and give the engine's name to every tokenize task.
+    """
+    reference = Encoder(path, eos, engine="tokenizers")
+    texts = [*_probes(path), *sample_texts(documents, sample_bytes)]
+    size = sum(len(text.encode()) for text in texts)
+    try:
+        fast = Encoder(path, eos, engine="gigatoken")
+    except (MissingExtraError, RecipeError):
+        raise
+    except Exception as error:  # a tokenizer whose parts gigatoken does not know
+        reason = f"gigatoken cannot load this tokenizer: {str(error).splitlines()[0]}"
+        return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
+    if (fast.eos_id, fast.vocab_size) != (reference.eos_id, reference.vocab_size):
+        reason = "the tokenizer file numbers its added tokens in another way than tokenizers does"
+        return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
+    different = [text for text in texts if not _agree(fast, reference, text)]
+    if different:
+        where = f"{len(different)} of {len(texts)} texts, first {different[0][:80]!r}"
+        reason = f"gigatoken and tokenizers differ on {where}"
+        return _fall_back(path, Parity("tokenizers", len(texts), size, len(different), reason))
+    return Parity("gigatoken", len(texts), size)
+
+
+def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
+    right, _ = reference.encode([text])  # a text that yields eos here is the user's to know: let it raise
+    try:
+        ids, _ = fast.encode([text])
+    except Exception:  # whatever the engine fails with, the other one is there
+        return False
+    return bool(np.array_equal(ids, right))
+
+
+def _fall_back(path: Path, parity: Parity) -> Parity:
+    warnings.warn(
+        f"{path}: {parity.reason}; this build encodes with tokenizers (slow)", RuntimeWarning, stacklevel=3
+    )
+    return parity
+
+
+def sample_texts(documents: Sequence[Path], sample_bytes: int) -> Iterator[str]:
+    """The beginnings of up to `PARITY_SPLITS` evenly spread files, each with its share of `sample_bytes`."""
+    count = min(len(documents), PARITY_SPLITS)
+    for i in range(count):
+        left = sample_bytes // count
+        with pa.memory_map(str(documents[i * len(documents) // count])) as source:
+            reader = pa.ipc.open_file(source)
+            for batch in range(reader.num_record_batches):
+                for text in reader.get_batch(batch).column("text"):
+                    if left <= 0:
+                        break
+                    piece = text.as_py()[:left]
+                    left -= len(piece.encode()) + 1
+                    yield piece
+                if left <= 0:
+                    break
+
+
+def _probes(path: Path) -> list[str]:
+    config = _parse_tokenizer(path, _read_tokenizer(path))
+    contents = [str(t["content"]) for t in config.get("added_tokens") or () if t.get("content")][:64]
+    spelled = [text for content in contents for text in (content, f"a{content}b", f" {content}\n{content}")]
+    return [*_PROBES, *spelled]
+
+
+def _pieces(array: pa.Array) -> Iterator[pa.Array]:
+    """Slices of up to `ENCODE_BYTES` of text each (one document may be larger)."""
+    if not len(array):
+        return
+    offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+    start = 0
+    while start < len(array):
+        stop = int(np.searchsorted(offsets, offsets[start] + ENCODE_BYTES, side="right")) - 1
+        stop = min(max(stop, start + 1), len(array))
+        yield array.slice(start, stop - start)
+        start = stop
+
+
+def _read_tokenizer(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise RecipeError(
+                f"tokenizer.path: {path} is larger than {MAX_TOKENIZER_BYTES:,} bytes; not a tokenizer"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise RecipeError(
+            f"tokenizer.path: {path} cannot be read ({error.strerror or error}); "
+            f"give a Hugging Face tokenizer.json file"
+        ) from error
+
+
+def _parse_tokenizer(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(data)
+    except ValueError as error:
+        raise RecipeError(
+            f"tokenizer.path: {path} is not JSON ({error}); give a Hugging Face tokenizer.json"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise RecipeError(f"tokenizer.path: {path} has no `model`; give a Hugging Face tokenizer.json")
+    return config
+
+
+def _vocabulary_ids(config: dict[str, Any]) -> dict[str, int]:
+    vocabulary = config["model"].get("vocab") or {}
+    if isinstance(vocabulary, dict):
+        ids = {str(token): int(number) for token, number in vocabulary.items()}
+    else:  # Unigram: a list of [piece, score]
+        ids = {str(entry[0]): number for number, entry in enumerate(vocabulary)}
+    return ids | {str(t["content"]): int(t["id"]) for t in config.get("added_tokens") or ()}
+
+
+def _candidates(config: dict[str, Any]) -> str:
+    special = [str(t["content"]) for t in config.get("added_tokens") or () if t.get("special")]
+    if not special:
+        return "it defines no special tokens; add one that ends documents"
+    return (
+        "its special tokens are " + ", ".join(map(repr, special[:12])) + (", …" if len(special) > 12 else "")
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _linux_resident_bytes() -> int:
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_resident_bytes: Callable[[], int]
+_resident_bytes = _linux_resident_bytes if Path("/proc/self/statm").exists() else (lambda: 0)
