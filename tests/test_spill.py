@@ -1,0 +1,188 @@
+"""A spill holds every kept document's tokens once, by partition, whatever the run size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+from shardkit.errors import BuildError
+from shardkit.writers import spill as module
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
+from shardkit.writers.ledger import Count
+from shardkit.writers.spill import choose_partitions, partition_of, tokenize_split
+from shardkit.writers.tokenizer import Encoder
+
+EOS = "<|endoftext|>"
+TEXTS = [f"document {i} " + "word " * (i * 7 % 23) for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return Encoder(path, EOS)
+
+
+def write_documents(path: Path, texts: Sequence[str], file: str = "a.jsonl") -> Path:
+    columns: dict[str, list[Any]] = {
+        "document_id": document_ids(file, range(len(texts))),
+        "source": [0] * len(texts),
+        "file": [file] * len(texts),
+        "record": list(range(len(texts))),
+        "text": list(texts),
+        "id": [f"id-{i}" if i % 2 else None for i in range(len(texts))],
+        "url": [None] * len(texts),
+        "metadata": [f'{{"n":{i}}}' for i in range(len(texts))],
+    }
+    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as writer:
+        writer.write_table(pa.table(columns, schema=DOCUMENT_SCHEMA), max_chunksize=11)
+    return path
+
+
+def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict[str, Any]]]:
+    """{document id: (partition, tokens, its table line)}, checking that segments, table and tokens agree."""
+    segments = np.load(folder / "segments.npy")
+    tokens = np.fromfile(folder / "tokens.bin", dtype)
+    found: dict[bytes, tuple[int, list[int], dict[str, Any]]] = {}
+    with pa.memory_map(str(folder / "documents.arrow")) as source:
+        reader = pa.ipc.open_file(source)
+        assert sorted(segments["batch"]) == list(range(reader.num_record_batches))
+        for segment in segments:
+            place = int(segment["token_start"])
+            lines = reader.get_batch(int(segment["batch"])).to_pylist()
+            assert len(lines) == segment["documents"]
+            assert [(x["hash"], x["document_id"]) for x in lines] == sorted(
+                (x["hash"], x["document_id"]) for x in lines
+            )
+            for line in lines:
+                assert line["document_id"] not in found
+                document = tokens[place : place + line["tokens"]].tolist()
+                found[line["document_id"]] = (int(segment["partition"]), document, line)
+                place += line["tokens"]
+            assert place == segment["token_start"] + segment["tokens"]
+    assert int(segments["tokens"].sum()) == len(tokens)
+    assert (np.diff(segments["partition"]) >= 0).all()
+    return found
+
+
+@pytest.mark.parametrize("run_tokens", [1, 100, 1 << 20])
+@pytest.mark.parametrize("partitions", [1, 7])
+def test_every_document_is_spilled_once_to_its_own_partition(
+    encoder: Encoder, tmp_path: Path, run_tokens: int, partitions: int
+) -> None:
+    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    (tmp_path / "spill").mkdir()
+    result = tokenize_split(
+        documents,
+        np.zeros(0, np.int64),
+        encoder,
+        seed=5,
+        partitions=partitions,
+        folder=tmp_path / "spill",
+        run_tokens=run_tokens,
+    )
+    found = contents(tmp_path / "spill", np.uint16)
+    ids = document_ids("a.jsonl", range(len(TEXTS)))
+    expected = partition_of(keyed_hashes(ids, 5, "shuffle"), partitions)
+    for i, document_id in enumerate(ids):
+        partition, tokens, line = found.pop(document_id)
+        assert partition == expected[i]
+        assert tokens == [*encoder.encode([TEXTS[i]])[0].tolist(), encoder.eos_id]
+        assert (line["record"], line["file"], line["metadata"]) == (i, "a.jsonl", f'{{"n":{i}}}')
+        assert line["id"] == (f"id-{i}" if i % 2 else None)
+    assert not found
+    assert result.tokens == sum(result.partition_tokens)
+    assert result.partition_documents == np.bincount(expected, minlength=partitions).tolist()
+    assert result.to_dict()["ledger"]["kept"]["documents"] == len(TEXTS)
+
+
+def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tmp_path: Path) -> None:
+    texts = ["keep é", "lose", "", "keep too", "lose also", ""]
+    documents = write_documents(tmp_path / "documents.arrow", texts * 5)  # over several batches
+    losers = np.array([k * 6 + j for k in range(5) for j in (4, 1)])  # in any order
+    (tmp_path / "spill").mkdir()
+    result = tokenize_split(documents, losers, encoder, seed=1, partitions=2, folder=tmp_path / "spill")
+    assert result.ledger.read == Count(30, 5 * (7 + 4 + 8 + 9))
+    assert result.ledger.kept == Count(10, 5 * (7 + 8))
+    assert result.ledger.dropped == {"exact_duplicate": Count(10, 5 * 13), "empty": Count(10, 0)}
+    kept = {line["record"] for _, _, line in contents(tmp_path / "spill", np.uint16).values()}
+    assert kept == {k * 6 + j for k in range(5) for j in (0, 3)}
+
+
+def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path) -> None:
+    # A normalizer may leave nothing of a text; such a document would be a lone eos, which reads as padding.
+    made = tokenizers.Tokenizer.from_file(str(encoder.path))
+    made.normalizer = normalizers.Strip()
+    made.save(str(tmp_path / "tokenizer.json"))
+    stripping = Encoder(tmp_path / "tokenizer.json", EOS, engine="tokenizers")
+    documents = write_documents(tmp_path / "documents.arrow", ["  \n ", "text"])
+    (tmp_path / "spill").mkdir()
+    result = tokenize_split(
+        documents, np.zeros(0, np.int64), stripping, seed=1, partitions=1, folder=tmp_path / "spill"
+    )
+    assert result.ledger.dropped == {"empty": Count(1, 4)}
+    assert result.ledger.kept == Count(1, 4)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["all", "lost"]])
+def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
+    encoder: Encoder, tmp_path: Path, texts: list[str]
+) -> None:
+    documents = write_documents(tmp_path / "documents.arrow", texts)
+    losers = np.arange(len(texts)) if len(texts) == 2 else np.zeros(0, np.int64)
+    (tmp_path / "spill").mkdir()
+    result = tokenize_split(documents, losers, encoder, seed=1, partitions=3, folder=tmp_path / "spill")
+    assert contents(tmp_path / "spill", np.uint16) == {}
+    assert (result.tokens, result.partition_tokens) == (0, [0, 0, 0])
+
+
+def test_the_same_split_gives_the_same_bytes(encoder: Encoder, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    names = ("tokens.bin", "documents.arrow", "segments.npy")
+    written = []
+    for k in range(2):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        tokenize_split(documents, np.array([3]), encoder, seed=1, partitions=4, folder=folder, run_tokens=200)
+        written.append([(folder / name).read_bytes() for name in names])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("loser", [-1, 60])
+def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path: Path, loser: int) -> None:
+    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    (tmp_path / "spill").mkdir()
+    with pytest.raises(BuildError, match="does not exist; the file has 60 rows"):
+        tokenize_split(documents, np.array([loser]), encoder, seed=1, partitions=1, folder=tmp_path / "spill")
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50), st.integers(1, module.MAX_PARTITIONS))
+def test_partitions_follow_the_order_of_hashes(hashes: list[int], partitions: int) -> None:
+    parts = partition_of(np.array(sorted(hashes), np.uint64), partitions)
+    assert parts.tolist() == [(h >> 32) * partitions >> 32 for h in sorted(hashes)]
+    assert (np.diff(parts) >= 0).all()
+    assert 0 <= parts[0] <= parts[-1] < partitions
+
+
+def test_partitions_are_as_many_as_the_memory_needs() -> None:
+    assert choose_partitions(0, 0, 1 << 30) == 1
+    assert choose_partitions(1 << 20, 100, 1 << 30) == 1
+    assert choose_partitions(10**12, 10**9, 10**9) == 3200
+    assert choose_partitions(10**12, 10**9, 10**9, token_bytes=2) < 3200
+    assert choose_partitions(10**18, 10**9, 10**9) == module.MAX_PARTITIONS
