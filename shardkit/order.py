@@ -15,8 +15,8 @@ only the shards under that window. Golden vectors and a plain-Python reference i
 dataset order.
 
 Costs. O(K) memory: 8 bytes a shard and 12 for each epoch kept (two at most): 14 MB for 450,000 shards. A new
-epoch costs about 70 ns a shard; a position costs 100-150 ns in calls for thousands, however many samples there
-are (tests/benchmarks/bench_order.py). Threads may share an `Order`.
+epoch costs about 70 ns a shard; a position costs 100-150 ns in calls for thousands, at any number of samples
+(tests/benchmarks/bench_order.py). Threads may share an `Order`.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def unpermute(indices: _Words, domains: Domains) -> _Words:
 
 
 def permute_one(index: int, size: int, key: int) -> int:
-    """`permute` of one element in plain Python: the definition that the vectorised kernel is tested against."""
+    """`permute` of one element in plain Python: the definition that the vectorised one is tested against."""
     if size <= _TINY:
         hashes = [_mix64_int(key + (element + 1) * int(_GOLDEN)) for element in range(size)]
         return sum(other < hashes[index] for other in hashes)

@@ -1,0 +1,118 @@
+"""What the order costs at scale: a plan over 450,000 shards and 3.7 billion samples.
+
+    python tests/benchmarks/bench_order.py [--shards 450000] [--runs 7] [--json]
+
+Times are medians of wall-clock runs on one thread, memory is the growth of the peak resident size in a fresh
+process that does nothing else. Read figures of one run only against each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from shardkit.order import Order, OrderSpec, rank_slice
+from shardkit.permutation import Permutation
+
+SAMPLES_PER_SHARD = 8222
+LANES, WINDOW = 64, 8192
+
+
+def shard_samples(shards: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    sizes = np.full(shards, SAMPLES_PER_SHARD, dtype=np.int32)
+    sizes[::7] -= 100
+    return sizes
+
+
+def median_seconds(work: Callable[[], object], runs: int) -> float:
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def grow(shards: int) -> int:
+    """Bytes by which this process's peak grows by opening a plan and using two epochs of it."""
+    sizes = shard_samples(shards)
+    before = peak_bytes()
+    order = Order(sizes, OrderSpec(17, LANES, WINDOW))
+    order.locate((order.samples - 2048, 4096))
+    order.global_batches(order.samples, 4096, 16)
+    return peak_bytes() - before
+
+
+def measure(shards: int, runs: int) -> dict[str, float]:
+    sizes = shard_samples(shards)
+    windowed = Order(sizes, OrderSpec(17, LANES, WINDOW))
+    whole = Order(sizes, OrderSpec(17, LANES, WINDOW, "global"))
+    middle = windowed.samples // 3
+    anywhere = np.random.default_rng(0).integers(0, windowed.samples, 65_536)
+    windowed.locate((middle, 1))
+    whole.locate((middle, 1))
+    permutation, run_of = Permutation(100_003, 17), np.arange(65_536)
+
+    def first_batch() -> object:
+        return Order(sizes, OrderSpec(17, LANES, WINDOW)).global_batches(middle, 4096, 1)
+
+    cases: dict[str, tuple[Callable[[], object], int]] = {
+        "open_and_first_batch_ms": (first_batch, 0),
+        "batch_of_512_ms": (lambda: windowed.global_batches(middle, 512, 1), 0),
+        "batch_of_4096_ms": (lambda: windowed.global_batches(middle, 4096, 1), 0),
+        "batch_of_4096_one_rank_of_8_ms": (
+            lambda: windowed.global_batches(middle, 4096, 1, part=rank_slice(4096, 3, 8)),
+            0,
+        ),
+        "locate_65536_ns_per_position": (lambda: windowed.locate((middle, 65_536)), 65_536),
+        "batches_128x512_ns_per_position": (lambda: windowed.global_batches(middle, 512, 128), 65_536),
+        "global_65536_ns_per_position": (lambda: whole.locate((middle, 65_536)), 65_536),
+        "random_65536_ns_per_position": (lambda: windowed.locate(anywhere), 65_536),
+        "inverse_65536_ns_per_position": (lambda: windowed.positions_of(anywhere, 0), 65_536),
+        "permutation_65536_ns_per_element": (lambda: permutation(run_of), 65_536),
+    }
+    figures: dict[str, float] = {"shards": shards, "samples": windowed.samples}
+    for name, (work, positions) in cases.items():
+        work()
+        seconds = median_seconds(work, runs)
+        figures[name] = round(seconds * 1e9 / positions if positions else seconds * 1e3, 3)
+    child = [sys.executable, __file__, "--shards", str(shards), "--child"]
+    peaks = [
+        int(subprocess.run(child, check=True, capture_output=True, text=True).stdout) for _ in range(runs)
+    ]
+    figures["peak_growth_mb"] = round(statistics.median(peaks) / 1e6, 1)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure shardkit.order.")
+    parser.add_argument("--shards", type=int, default=450_000, help="number of shards (default 450,000)")
+    parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default 7)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(grow(options.shards))
+        return
+    figures = measure(options.shards, options.runs)
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:36} {value:>18,}")
+
+
+if __name__ == "__main__":
+    main()
