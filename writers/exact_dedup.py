@@ -2,8 +2,8 @@
 
 A document's key is the xxh3-128 of its UTF-8 text. Keys are divided among partitions by their leading bits,
 so all copies of a text meet in one partition, whose rows alone are held in memory (`partitions_for` tells how
-many partitions a memory budget needs). Among equal keys the winner is the document of the lowest source, then of the
-lowest document id: a property of the documents, so neither the number of partitions nor the order of
+many partitions a memory budget needs). Among equal keys the winner is the document of the lowest source, then
+of the lowest document id: a property of the documents, so neither the number of partitions nor the order of
 splits changes it. Two different texts share a key with probability 10^-19 among 10^10 documents.
 """
 
@@ -27,7 +27,7 @@ LOSER_DTYPE = np.dtype([("split", "<i4"), ("row", "<i8"), ("bytes", "<i8")])
 
 _HEADER_BYTES = 256  # room for any row count, so that it can be written last
 _CHUNK_ROWS = 1 << 18
-_PEAK_BYTES_PER_ROW = 130  # measured: rows of a partition, their sort order and the gathered copies
+_PEAK_BYTES_PER_ROW = 140  # measured, in the worst case that most rows have a copy
 _MAX_PARTITIONS = 1 << 16
 _ROW_DTYPE = np.dtype(
     [

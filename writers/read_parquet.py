@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["read_parquet"]
 
 # Arrow reports damage as ArrowException (a ValueError or its kin) or as OSError without an errno.
-_DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, NotImplementedError)
+_DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotImplementedError)
 
 
 def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -39,9 +39,8 @@ def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -
     with file:
         groups = range(split.start, min(split.end, file.num_row_groups))
         expected = sum(file.metadata.row_group(group).num_rows for group in groups)
-        names = file.schema_arrow.names
-        if config.text not in names:
-            problem = f"no column {config.text!r}; its columns: {', '.join(names[:40])}"
+        problem = _text_problem(file.schema_arrow, config.text)
+        if problem:
             sink.damaged(split.first_record, problem, bytes=split.bytes, records=expected)
             return
         wanted = {config.text, config.id or "id", config.url or "url", *config.metadata}
@@ -50,7 +49,7 @@ def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -
             for batch in file.iter_batches(
                 batch_size=_rows_per_batch(file, groups),
                 row_groups=list(groups),
-                columns=[name for name in names if name in wanted],
+                columns=[name for name in file.schema_arrow.names if name in wanted],
                 use_threads=False,
             ):
                 _take_rows(sink, config, batch, split.first_record + read, max_record_bytes)
@@ -64,6 +63,18 @@ def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -
             left = max(expected - read, 1)
             lost = split.bytes * left // max(expected, 1)
             sink.damaged(split.first_record + read, _line(error), bytes=lost, records=left)
+
+
+def _text_problem(schema: pa.Schema, text: str) -> str | None:
+    index = schema.get_field_index(text)
+    if index < 0:
+        repeated = text in schema.names
+        names = ", ".join(schema.names[:40])
+        return f"{'more than one' if repeated else 'no'} column {text!r}; its columns: {names}"
+    kind = schema.field(index).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return None if _is_textual(kind) else f"column {text!r} holds {kind}, not text"
 
 
 def _rows_per_batch(file: pq.ParquetFile, groups: range) -> int:
@@ -86,10 +97,6 @@ def _take_rows(
         if raw is None:
             sink.bad(record, "no_text", f"column {config.text!r} is null", bytes=0)
             continue
-        if not isinstance(raw, bytes):
-            error = f"column {config.text!r} holds {batch.schema.field(config.text).type}, not text"
-            sink.bad(record, "no_text", error, bytes=0)
-            continue
         if len(raw) > max_record_bytes:
             error = f"{len(raw):,} bytes, more than max_record_bytes {max_record_bytes:,}"
             sink.bad(record, "too_long", error, bytes=len(raw), head=raw)
@@ -104,12 +111,8 @@ def _take_rows(
         sink.add(record, text, fields, bytes=len(raw))
 
 
-def _values(column: pa.Array) -> list[Any]:
-    """Python values, strings as bytes that are still to be checked."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    kind = column.type
-    textual = (
+def _is_textual(kind: pa.DataType) -> bool:
+    return (
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
         or pa.types.is_binary(kind)
@@ -117,7 +120,18 @@ def _values(column: pa.Array) -> list[Any]:
         or pa.types.is_fixed_size_binary(kind)
         or kind in (pa.string_view(), pa.binary_view())
     )
-    return (column.cast(pa.large_binary()) if textual else column).to_pylist()  # type: ignore[no-any-return]
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Python values; strings as bytes that are still to be checked, times as ISO text."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_temporal(column.type):
+        column = column.cast(pa.string())
+    if _is_textual(column.type):
+        column = column.cast(pa.large_binary())
+    values: list[Any] = column.to_pylist()
+    return values
 
 
 def _decoded(value: object) -> object:

@@ -191,7 +191,7 @@ class Recipe(StrictModel):
         max_length=64,
         description="Applied in order; the first rule that fails drops a document.",
     )
-    dedup: DedupConfig = Field(default=DedupConfig(), description="Removal of repeated documents.")
+    dedup: DedupConfig = Field(default=DedupConfig(), description="Which repeated documents are removed.")
     tokenizer: TokenizerConfig = Field(description="The tokenizer.")
     pack: PackConfig = Field(default=PackConfig(), description="How documents become sequences.")
     output: OutputConfig = Field(description="Where the dataset goes.")
@@ -204,7 +204,8 @@ class Recipe(StrictModel):
         default=2_000_000_000, description="Memory that one worker may use, bytes (or 2GB)."
     )
     max_bad_fraction: Ratio = Field(
-        default=0.0, description="Part of a file's records that may be unreadable."
+        default=0.0,
+        description="Part of a file's records, and of its bytes, that may be unreadable; 0: stop at one.",
     )
     max_record_bytes: Annotated[Size, Field(ge=1 << 10, le=1 << 30)] = Field(
         default=1 << 26,

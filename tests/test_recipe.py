@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.errors import RecipeError
+from shardkit.hashing import digest_of
+from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping, recipe_schema
+
+SMALLEST: dict[str, Any] = {
+    "inputs": [{"path": "data/*.jsonl"}],
+    "tokenizer": {"path": "tokenizer.json", "eos": "<|endoftext|>"},
+    "output": {"path": "out"},
+}
+TEXT = """
+inputs:
+  - path: data/*.jsonl.gz
+    source: docs
+filters: [{profile: minimal}, {length: {min_words: 50}}, {gopher_quality: }]
+dedup: {exact: {}}
+tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
+pack: {sequence_length: 512, strategy: concat}
+output: {path: out, format: wds, shard_bytes: 1MiB, hashes: [xxh64, sha256]}
+memory: 4GB
+max_bad_fraction: 1e-3
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(**changes: object) -> str:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_mapping(SMALLEST | changes, folder=Path())
+    return str(caught.value)
+
+
+def test_a_full_recipe_reads_as_written(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, TEXT))
+    assert recipe.output.shard_bytes == 1 << 20
+    assert recipe.memory == 4 * 10**9
+    assert recipe.max_bad_fraction == 0.001
+    assert recipe.dedup.exact is not None
+    assert [name for name, _ in recipe.filter_chain()] == ["length", "length", "gopher_quality"]
+    assert recipe.sources == ("docs",)
+    assert recipe.folder == tmp_path
+    assert recipe.resolve("out") == tmp_path / "out"
+
+
+def test_documented_defaults_hold() -> None:
+    recipe = recipe_from_mapping(SMALLEST, folder=Path())
+    assert recipe.pack.model_dump() == {"sequence_length": 2048, "strategy": "best_fit"}
+    assert recipe.output.model_dump() == {
+        "path": "out",
+        "format": "mds",
+        "shard_bytes": 1 << 26,
+        "compression": None,
+        "hashes": ("xxh64",),
+    }
+    assert (recipe.work, recipe.seed, recipe.memory, recipe.max_bad_fraction) == (None, 17, 2 * 10**9, 0)
+    assert recipe.dedup.exact is None
+    assert recipe.sources == ("input-0",)
+
+
+def test_plain_data_of_a_recipe_has_a_digest_free_of_places_and_makes_the_same_recipe(tmp_path: Path) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    for folder in (here, there):
+        folder.mkdir()
+    one, two = load_recipe(written(here, TEXT)), load_recipe(written(there, TEXT))
+    data = one.model_dump(mode="json")
+    assert digest_of(data) == digest_of(two.model_dump(mode="json"))
+    assert recipe_from_mapping(json.loads(json.dumps(data)), folder=here) == one
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_path: Path) -> None:
+    text = TEXT.replace("source: docs", "txt: body").replace("min_words: 50", 'min_words: "50"')
+    text = text.replace("{gopher_quality: }", "{gopher_quality: {min_words: 3}}").replace("eos:", "eso:")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(written(tmp_path, text))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'recipe.yaml'}: 5 problems\n")
+    assert "  inputs[0].txt: unknown key; did you mean 'text'?" in message
+    assert "  filters[1].length.min_words: should be a valid integer, got '50'" in message
+    assert "  filters[2].gopher_quality.min_words: unknown key; did you mean 'min_doc_words'?" in message
+    assert "  tokenizer.eos: required, but missing" in message
+    assert "  tokenizer.eso: unknown key; did you mean 'eos'?" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"filters": [{}]}, "filters[0]: an entry holds exactly one filter, this one has none"),
+        ({"filters": [{"length": {}, "profile": "minimal"}]}, "this one has length, profile"),
+        ({"filters": [{"profile": "fineweb"}]}, "filters[0].profile: should be 'minimal', got 'fineweb'"),
+        ({"filters": ["length"]}, "filters[0]: should be a mapping"),
+        ({"inputs": []}, "inputs: "),
+        ({"inputs": [{"path": "s3://bucket/x"}]}, "inputs[0].path: s3:// paths are not available yet"),
+        ({"output": {"path": "s3://bucket/out"}}, "output.path: s3:// paths are not available yet"),
+        ({"dedup": {"near": {"similarity": 0.8}}}, "dedup.near: near-duplicate removal is not available yet"),
+        ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
+        (
+            {"output": {"path": "o", "shard_bytes": "4GiB"}},
+            "output.shard_bytes: should be less than 4294967296",
+        ),
+        ({"output": {"path": "o", "hashes": ["xxh9"]}}, "output.hashes[0]: unknown hash 'xxh9'"),
+        ({"output": {"path": "o", "compression": "rar"}}, "output.compression: "),
+        ({"output": {"path": "o", "format": "wds", "compression": "zstd"}}, "tar shards are plain"),
+        ({"output": {"path": "o", "format": "tar"}}, "output.format: should be 'mds' or 'wds', got 'tar'"),
+        ({"pack": {"sequence_length": 1}}, "pack.sequence_length: "),
+        ({"pack": {"sequence_length": True}}, "pack.sequence_length: "),
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction: "),
+        ({"max_bad_fraction": float("nan")}, "max_bad_fraction: "),
+        ({"seed": -1}, "seed: "),
+        ({"memory": True}, "memory: not a size"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_at_its_key(changes: dict[str, object], words: str) -> None:
+    assert words in problems(**changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("inputs: [\nseed: 3", "line 2, column 8: expected"),
+        ("seed: 1\noutput: {path: a, path: b}", "line 2, column 19: key 'path' appears twice"),
+        ("- a\n- b", "a recipe is a mapping of keys, this is a list"),
+        ("", "this is empty"),
+        ("seed: !!python/object:os.system x", "line 1"),
+    ],
+)
+def test_bad_yaml_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(written(tmp_path, text))
+    assert words in str(caught.value)
+    assert str(tmp_path / "recipe.yaml") in str(caught.value)
+
+
+def test_a_missing_or_binary_recipe_is_a_recipe_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"seed: \xff")
+    with pytest.raises(RecipeError, match="byte 6 is not UTF-8"):
+        load_recipe(tmp_path / "b.yaml")
+
+
+def test_overrides_reach_every_key_and_are_read_as_yaml(tmp_path: Path) -> None:
+    path = written(tmp_path, TEXT)
+    recipe = load_recipe(
+        path,
+        [
+            "pack.sequence_length=64",
+            "filters[1].length.min_words=7",
+            "inputs.0.source=web",
+            "dedup={exact: null}",
+            "output.hashes=[]",
+            "filters[3]={fineweb_quality: }",
+            "work=w=1",
+        ],
+    )
+    assert recipe.pack.sequence_length == 64
+    assert recipe.pack.strategy == "concat"
+    assert recipe.filters[1].length is not None
+    assert recipe.filters[1].length.min_words == 7
+    assert recipe.sources == ("web",)
+    assert recipe.dedup.exact is None
+    assert recipe.output.hashes == ()
+    assert recipe.filter_chain()[-1][0] == "fineweb_quality"
+    assert recipe.work == "w=1"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed", "write key.sub=value"),
+        ("=3", "write key.sub=value"),
+        ("filters[9].length.min_words=1", "no place for number 9 in a list of 3"),
+        ("memory.deep=1", "would be a key in text"),
+        ("seed=[", "line 1"),
+        ("pack.sequence_lenght=3", "pack.sequence_lenght: unknown key; did you mean 'sequence_length'?"),
+    ],
+)
+def test_an_override_that_fits_nowhere_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(written(tmp_path, TEXT), [override])
+    assert words in str(caught.value)
+
+
+def test_every_key_is_described_in_the_schema() -> None:
+    schema = recipe_schema()
+    models = {"Recipe": schema} | schema["$defs"]
+    missing = [
+        f"{name}.{key}"
+        for name, model in models.items()
+        for key, field in model.get("properties", {}).items()
+        if not field.get("description")
+    ]
+    assert not missing
+    assert all(model.get("additionalProperties") is False for model in models.values())
+    assert set(schema["properties"]) == set(Recipe.model_fields)
