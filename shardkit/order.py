@@ -16,13 +16,13 @@ dataset order.
 
 Costs. O(K) memory: 8 bytes a shard and 12 for each epoch kept (two at most): 14 MB for 450,000 shards. A new
 epoch costs about 70 ns a shard; a position costs 100-150 ns in calls for thousands, at any number of samples
-(tests/benchmarks/bench_order.py). Threads may share an `Order`.
+(tests/benchmarks/bench_order.py). Threads and forked processes may
+share an `Order`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -171,7 +171,6 @@ class Order:
         self._samples = int(self._starts[-1])
         self._lanes = Lanes(self._samples, spec.lanes, spec.window)
         self._epochs: dict[int, _Epoch] = {}
-        self._lock = threading.Lock()
 
     @property
     def samples(self) -> int:
@@ -234,9 +233,19 @@ class Order:
         positions = np.arange(position, position + size * count, dtype=np.int64).reshape(count, size)
         if self.spec.lanes == 1 or not positions.size:
             return positions
+        # Inside an epoch, batches of whole rows of lanes are all sorted alike.
+        within = position % self._samples
+        alike = size % self.spec.lanes == 0 and within + size * count <= self._samples
+        lanes = positions[:1] if alike else positions
         # uint16 is what NumPy sorts stably by radix, in linear time.
-        lanes = (positions % self._samples % self.spec.lanes).astype(np.uint16)
-        return np.take_along_axis(positions, np.argsort(lanes, axis=1, kind="stable"), axis=1)
+        lanes = (lanes % self._samples % self.spec.lanes).astype(np.uint16)
+        by_lane = np.argsort(lanes, axis=1, kind="stable")
+        batches: _Ints
+        if alike:
+            batches = np.take(positions, by_lane[0], axis=1)
+        else:
+            batches = np.take_along_axis(positions, by_lane, axis=1)
+        return batches
 
     def _locate_within(self, number: int, piece: Located, which: slice | npt.NDArray[np.intp]) -> None:
         # Fills the entries `which` of `piece`, all of epoch `number`.
@@ -295,12 +304,13 @@ class Order:
         return firsts, Domains.of(np.maximum(sizes, 1).view(np.uint64), keys)
 
     def _epoch(self, number: int) -> _Epoch:
-        with self._lock:
-            if number not in self._epochs:
-                while len(self._epochs) >= _EPOCHS_KEPT:
-                    del self._epochs[next(iter(self._epochs))]
-                self._epochs[number] = self._new_epoch(number)
-            return self._epochs[number]
+        # No lock, so that an order may be forked and pickled: the dict is replaced, never changed, and two
+        # threads that miss at once make equal epochs.
+        epochs = self._epochs
+        if number not in epochs:
+            kept = list(epochs.items())[1 - _EPOCHS_KEPT :]
+            self._epochs = epochs = dict(kept) | {number: self._new_epoch(number)}
+        return epochs[number]
 
     def _new_epoch(self, number: int) -> _Epoch:
         window_key = np.uint64(int.from_bytes(self._key(number, "windows"), "little"))

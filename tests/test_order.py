@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import pickle
 import threading
 from pathlib import Path
 from typing import Literal
@@ -213,10 +214,18 @@ def test_threads_may_share_an_order() -> None:
     assert not wrong
 
 
+def test_an_order_in_use_can_be_sent_to_another_process() -> None:
+    order = Order([50] * 40, OrderSpec(seed=9, lanes=8, window=100))
+    located = order.locate((0, 5000))
+    assert same(pickle.loads(pickle.dumps(order)).locate((0, 5000)), located)
+
+
 def test_no_more_than_two_epochs_are_kept() -> None:
     order = Order([3, 4], OrderSpec(seed=9, lanes=2, window=2))
     order.locate((0, 70))
     assert sorted(order._epochs) == [8, 9]
+    order.locate((0, 7))
+    assert sorted(order._epochs) == [0, 9]
 
 
 def test_golden_locations_never_change() -> None:
