@@ -28,7 +28,7 @@ from shardkit.tar_compressed import MAX_UNSTATED_BYTES, decompress_tar
 from shardkit.tar_decode import decode_member, encoding_of
 from shardkit.tar_headers import BLOCK, walk_members
 from shardkit.tar_index import TarIndex, group_members
-from shardkit.tar_list import UNKNOWN_BYTES, describe_tar, read_shard_list, tar_files, write_shard_list
+from shardkit.tar_list import UNKNOWN, describe_tar, read_shard_list, tar_files, write_shard_list
 from shardkit.tar_npy import NpyHeader, parse_npy_header
 from shardkit.tar_stride import index_constant_stride
 from shardkit.tar_writer import write_rows_shard
@@ -85,7 +85,7 @@ class TarShard:
     def columns(self) -> tuple[Column, ...]:
         """One column per extension, by first appearance.
 
-        `size` is set where `fixed_rows` gives a matrix; the encoding is then `ndarray:dtype:shape`.
+        Numbers of one shape a constant stride apart are `ndarray:dtype:shape`, and only they have a `size`.
         """
         return tuple(self._column(extension) for extension in self._index.extensions)
 
@@ -136,8 +136,12 @@ class TarShard:
         if found is None:
             return Column(extension, encoding_of(extension))
         header, members = found
-        encoding = ":".join(["ndarray", header.dtype.name, ",".join(map(str, header.shape))])
-        return Column(extension, encoding, None if self._stride(members) is None else header.payload_bytes)
+        if header.dtype.kind not in "biufc":
+            return Column(extension, "ndarray")
+        if self._stride(members) is None:
+            return Column(extension, f"ndarray:{header.dtype.name}")
+        shape = ",".join(map(str, header.shape))
+        return Column(extension, f"ndarray:{header.dtype.name}:{shape}", header.payload_bytes)
 
     @cached_property
     def _arrays(self) -> dict[str, tuple[NpyHeader, npt.NDArray[np.int64]]]:
@@ -218,22 +222,22 @@ def open_shard(
     """
     file = folder / info.stored.basename
     stored = _map(file)
-    if info.stored.bytes not in (UNKNOWN_BYTES, len(stored)):
+    if info.stored.bytes not in (UNKNOWN, len(stored)):
         problem = f"has {len(stored):,} bytes, the index states {info.stored.bytes:,}; fetch it again"
         raise ShardError(file, problem)
     if verify:
         _verify(stored, info, file)
     if info.compression:
-        limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN_BYTES else info.raw.bytes
+        limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN else info.raw.bytes
         raw = decompress_tar(info.compression, stored.data, limit, file)
         data = np.frombuffer(raw, dtype=np.uint8)
         data.flags.writeable = False
-        if info.raw.bytes not in (UNKNOWN_BYTES, len(data)):
+        if info.raw.bytes not in (UNKNOWN, len(data)):
             raise ShardError(file, f"holds {len(data):,} bytes, the index states {info.raw.bytes:,}")
     else:
         data = stored
     index = index_constant_stride(data, file) or group_members(walk_members(data.data, file), file)
-    if info.samples not in (UNKNOWN_BYTES, len(index)):
+    if info.samples not in (UNKNOWN, len(index)):
         problem = f"has {len(index):,} samples, the index states {info.samples:,}; fetch it again"
         raise ShardError(file, problem)
     info = replace(info, raw=replace(info.raw, bytes=len(data)), samples=len(index))

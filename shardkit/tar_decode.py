@@ -60,7 +60,7 @@ def decode_member(extension: str, payload: memoryview, *, allow_pickle: bool = F
 
 def encoding_of(extension: str) -> str:
     """The name, in the words of MDS where there is one, of what a member decodes to."""
-    kind = extension.rpartition(".")[2]
+    kind = extension.removesuffix(".gz").rpartition(".")[2]
     for names, encoding in ((_TEXT, "str"), (_INTEGER, "int"), (_JSON, "json"), ({"npy"}, "ndarray")):
         if kind in names:
             return encoding

@@ -170,9 +170,11 @@ def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
     while at < len(body) and body[at]:
         space = body.find(b" ", at, at + 8)
         length = int(body[at:space]) if space > at and body[at:space].isdigit() else 0
-        keyword, equals, value = body[space + 1 : at + length - 1].partition(b"=")
         stop = at + length
-        if not keyword or not equals or stop > len(body) or body[stop - 1] != 0x0A:
+        if not space + 1 < stop <= len(body) or body[stop - 1] != 0x0A:  # also: every record moves on
+            raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
+        keyword, equals, value = body[space + 1 : stop - 1].partition(b"=")
+        if not keyword or not equals:
             raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
         if keyword.startswith(b"GNU.sparse"):
             raise ShardError(file, "a sparse member: write it without --sparse", offset=offset + at)

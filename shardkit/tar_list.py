@@ -24,7 +24,7 @@ from shardkit.tar_compressed import is_tar_name, tar_compression
 
 __all__ = [
     "LIST_NAME",
-    "UNKNOWN_BYTES",
+    "UNKNOWN",
     "describe_tar",
     "fixed_size",
     "read_shard_list",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 LIST_NAME = "shards.json"
-UNKNOWN_BYTES = -1  # where a list does not state a size or a count
+UNKNOWN = -1  # where a list does not state a size or a count
 MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes are about 150 MB
 _MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
 
@@ -41,9 +41,9 @@ _MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
 def describe_tar(
     basename: str,
     *,
-    stored_bytes: int = UNKNOWN_BYTES,
-    raw_bytes: int = UNKNOWN_BYTES,
-    samples: int = UNKNOWN_BYTES,
+    stored_bytes: int = UNKNOWN,
+    raw_bytes: int = UNKNOWN,
+    samples: int = UNKNOWN,
     hashes: Mapping[str, str] | None = None,
     columns: tuple[Column, ...] = (),
 ) -> ShardInfo:
@@ -112,8 +112,8 @@ def _read_entry(entry: object, file: Path) -> ShardInfo:
         raise ShardError(file, f"{name!r} is not named like a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
     return describe_tar(
         name,
-        stored_bytes=_count(entry, "filesize", name, file, UNKNOWN_BYTES),
-        raw_bytes=_count(entry, "raw_bytes", name, file, UNKNOWN_BYTES),
+        stored_bytes=_count(entry, "filesize", name, file, UNKNOWN),
+        raw_bytes=_count(entry, "raw_bytes", name, file, UNKNOWN),
         samples=_count(entry, "nsamples", name, file, None),
         hashes=hashes,
         columns=tuple(Column(c, encoding, fixed_size(encoding)) for c, encoding in columns.items()),

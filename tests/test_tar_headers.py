@@ -1,0 +1,194 @@
+"""Headers of every kind are read as tarfile reads them; damaged and hostile ones are refused with an offset."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import ShardError
+from shardkit.tar_headers import MAX_EXTENSION_HEADERS, Member, walk_members
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def make_tar(members: list[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT, mtime: float = 0) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), mtime
+            tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def header(name: bytes, size: int | bytes, kind: bytes = b"0", magic: bytes = b"ustar\x0000") -> bytes:
+    """One header block, made by hand, with a right checksum."""
+    size_field = b"%011o\0" % size if isinstance(size, int) else size
+    block = bytearray(512)
+    block[:100] = name.ljust(100, b"\0")
+    block[100:124] = b"0000644\0" * 3
+    block[124:136] = size_field
+    block[136:148] = b"%011o\0" % 0
+    block[148:156] = b" " * 8
+    block[156:157] = kind
+    block[257 : 257 + len(magic)] = magic
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def member(name: bytes, data: bytes, kind: bytes = b"0", **more: bytes) -> bytes:
+    return header(name, len(data), kind, **more) + data.ljust(-(-len(data) // 512) * 512, b"\0")
+
+
+END = bytes(1024)
+
+
+def walk(data: bytes) -> list[Member]:
+    return list(walk_members(memoryview(data), "x.tar"))
+
+
+def contents(data: bytes) -> list[tuple[str, bytes]]:
+    return [(m.name, data[m.offset : m.offset + m.size]) for m in walk(data)]
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=30).filter(
+    lambda name: name.strip(" ") == name
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(NAMES, min_size=1, max_size=8).map("/".join), st.binary(max_size=1500)), max_size=8
+    ),
+    st.sampled_from(["gnu", "pax"]),
+    st.sampled_from([0, 1700000000.25]),
+)
+def test_members_are_those_that_tarfile_reads(
+    members: list[tuple[str, bytes]], form: str, mtime: float
+) -> None:
+    data = make_tar(members, FORMATS[form], mtime)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        expected = [(m.name, m.offset_data, m.size) for m in tar.getmembers() if m.isreg()]
+    assert [(m.name, m.offset, m.size) for m in walk(data)] == expected
+
+
+def test_ustar_prefixes_and_old_headers_are_read() -> None:
+    long = "/".join(["d" * 50] * 3) + "/" + "f" * 90
+    assert contents(make_tar([(long, b"1")]))[0] == (long, b"1")
+    old = member(b"a.txt", b"old", kind=b"\0", magic=b"") + member(b"folder/", b"", kind=b"\0", magic=b"")
+    assert contents(old + END) == [("a.txt", b"old")]
+    assert contents(member(b"a.txt", b"contiguous", kind=b"7") + END) == [("a.txt", b"contiguous")]
+
+
+def test_folders_links_devices_and_unknown_kinds_are_passed_over() -> None:
+    data = b"".join(header(b"x" + kind, 1000, kind) for kind in (b"1", b"2", b"3", b"4", b"5", b"6"))
+    data += member(b"volume", b"label" * 200, b"V") + member(b"a.txt", b"a") + END
+    assert contents(data) == [("a.txt", b"a")]
+
+
+def test_base_256_sizes_are_read() -> None:
+    size = b"\x80" + (3).to_bytes(11, "big")
+    assert contents(header(b"a.txt", size) + b"abc".ljust(512, b"\0") + END) == [("a.txt", b"abc")]
+
+
+def test_checksums_summed_with_signs_are_accepted_as_tarfile_does() -> None:
+    block = bytearray(member("é.txt".encode(), b"a"))
+    signed = sum(c - 256 * (c > 127) for c in block[:148] + block[156:512]) + 8 * 32
+    block[148:156] = b"%06o\0 " % signed
+    assert contents(bytes(block) + END) == [("é.txt", b"a")]
+
+
+def pax(*records: bytes, kind: bytes = b"x") -> bytes:
+    body = b""
+    for record in records:
+        length = len(record) + 2
+        length = len(record) + 2 + len(str(length + len(str(length))))
+        body += b"%d %s\n" % (length, record)
+    return member(b"pax", body, kind)
+
+
+def test_pax_records_override_name_and_size_for_one_member_or_for_all() -> None:
+    one = pax(b"path=long.txt", b"size=3", b"comment=x") + header(b"short", 0) + b"abc".ljust(512, b"\0")
+    assert contents(one + member(b"b.txt", b"b") + END) == [("long.txt", b"abc"), ("b.txt", b"b")]
+    shared = pax(b"path=all.txt", kind=b"g") + member(b"a", b"1") + pax(b"path=") + member(b"b.txt", b"2")
+    assert contents(shared + END) == [("all.txt", b"1"), ("b.txt", b"2")]
+    assert contents(pax(b"comment=git archive", kind=b"g") + END) == []
+
+
+def test_gnu_long_names_and_links_are_read() -> None:
+    data = member(b"././@LongLink", b"target\0", b"K") + member(
+        b"././@LongLink", b"n" * 300 + b".txt\0", b"L"
+    )
+    assert contents(data + member(b"nnn", b"1") + END) == [("n" * 300 + ".txt", b"1")]
+
+
+def test_a_tar_may_end_without_a_marker_and_with_any_zeros() -> None:
+    data = member(b"a.txt", b"a")
+    assert (
+        contents(data) == contents(data + bytes(512)) == contents(data + bytes(100_000)) == [("a.txt", b"a")]
+    )
+    assert walk(END) == []
+
+
+GOOD = member(b"a.txt", b"a" * 600) + member(b"b.txt", b"b")
+HOSTILE = {
+    "empty": (b"", "empty"),
+    "no tar": (b"PK\x03\x04" * 200, "checksum"),
+    "cut in a payload": (GOOD[:1000], "cut short"),
+    "cut in padding": (GOOD[:-1], "cut short"),
+    "cut in a header": (GOOD[: 1536 + 100], "cut short"),
+    "damaged header in the middle": (GOOD[:1540] + b"?" + GOOD[1541:], "checksum"),
+    "data after the end marker": (GOOD + END + GOOD, "after the end-of-archive"),
+    "size beyond the end": (header(b"a.txt", 1 << 30) + END, "cut short"),
+    "huge base-256 size": (header(b"a.txt", b"\x80" + b"\xff" * 11) + END, "cut short"),
+    "negative base-256 size": (header(b"a.txt", b"\xff" * 11 + b"\xf0") + END, "negative"),
+    "size that is no number": (header(b"a.txt", b"0x1_000-2 \0\0") + END, "size"),
+    "size in decimal digits": (header(b"a.txt", b"00000000089\0") + END, "size"),
+    "endless extensions": (pax(b"comment=x") * (MAX_EXTENSION_HEADERS + 2), "extension headers"),
+    "endless global extensions": (pax(b"comment=x", kind=b"g") * 200 + GOOD, "extension headers"),
+    "extension without a member": (member(b"L", b"name", b"L") + END, "without a member"),
+    "long name beyond its limit": (member(b"L", b"n" * 70_000, b"L") + GOOD, "limit"),
+    "PAX bomb": (header(b"x", (1 << 33) - 1, b"x") + END, "limit"),
+    "extension beyond the end": (header(b"x", 5000, b"x") + END, "ends after the file"),
+    "PAX length too long": (member(b"x", b"99 path=a\n", b"x") + GOOD, "PAX record"),
+    "PAX length zero": (member(b"x", b"0 path=a\n", b"x") + GOOD, "PAX record"),
+    "PAX length negative": (member(b"x", b"-5 path=a\n", b"x") + GOOD, "PAX record"),
+    "PAX without a keyword": (member(b"x", b"6 =ab\n", b"x") + GOOD, "PAX record"),
+    "PAX without an end of line": (member(b"x", b"9 path=ab", b"x") + GOOD, "PAX record"),
+    "PAX size beyond the end": (pax(b"size=99999999999999999999") + GOOD, "cut short"),
+    "PAX size negative": (pax(b"size=-1") + GOOD, "PAX size"),
+    "PAX size endless": (pax(b"size=" + b"1" * 5000) + GOOD, "PAX size"),
+    "PAX sparse file": (pax(b"GNU.sparse.major=1") + GOOD, "sparse"),
+    "GNU sparse file": (member(b"a.txt", b"a", b"S") + END, "sparse"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_damaged_and_hostile_tars_are_refused_by_name(name: str) -> None:
+    data, words = HOSTILE[name]
+    with pytest.raises(ShardError, match=words) as caught:
+        walk(data)
+    assert "x.tar" in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_flipped_and_cut_tars_give_sound_members_or_an_error(data: st.DataObject) -> None:
+    members = [(f"{i:03d}.txt", bytes([i]) * (i * 400)) for i in range(4)]
+    form = data.draw(st.sampled_from(list(FORMATS.values())))
+    raw = bytearray(make_tar(members, form, mtime=1700000000.5))[:12_000]
+    for _ in range(data.draw(st.integers(0, 4))):
+        raw[data.draw(st.integers(0, 8000))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))]
+    try:
+        found = walk(bytes(raw))
+    except ShardError:
+        return
+    assert all(0 <= m.offset <= m.offset + m.size <= len(raw) for m in found)
+    assert all(a.offset + a.size <= b.start for a, b in pairwise(found))
