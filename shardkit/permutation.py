@@ -14,10 +14,12 @@ used:
 
 and again for the few x that land in [n, rows * 2**h) (cycle walking). The domain exceeds n by less than
 2**h, so about one element in sqrt(n) walks. The usual domain, the next power of four, is up to four times n
-and 2.2 times on average, and walking through it costs three to eight times as much (31 ns against 103 to
-258 ns for an element among 16,384). n <= 64 ranks the hashes of all n elements instead, so that every one
-of the n! orders is equally likely: eight rounds on two or three bits leave a bias in how often a pair of
-elements goes to a pair of places that 200,000 keys make visible; from n = 65 on they do not.
+and 2.2 times on average, and walking through it costs several times as much (192 ns against 37 ns for an
+element of a permutation of 100,003; tests/benchmarks/bench_order.py measures both).
+
+n <= 64 ranks the hashes of all n elements instead, so that every one of the n! orders is equally likely: there
+the eight rounds, over two or three bits, leave a bias in how often a pair of elements goes to a pair of places
+that 200,000 keys make visible.
 
 Cost: 30-50 ns for an element in arrays of thousands; about 100 microseconds for a single one.
 """

@@ -186,7 +186,7 @@ def test_every_order_of_a_few_elements_is_equally_likely(size: int) -> None:
 
 @pytest.mark.parametrize("size", [64, 65, 72, 96])
 def test_pairs_of_elements_go_to_all_pairs_of_places_equally_often(size: int) -> None:
-    # 65 is the smallest Feistel domain. With six rounds in place of eight the mean is above 0.2.
+    # 65 is the smallest Feistel domain. With six rounds in place of eight the mean is above 0.3.
     keys, elements = 100_000, [0, 1, 2, 7, 8, 9, 15, 16, 31, 32, 33, 40, 47, 48, 56, 62, 63, size - 1]
     images = many(size, keys, first_key=size << 32, elements=sorted(set(elements)))
     deviations = []
@@ -197,7 +197,7 @@ def test_pairs_of_elements_go_to_all_pairs_of_places_equally_often(size: int) ->
             counts = np.delete(counts, np.arange(size) * (size + 1))
             deviations.append(deviation(counts, keys / (size * (size - 1))))
     assert max(deviations) < 5.5
-    assert abs(np.mean(deviations)) < 0.35
+    assert abs(np.mean(deviations)) < 0.25
 
 
 @pytest.mark.parametrize("size", [65, 100, 1000])

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from shardkit.order import Order, OrderSpec, rank_slice
-from shardkit.permutation import Permutation
+from shardkit.permutation import Domains, Permutation, mix64, permute
 
 SAMPLES_PER_SHARD = 8222
 LANES, WINDOW = 64, 8192
@@ -57,6 +57,14 @@ def grow(shards: int) -> int:
     return peak_bytes() - before
 
 
+def power_of_four(size: int) -> Domains:
+    """The usual cycle-walking domain, to compare with the one that shardkit uses."""
+    half = np.array(((size - 1).bit_length() + 1) // 2, dtype=np.uint64)
+    return Domains(
+        np.array(size, dtype=np.uint64), mix64(half), np.array(1 << int(half), dtype=np.uint64), half
+    )
+
+
 def measure(shards: int, runs: int) -> dict[str, float]:
     sizes = shard_samples(shards)
     windowed = Order(sizes, OrderSpec(17, LANES, WINDOW))
@@ -66,6 +74,7 @@ def measure(shards: int, runs: int) -> dict[str, float]:
     windowed.locate((middle, 1))
     whole.locate((middle, 1))
     permutation, run_of = Permutation(100_003, 17), np.arange(65_536)
+    words, usual = run_of.astype(np.uint64), power_of_four(100_003)
 
     def first_batch() -> object:
         return Order(sizes, OrderSpec(17, LANES, WINDOW)).global_batches(middle, 4096, 1)
@@ -84,6 +93,7 @@ def measure(shards: int, runs: int) -> dict[str, float]:
         "random_65536_ns_per_position": (lambda: windowed.locate(anywhere), 65_536),
         "inverse_65536_ns_per_position": (lambda: windowed.positions_of(anywhere, 0), 65_536),
         "permutation_65536_ns_per_element": (lambda: permutation(run_of), 65_536),
+        "over_a_power_of_four_ns_per_element": (lambda: permute(words, usual), 65_536),
     }
     figures: dict[str, float] = {"shards": shards, "samples": windowed.samples}
     for name, (work, positions) in cases.items():
