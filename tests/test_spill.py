@@ -112,6 +112,17 @@ def test_every_document_is_spilled_once_to_its_own_partition(
     assert result.to_dict()["ledger"]["kept"]["documents"] == len(TEXTS)
 
 
+def test_a_run_is_bounded_in_documents_too(
+    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RUN_DOCUMENTS", 20)
+    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    (tmp_path / "spill").mkdir()
+    tokenize_split(documents, np.zeros(0, np.int64), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
+    # Batches hold 11 documents, and a run closes after the batch that crosses its limit.
+    assert np.load(tmp_path / "spill" / "segments.npy")["documents"].tolist() == [22, 22, 16]
+
+
 def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tmp_path: Path) -> None:
     texts = ["keep é", "lose", "", "keep too", "lose also", ""]
     documents = write_documents(tmp_path / "documents.arrow", texts * 5)  # over several batches

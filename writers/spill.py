@@ -7,8 +7,9 @@ neither depends on which task read it. The spill of a split is a folder of three
     documents.arrow  one row a document in the same order (SPILL_SCHEMA), one batch a segment
     segments.npy     SEGMENT: where each (run, partition) lies in the two; sorted by (partition, run)
 
-A run holds up to `RUN_TOKENS` tokens, which bounds memory; a segment is the part of a run that belongs to one
-partition. Reducers read only their own segments. Each document's tokens end with the eos id.
+A run holds up to `RUN_TOKENS` tokens and `RUN_DOCUMENTS` documents, which bounds memory; a segment is the part
+of a run that belongs to one partition. Reducers read only their own segments. Each document's tokens end with
+the eos id.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardkit.writers.tokenizer import Encoder, Tokens
 __all__ = ["SEGMENT", "SPILL_SCHEMA", "TokenizeResult", "choose_partitions", "partition_of", "tokenize_split"]
 
 RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB
+RUN_DOCUMENTS = 1 << 18
 MAX_PARTITIONS = 10_000  # keys of tar samples have 12 digits, 8 of them for the row within a partition
 DOCUMENT_OVERHEAD_BYTES = 400  # what the packer holds for one document beside its tokens
 
@@ -183,6 +185,7 @@ class _SpillWriter:
         self._dtype = encoder.dtype
         self._pending: list[tuple[pa.RecordBatch, Tokens]] = []
         self._pending_tokens = 0
+        self._pending_documents = 0
         self._segments: list[npt.NDArray[np.void]] = []
         self._written = 0
         self._batches = 0
@@ -210,8 +213,9 @@ class _SpillWriter:
         columns += [batch.column(name) for name in _CARRIED]
         self._pending.append((pa.RecordBatch.from_arrays(columns, schema=SPILL_SCHEMA), tokens))
         self._pending_tokens += len(tokens)
+        self._pending_documents += len(lengths)
         self.tokens += len(tokens)
-        if self._pending_tokens >= self._run_tokens:
+        if self._pending_tokens >= self._run_tokens or self._pending_documents >= RUN_DOCUMENTS:
             self._write_run()
 
     def finish(self) -> npt.NDArray[np.void]:
@@ -226,7 +230,7 @@ class _SpillWriter:
     def _write_run(self) -> None:
         table = pa.Table.from_batches([batch for batch, _ in self._pending])
         tokens = np.concatenate([tokens for _, tokens in self._pending])
-        self._pending, self._pending_tokens = [], 0
+        self._pending, self._pending_tokens, self._pending_documents = [], 0, 0
         hashes = table.column("hash").to_numpy()
         lengths = table.column("tokens").to_numpy()
         order = shuffled_order(hashes, id_words(table.column("document_id")))

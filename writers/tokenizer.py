@@ -37,6 +37,7 @@ Ids = npt.NDArray[np.uint32]
 ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four times as much
 CACHE_BYTES = 256 << 20  # gigatoken is loaded anew when its cache of words has grown by this
 PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second or two per build
+PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
 PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
 
@@ -126,7 +127,11 @@ class _Gigatoken:
             import gigatoken
         except ImportError as error:
             raise MissingExtraError("gigatoken", "write", "tokenizing") from error
-        return gigatoken.Tokenizer.from_json(self._data)
+        try:
+            return gigatoken.Tokenizer.from_json(self._data)
+        except Exception as error:  # RuntimeError and ValueError for parts it does not know
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BuildError(f"gigatoken cannot load this tokenizer ({reason}); use tokenizers") from error
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         import awkward  # type: ignore[import-untyped]
@@ -223,11 +228,8 @@ def check_parity(
     size = sum(len(text.encode()) for text in texts)
     try:
         fast = Encoder(path, eos, engine="gigatoken")
-    except (MissingExtraError, RecipeError):
-        raise
-    except Exception as error:  # a tokenizer whose parts gigatoken does not know
-        reason = f"gigatoken cannot load this tokenizer: {str(error).splitlines()[0]}"
-        return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
+    except BuildError as error:
+        return _fall_back(path, Parity("tokenizers", len(texts), size, 0, str(error)))
     if (fast.eos_id, fast.vocab_size) != (reference.eos_id, reference.vocab_size):
         reason = "the tokenizer file numbers its added tokens in another way than tokenizers does"
         return _fall_back(path, Parity("tokenizers", len(texts), size, 0, reason))
@@ -266,7 +268,7 @@ def sample_texts(documents: Sequence[Path], sample_bytes: int) -> Iterator[str]:
                 for text in reader.get_batch(batch).column("text"):
                     if left <= 0:
                         break
-                    piece = text.as_py()[:left]
+                    piece = text.as_py()[: min(left, PARITY_CHARACTERS)]
                     left -= len(piece.encode()) + 1
                     yield piece
                 if left <= 0:
