@@ -18,7 +18,7 @@ and 2.2 times on average, and walking through it costs several times as much (19
 element of a permutation of 100,003; tests/benchmarks/bench_order.py measures both).
 
 n <= 64 ranks the hashes of all n elements instead, so that every one of the n! orders is equally likely.
-Eight rounds over two or three bits would bias how often a pair of elements goes to a pair of places
+Eight rounds over two or three bits would bias how often a pair of elements goes to a pair of places,
 visibly so in 200,000 keys.
 
 Cost: 30-50 ns for an element in arrays of thousands; about 100 microseconds for a single one.
