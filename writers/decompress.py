@@ -74,7 +74,8 @@ def _gunzip(file: BinaryIO, size: int) -> Iterator[bytes]:
         except zlib.error as error:
             good, taken = _until_error(before, pending)
             yield from good
-            raise ContainerError(_gzip_problem(str(error), members), size - used - taken) from None
+            problem = _gzip_problem(str(error), members)
+            raise ContainerError(problem, size - used - (taken if any(good) else 0)) from None
         if decoder.eof:
             members, pending, decoder = members + 1, decoder.unused_data, None
         else:

@@ -2,7 +2,7 @@
 
 Files are named relative to the recipe's folder with "/" between the parts (a path given as absolute and
 outside that folder stays absolute), so a document keeps its identity when the folder moves. Compressed files
-are one split; plain JSONL and text with lines are cut near every 64 MiB at b"\\n"; Parquet is cut between row
+are one split; plain JSONL and text with lines are cut behind every 64 MiB at b"\\n"; Parquet is cut between row
 groups. The size is a constant: worker count and memory never change which records meet in a split.
 """
 
@@ -153,13 +153,13 @@ def _cuts(
 
 
 def _line_cuts(path: Path, size: int, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut behind the first newline at or after each multiple of `split_bytes`, counting lines."""
+    """Cut behind the first newline that makes a split of `split_bytes` or more, counting lines."""
     start = first_record = lines = at = 0
     aim = split_bytes
     with path.open("rb") as file:
         while piece := file.read(min(_READ_BYTES, size - at)):
             done = 0
-            while at + len(piece) > aim:
+            while at + len(piece) >= aim:
                 newline = piece.find(b"\n", max(aim - 1 - at, done))
                 if newline < 0:
                     aim = at + len(piece) + 1  # the line goes on: look in the next piece
@@ -170,7 +170,7 @@ def _line_cuts(path: Path, size: int, split_bytes: int) -> Iterator[tuple[int, i
                 if end < size:
                     yield start, end, first_record, end - start
                     start, first_record = end, lines
-                aim = max(aim, end) // split_bytes * split_bytes + split_bytes
+                aim = end + split_bytes
             lines += piece.count(b"\n", done)
             at += len(piece)
     yield start, size, first_record, size - start
