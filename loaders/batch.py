@@ -1,0 +1,161 @@
+"""From the columns of many samples to batches: documents inside rows, padding, tensors.
+
+Every document in a packed row ends with the eos id, and no document is empty, so an eos directly after an eos
+is padding and nothing else is needed to know where documents begin and end. All of it is worked out for many
+batches at once. With eos = 0 a row 5 6 0 7 0 0 0 gives
+
+    labels        5 6 0 7 0 -100 -100      padding counts as one last segment of its own
+    position_ids  0 1 2 0 1 0 1
+    document_ids  0 0 0 1 1 2 2
+    cu_seqlens    0 3 5 7, max_seqlen 3    rows of a batch follow one another; a row always starts a segment
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.rows import Columns
+
+__all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments"]
+
+Batch = dict[str, Any]
+IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
+
+_Array = npt.NDArray[np.generic]
+_Bools = npt.NDArray[np.bool_]
+
+
+class Segments:
+    """Where documents begin in rows of tokens (rows, length)."""
+
+    def __init__(self, tokens: _Array, eos_id: int, is_padding_row: _Bools | None = None) -> None:
+        ends = tokens == eos_id
+        self.shape = tokens.shape
+        self.padding: _Bools = np.zeros(tokens.shape, dtype=np.bool_)
+        np.logical_and(ends[:, 1:], ends[:, :-1], out=self.padding[:, 1:])
+        if is_padding_row is not None:
+            self.padding[is_padding_row] = True
+        begins = np.ones(tokens.shape, dtype=np.bool_)
+        begins[:, 1:] = np.where(self.padding[:, 1:], ~self.padding[:, :-1], ends[:, :-1])
+        self.starts: npt.NDArray[np.int64] = np.flatnonzero(begins)  # in the flattened rows
+        self.lengths = np.diff(self.starts, append=tokens.size)
+
+    def labels(self, tokens: _Array) -> npt.NDArray[np.int64]:
+        """The tokens, padding as -100."""
+        labels = tokens.astype(np.int64)
+        labels[self.padding] = IGNORED_LABEL
+        return labels
+
+    def position_ids(self) -> npt.NDArray[np.int64]:
+        """Each token's distance from the start of its document."""
+        flat = np.arange(self.padding.size, dtype=np.int64)
+        flat -= np.repeat(self.starts, self.lengths)
+        return flat.reshape(self.shape)
+
+    def document_ids(self) -> npt.NDArray[np.int32]:
+        """Each token's document, counted from 0 in each row."""
+        rows = self.starts // self.shape[1]
+        first = np.searchsorted(self.starts, rows * self.shape[1])
+        numbers = (np.arange(len(self.starts)) - first).astype(np.int32)
+        return np.repeat(numbers, self.lengths).reshape(self.shape)
+
+    def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
+        """(bounds of the documents in each flattened batch of `batch_size` rows, the longest document)."""
+        size = batch_size * self.shape[1]
+        edges = np.searchsorted(self.starts, np.arange(0, self.padding.size + 1, size))
+        result = []
+        for number, (low, high) in enumerate(pairwise(edges)):
+            bounds = np.empty(high - low + 1, dtype=np.int32)
+            bounds[:-1] = self.starts[low:high] - number * size
+            bounds[-1] = size
+            result.append((bounds, int(self.lengths[low:high].max())))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMaker:
+    """Makes batches of `batch_size` from columns of many samples."""
+
+    batch_size: int
+    config: LoaderConfig
+    token_key: str | None
+    eos_id: int | None
+    return_ids: bool
+    mark_padding: bool
+
+    def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
+        """(batches, their bytes) from the columns of the real samples among `sample_ids` (-1: padding)."""
+        count = len(sample_ids) // self.batch_size
+        padding = sample_ids < 0 if self.mark_padding else None
+        if padding is not None and padding.any():
+            columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
+        parts: dict[str, list[Any]] = {}
+        size = 0
+        for name, values in (columns | self._extras(columns, sample_ids, padding)).items():
+            if isinstance(values, np.ndarray):
+                size += values.nbytes
+                parts[name] = _tensors(values, count)
+            else:
+                parts[name] = [values[i * self.batch_size : (i + 1) * self.batch_size] for i in range(count)]
+        parts |= self._bounds(columns, padding)
+        if len(parts) == 1:
+            ((name, values),) = parts.items()
+            return [{name: value} for value in values], size
+        names = list(parts)
+        return [dict(zip(names, values, strict=True)) for values in zip(*parts.values(), strict=True)], size
+
+    def _extras(self, columns: Columns, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:
+        extras: Columns = {}
+        if self.config.labels or self.config.position_ids or self.config.document_ids:
+            tokens, segments = self._segments(columns, padding)
+            if self.config.labels:
+                extras["labels"] = segments.labels(tokens)
+            if self.config.position_ids:
+                extras["position_ids"] = segments.position_ids()
+            if self.config.document_ids:
+                extras["document_ids"] = segments.document_ids()
+        if self.return_ids:
+            extras["sample_id"] = sample_ids
+        if padding is not None:
+            extras["is_padding"] = padding
+        return extras
+
+    def _bounds(self, columns: Columns, padding: _Bools | None) -> dict[str, list[Any]]:
+        if not self.config.cu_seqlens:
+            return {}
+        _, segments = self._segments(columns, padding)
+        bounds = segments.cu_seqlens(self.batch_size)
+        return {
+            "cu_seqlens": [torch.from_numpy(array) for array, _ in bounds],
+            "max_seqlen": [longest for _, longest in bounds],
+        }
+
+    def _segments(self, columns: Columns, padding: _Bools | None) -> tuple[_Array, Segments]:
+        assert self.token_key is not None
+        assert self.eos_id is not None
+        tokens = columns[self.token_key]
+        assert isinstance(tokens, np.ndarray)
+        return tokens, Segments(tokens, self.eos_id, padding)
+
+    def _filled(self, name: str, values: _Array | list[object], padding: _Bools) -> _Array | list[object]:
+        """`values` with padding samples put in: eos (or 0) in arrays, None in lists."""
+        if isinstance(values, list):
+            real = iter(values)
+            return [None if padded else next(real) for padded in padding.tolist()]
+        fill = self.eos_id if name == self.token_key and self.eos_id is not None else 0
+        filled = np.full((len(padding), *values.shape[1:]), fill, dtype=values.dtype)
+        filled[~padding] = values
+        return filled
+
+
+def _tensors(values: _Array, count: int) -> list[torch.Tensor]:
+    # One storage per batch, so that saving or sending a batch does not drag its neighbours along.
+    shaped = values.reshape(count, -1, *values.shape[1:])
+    return [torch.from_numpy(part) for part in shaped]

@@ -1,0 +1,144 @@
+"""What a loader can be told besides the arguments that everyone uses.
+
+`StreamingLoader` takes these as keyword arguments too (`LoaderOptions` gives editors and type checkers their
+names); `LoaderConfig` holds them with their defaults, checked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+
+import numpy as np
+
+from shardkit.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardkit.dataset import Dataset
+
+__all__ = ["LoaderConfig", "LoaderOptions", "Stream", "TokenDtype", "output_dtype"]
+
+TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
+
+MAX_PREFETCH_BATCHES = 1 << 16
+# Types that hold every token id of a stored type although they are signed: ids stay far below 2**31.
+_SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A dataset and its weight among others. Only one stream is supported yet."""
+
+    path: str | os.PathLike[str] | Dataset
+    weight: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int) or self.weight < 1:
+            raise ValueError(f"a stream's weight must be a whole number of at least 1, not {self.weight!r}")
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Further keyword arguments of `StreamingLoader`; `LoaderConfig` says what they mean."""
+
+    labels: bool
+    position_ids: bool
+    document_ids: bool
+    cu_seqlens: bool
+    eos_id: int | None
+    columns: Sequence[str] | None
+    endless: bool
+    lanes: int | None
+    window: int | None
+    prefetch_batches: int
+    prefetch_bytes: int | str
+    timeout_seconds: float
+    cache_dir: str | os.PathLike[str] | None
+    cache_bytes: int | str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderConfig:
+    """The options of a loader, with their defaults."""
+
+    labels: bool = False
+    """Add `labels`: the tokens as int64, padding -100 (Hugging Face's convention: the model shifts them)."""
+    position_ids: bool = False
+    """Add `position_ids`: int64, from 0 again after each document's end."""
+    document_ids: bool = False
+    """Add `document_ids`: int32, the documents of a row numbered from 0; padding counts as one more."""
+    cu_seqlens: bool = False
+    """Add `cu_seqlens` (int32, document bounds in the flattened batch) and `max_seqlen` (int)."""
+    eos_id: int | None = None
+    """The id that ends a document; default: as the dataset's card states."""
+    columns: Sequence[str] | None = None
+    """Deliver these columns only; default: all."""
+    endless: bool = False
+    """Go on into the next epoch instead of ending the `for`; the loader then has no length."""
+    lanes: int | None = None
+    """Lanes of the window shuffle; default from the first run's batch size, kept in the state."""
+    window: int | None = None
+    """Samples shuffled together in a lane; default: two of all lanes' hold 4 GiB, kept in the state."""
+    prefetch_batches: int = 64
+    """Most batches ready ahead of the training loop; 0: no thread, batches are made when asked for."""
+    prefetch_bytes: int | str = "256MiB"
+    """Most bytes ready ahead of the training loop; one group of batches is always allowed."""
+    timeout_seconds: float = 600.0
+    """Longest wait for one batch that is being prefetched."""
+    cache_dir: str | os.PathLike[str] | None = None
+    """For remote datasets; without effect on a local one, which is read in place, never copied or removed."""
+    cache_bytes: int | str | None = None
+    """For remote datasets; without effect on a local one."""
+
+    def __post_init__(self) -> None:
+        if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
+            raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
+        if not 0 <= self.prefetch_batches <= MAX_PREFETCH_BATCHES:
+            limits = f"from 0 to {MAX_PREFETCH_BATCHES:,}"
+            raise ValueError(f"prefetch_batches must be {limits}, not {self.prefetch_batches}")
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be above 0, not {self.timeout_seconds}")
+        for size in (self.prefetch_bytes, self.cache_bytes):
+            if size is not None:
+                parse_bytes(size)
+
+    @classmethod
+    def of(cls, options: LoaderOptions) -> LoaderConfig:
+        """The options given, defaults for the others; TypeError with a suggestion for an unknown name."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
+                raise TypeError(f"StreamingLoader() got an unexpected keyword argument {name!r}; {hint}")
+        return cls(**options)
+
+    @property
+    def document_extras(self) -> bool:
+        """Whether anything is asked for that needs to know where documents end."""
+        return self.labels or self.position_ids or self.document_ids or self.cu_seqlens
+
+
+def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """The NumPy type to deliver tokens in; None and "stored" keep the stored one.
+
+    ValueError when token ids would not fit: ids that wrap around are the quietest way to ruin a run.
+    """
+    native = stored.newbyteorder("=")
+    if requested is None or (isinstance(requested, str) and requested == "stored"):
+        return native
+    # torch's types are called torch.int64 and the like; NumPy knows them by the same names.
+    name = str(requested).removeprefix("torch.") if "torch" in str(requested) else requested
+    try:
+        wanted: np.dtype[np.generic] = np.dtype(cast(Any, name))
+    except TypeError:
+        raise ValueError(f"dtype must be an integer type of torch or NumPy, not {requested!r}") from None
+    if wanted.kind not in "iu":
+        raise ValueError(f"dtype must be an integer type, not {requested}: tokens are ids")
+    if not np.can_cast(native, wanted) and (native.name, wanted.name) not in _SAME_SIZE:
+        raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use torch.int64")
+    return wanted

@@ -1,0 +1,121 @@
+"""Which samples make up which batch of which rank: pure arithmetic on top of `shardkit.order`, no I/O.
+
+With N samples, B sequences per rank and R ranks, global batch G = B * R. Position p is sample p % N of epoch
+p // N for every tail and batch size, so both may change between runs. A batch covers positions [p, p + G),
+sorted by lane, and rank r takes the r-th of R equal parts. The tail says what happens at an epoch's edge:
+
+    carry  the batch goes on into the next epoch; it belongs to the epoch in which it starts
+    drop   a batch that would cross the edge is not delivered: the next batch starts with the next epoch
+    pad    the batch ends at the edge; its real samples are spread evenly over the ranks, and each rank's
+           part is filled up with padding (shard, row and sample id -1)
+
+All ranks plan from the same position, so that they always have the same number of batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.loaders.state import Tail
+from shardkit.order import Order, rank_slice
+
+__all__ = ["BatchPlan", "Steps"]
+
+MAX_BATCH = 1 << 24  # sequences per rank and step; far above any training run, below any memory
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Consecutive batches of one rank: arrays of shape (batches, batch size), -1 where there is padding."""
+
+    shard: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int64]
+    sample_id: npt.NDArray[np.int64]
+    after: tuple[int, ...]  # the position after each batch
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How an epoch of `samples` is cut into batches."""
+
+    samples: int
+    batch_size: int
+    rank: int
+    world_size: int
+    tail: Tail
+
+    def __post_init__(self) -> None:
+        size = self.batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_BATCH:
+            raise ValueError(f"batch_size must be a whole number from 1 to {MAX_BATCH:,}, not {size!r}")
+        if self.tail not in get_args(Tail):
+            raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}, not {self.tail!r}")
+        if self.samples < 1:
+            raise ValueError("the dataset has no samples")
+        if self.tail == "drop" and self.samples < self.global_batch:
+            raise ValueError(
+                f"tail='drop' would deliver nothing: the dataset has {self.samples:,} samples and a batch "
+                f"over all ranks {self.global_batch:,}; use a smaller batch_size, or tail='carry' or 'pad'"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per step over all ranks."""
+        return self.batch_size * self.world_size
+
+    def start(self, position: int) -> int:
+        """Where the next batch starts: `position`, unless what is left of the epoch is dropped."""
+        left = self.samples - position % self.samples
+        return position + left if self.tail == "drop" and left < self.global_batch else position
+
+    def after(self, start: int) -> int:
+        """Where the batch after the one at `start` starts."""
+        left = self.samples - start % self.samples
+        end = start + self.global_batch
+        return start + left if self.tail == "pad" and left < self.global_batch else self.start(end)
+
+    def epoch(self, position: int) -> int:
+        """The epoch of the next batch."""
+        return self.start(position) // self.samples
+
+    def batches_left(self, position: int) -> int:
+        """Batches of the next batch's epoch that are still to come; at least 1."""
+        left = self.samples - self.start(position) % self.samples
+        return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
+
+    def steps(self, order: Order, position: int, count: int) -> Steps:
+        """The next `count` batches of this rank, all of one epoch: count <= batches_left(position)."""
+        assert 1 <= count <= self.batches_left(position)
+        start = self.start(position)
+        after = self._afters(start, count)
+        short = self.tail == "pad" and after[-1] - start < count * self.global_batch
+        whole = count - short
+        part = rank_slice(self.global_batch, self.rank, self.world_size)
+        located = order.global_batches(start, self.global_batch, whole, part=part)
+        steps = Steps(located.shard, located.row, located.sample_id, after)
+        return self._with_short_batch(order, steps, start + whole * self.global_batch) if short else steps
+
+    def _afters(self, start: int, count: int) -> tuple[int, ...]:
+        ends = range(start + self.global_batch, start + count * self.global_batch, self.global_batch)
+        return (*ends, self.after(start + (count - 1) * self.global_batch))
+
+    def _with_short_batch(self, order: Order, steps: Steps, start: int) -> Steps:
+        """`steps` and the epoch's last batch, which starts at `start` and ends before it is full."""
+        real = order.global_batch(start, self.samples - start % self.samples)
+        low, high = (len(real) * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        located = order.locate(real[low:high])
+        columns = []
+        for whole, last in (
+            (steps.shard, located.shard),
+            (steps.row, located.row),
+            (steps.sample_id, located.sample_id),
+        ):
+            padded = np.full((1, self.batch_size), -1, dtype=whole.dtype)
+            padded[0, : len(last)] = last
+            columns.append(np.concatenate([whole.reshape(-1, self.batch_size), padded]))
+        return Steps(columns[0], columns[1], columns[2], steps.after, padded=True)

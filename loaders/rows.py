@@ -1,0 +1,148 @@
+"""Columns of constant size, gathered from memory maps with no Python per sample.
+
+Every row of such a column is one run of bytes at (start of its shard) + (row) * (stride of its shard). So all
+mapped shards are read through one array: element i is the row that begins i bytes after the lowest map.
+Indexing it with byte offsets gathers rows of any shards, in any order, in one call that copies each row once,
+however many shards a batch draws on. Grouping rows by shard first costs a call for each shard and a second
+copy (measured: 0.65 of a plain gather's rate; this: 1.0 to 1.1).
+
+What makes it safe: offsets are computed from (shard, row) here and nowhere else; when a shard is mapped, the
+shape and type of its rows are checked against the manifest, from which all row numbers come; and a `Reader`
+holds the arrays it draws from, so that their maps outlive it whatever is closed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardError
+
+__all__ = ["Columns", "FixedColumn", "FixedRows", "Reader"]
+
+Columns = dict[str, npt.NDArray[np.generic] | list[object]]
+Reader = Callable[[int, int], Columns]
+"""Reader(low, high): the columns of the planned samples low to high."""
+
+_CAST_BYTES = 128 << 10  # gathered, then converted: both fit a core's second-level cache
+_MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FixedColumn:
+    """A column of constant size: name in the dataset, shape of a row, types as stored and delivered."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: np.dtype[np.generic]
+    delivered: np.dtype[np.generic]
+
+
+class FixedRows:
+    """Reads datasets of which only columns of constant size are wanted."""
+
+    def __init__(self, dataset: Dataset, columns: Mapping[str, FixedColumn]) -> None:
+        """`columns`: by the name under which a batch has them."""
+        self._columns = {name: _MappedColumn(dataset, column) for name, column in columns.items()}
+
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
+        """A reader of samples (shard[i], row[i]); maps the shards it needs, ShardError if one is damaged."""
+        readers = {name: column.reader(shard, row) for name, column in self._columns.items()}
+        return lambda low, high: {name: read(low, high) for name, read in readers.items()}
+
+
+class _MappedColumn:
+    """The maps of one column and where in memory their rows are."""
+
+    def __init__(self, dataset: Dataset, column: FixedColumn) -> None:
+        self._dataset = dataset
+        self._column = column
+        self._row_bytes = column.stored.itemsize * prod(column.shape)
+        shards = len(dataset.manifest.shards)
+        self._starts = np.zeros(shards, dtype=np.int64)
+        self._strides = np.zeros(shards, dtype=np.int64)
+        self._maps: dict[int, npt.NDArray[np.generic]] = {}
+
+    def reader(
+        self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
+    ) -> Callable[[int, int], npt.NDArray[np.generic]]:
+        used = np.unique(shard)
+        held = [self._map(number) for number in used.tolist()]
+        # Shards that this plan does not touch are let go; the dataset keeps the recent ones open.
+        self._maps = dict(zip(used.tolist(), held, strict=True))
+        if not held:
+            return lambda low, high: np.empty((0, *self._column.shape), self._column.delivered)
+        lowest = int(self._starts[used].min())
+        highest = max(int(self._starts[n]) + len(m) * int(self._strides[n]) for n, m in self._maps.items())
+        offsets = self._starts[shard] - lowest + row * self._strides[shard]
+        span = highest - lowest
+        if span * self._row_bytes >= _MAX_SPAN:
+            return self._reader_by_shard(shard, row)
+        memory = np.asarray(_Memory(lowest, span - self._row_bytes + 1, self._row_bytes, held))
+        return lambda low, high: self._gather(memory, offsets[low:high])
+
+    def _gather(
+        self, memory: npt.NDArray[np.void], offsets: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.generic]:
+        column = self._column
+        if column.stored == column.delivered:
+            return memory[offsets].view(column.stored).reshape(-1, *column.shape)
+        rows = np.empty((len(offsets), *column.shape), dtype=column.delivered)
+        step = max(1, _CAST_BYTES // self._row_bytes)
+        for start in range(0, len(offsets), step):
+            piece = memory[offsets[start : start + step]]
+            rows[start : start + step] = piece.view(column.stored).reshape(-1, *column.shape)
+        return rows
+
+    def _reader_by_shard(
+        self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
+    ) -> Callable[[int, int], npt.NDArray[np.generic]]:
+        """The plain way, for maps that lie too far apart in memory for one array."""
+        maps = self._maps
+
+        def read(low: int, high: int) -> npt.NDArray[np.generic]:
+            rows = np.empty((high - low, *self._column.shape), dtype=self._column.delivered)
+            for number in np.unique(shard[low:high]).tolist():
+                which = np.flatnonzero(shard[low:high] == number)
+                rows[which] = maps[number][row[low:high][which]]
+            return rows
+
+        return read
+
+    def _map(self, number: int) -> npt.NDArray[np.generic]:
+        if number in self._maps:
+            return self._maps[number]
+        info = self._dataset.manifest.shards[number]
+        rows = self._dataset.shard(number).fixed_rows(self._column.name)
+        expected = (info.samples, *self._column.shape)
+        if rows is None or rows.shape != expected or rows.dtype != self._column.stored:
+            found = "none of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"
+            raise ShardError(
+                self._dataset.path / info.stored.basename,
+                f"column {self._column.name!r} is {found}, expected {self._column.stored}{list(expected)}",
+            )
+        inner = np.empty((0, *self._column.shape), dtype=rows.dtype).strides[1:]
+        if rows.strides[1:] != inner or rows.strides[0] < 0:
+            rows = np.ascontiguousarray(rows)
+        self._starts[number] = rows.__array_interface__["data"][0]
+        self._strides[number] = rows.strides[0]
+        return rows
+
+
+class _Memory:
+    """Lets NumPy see a stretch of address space as overlapping rows, one starting at every byte."""
+
+    def __init__(self, address: int, rows: int, row_bytes: int, held: list[npt.NDArray[np.generic]]) -> None:
+        self._held = held  # the arrays that own the memory; NumPy keeps this object as the view's base
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": (rows,),
+            "strides": (1,),
+            "typestr": f"|V{row_bytes}",
+        }

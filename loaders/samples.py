@@ -1,0 +1,83 @@
+"""Columns of any kind, decoded sample by sample.
+
+Numbers and arrays of constant shape become one array; everything else (text, images, arrays of any length)
+becomes a list with one entry per sample. Which columns are stacked is decided once, from what the index says
+of their encoding, so that a key never changes its type from one batch to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardError
+from shardkit.index import Column
+from shardkit.loaders.rows import Columns, Reader
+from shardkit.mds_encodings import encoding_of
+
+__all__ = ["DecodedSamples", "constant_layout"]
+
+
+def constant_layout(column: Column) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
+    """(type, shape) of every value of a column of equal numbers or arrays; None for any other column."""
+    try:
+        encoding = encoding_of(column.encoding)
+    except ValueError:
+        return None  # an extension that only tars know
+    return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
+
+
+class DecodedSamples:
+    """Reads the wanted columns of any dataset."""
+
+    def __init__(
+        self, dataset: Dataset, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
+    ) -> None:
+        """`names`: dataset's column name by the batch's. `delivered`: types of columns that are converted."""
+        self._dataset = dataset
+        self._names = dict(names)
+        self._delivered = dict(delivered)
+        by_name = {column.name: column for column in dataset.columns}
+        layouts = {
+            name: constant_layout(by_name[column]) for name, column in names.items() if column in by_name
+        }
+        self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
+
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
+        """A reader of samples (shard[i], row[i])."""
+
+        def read(low: int, high: int) -> Columns:
+            places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
+            # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
+            by_shard = np.argsort(shard[low:high], kind="stable").tolist()
+            found = {i: self._dataset.shard(places[i][0]).sample(places[i][1]) for i in by_shard}
+            samples = [found[i] for i in range(len(places))]
+            return {name: self._column(name, samples, places) for name in self._names}
+
+        return read
+
+    def _column(
+        self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
+    ) -> npt.NDArray[np.generic] | list[object]:
+        column = self._names[name]
+        for sample, place in zip(samples, places, strict=True):
+            if column not in sample:
+                problem = f"has no column {column!r}; name those that all samples have with columns=[...]"
+                raise self._error(place, problem)
+        values = [sample[column] for sample in samples]
+        if name not in self._stacked:
+            return values
+        dtype = self._delivered.get(name, self._stacked[name])
+        arrays = [np.asarray(value) for value in values]
+        for array, place in zip(arrays, places, strict=True):
+            if array.shape != arrays[0].shape:
+                found = f"has shape {array.shape} in column {column!r}, others {arrays[0].shape}"
+                raise self._error(place, found)
+        return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+
+    def _error(self, place: tuple[int, int], problem: str) -> ShardError:
+        info = self._dataset.manifest.shards[place[0]]
+        return ShardError(self._dataset.path / info.stored.basename, f"sample {place[1]} {problem}")
