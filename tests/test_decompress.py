@@ -25,8 +25,8 @@ def read(data: bytes, compression: str | None) -> tuple[bytes, ContainerError | 
     return b"".join(pieces), None
 
 
-def zstd(data: bytes, **options: bool) -> bytes:
-    compressor = zstandard.ZstdCompressor(**options).compressobj()
+def zstd(data: bytes, *, write_checksum: bool = False) -> bytes:
+    compressor = zstandard.ZstdCompressor(write_checksum=write_checksum).compressobj()
     return compressor.compress(data) + compressor.flush()  # streaming: no content size in the frame
 
 

@@ -34,6 +34,7 @@ def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -
     try:
         file = pq.ParquetFile(split.path, pre_buffer=False, buffer_size=1 << 20)
     except _DAMAGE as error:
+        _raise_unless_damage(error)
         sink.damaged(split.first_record, f"not a readable Parquet file: {_line(error)}", bytes=split.bytes)
         return
     with file:
@@ -45,13 +46,10 @@ def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -
             return
         wanted = {config.text, config.id or "id", config.url or "url", *config.metadata}
         read = 0
+        columns = [name for name in file.schema_arrow.names if name in wanted]
+        batch_rows = _rows_per_batch(file, groups)
         try:
-            for batch in file.iter_batches(
-                batch_size=_rows_per_batch(file, groups),
-                row_groups=list(groups),
-                columns=[name for name in file.schema_arrow.names if name in wanted],
-                use_threads=False,
-            ):
+            for batch in _batches(file, groups, columns, batch_rows):
                 _take_rows(sink, config, batch, split.first_record + read, max_record_bytes)
                 read += batch.num_rows
                 if sink.full:
@@ -59,10 +57,25 @@ def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -
             if read != expected:
                 raise ValueError(f"row groups hold {read:,} rows where the footer says {expected:,}")
         except _DAMAGE as error:
+            _raise_unless_damage(error)
             yield from sink.take()
             left = max(expected - read, 1)
             lost = split.bytes * left // max(expected, 1)
             sink.damaged(split.first_record + read, _line(error), bytes=lost, records=left)
+
+
+def _raise_unless_damage(error: Exception) -> None:
+    """A disk that fails and memory that runs out say nothing about the file."""
+    if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None) is not None:
+        raise error
+
+
+def _batches(
+    file: pq.ParquetFile, groups: range, columns: list[str], batch_rows: int
+) -> Iterator[pa.RecordBatch]:
+    # Group by group: a batch that reached into a damaged group would take sound rows with it.
+    for group in groups:
+        yield from file.iter_batches(batch_rows, row_groups=[group], columns=columns, use_threads=False)
 
 
 def _text_problem(schema: pa.Schema, text: str) -> str | None:
