@@ -1,18 +1,19 @@
 """A small decoder-only GPT: pre-norm blocks, rotary positions, tied embeddings. Copy it and change it.
 
-Packed rows hold several documents, each closed by the eos token. `document_layout` finds them again, so that
-attention can stay inside a document and positions restart at each one; without it a row is one long text.
+Packed rows hold several documents. Given each token's document and its position there, attention stays inside
+documents and positions start again at each; without them a row is one long text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "document_layout", "next_token_loss"]
+__all__ = ["GPT", "GPTConfig", "next_token_loss"]
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,19 @@ class GPTConfig:
     width: int = 256
 
 
-def document_layout(tokens: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
-    """For packed rows [B, L]: each token's position in its document [B, L], and who may attend to whom
-    [B, 1, L, L]: earlier tokens of the same document. An eos token belongs to the document that it closes.
+def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross entropy of each token given those before it in its row.
+
+    With `document_ids`, `position_ids` and `labels` in the batch (the loader's options of these names): given
+    those before it in its document. Padding and the first token of a document are then not learnt.
     """
-    ends = tokens == eos_id
-    document = ends.cumsum(dim=1) - ends.long()
-    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    starts = F.pad(ends[:, :-1], (1, 0), value=True)
-    first = (index * starts).cummax(dim=1).values
-    mask = (document[:, :, None] == document[:, None, :]).tril()
-    return index - first, mask[:, None]
-
-
-def next_token_loss(model: nn.Module, tokens: Tensor, eos_id: int | None = None) -> Tensor:
-    """Mean cross entropy of each token given those before it in its row (in its document, with `eos_id`).
-
-    With `eos_id`, what cannot or need not be learnt is left out: the first token of a document, and padding.
-    """
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    if eos_id is None:
-        logits = model(inputs)
+    inputs, labels = batch["tokens"][:, :-1], batch.get("labels", batch["tokens"])[:, 1:]
+    if "document_ids" in batch:
+        documents = batch["document_ids"]
+        labels = labels.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
+        logits = model(inputs, batch["position_ids"][:, :-1], documents[:, :-1])
     else:
-        logits = model(inputs, *document_layout(inputs, eos_id))
-        labels = labels.masked_fill(inputs == eos_id, -100)
+        logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
 
 
@@ -82,7 +72,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [B, L] -> logits [B, L, vocabulary]."""
+    """tokens [B, L] (and each one's position and document) -> logits [B, L, vocabulary]."""
 
     frequencies: Tensor
 
@@ -103,9 +93,14 @@ class GPT(nn.Module):
             for layer in (module.out, module.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        mask = None
+        if documents is not None:
+            mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # [B, 1, L, L]
         angles = positions[:, None, :, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         x = self.embedding(tokens)

@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--eos-id", type=int, help="keep attention inside documents, which this id closes")
+    parser.add_argument("--inside-documents", action="store_true", help="keep attention inside documents")
     return parser.parse_args()
 
 
@@ -84,7 +84,16 @@ def main() -> None:
 
     # The loader finds rank and world size in torch.distributed.
     batch_size = args.global_batch_size // world_size
-    loader = StreamingLoader(args.data, batch_size=batch_size, seed=args.seed, endless=True, return_ids=True)
+    loader = StreamingLoader(
+        args.data,
+        batch_size=batch_size,
+        seed=args.seed,
+        endless=True,
+        return_ids=True,
+        labels=args.inside_documents,
+        position_ids=args.inside_documents,
+        document_ids=args.inside_documents,
+    )
     torch.manual_seed(args.seed)
     config = GPTConfig(args.vocabulary, args.layers, args.heads, args.width)
     model = DistributedDataParallel(GPT(config).to(device))
@@ -102,12 +111,13 @@ def main() -> None:
     # The range comes first: `zip` must not take a batch that no step will train on.
     for step, batch in zip(range(trained + 1, args.steps + 1), loader, strict=False):
         torch.manual_seed(hash((args.seed, step, rank)))  # dropout, should you add it: nothing to store
-        loss = next_token_loss(model, batch["tokens"].to(device), args.eos_id)
+        batch = {name: value.to(device) for name, value in batch.items()}
+        loss = next_token_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-        losses, sample_ids = gathered(loss.detach()[None]), gathered(batch["sample_id"].to(device))
+        losses, sample_ids = gathered(loss.detach()[None]), gathered(batch["sample_id"])
         if log is None:
             continue
         record = {"step": step, "loss": sum(losses) / world_size, "sample_ids": sample_ids}

@@ -38,14 +38,22 @@ class BatchesWithState:
 class PackedData(lightning.LightningDataModule):
     """Feeds packed rows; its part of a checkpoint says which of them were trained on."""
 
-    def __init__(self, path: str, batch_size: int, seed: int) -> None:
+    def __init__(self, path: str, batch_size: int, seed: int, inside_documents: bool) -> None:
         super().__init__()
         self.path, self.batch_size, self.seed = path, batch_size, seed
+        self.inside_documents = inside_documents
         self.trained_state: dict[str, Any] | None = None
 
     def train_dataloader(self) -> BatchesWithState:
         loader = StreamingLoader(
-            self.path, batch_size=self.batch_size, seed=self.seed, endless=True, return_ids=True
+            self.path,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            endless=True,
+            return_ids=True,
+            labels=self.inside_documents,
+            position_ids=self.inside_documents,
+            document_ids=self.inside_documents,
         )
         if self.trained_state is not None:
             loader.load_state_dict(self.trained_state)
@@ -66,13 +74,13 @@ class PackedData(lightning.LightningDataModule):
 class LightningGPT(lightning.LightningModule):
     """The model, its loss and its optimizer; rank 0 logs each step's loss and sample ids."""
 
-    def __init__(self, config: GPTConfig, learning_rate: float, eos_id: int | None, log: Path) -> None:
+    def __init__(self, config: GPTConfig, learning_rate: float, log: Path) -> None:
         super().__init__()
         self.model = GPT(config)
-        self.learning_rate, self.eos_id, self.log_file = learning_rate, eos_id, log
+        self.learning_rate, self.log_file = learning_rate, log
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        return next_token_loss(self.model, batch["tokens"], self.eos_id)
+        return next_token_loss(self.model, batch)
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
         loss = self.trainer.strategy.all_gather(outputs["loss"]).mean()
@@ -103,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--eos-id", type=int, help="keep attention inside documents, which this id closes")
+    parser.add_argument("--inside-documents", action="store_true", help="keep attention inside documents")
     parser.add_argument("--devices", type=int, default=1, help="GPUs, or processes on the CPU")
     return parser.parse_args()
 
@@ -128,8 +136,8 @@ def main() -> None:
         ],
     )
     config = GPTConfig(args.vocabulary, args.layers, args.heads, args.width)
-    model = LightningGPT(config, args.learning_rate, args.eos_id, Path(args.log_file))
-    data = PackedData(args.data, args.batch_size, args.seed)
+    model = LightningGPT(config, args.learning_rate, Path(args.log_file))
+    data = PackedData(args.data, args.batch_size, args.seed, args.inside_documents)
     trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
 
 

@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--eos-id", type=int, help="keep attention inside documents, which this id closes")
+    parser.add_argument("--inside-documents", action="store_true", help="keep attention inside documents")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -56,7 +56,14 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(args.device == "cpu")
     loader = StreamingLoader(
-        args.data, batch_size=args.batch_size, seed=args.seed, endless=True, return_ids=True
+        args.data,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        endless=True,
+        return_ids=True,
+        labels=args.inside_documents,
+        position_ids=args.inside_documents,
+        document_ids=args.inside_documents,
     )
     config = GPTConfig(args.vocabulary, args.layers, args.heads, args.width)
     model = GPT(config).to(args.device)
@@ -75,7 +82,8 @@ def main() -> None:
     with Path(args.log_file).open("a", buffering=1) as log:
         # The range comes first: `zip` must not take a batch that no step will train on.
         for step, batch in zip(range(trained + 1, args.steps + 1), loader, strict=False):
-            loss = next_token_loss(model, batch["tokens"].to(args.device), args.eos_id)
+            batch = {name: value.to(args.device) for name, value in batch.items()}
+            loss = next_token_loss(model, batch)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
