@@ -2,9 +2,9 @@
 
 A name is an algorithm with an optional level: `zstd`, `zstd:7`, `br:5`, `bz2`, `gz:9`, `snappy`; the file's
 suffix is the algorithm alone. Compressing streams piece by piece (snappy's raw format and gz:0 excepted,
-which hold the whole), and the same bytes and level always give the same file: gzip members carry no time. Decompressing
-never produces more than the bytes the index states, so no small file can fill the memory; it accepts
-exactly one stream (zstd: any number of frames) and nothing behind it. zstd windows are limited to
+which hold the whole), and the same bytes and level always give the same file: gzip members carry no time.
+Decompressing never produces more than the bytes the index states, so no small file can fill the memory; it
+accepts exactly one stream (zstd: any number of frames) and nothing behind it. zstd windows are limited to
 128 MiB, the most that any level up to 22 uses.
 """
 

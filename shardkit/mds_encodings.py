@@ -1,0 +1,202 @@
+"""How one value of an MDS column becomes bytes and comes back.
+
+`encoding_of("ndarray:uint16:2048")` gives an `Encoding`: its fixed size (None when each sample states it) and
+two functions. All numbers are little-endian. `encode` raises ValueError or TypeError for a value that does
+not fit its column: nothing is rounded, wrapped or cut in silence (floats take the nearest value). `decode`
+raises ValueError for bytes that mean no value of the column; it never reads beyond its slice and
+allocates no more than a small multiple of it. Values come back as MosaicML gives them: `int` is a Python int,
+`uint16` a NumPy scalar; arrays are copies, so they can be written to.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardkit import mds_images
+from shardkit.mds_ndarray import ARRAY_DTYPES, ArrayLayout, parse_array_layout
+
+__all__ = ["Encoding", "encode_value", "encoding_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One column encoding. `dtype` and `shape` are set when every value is the same array or number."""
+
+    name: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[memoryview], object]
+    size: int | None = None
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+    safe: bool = True
+
+
+@lru_cache(maxsize=4096)
+def encoding_of(name: str) -> Encoding:
+    """The encoding called `name` in an index; ValueError with the known names when there is none."""
+    kind, colon, details = name.partition(":") if isinstance(name, str) else (str(name), "", "")
+    if kind == "ndarray":
+        return _array_encoding(name, parse_array_layout(details))
+    if colon or kind not in _ENCODINGS:
+        known = ", ".join(sorted([*_ENCODINGS, "ndarray[:dtype[:shape]]"]))
+        raise ValueError(f"unknown encoding {name!r}; known: {known}")
+    return _ENCODINGS[kind]
+
+
+def encode_value(encoding: Encoding, value: object) -> bytes:
+    """The bytes of `value`; `bytes` given to any column count as already encoded, and are checked.
+
+    That is how MosaicML's users hand JPEG files to a `jpeg` column. Pickles are taken unchecked.
+    """
+    if not isinstance(value, bytes):
+        data = encoding.encode(value)
+    else:
+        data = value
+        if encoding.safe:
+            encoding.decode(memoryview(data))
+    if encoding.size is not None and len(data) != encoding.size:
+        raise ValueError(f"{len(data):,} bytes given, {encoding.name} takes {encoding.size:,}")
+    return data
+
+
+def _expect(value: object, kind: type, name: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} takes {kind.__name__}, not {type(value).__name__}")
+
+
+def _integer(value: object, name: str) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} takes whole numbers, not {type(value).__name__}") from None
+
+
+def _number_encoding(name: str, dtype_name: str, to_python: bool = False) -> Encoding:
+    dtype = np.dtype(dtype_name).newbyteorder("<")
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+
+    def encode(value: object) -> bytes:
+        if limits is None:
+            if not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{name} takes numbers, not {type(value).__name__}")
+            with np.errstate(over="ignore"):
+                return np.asarray(value, None if isinstance(value, np.generic) else float).astype(dtype).tobytes()
+        number = _integer(value, name)
+        if not limits.min <= number <= limits.max:
+            raise ValueError(f"{number} is outside of {name}'s range {limits.min} to {limits.max}")
+        return np.array(number, dtype).tobytes()
+
+    def decode(data: memoryview) -> object:
+        if len(data) != dtype.itemsize:
+            raise ValueError(f"{name} has {dtype.itemsize} bytes, not {len(data):,}")
+        number = np.frombuffer(data, dtype)[0]
+        return int(number) if to_python else number
+
+    return Encoding(name, encode, decode, size=dtype.itemsize, dtype=dtype)
+
+
+def _array_encoding(name: str, layout: ArrayLayout) -> Encoding:
+    fixed = layout.size is not None and layout.shape is not None
+    return Encoding(
+        name,
+        layout.encode,
+        layout.decode,
+        size=layout.size,
+        dtype=layout.dtype if fixed else None,
+        shape=layout.shape if fixed and layout.shape else (),
+    )
+
+
+def _encode_bytes(value: object) -> bytes:
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    _expect(value, bytes, "bytes")
+    assert isinstance(value, bytes)
+    return value
+
+
+def _encode_str(value: object) -> bytes:
+    _expect(value, str, "str")
+    return str(value).encode()
+
+
+def _text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
+def _encode_str_int(value: object) -> bytes:
+    return str(_integer(value, "str_int")).encode()
+
+
+def _encode_str_float(value: object) -> bytes:
+    _expect(value, float, "str_float")
+    return str(value).encode()
+
+
+def _encode_str_decimal(value: object) -> bytes:
+    _expect(value, Decimal, "str_decimal")
+    return str(value).encode()
+
+
+def _decode_str_decimal(data: memoryview) -> Decimal:
+    try:
+        return Decimal(_text(data))
+    except InvalidOperation:
+        raise ValueError("not a decimal number") from None
+
+
+def _encode_json(value: object) -> bytes:
+    try:
+        return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply for JSON") from None
+
+
+def _decode_json(data: memoryview) -> object:
+    try:
+        return json.loads(_text(data))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _decode_pickle(data: memoryview) -> object:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # a pickle may raise anything
+        raise ValueError(f"pickle cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _table() -> dict[str, Encoding]:
+    plain = [
+        Encoding("bytes", _encode_bytes, bytes),
+        Encoding("str", _encode_str, _text),
+        Encoding("str_int", _encode_str_int, lambda data: int(_text(data))),
+        Encoding("str_float", _encode_str_float, lambda data: float(_text(data))),
+        Encoding("str_decimal", _encode_str_decimal, _decode_str_decimal),
+        Encoding("json", _encode_json, _decode_json),
+        Encoding("pkl", pickle.dumps, _decode_pickle, safe=False),
+        Encoding("pil", mds_images.encode_raw, mds_images.decode_raw),
+        Encoding("jpeg", mds_images.encode_jpeg, mds_images.decode_file),
+        Encoding("png", mds_images.encode_png, mds_images.decode_file),
+    ]
+    for name in ("jpeg_array", "jpegarray"):
+        plain.append(Encoding(name, mds_images.encode_jpeg_array, mds_images.decode_jpeg_array))
+    for item in ("pil", "jpeg", "png"):
+        one = next(e for e in plain if e.name == item)
+        encode, decode = mds_images.list_functions(one.encode, one.decode)
+        plain.append(Encoding(f"list[{item}]", encode, decode))
+    numbers = [_number_encoding(name, name) for name in ARRAY_DTYPES.values()]
+    numbers.append(_number_encoding("int", "int64", to_python=True))
+    return {encoding.name: encoding for encoding in plain + numbers}
+
+
+_ENCODINGS: dict[str, Encoding] = _table()
