@@ -110,9 +110,12 @@ class Dataset:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the first shard, or () when there is none. The shards of a dataset are alike;
-        `token_column` is the one property checked on all of them."""
-        return self._columns_of(0) if self.manifest.shards else ()
+        """The columns of the first shard that has samples, or ().
+
+        Shards are taken to be alike; `token_column` is the one property checked on all of them.
+        """
+        filled = np.flatnonzero(self.manifest.shard_samples)
+        return self._columns_of(int(filled[0])) if len(filled) else ()
 
     @cached_property
     def token_column(self) -> str | None:
@@ -127,8 +130,8 @@ class Dataset:
         if column is None or (not preferred and len(candidates) > 1):
             return None
         known: set[tuple[Column, ...]] = set()
-        for number in range(len(self.manifest.shards)):
-            columns = self._columns_of(number)
+        for number in np.flatnonzero(self.manifest.shard_samples):
+            columns = self._columns_of(int(number))
             if columns not in known and column not in columns:
                 return None
             known.add(columns)

@@ -242,7 +242,7 @@ def open_shard(
         raise ShardError(file, problem)
     info = replace(info, raw=replace(info.raw, bytes=len(data)), samples=len(index))
     shard = TarShard(info, data, index, file=file, allow_pickle=allow_pickle, decode=decode)
-    if info.columns and set(info.columns) != set(shard.columns):
+    if len(shard) and info.columns and set(info.columns) != set(shard.columns):
         problem = f"has the columns {_words(shard.columns)}; the index states {_words(info.columns)}"
         raise ShardError(file, problem)
     return shard

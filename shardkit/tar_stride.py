@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.tar_headers import BLOCK, Member, check_end, padded, walk_members
+from shardkit.tar_headers import BLOCK, Member, padded, walk_members
 from shardkit.tar_index import TarIndex, split_name
 
 __all__ = ["index_constant_stride"]
@@ -44,11 +44,9 @@ def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]
     samples = _count_samples(data, stride)
     if samples < MIN_SAMPLES:
         return None
-    end = samples * stride
-    if end < len(data):
-        if data[end : end + BLOCK].any():
-            return None
-        check_end(data.data, end, file)
+    rest = data[samples * stride :]
+    if rest[:BLOCK].any() or rest.any():
+        return None
     keys = _strided(data, members[0].header, samples, stride)[:, :key_bytes]
     if not _keys_are_plain(keys):
         return None

