@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import BuildError
+from shardkit.writers.clean import clean_split
+from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.exact_dedup import KEY_DTYPE
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.scan import scan_inputs
+
+
+def recipe(folder: Path, data: bytes, **changes: Any) -> Recipe:
+    (folder / "a.jsonl").write_bytes(data)
+    content = {
+        "inputs": [{"path": "a.jsonl"}],
+        "filters": [{"length": {"min_words": 2}}, {"gopher_quality": {"min_doc_words": 3}}],
+        "tokenizer": {"path": "t.json", "eos": "</s>"},
+        "output": {"path": "out"},
+        "max_bad_fraction": 1,
+    }
+    return recipe_from_mapping(content | changes, folder=folder)
+
+
+def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarray[Any, Any], Ledger]:
+    built = recipe(folder, data, **changes)
+    (split,) = scan_inputs(built)
+    out = folder / "task"
+    out.mkdir()
+    ledger = clean_split(split, built, out)
+    table = pa.ipc.open_file(str(out / "documents.arrow")).read_all()
+    return table, np.load(out / "keys.npy"), ledger
+
+
+TEXT = st.sampled_from(
+    ["", "one", "two words", "the end of the house and that", "the end of it …", "é" * 40, "\0"]
+)
+LINE = st.one_of(
+    TEXT.map(lambda t: orjson.dumps({"text": t})), st.sampled_from([b"", b"{", b"\xff", b'{"text":1}'])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lines=st.lists(LINE, max_size=30))
+def test_the_ledger_of_any_split_adds_up_and_tells_what_the_files_hold(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
+    folder = tmp_path_factory.mktemp("clean")
+    table, keys, ledger = clean(folder, b"\n".join(lines))
+    ledger.check("again")
+    assert ledger.read.documents == sum(bool(line) for line in lines)
+    texts = table["text"].to_pylist()
+    assert ledger.kept == Count(len(texts), sum(len(text.encode()) for text in texts))
+    quarantined = (folder / "task/quarantine.jsonl").read_bytes().splitlines()
+    assert sum(count.documents for count in ledger.quarantined.values()) == len(quarantined)
+    assert table.schema == DOCUMENT_SCHEMA
+    assert keys.dtype == KEY_DTYPE
+    assert [key.tobytes() for key in keys["key"]] == [xxhash.xxh3_128_digest(t.encode()) for t in texts]
+    assert [key.tobytes() for key in keys["id"]] == table["document_id"].to_pylist()
+    assert keys["bytes"].tolist() == [len(text.encode()) for text in texts]
+    assert not keys["source"].any()
+
+
+def test_drops_are_booked_by_filter_and_rule(tmp_path: Path) -> None:
+    data = b"\n".join(
+        orjson.dumps({"text": text}) for text in ["one", "two words", "the end of the house and that", "é é"]
+    )
+    table, _, ledger = clean(tmp_path, data)
+    assert table["record"].to_pylist() == [2]
+    assert ledger.dropped == {
+        "length/too_few_words": Count(1, 3),
+        "gopher_quality/gopher_short_doc": Count(2, 9 + 5),
+    }
+
+
+def test_equal_inputs_make_equal_files(tmp_path: Path) -> None:
+    data = b"\n".join(orjson.dumps({"text": f"the text of number {i}", "id": i}) for i in range(9000))
+    outputs = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        clean(folder, data)
+        outputs.append({path.name: path.read_bytes() for path in (folder / "task").iterdir()})
+    assert outputs[0] == outputs[1]
+    assert set(outputs[0]) == {"documents.arrow", "keys.npy", "quarantine.jsonl"}
+
+
+def test_too_many_unreadable_records_stop_the_build(tmp_path: Path) -> None:
+    data = b'{"text": "the end of the house and that"}\n' * 9 + b"{\n"
+    _, _, ledger = clean(tmp_path, data, max_bad_fraction=0.1)
+    assert ledger.quarantined == {"bad_json": Count(1, 1)}
+    (tmp_path / "b").mkdir()
+    with pytest.raises(BuildError, match=r"a.jsonl \(split 0\): 1 of 10 records .*first: a.jsonl: record 9"):
+        clean(tmp_path / "b", data, max_bad_fraction=0.09)
+    (tmp_path / "c").mkdir()
+    with pytest.raises(BuildError, match=r"a.jsonl: record 9 \(byte 378\): bad_json"):
+        clean(tmp_path / "c", data, max_bad_fraction=0)
+    assert json.loads((tmp_path / "c/task/quarantine.jsonl").read_text())["record"] == 9
+
+
+def test_an_empty_file_is_an_empty_result(tmp_path: Path) -> None:
+    table, keys, ledger = clean(tmp_path, b"")
+    assert (table.num_rows, len(keys), ledger) == (0, 0, Ledger())
