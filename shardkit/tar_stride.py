@@ -25,7 +25,8 @@ __all__ = ["index_constant_stride"]
 MIN_SAMPLES = 8  # below, a walk costs less
 MAX_SAMPLE_MEMBERS = 64
 _CHUNK = 4096  # samples checked at a time: 2 MiB of header blocks
-_NAME, _SIZE, _TIME, _CHECKSUM = slice(0, 100), slice(124, 136), slice(136, 148), slice(148, 156)
+_RECORD_BYTES = 64  # one PAX record of a time
+_SIZE, _TIME, _CHECKSUM = slice(124, 136), slice(136, 148), slice(148, 156)
 
 Blocks = npt.NDArray[np.uint8]  # (samples, 512)
 
@@ -166,15 +167,17 @@ def _times_only(data: npt.NDArray[np.uint8], start: int, samples: int, stride: i
     if (octal < 0).any() or (octal > 7).any() or headers[:, 135].any():
         return False
     sizes = octal @ (8 ** np.arange(10, -1, -1, dtype=np.int64))
-    if (sizes < 11).any() or (sizes > 64).any():
+    if (sizes < 11).any() or (sizes > _RECORD_BYTES).any() or records[:, _RECORD_BYTES:].any():
         return False
-    column = np.arange(BLOCK)
-    stated = (records[:, 0].astype(np.int64) - ord("0")) * 10 + records[:, 1] - ord("0")
+    column = np.arange(_RECORD_BYTES)
+    length = records[:, :2].astype(np.int64) - ord("0")
     prefix = np.frombuffer(b" mtime=", dtype=np.uint8)
-    if not _equal(stated, sizes) or not _equal(records[:, 2:9], prefix):
+    if (length < 0).any() or (length > 9).any() or not _equal(length @ np.array([10, 1]), sizes):
+        return False
+    if not _equal(records[:, 2:9], prefix):
         return False
     for at in range(0, samples, _CHUNK):
-        rows, size = records[at : at + _CHUNK], sizes[at : at + _CHUNK, None]
+        rows, size = records[at : at + _CHUNK, :_RECORD_BYTES], sizes[at : at + _CHUNK, None]
         digit = ((rows >= ord("0")) & (rows <= ord("9"))) | (rows == ord("."))
         good = np.where(column < size - 1, digit, np.where(column == size - 1, rows == ord("\n"), rows == 0))
         if not good[:, 9:].all():
