@@ -62,7 +62,7 @@ def parse_compression(name: str) -> tuple[str, int]:
     algorithm, colon, text = name.partition(":") if isinstance(name, str) else ("", "", "")
     if algorithm not in COMPRESSIONS:
         raise ValueError(
-            f"unknown compression {name!r}; known: {', '.join(COMPRESSIONS)}, with a level: zstd:7"
+            f"unknown compression {str(name)[:40]!r}; known: {', '.join(COMPRESSIONS)}, with a level: zstd:7"
         )
     levels = COMPRESSIONS[algorithm]
     if not colon:
@@ -70,7 +70,7 @@ def parse_compression(name: str) -> tuple[str, int]:
     choices = [str(level) for level in levels[0]] if levels else []
     if text not in choices:
         choice = f"{choices[0]} to {choices[-1]}" if choices else "none"
-        raise ValueError(f"compression {name!r}: {algorithm} has no such level; levels: {choice}")
+        raise ValueError(f"compression {name[:40]!r}: {algorithm} has no such level; levels: {choice}")
     return algorithm, int(text)
 
 

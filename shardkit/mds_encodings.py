@@ -48,7 +48,7 @@ def encoding_of(name: str) -> Encoding:
         return _array_encoding(name, parse_array_layout(details))
     if colon or kind not in _ENCODINGS:
         known = ", ".join(sorted([*_ENCODINGS, "ndarray[:dtype[:shape]]"]))
-        raise ValueError(f"unknown encoding {name!r}; known: {known}")
+        raise ValueError(f"unknown encoding {str(name)[:80]!r}; known: {known}")
     return _ENCODINGS[kind]
 
 
@@ -89,7 +89,11 @@ def _number_encoding(name: str, dtype_name: str, to_python: bool = False) -> Enc
             if not isinstance(value, (int, float, np.integer, np.floating)):
                 raise TypeError(f"{name} takes numbers, not {type(value).__name__}")
             with np.errstate(over="ignore"):
-                return np.asarray(value, None if isinstance(value, np.generic) else float).astype(dtype).tobytes()
+                return (
+                    np.asarray(value, None if isinstance(value, np.generic) else float)
+                    .astype(dtype)
+                    .tobytes()
+                )
         number = _integer(value, name)
         if not limits.min <= number <= limits.max:
             raise ValueError(f"{number} is outside of {name}'s range {limits.min} to {limits.max}")

@@ -1,0 +1,253 @@
+"""`index.json` of an MDS dataset, read with every claim checked and written as MosaicML writes it.
+
+    {"version": 2, "shards": [{column_encodings, column_names, column_sizes, compression, format: "mds",
+      hashes, raw_data: {basename, bytes, hashes}, zip_data: {…} | null, samples, size_limit, version: 2}]}
+
+A shard's own header repeats all but samples, raw_data and zip_data ("config"). Written files are the bytes
+that MDSWriter writes. Reading costs about 9 microseconds a shard: 450,000 shards take about 4 seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardkit.compression import parse_compression
+from shardkit.errors import ShardError
+from shardkit.hashing import HASH_NAMES
+from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.mds_encodings import encoding_of
+
+__all__ = ["INDEX_NAME", "config_bytes", "make_columns", "parse_columns", "read_index", "write_index"]
+
+INDEX_NAME = "index.json"
+VERSION = 2
+MAX_INDEX_BYTES = 1 << 31  # four million shards; beyond this a dataset needs larger shards
+MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
+MAX_COLUMNS = 4096
+_CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
+_KEYS = _CONFIG_KEYS | {"raw_data", "samples", "size_limit", "version", "zip_data"}
+_SIZE_TEXT = re.compile(
+    r"\s*(\d{1,18})(?:\.\d{1,9})?\s*([kmgt]?)b?\s*", re.IGNORECASE
+)  # MosaicML: kb is 1,024
+
+
+def read_index(path: Path) -> Manifest:
+    """The manifest of `path`, an index.json or the folder that has one. ShardError if anything is off."""
+    path = Path(path)
+    file = path / INDEX_NAME if path.is_dir() else path
+    try:
+        if not file.is_file():
+            raise ShardError(file, "no such index; an MDS dataset has one in its folder")
+        if (size := file.stat().st_size) > MAX_INDEX_BYTES:
+            raise ShardError(file, f"{size:,} bytes; an index has at most {MAX_INDEX_BYTES:,}")
+        text = file.read_bytes()
+    except OSError as error:
+        raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+    collecting = gc.isenabled()
+    gc.disable()  # the collector would walk the growing millions of objects again and again
+    try:
+        return _parse_index(file, text)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def write_index(folder: Path, shards: Sequence[ShardInfo]) -> None:
+    """Publish index.json for `shards` in `folder`: whole or not at all, the bytes MDSWriter would write."""
+    entries = [_entry(shard) for shard in shards]
+    text = json.dumps({"shards": entries, "version": VERSION}, sort_keys=True)
+    publish_bytes(Path(folder) / INDEX_NAME, text.encode())
+
+
+def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
+    """Columns of {name: encoding}, sorted by name as the format wants; ValueError for a bad encoding."""
+    if not 1 <= len(columns) <= MAX_COLUMNS:
+        raise ValueError(f"a dataset has 1 to {MAX_COLUMNS:,} columns, not {len(columns):,}")
+    made = []
+    for name in sorted(columns):
+        try:
+            made.append(Column(name, columns[name], encoding_of(columns[name]).size))
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from error
+    return tuple(made)
+
+
+def config_bytes(
+    columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
+) -> bytes:
+    """The JSON text that a shard carries between its offsets and its samples."""
+    return json.dumps(_config(columns, compression, hashes, size_limit), sort_keys=True).encode()
+
+
+def parse_columns(file: Path, entry: Mapping[str, Any]) -> tuple[Column, ...]:
+    """The columns that an index entry or a shard's config describes."""
+    names, encodings, sizes = (entry.get(f"column_{key}") for key in ("names", "encodings", "sizes"))
+    if not (isinstance(names, list) and isinstance(encodings, list) and isinstance(sizes, list)):
+        raise ShardError(file, "column_names, column_encodings and column_sizes must be lists")
+    if not (1 <= len(names) == len(encodings) == len(sizes) <= MAX_COLUMNS):
+        raise ShardError(
+            file, f"{len(names)} names, {len(encodings)} encodings, {len(sizes)} sizes of columns"
+        )
+    columns = []
+    for name, encoding, size in zip(names, encodings, sizes, strict=True):
+        if not isinstance(name, str) or not isinstance(encoding, str):
+            raise ShardError(
+                file, f"a column's name and encoding must be text, not {_shown(name)}, {_shown(encoding)}"
+            )
+        try:
+            expected = encoding_of(encoding).size
+        except ValueError as error:
+            raise ShardError(file, f"column {name!r}: {error}") from error
+        if size != expected or isinstance(size, (bool, float)):
+            raise ShardError(file, f"column {name!r} states size {_shown(size)}; {encoding} has {expected}")
+        columns.append(Column(name, encoding, expected))
+    if len(set(names)) != len(names):
+        raise ShardError(file, "two columns have the same name")
+    return tuple(columns)
+
+
+def _config(
+    columns: Sequence[Column], compression: str | None, hashes: Iterable[str], size_limit: int | None
+) -> dict[str, Any]:
+    return {
+        "column_encodings": [column.encoding for column in columns],
+        "column_names": [column.name for column in columns],
+        "column_sizes": [column.size for column in columns],
+        "compression": compression,
+        "format": "mds",
+        "hashes": sorted(hashes),
+        "size_limit": None if size_limit is None else int(size_limit),
+        "version": VERSION,
+    }
+
+
+def _entry(shard: ShardInfo) -> dict[str, Any]:
+    entry = _config(shard.columns, shard.compression, shard.stored.hashes, shard.size_limit)
+    entry["raw_data"] = _file_entry(shard.raw)
+    entry["zip_data"] = None if shard.zip is None else _file_entry(shard.zip)
+    entry["samples"] = int(shard.samples)
+    return entry
+
+
+def _file_entry(info: FileInfo) -> dict[str, Any]:
+    return {"basename": info.basename, "bytes": int(info.bytes), "hashes": dict(info.hashes)}
+
+
+def _parse_index(file: Path, text: bytes) -> Manifest:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        offset = error.pos if isinstance(error, json.JSONDecodeError) else None
+        raise ShardError(file, f"not JSON: {error}; fetch it again", offset=offset) from error
+    if not isinstance(data, dict) or not isinstance(data.get("shards"), list):
+        raise ShardError(file, 'an index is an object with a list "shards"')
+    if data.get("version") != VERSION:
+        raise ShardError(file, f"version {_shown(data.get('version'))}; only version {VERSION} is known")
+    parser = _EntryParser(file)
+    shards = [parser.parse(number, entry) for number, entry in enumerate(data["shards"])]
+    return Manifest("mds", shards)
+
+
+class _EntryParser:
+    """Checks entries; what repeats from shard to shard (columns, hash lists) is checked once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._columns: dict[tuple[object, ...], tuple[Column, ...]] = {}
+        self._basenames: set[str] = set()
+        self._compressions: set[str] = set()
+        self._number = 0
+
+    def parse(self, number: int, entry: object) -> ShardInfo:
+        self._number = number
+        if not isinstance(entry, dict):
+            self._refuse("is not an object")
+        if not entry.keys() >= _KEYS:
+            self._refuse(f"lacks {', '.join(sorted(_KEYS - entry.keys()))}")
+        if entry["format"] != "mds" or entry["version"] != VERSION:
+            version = entry["version"]
+            self._refuse(
+                f"has format {_shown(entry['format'])}, version {_shown(version)}; only mds, 2 can be read"
+            )
+        names = entry["hashes"]
+        if type(names) is not list or not all(type(n) is str and n in HASH_NAMES for n in names):
+            self._refuse(f"hashes must be a list of known names, not {_shown(names)}")
+        raw = self._file_info("raw_data", entry["raw_data"])
+        if raw.bytes > MAX_SHARD_BYTES:
+            self._refuse(f"states {raw.bytes:,} bytes; an MDS shard is smaller than 4 GiB")
+        packed = None if entry["zip_data"] is None else self._file_info("zip_data", entry["zip_data"])
+        compression = entry["compression"]
+        if compression is not None or packed is not None:
+            self._check_compression(compression)
+        samples = entry["samples"]
+        if type(samples) is not int or not 0 <= samples <= raw.bytes // 4:
+            self._refuse(f"samples must fit into its {raw.bytes:,} bytes, not {_shown(samples)}")
+        limit = self._size_limit(entry["size_limit"])
+        return ShardInfo(raw, samples, self._known_columns(entry), packed, compression, limit)
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise ShardError(self._file, f"shard {self._number:,} {problem}")
+
+    def _file_info(self, key: str, entry: object) -> FileInfo:
+        if type(entry) is not dict:
+            self._refuse(f"{key} must be an object, not {_shown(entry)}")
+        name, size, hashes = entry.get("basename"), entry.get("bytes"), entry.get("hashes")
+        if type(size) is not int or size < 0:
+            self._refuse(f"{key}.bytes must be a whole number, not {_shown(size)}")
+        if type(hashes) is not dict:
+            self._refuse(f"{key}.hashes must be an object, not {_shown(hashes)}")
+        for hash_name, digest in hashes.items():
+            if hash_name not in HASH_NAMES or type(digest) is not str or not digest.isascii():
+                self._refuse(
+                    f"{key} has a hash that is unknown or no text: {_shown(hash_name)}: {_shown(digest)}"
+                )
+        name = checked_basename(name, self._file)
+        if not name.isascii() and any(0xD800 <= ord(c) <= 0xDFFF for c in name):
+            self._refuse(f"{key}.basename {_shown(name)} is not valid Unicode")
+        if name in self._basenames:
+            self._refuse(f"names {name!r}, which the index has already; merge with one sub-folder per part")
+        self._basenames.add(name)
+        return FileInfo(name, size, hashes)
+
+    def _check_compression(self, name: object) -> None:
+        if type(name) is not str:
+            self._refuse(f"has zip_data but compression {_shown(name)}")
+        if name not in self._compressions:
+            try:
+                parse_compression(name)
+            except ValueError as error:
+                self._refuse(str(error))
+            self._compressions.add(name)
+
+    def _known_columns(self, entry: dict[str, Any]) -> tuple[Column, ...]:
+        try:
+            key = (
+                tuple(entry["column_names"]),
+                tuple(entry["column_encodings"]),
+                tuple(entry["column_sizes"]),
+            )
+            known = self._columns.get(key)
+        except TypeError:  # not lists of plain values: let the parser say so
+            return parse_columns(self._file, entry)
+        if known is None:
+            known = self._columns[key] = parse_columns(self._file, entry)
+        return known
+
+    def _size_limit(self, limit: object) -> int | None:
+        if limit is None or (type(limit) is int and limit >= 0):
+            return limit
+        match = _SIZE_TEXT.fullmatch(limit) if type(limit) is str else None
+        if match is None:
+            self._refuse(f"size_limit must be a size or null, not {_shown(limit)}")
+        return int(match[1]) << (10 * " kmgt".index(match[2].lower() or " "))
+
+
+def _shown(value: object) -> str:
+    """Plain values as they are, up to 60 characters; of anything nested only its type."""
+    plain = value is None or isinstance(value, (str, int, float))
+    return repr(value)[:60] if plain else f"a {type(value).__name__}"
