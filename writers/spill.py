@@ -7,9 +7,9 @@ neither depends on which task read it. The spill of a split is a folder of three
     documents.arrow  one row a document in the same order (SPILL_SCHEMA), one batch a segment
     segments.npy     SEGMENT: where each (run, partition) lies in the two; sorted by (partition, run)
 
-A run holds up to `RUN_TOKENS` tokens and `RUN_DOCUMENTS` documents, which bounds memory; a segment is the part
-of a run that belongs to one partition. Reducers read only their own segments. Each document's tokens end with
-the eos id.
+A run holds up to `RUN_TOKENS` tokens and `RUN_DOCUMENTS` documents, so memory is bounded; a segment is the
+part of a run that belongs to one partition. Reducers read only their own segments. Each document's tokens end
+with the eos id.
 """
 
 from __future__ import annotations
