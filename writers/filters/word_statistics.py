@@ -1,4 +1,4 @@
-"""Counts of characters, words and lines, one pass over the UTF-8 bytes of a batch.
+"""Counts of characters, words and lines in the UTF-8 bytes of a batch.
 
 Words are those of `str.split()`, lines those of `str.splitlines()`; `reference_word_statistics` is the same
 in plain Python and the kernel is tested equal to it. No memory but the counts.
@@ -63,102 +63,122 @@ def word_statistics(
     starts[[word[0] for word in stops]] = True
     letters = np.zeros(256, np.bool_)
     letters[:128] = character_flags()[:128] == ALPHA
-    tables = (character_flags(), letters, stop_data, stop_offsets, starts)
+    tables = (character_flags(), letters, _line_marks(), stop_data, stop_offsets, starts)
     _count(data, offsets, wanted, tables, counts)
     return WordStatistics(*counts)
 
 
+def _line_marks() -> npt.NDArray[np.bool_]:
+    """bool[256]: bytes that begin a line end, a dot or an ellipsis; all others can be passed over."""
+    marks = np.zeros(256, np.bool_)
+    for character in characters_with(LINE_END) | {".", chr(_ELLIPSIS)}:
+        marks[character.encode()[0]] = True
+    return marks
+
+
 @numba.njit(nogil=True, cache=True)
 def _count(data, offsets, wanted, tables, counts):  # type: ignore[no-untyped-def]
+    flags, letters, marks, stop_data, stop_offsets, starts = tables
     for document in range(len(wanted)):
         if wanted[document]:
-            _count_one(data, offsets[document], offsets[document + 1], tables, counts[:, document])
+            begin, end, out = offsets[document], offsets[document + 1], counts[:, document]
+            _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, starts, out)
+            _count_lines(data, begin, end, flags, marks, out)
 
 
 @numba.njit(nogil=True, cache=True)
-def _count_one(data, begin, end, tables, out):  # type: ignore[no-untyped-def]
-    flags, letters, stop_data, stop_offsets, starts = tables
-    characters = words = plain_words = plain_characters = letter_words = 0
-    hashes = ellipses = newlines = lines = bullet_lines = ellipsis_lines = 0
+def _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, starts, out):  # type: ignore[no-untyped-def]
+    characters = words = plain_words = plain_characters = letter_words = hashes = newlines = 0
     stops = np.uint64(0)
-    word_begin, word_characters, word_flags, in_word = begin, 0, 0, False
-    dots = tail = first = 0  # run of dots, the run at the line's last visible character, its first one
-    line_open = False
-    before = 0
     at = begin
     while at < end:
-        here = at
-        if letters[data[at]]:  # runs of ASCII letters are most of most texts
-            while at < end and letters[data[at]]:
-                at += 1
-            if not in_word:
-                in_word, word_begin, word_characters = True, here, 0
-            word_flags = ALPHA | PUNCTUATION
-            characters += at - here
-            word_characters += at - here
-            if first == 0:
-                first = 97  # any letter will do, here and below
-            before, line_open, dots, tail = 97, True, 0, 0
+        code, after = _next_character(data, at)
+        if flags[code] & SPACE:
+            characters += 1
+            newlines += code == 10
+            at = after
             continue
-        code, at = _next_character(data, at)
-        characters += 1
-        flag = flags[code]
-        if flag & SPACE:
-            if in_word:
-                in_word = False
-                words += 1
-                letter_words += (word_flags & ALPHA) != 0
-                if word_flags & PUNCTUATION:
-                    plain_words += 1
-                    plain_characters += word_characters
-                if starts[data[word_begin]]:
-                    stops |= _stop_bit(data, word_begin, here, stop_data, stop_offsets)
-            dots = 0
-            if flag & LINE_END:
-                newlines += code == 10
-                if not (code == 10 and before == 13):
-                    lines += 1
-                    bullet_lines += first == _BULLET or first == 45
-                    ellipsis_lines += tail >= 3
-                    tail = first = 0
-                line_open = False
-            else:
-                line_open = True
-        else:
-            if not in_word:
-                in_word, word_begin, word_characters, word_flags = True, here, 0, 0
-            word_characters += 1
-            # In a word's flags, PUNCTUATION stands for "has a character that is not punctuation".
-            word_flags |= (flag ^ PUNCTUATION) & (ALPHA | PUNCTUATION)
-            line_open = True
-            if first == 0:
-                first = code
-            if code == 46:
-                dots += 1
-                ellipses += dots % 3 == 0
-                tail = dots
-            else:
-                dots = tail = 0
-                hashes += code == 35
-                if code == _ELLIPSIS:
-                    ellipses += 1
-                    tail = 3
-        before = code
-    if in_word:
+        word_begin, length, seen = at, 0, 0
+        while at < end:
+            if letters[data[at]]:  # runs of ASCII letters are most of most texts
+                run = at
+                while at < end and letters[data[at]]:
+                    at += 1
+                length += at - run
+                seen = ALPHA | PUNCTUATION
+                continue
+            code, after = _next_character(data, at)
+            flag = flags[code]
+            if flag & SPACE:
+                break
+            at = after
+            length += 1
+            hashes += code == 35
+            # In `seen`, PUNCTUATION stands for a character that is not punctuation.
+            seen |= (flag ^ PUNCTUATION) & (ALPHA | PUNCTUATION)
+        characters += length
         words += 1
-        letter_words += (word_flags & ALPHA) != 0
-        if word_flags & PUNCTUATION:
+        letter_words += (seen & ALPHA) != 0
+        if seen & PUNCTUATION:
             plain_words += 1
-            plain_characters += word_characters
+            plain_characters += length
         if starts[data[word_begin]]:
-            stops |= _stop_bit(data, word_begin, end, stop_data, stop_offsets)
-    if line_open:
-        lines += 1
-        bullet_lines += first == _BULLET or first == 45
-        ellipsis_lines += tail >= 3
+            stops |= _stop_bit(data, word_begin, at, stop_data, stop_offsets)
     out[0], out[1], out[2], out[3], out[4] = characters, words, plain_words, plain_characters, letter_words
-    out[5], out[6], out[7], out[8], out[9] = hashes, ellipses, newlines, lines, bullet_lines
-    out[10], out[11] = ellipsis_lines, _bits(stops)
+    out[5], out[7], out[11] = hashes, newlines, _bits(stops)
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_lines(data, begin, end, flags, marks, out):  # type: ignore[no-untyped-def]
+    ellipses = lines = bullet_lines = ellipsis_lines = 0
+    line_begin = at = begin
+    while at < end:
+        if not marks[data[at]]:
+            at += 1
+            continue
+        here = at
+        code, at = _next_character(data, at)
+        if code == 46:
+            while at < end and data[at] == 46:
+                at += 1
+            ellipses += (at - here) // 3
+        elif code == _ELLIPSIS:
+            ellipses += 1
+        elif flags[code] & LINE_END:
+            lines += 1
+            bullet_lines += _begins_with_bullet(data, line_begin, here, flags)
+            ellipsis_lines += _ends_with_ellipsis(data, line_begin, here, flags)
+            at += code == 13 and at < end and data[at] == 10
+            line_begin = at
+    if line_begin < end:
+        lines += 1
+        bullet_lines += _begins_with_bullet(data, line_begin, end, flags)
+        ellipsis_lines += _ends_with_ellipsis(data, line_begin, end, flags)
+    out[6], out[8], out[9], out[10] = ellipses, lines, bullet_lines, ellipsis_lines
+
+
+@numba.njit(nogil=True, cache=True)
+def _begins_with_bullet(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    at = begin
+    while at < end:
+        code, at = _next_character(data, at)
+        if not flags[code] & SPACE:
+            return code == _BULLET or code == 45
+    return False
+
+
+@numba.njit(nogil=True, cache=True)
+def _ends_with_ellipsis(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    at = end
+    while at > begin:
+        at -= 1
+        while data[at] & 0xC0 == 0x80:
+            at -= 1
+        code, after = _next_character(data, at)
+        if not flags[code] & SPACE:
+            dots = after - begin >= 3 and data[after - 1] == data[after - 2] == data[after - 3] == 46
+            return code == _ELLIPSIS or dots
+    return False
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
