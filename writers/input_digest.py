@@ -1,0 +1,80 @@
+"""What the raw inputs of a dataset were, byte for byte, and whether they still are.
+
+Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
+files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
+in any file gives another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardkit.errors import BuildError
+from shardkit.hashing import digest_of
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.scan import Split
+
+__all__ = ["FileState", "describe_inputs", "file_state", "hash_split", "hash_splits"]
+
+_READ_BYTES = 1 << 20
+_THREADS = 8
+
+FileState = tuple[int, int]  # bytes, modification time in ns
+
+
+def file_state(path: str) -> FileState:
+    """What changes when a file is written to; BuildError if it is not there."""
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def hash_split(split: Split) -> str:
+    """xxh3-128 of a split's stored bytes. Parquet is cut by row groups: a file's first split has it whole."""
+    whole = split.format == "parquet"
+    if whole and split.start:
+        return ""
+    state = xxhash.xxh3_128()
+    try:
+        with Path(split.path).open("rb") as file:
+            file.seek(0 if whole else split.start)
+            left = None if whole else split.end - split.start
+            while piece := file.read(_READ_BYTES if left is None else min(left, _READ_BYTES)):
+                state.update(piece)
+                left = None if left is None else left - len(piece)
+    except OSError as error:
+        raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
+    return state.hexdigest()
+
+
+def hash_splits(splits: Sequence[Split]) -> list[str]:
+    """`hash_split` of all, in threads."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(hash_split, splits))
+
+
+def describe_inputs(recipe: Recipe, splits: Sequence[Split], hashes: Sequence[str]) -> list[dict[str, Any]]:
+    """For each input of the recipe its label, number of files, stored bytes and digest."""
+    cuts: list[list[list[Any]]] = [[] for _ in recipe.inputs]
+    files: list[set[str]] = [set() for _ in recipe.inputs]
+    sizes = [0] * len(recipe.inputs)
+    for split, content in zip(splits, hashes, strict=True):
+        cuts[split.source].append([split.file, split.start, split.end, content])
+        files[split.source].add(split.file)
+        sizes[split.source] += split.bytes
+    return [
+        {
+            "source": label,
+            "files": len(files[source]),
+            "bytes": sizes[source],
+            "digest": digest_of(cuts[source]),
+        }
+        for source, label in enumerate(recipe.sources)
+    ]

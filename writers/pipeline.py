@@ -1,0 +1,381 @@
+"""`build`: a recipe to a dataset.
+
+    scan -> clean -> exact duplicates, tokenizer parity -> tokenize -> pack -> provenance -> publish
+
+Every stage is a list of tasks that the journal skips or an engine runs; what a stage has to do follows from
+the recipe and from what the stages before it committed, never from the number of workers or from time. So the
+same inputs and recipe give the same bytes, and a build that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.index import Manifest
+from shardkit.writers import exact_dedup, scan, spill, stages
+from shardkit.writers.clean import QUARANTINE_FILE
+from shardkit.writers.engine_local import Engine, LocalEngine, default_workers
+from shardkit.writers.funnel import Funnel, collect_funnel
+from shardkit.writers.input_digest import describe_inputs, file_state
+from shardkit.writers.journal import Commit, Journal, Task
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.progress import Listener, StageProgress, make_listener
+from shardkit.writers.publish import (
+    CARD_NAME,
+    QUARANTINE_NAME,
+    REPORT_NAME,
+    find_damaged,
+    global_shards,
+    publish,
+)
+from shardkit.writers.quarantine import check_bad_fraction
+from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.recipe_text import apply_override
+from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
+from shardkit.writers.up_to_date import check_output
+
+__all__ = ["BuildResult", "build"]
+
+PARTITION_TEXT_BYTES = 256_000_000  # at most so much text is packed by one task, that others may work as well
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build made. `seconds` by stage are this run's; an earlier one finished `tasks_reused`."""
+
+    output: Path
+    fingerprint: str
+    format: str
+    samples: int
+    shards: int
+    sequence_length: int
+    tokens: int
+    padding: int
+    funnel: Ledger
+    seconds: Mapping[str, float]
+    tasks: int
+    tasks_reused: int
+    up_to_date: bool = False
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall-clock seconds of this run."""
+        return sum(self.seconds.values())
+
+    @property
+    def text_bytes_per_second(self) -> float:
+        """UTF-8 text read per second of the whole build."""
+        return self.funnel.read.bytes / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written per second of the whole build."""
+        return self.tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+            "output": str(self.output),
+            "funnel": self.funnel.to_dict(),
+            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+            "total_seconds": round(self.total_seconds, 3),
+            "text_bytes_per_second": round(self.text_bytes_per_second),
+            "tokens_per_second": round(self.tokens_per_second),
+        }
+
+
+def build(
+    recipe: Recipe | str | Path,
+    *,
+    output: str | Path | None = None,
+    workers: int | None = None,
+    overrides: Sequence[str] = (),
+    engine: Literal["local"] = "local",
+    progress: bool | Callable[[StageProgress], None] = True,
+    replace: bool = False,
+) -> BuildResult:
+    """Build the dataset that `recipe` (or the YAML file it names) describes; what is finished is not redone.
+
+    `output` replaces the recipe's output.path and is relative to the current folder; `overrides` such as
+    "pack.sequence_length=512" replace other keys. `workers` processes (default: one a core, as memory allows)
+    run the tasks; they never change a byte. A folder that holds another dataset is refused unless `replace`.
+    Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
+    """
+    if engine != "local":
+        raise BuildError(f"engine {engine!r} is not available yet; use local")
+    recipe = _overridden(recipe, overrides)
+    target = _output_folder(recipe, output)
+    work = recipe.resolve(recipe.work) if recipe.work else target.with_name(target.name + ".work")
+    start = time.perf_counter()
+    splits = scan.scan_inputs(recipe)
+    _refuse_own_files(splits, target, work)
+    digest = _tokenizer_digest(recipe)
+    if card := check_output(target, recipe, splits, digest, replace=replace):
+        return _result_of_card(target, card, time.perf_counter() - start)
+    count = default_workers(recipe.memory) if workers is None else workers
+    with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as local:
+        runner = _Runner(journal, local, listener)
+        runner.seconds["scan"] = time.perf_counter() - start
+        result = _Build(recipe, splits, digest, runner).run(target, replace=replace)
+        if recipe.work is None:
+            journal.remove()
+    return result
+
+
+def _overridden(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe, list(overrides))
+    if not overrides:
+        return recipe
+    data: Any = recipe.model_dump(mode="json")
+    for override in overrides:
+        data = apply_override(data, override)
+    return recipe_from_mapping(data, folder=recipe.folder)
+
+
+def _output_folder(recipe: Recipe, output: str | Path | None) -> Path:
+    if output is not None and "://" in str(output):
+        raise RecipeError(f"output {output}: remote outputs are not available yet; use a local path")
+    folder = recipe.resolve(recipe.output.path) if output is None else Path(output).absolute()
+    if not folder.name:
+        raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
+    return folder
+
+
+def _refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
+    """A second build would read what the first one wrote."""
+    roots = [folder.resolve() for folder in folders]
+    for split in splits:
+        parents = Path(split.path).resolve().parents
+        for root in roots:
+            if root in parents:
+                raise RecipeError(
+                    f"inputs[{split.source}].path: {split.file} lies in {root}, where this build writes; "
+                    f"keep inputs, output and work apart"
+                )
+
+
+def _tokenizer_digest(recipe: Recipe) -> str:
+    path = recipe.resolve(recipe.tokenizer.path)
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise RecipeError(f"tokenizer.path: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _result_of_card(output: Path, card: Mapping[str, Any], seconds: float) -> BuildResult:
+    names = ("fingerprint", "format", "samples", "shards", "sequence_length", "tokens", "padding")
+    return BuildResult(
+        output,
+        **{name: card[name] for name in names},
+        funnel=Ledger.from_dict(card["funnel"]),
+        seconds={"scan": seconds},
+        tasks=0,
+        tasks_reused=0,
+        up_to_date=True,
+    )
+
+
+class _Runner:
+    """Runs stages: what the journal has is taken, the rest goes to the engine; keeps time and counts."""
+
+    def __init__(self, journal: Journal, engine: Engine, listener: Listener) -> None:
+        self.journal, self._engine, self._listener = journal, engine, listener
+        self.seconds: dict[str, float] = {}
+        self.tasks = self.tasks_reused = 0
+
+    def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
+        """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
+        start = time.perf_counter()
+        tasks = [task for group in groups for task in group]
+        commits = [self.journal.find(task) for task in tasks]
+        missing = [number for number, commit in enumerate(commits) if commit is None]
+        meters = {group[0].stage: _Meter(len(group)) for group in groups if group}
+        for stage in meters:
+            self.journal.sweep(stage, [task.name for task in tasks if task.stage == stage])
+        for commit in commits:
+            if commit is not None:
+                meters[commit.stage].reused += 1
+
+        def report(stage: str) -> None:
+            self.seconds[stage] = time.perf_counter() - start
+            self._listener(meters[stage].progress(stage, self.seconds[stage]))
+
+        def done(commit: Commit) -> None:
+            meters[commit.stage].add(commit)
+            report(commit.stage)
+
+        for stage in meters:
+            report(stage)
+        made = (
+            self._engine.run([tasks[number] for number in missing], self.journal.work, done)
+            if missing
+            else []
+        )
+        for number, commit in zip(missing, made, strict=True):
+            commits[number] = commit
+        self.tasks += len(tasks)
+        self.tasks_reused += len(tasks) - len(missing)
+        results = iter([commit for commit in commits if commit is not None])
+        return [[next(results) for _ in group] for group in groups]
+
+
+@dataclass(slots=True)
+class _Meter:
+    tasks: int
+    reused: int = 0
+    made: int = 0
+    read: Count = field(default_factory=Count)
+
+    def add(self, commit: Commit) -> None:
+        self.made += 1
+        if "ledger" in commit.counts:
+            self.read += commit.ledger().read
+
+    def progress(self, stage: str, seconds: float) -> StageProgress:
+        done = self.made + self.reused
+        return StageProgress(
+            stage, done, self.tasks, self.reused, self.read.documents, self.read.bytes, seconds
+        )
+
+
+class _Build:
+    """The stages of one build in order."""
+
+    def __init__(
+        self, recipe: Recipe, splits: Sequence[scan.Split], tokenizer_digest: str, runner: _Runner
+    ) -> None:
+        self._recipe, self._splits, self._runner = recipe, splits, runner
+        self._digest = tokenizer_digest
+        self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
+        self._states = {split.path: file_state(split.path) for split in splits}
+
+    def run(self, output: Path, *, replace: bool) -> BuildResult:
+        recipe, runner = self._recipe, self._runner
+        eos = recipe.tokenizer.eos
+        [[tokenizer]] = runner.run([stages.tokenizer_task(self._tokenizer_path, eos, self._digest)])
+        [cleaned] = runner.run(stages.clean_tasks(recipe, self._splits))
+        kept = self._kept(cleaned)
+        parity_task = stages.parity_task(cleaned, self._tokenizer_path, eos, self._digest)
+        exact, [parity] = runner.run(self._exact_tasks(cleaned, kept), [parity_task])
+        if parity.counts["reason"]:
+            warnings.warn(
+                f"{parity.counts['reason']}; encoding with tokenizers (slow)", RuntimeWarning, stacklevel=4
+            )
+        partitions = _count_partitions(recipe, kept)
+        [spilled] = runner.run(
+            stages.tokenize_tasks(
+                recipe,
+                self._splits,
+                cleaned,
+                exact,
+                tokenizer_digest=self._digest,
+                engine=parity.counts["engine"],
+                partitions=partitions,
+            )
+        )
+        [packed] = runner.run(stages.pack_tasks(recipe, spilled, partitions=partitions, tokenizer=tokenizer))
+        [provenance] = runner.run(stages.provenance_tasks(packed))
+        funnel = collect_funnel(
+            self._splits,
+            len(recipe.inputs),
+            cleaned=cleaned,
+            exact=exact,
+            tokenized=spilled,
+            packed=packed,
+            sequence_length=recipe.pack.sequence_length,
+        )
+        funnel.check()
+        start = time.perf_counter()
+        names = {"file": self._tokenizer_path.name, "digest": self._digest, "eos": eos}
+        facts = names | dict(tokenizer.counts) | {"engine": parity.counts["engine"]}
+        manifest = self._publish(output, replace, cleaned, packed, provenance, funnel, facts)
+        runner.seconds["publish"] = time.perf_counter() - start
+        return BuildResult(
+            output,
+            fingerprint=manifest.fingerprint,
+            format=manifest.format,
+            samples=manifest.samples,
+            shards=len(manifest.shards),
+            sequence_length=recipe.pack.sequence_length,
+            tokens=funnel.packed["tokens"],
+            padding=funnel.packed["padding"],
+            funnel=funnel.total,
+            seconds=dict(runner.seconds),
+            tasks=runner.tasks,
+            tasks_reused=runner.tasks_reused,
+        )
+
+    def _kept(self, cleaned: Sequence[Commit]) -> Count:
+        """What all splits kept; BuildError if too much is unreadable, or nothing is left."""
+        total = Ledger()
+        for commit in cleaned:
+            total.merge(commit.ledger())
+        check_bad_fraction("all inputs", total, self._recipe.max_bad_fraction)
+        if not total.kept.documents:
+            lost = {reason: number.documents for reason, number in sorted(total.dropped.items())}
+            raise BuildError(
+                f"no document is left of {total.read.documents:,} that were read; dropped: {lost or 'none'}"
+            )
+        return total.kept
+
+    def _exact_tasks(self, cleaned: Sequence[Commit], kept: Count) -> list[Task]:
+        if self._recipe.dedup.exact is None:
+            return []
+        return stages.exact_tasks(cleaned, exact_dedup.partitions_for(kept.documents, self._recipe.memory))
+
+    def _publish(
+        self,
+        output: Path,
+        replace: bool,
+        cleaned: Sequence[Commit],
+        packed: Sequence[Commit],
+        provenance: Sequence[Commit],
+        funnel: Funnel,
+        tokenizer: Mapping[str, Any],
+    ) -> Manifest:
+        recipe = self._recipe
+        for path, state in self._states.items():
+            if file_state(path) != state:
+                raise BuildError(f"{path}: changed while the build ran; run it again")
+        if damaged := find_damaged([*packed, *provenance]):
+            self._runner.journal.forget(damaged)
+            raise BuildError(
+                f"{damaged.folder}: was damaged after it was written; it is removed, run the build again"
+            )
+        shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
+        manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
+        if not manifest.samples:
+            raise BuildError("no document has any token: there is nothing to write")
+        links = {shard.stored.basename: path for path, shard in shards}
+        files: dict[str, Any] = {}
+        for number, commit in enumerate(provenance):
+            [(name, table)] = commit.outputs.items()
+            links[f"provenance/part-{number:05d}.parquet"] = commit.folder / name
+            files[f"provenance/part-{number:05d}.parquet"] = {
+                "bytes": table.bytes,
+                "xxh3_128": table.xxh3_128,
+            }
+        inputs = describe_inputs(recipe, self._splits, [commit.counts["input"] for commit in cleaned])
+        card = make_card(recipe, manifest, funnel, tokenizer=tokenizer, inputs=inputs, partitions=len(packed))
+        texts = {REPORT_NAME: render_report(card)}
+        quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in cleaned)
+        if quarantine:
+            texts[QUARANTINE_NAME] = quarantine
+        card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
+        texts[CARD_NAME] = card_bytes(card)
+        publish(output, manifest, links, texts, replace=replace)
+        return manifest
+
+
+def _count_partitions(recipe: Recipe, kept: Count) -> int:
+    """Enough for the memory, and for work to be shared; depends on the documents and the recipe only."""
+    needed = spill.choose_partitions(kept.bytes, kept.documents, recipe.memory)
+    return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), spill.MAX_PARTITIONS))

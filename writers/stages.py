@@ -1,0 +1,274 @@
+"""The stages of a build as tasks: what each depends on, and the functions that workers run.
+
+A task's spec names everything that decides its outputs and nothing else, so that a changed recipe redoes what
+depends on the change: for example, a new sequence length packs again, a new file is cleaned and tokenized
+alone, and one more duplicate costs the split that loses it. Tasks are named after their files' names and
+cuts, or after their partition, never after a worker.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardkit.hashing import digest_of
+from shardkit.index import Column, FileInfo, ShardInfo
+from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
+from shardkit.writers.exact_dedup import find_losers
+from shardkit.writers.input_digest import file_state, hash_split
+from shardkit.writers.journal import Commit, Task
+from shardkit.writers.provenance import renumber
+from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
+from shardkit.writers.scan import Split
+from shardkit.writers.shards import PROVENANCE_NAME, pack_partition
+from shardkit.writers.spill import tokenize_split
+from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encoder
+
+__all__ = [
+    "clean_tasks",
+    "exact_tasks",
+    "loser_digests",
+    "pack_tasks",
+    "parity_task",
+    "provenance_tasks",
+    "shards_of",
+    "tokenize_tasks",
+    "tokenizer_task",
+]
+
+LOSERS_FILE = "losers.npy"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def tokenizer_task(path: Path, eos: str, digest: str) -> Task:
+    """Load the tokenizer before hours go by: wrong files and eos tokens fail here."""
+    return Task("tokenizer", "tokenizer", {"digest": digest, "eos": eos}, _check_tokenizer, (path, eos))
+
+
+def _check_tokenizer(folder: Path, path: Path, eos: str) -> dict[str, Any]:
+    encoder = Encoder(path, eos, engine="tokenizers")
+    return {"eos_id": encoder.eos_id, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
+
+
+def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
+    """One task a split."""
+    filters = [[name, config.model_dump(mode="json")] for name, config in recipe.filter_chain()]
+    shared = {
+        "filters": filters,
+        "max_bad_fraction": recipe.max_bad_fraction,
+        "max_record_bytes": recipe.max_record_bytes,
+    }
+    tasks = []
+    for split in splits:
+        place = asdict(split)
+        del place["index"], place["path"]
+        fields = recipe.inputs[split.source].model_dump(mode="json", exclude={"path", "source", "format"})
+        spec = shared | {"split": place, "fields": fields, "file_state": list(file_state(split.path))}
+        tasks.append(Task("clean", _split_name(split), spec, _clean, (split, recipe), split.bytes))
+    return tasks
+
+
+def _clean(folder: Path, split: Split, recipe: Recipe) -> dict[str, Any]:
+    ledger = clean_split(split, recipe, folder)
+    return {"ledger": ledger.to_dict(), "input": hash_split(split)}
+
+
+def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
+    """One task a partition of keys."""
+    paths = tuple(commit.folder / KEYS_FILE for commit in cleaned)
+    keys = digest_of([commit.outputs[KEYS_FILE].xxh3_128 for commit in cleaned])
+    return [
+        Task(
+            "exact",
+            _partition_name(p, partitions),
+            {"keys": keys, "partition": p, "partitions": partitions},
+            _find_exact,
+            (paths, p, partitions),
+        )
+        for p in range(partitions)
+    ]
+
+
+def _find_exact(folder: Path, paths: Sequence[Path], partition: int, partitions: int) -> dict[str, Any]:
+    losers = find_losers(paths, partition, partitions)
+    np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
+    return {"losers": len(losers), "bytes": int(losers["bytes"].sum())}
+
+
+def parity_task(cleaned: Sequence[Commit], path: Path, eos: str, digest: str) -> Task:
+    """Compare the fast tokenizer with the right one on a sample of the documents."""
+    documents = tuple(commit.folder / DOCUMENTS_FILE for commit in cleaned)
+    contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in cleaned])
+    spec = {"documents": contents, "digest": digest, "eos": eos}
+    return Task("parity", "parity", spec, _check_parity, (documents, path, eos), 1 << 40)
+
+
+def _check_parity(folder: Path, documents: Sequence[Path], path: Path, eos: str) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, also when this task is skipped
+        return check_parity(documents, path, eos).to_dict()
+
+
+def loser_digests(exact: Sequence[Commit], splits: int) -> list[str]:
+    """For each split the digest of its losers' rows over all partitions."""
+    states = [xxhash.xxh3_128() for _ in range(splits)]
+    for commit in exact:
+        losers = _open_losers(commit.folder / LOSERS_FILE)
+        edges = np.searchsorted(losers["split"], np.arange(splits + 1))
+        for split in np.flatnonzero(np.diff(edges)).tolist():
+            rows = losers["row"][int(edges[split]) : int(edges[split + 1])]
+            states[split].update(np.ascontiguousarray(rows).tobytes())
+    return [state.hexdigest() for state in states]
+
+
+def tokenize_tasks(
+    recipe: Recipe,
+    splits: Sequence[Split],
+    cleaned: Sequence[Commit],
+    exact: Sequence[Commit],
+    *,
+    tokenizer_digest: str,
+    engine: Engine,
+    partitions: int,
+) -> list[Task]:
+    """One task a split: what survived, tokenized and divided among `partitions`."""
+    path = recipe.resolve(recipe.tokenizer.path)
+    losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
+    shared = {
+        "tokenizer": tokenizer_digest,
+        "eos": recipe.tokenizer.eos,
+        "engine": engine,
+        "seed": recipe.seed,
+        "partitions": partitions,
+    }
+    encoder = (path, recipe.tokenizer.eos, engine)
+    tasks = []
+    for split, commit, lost in zip(splits, cleaned, loser_digests(exact, len(splits)), strict=True):
+        spec = shared | {"documents": commit.outputs[DOCUMENTS_FILE].xxh3_128, "losers": lost}
+        args = (commit.folder / DOCUMENTS_FILE, losers, split.index, encoder, recipe.seed, partitions)
+        weight = commit.ledger().kept.bytes
+        tasks.append(Task("tokenize", _split_name(split), spec, _tokenize, args, weight))
+    return tasks
+
+
+def _tokenize(
+    folder: Path,
+    documents: Path,
+    loser_files: Sequence[Path],
+    split: int,
+    encoder: tuple[Path, str, Engine],
+    seed: int,
+    partitions: int,
+) -> dict[str, Any]:
+    rows = [np.zeros(0, np.int64)]
+    for file in loser_files:
+        losers = _open_losers(file)
+        first, last = np.searchsorted(losers["split"], [split, split + 1])
+        rows.append(losers["row"][int(first) : int(last)])
+    result = tokenize_split(
+        documents,
+        np.sort(np.concatenate(rows)),
+        load_encoder(*encoder),
+        seed=seed,
+        partitions=partitions,
+        folder=folder,
+    )
+    return {"ledger": result.ledger.to_dict(), "tokens": result.tokens}
+
+
+def pack_tasks(
+    recipe: Recipe, spilled: Sequence[Commit], *, partitions: int, tokenizer: Commit
+) -> list[Task]:
+    """One task a partition."""
+    spills = tuple(commit.folder for commit in spilled)
+    output = recipe.output.model_dump(mode="json", exclude={"path"})
+    eos_id, dtype = tokenizer.counts["eos_id"], tokenizer.counts["dtype"]
+    shared = {
+        "spills": digest_of([commit.content for commit in spilled]),
+        "pack": recipe.pack.model_dump(mode="json"),
+        "output": output,
+        "seed": recipe.seed,
+        "eos_id": eos_id,
+        "dtype": dtype,
+        "partitions": partitions,
+    }
+    tasks = []
+    for p in range(partitions):
+        args = (spills, p, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
+        tasks.append(Task("pack", _partition_name(p, partitions), shared | {"partition": p}, _pack, args))
+    return tasks
+
+
+def _pack(
+    folder: Path,
+    spills: Sequence[Path],
+    partition: int,
+    pack: PackConfig,
+    output: OutputConfig,
+    seed: int,
+    eos_id: int,
+    dtype: str,
+) -> dict[str, Any]:
+    result = pack_partition(
+        spills,
+        partition,
+        pack=pack,
+        output=output,
+        seed=seed,
+        eos_id=eos_id,
+        dtype=np.dtype(dtype),
+        folder=folder,
+    )
+    return {"packed": result.counts(), "shards": [asdict(shard) for shard in result.shards]}
+
+
+def shards_of(packed: Commit) -> list[ShardInfo]:
+    """The shards of a partition, with the names they have in its folder."""
+    shards = []
+    for entry in packed.counts["shards"]:
+        zipped = None if entry["zip"] is None else FileInfo(**entry["zip"])
+        columns = tuple(Column(**column) for column in entry["columns"])
+        rest = {name: entry[name] for name in ("samples", "compression", "size_limit")}
+        shards.append(ShardInfo(FileInfo(**entry["raw"]), columns=columns, zip=zipped, **rest))
+    return shards
+
+
+def provenance_tasks(packed: Sequence[Commit]) -> list[Task]:
+    """One task a partition: its provenance table with the dataset's shard numbers."""
+    tasks = []
+    first_shard = 0
+    for commit in packed:
+        spec = {"table": commit.outputs[PROVENANCE_NAME].xxh3_128, "first_shard": first_shard}
+        args = (commit.folder / PROVENANCE_NAME, first_shard)
+        weight = commit.outputs[PROVENANCE_NAME].bytes
+        tasks.append(Task("provenance", commit.name, spec, _renumber, args, weight))
+        first_shard += commit.counts["packed"]["shards"]
+    return tasks
+
+
+def _renumber(folder: Path, table: Path, first_shard: int) -> dict[str, Any]:
+    renumber(table, folder / PROVENANCE_NAME, first_shard)
+    return {}
+
+
+def _open_losers(file: Path) -> npt.NDArray[np.void]:
+    losers: npt.NDArray[np.void] = np.load(file, allow_pickle=False)
+    return losers
+
+
+def _split_name(split: Split) -> str:
+    """Readable, and unique and constant for (file, start)."""
+    readable = _UNSAFE.sub("_", Path(split.file).name)[:40].strip(".") or "file"
+    return f"{readable}-{digest_of([split.file, split.start])[:16]}"
+
+
+def _partition_name(partition: int, partitions: int) -> str:
+    return f"{partition:05d}-of-{partitions:05d}"

@@ -1,0 +1,82 @@
+"""Whether a folder already holds the very dataset that a build would make.
+
+Decided by content, not by times: the card's recipe, tokenizer and version, and the digests of the raw inputs,
+which are read again for this (at the disk's speed, much faster than building).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import shardkit
+from shardkit.errors import BuildError, ShardkitError
+from shardkit.hashing import digest_of
+from shardkit.writers.input_digest import describe_inputs, hash_splits
+from shardkit.writers.publish import finish_publication, old_manifest, output_state, read_card
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.report import recipe_content
+from shardkit.writers.scan import Split
+
+__all__ = ["check_output"]
+
+
+def check_output(
+    output: Path, recipe: Recipe, splits: Sequence[Split], tokenizer_digest: str, *, replace: bool
+) -> dict[str, Any] | None:
+    """The card of the dataset in `output` if it is what this build would make; None if there is work to do.
+
+    BuildError if the folder holds something else and `replace` is not set.
+    """
+    if output_state(output) != "complete" or replace:
+        return None
+    card = read_card(output)
+    problem = _difference(card, recipe, splits, tokenizer_digest)
+    if problem is None:
+        problem = _damage(output)
+    if problem is not None:
+        raise BuildError(
+            f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
+            f"to put this one in its place"
+        )
+    finish_publication(output)
+    return card
+
+
+def _difference(
+    card: dict[str, Any] | None, recipe: Recipe, splits: Sequence[Split], tokenizer_digest: str
+) -> str | None:
+    """Why the card is not this build's, or None."""
+    if card is None or "recipe_digest" not in card:
+        return "which no recipe made"
+    try:
+        if card["recipe_digest"] != digest_of(recipe_content(recipe)):
+            return "made by another recipe"
+        if card["shardkit_version"] != shardkit.__version__:
+            return f"made by shardkit {card['shardkit_version']}"
+        if card["tokenizer"]["digest"] != tokenizer_digest:
+            return "made with another tokenizer"
+        names = ("source", "files", "bytes", "digest")
+        stated = [{name: entry[name] for name in names} for entry in card["inputs"]]
+    except (KeyError, TypeError):
+        return "whose card cannot be read"
+    if stated != describe_inputs(recipe, splits, hash_splits(splits)):
+        return "made from other input files"
+    return None
+
+
+def _damage(output: Path) -> str | None:
+    """The first shard that is not there with its size, or None."""
+    try:
+        manifest = old_manifest(output)
+    except ShardkitError as error:
+        return f"which is damaged ({error})"
+    for shard in manifest.shards:
+        try:
+            size = (output / shard.stored.basename).stat().st_size
+        except OSError:
+            size = -1
+        if size != shard.stored.bytes:
+            return f"which is damaged ({shard.stored.basename}; see shardkit verify)"
+    return None
