@@ -134,7 +134,7 @@ class _Gigatoken:
             raise BuildError(f"gigatoken cannot load this tokenizer ({reason}); use tokenizers") from error
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
-        import awkward  # type: ignore[import-untyped]
+        import awkward
 
         contents = awkward.contents
         _, offsets, data = texts.buffers()
