@@ -88,16 +88,16 @@ def _number_encoding(name: str, dtype_name: str, to_python: bool = False) -> Enc
         if limits is None:
             if not isinstance(value, (int, float, np.integer, np.floating)):
                 raise TypeError(f"{name} takes numbers, not {type(value).__name__}")
+            try:
+                number = value if isinstance(value, np.generic) else float(value)
+            except OverflowError:
+                raise ValueError(f"{name} cannot hold a number of this size") from None
             with np.errstate(over="ignore"):
-                return (
-                    np.asarray(value, None if isinstance(value, np.generic) else float)
-                    .astype(dtype)
-                    .tobytes()
-                )
-        number = _integer(value, name)
-        if not limits.min <= number <= limits.max:
-            raise ValueError(f"{number} is outside of {name}'s range {limits.min} to {limits.max}")
-        return np.array(number, dtype).tobytes()
+                return np.asarray(number).astype(dtype).tobytes()
+        integer = _integer(value, name)
+        if not limits.min <= integer <= limits.max:
+            raise ValueError(f"{integer} is outside of {name}'s range {limits.min} to {limits.max}")
+        return np.array(integer, dtype).tobytes()
 
     def decode(data: memoryview) -> object:
         if len(data) != dtype.itemsize:

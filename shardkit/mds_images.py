@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 # What people keep in jpeg and png columns. Pillow knows many more; some of those start other programs.
-_FILE_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
+_FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Bytes of a pixel in each mode; mode "1" packs eight pixels of a row into a byte.
 _PIXEL_BYTES = {
     "L": 1,
@@ -103,7 +104,7 @@ def decode_file(data: memoryview) -> Image:
     """The loaded image of an image file; ValueError if it is damaged, too large or of a strange format."""
     module = _pillow()
     try:
-        image: Image = module.open(io.BytesIO(data), formats=_FILE_FORMATS)
+        image: Image = module.open(io.BytesIO(data), formats=_installed_formats())
         _check_pixels(*image.size)
         image.load()
     except Exception as error:  # Pillow documents no list of what its decoders raise
@@ -190,6 +191,14 @@ def _encode_file(image: Image, file_format: str) -> bytes:
     except OSError as error:  # "cannot write mode RGBA as JPEG"
         raise ValueError(str(error)) from error
     return out.getvalue()
+
+
+@cache
+def _installed_formats() -> tuple[str, ...]:
+    """Pillow may have been built without WebP; naming a format that it lacks is an error."""
+    module = _pillow()
+    module.init()
+    return tuple(name for name in _FILE_FORMATS if name in module.OPEN)
 
 
 def _pillow() -> Any:

@@ -2,8 +2,8 @@
 
 Files are the bytes that MosaicML's MDSWriter writes for the same samples and settings, cut at the same
 samples. (Compressed ones decompress to the same bytes; zstd builds and gzip's time stamp differ.) A shard
-appears under its name only when it is whole. Hashes are taken while the pieces go to the file, so an array is read once and
-never copied. The same input gives the same bytes on every run.
+appears under its name only when it is whole. Hashes are taken while the pieces go to the file, so an array is
+read once and never copied. The same input gives the same bytes on every run.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class MdsWriter:
             piece = data[start * size : (start + count) * size]
             start += count
             last = start == len(rows)
-            # What stays pending is copied: the caller may change the array. Full shards go to disk as they are.
+            # What stays pending is copied: the caller may change the array. Full shards go straight to disk.
             self._append(memoryview(bytes(piece)) if last else piece, np.full(count, size, np.int64))
             if not last:
                 self._flush()

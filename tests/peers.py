@@ -1,0 +1,73 @@
+"""The libraries whose files ours must agree with, imported so that they work everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["comparable", "import_streaming", "read_with_streaming", "write_with_streaming"]
+
+_declared: list[torch.library.Library] = []  # an operator lives as long as its library object
+
+
+def import_streaming() -> Any:
+    """mosaicml-streaming; it imports torchvision, whose CUDA build misses two operators in a CPU torch."""
+    if not _declared:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in (
+            "nms(Tensor a, Tensor b, float c) -> Tensor",
+            "qnms(Tensor a, Tensor b, float c) -> Tensor",
+        ):
+            with contextlib.suppress(RuntimeError):  # a matching torchvision has declared it itself
+                library.define(operator)  # type: ignore[no-untyped-call]
+        _declared.append(library)
+    import streaming
+
+    return streaming
+
+
+def write_with_streaming(
+    folder: Path,
+    columns: Mapping[str, str],
+    samples: Iterator[Mapping[str, Any]] | list[Any],
+    **settings: Any,
+) -> Path:
+    """`samples` as the real MDSWriter writes them."""
+    with import_streaming().MDSWriter(out=str(folder), columns=dict(columns), **settings) as writer:
+        for sample in samples:
+            writer.write(dict(sample))
+    return folder
+
+
+def read_with_streaming(folder: Path, *, allow_pickle: bool = False) -> list[dict[str, Any]]:
+    """All samples, in order, as the real StreamingDataset reads them; no shared memory stays behind."""
+    streaming = import_streaming()
+    streaming.base.util.clean_stale_shared_memory()
+    dataset = streaming.StreamingDataset(
+        local=str(folder), batch_size=1, shuffle=False, allow_unsafe_types=allow_pickle
+    )
+    try:
+        return [dataset[i] for i in range(len(dataset))]
+    finally:
+        del dataset
+        streaming.base.util.clean_stale_shared_memory()
+
+
+def comparable(value: object) -> object:
+    """A value that `==` compares by type, type of number, shape and content."""
+    if isinstance(value, np.ndarray):
+        return ("array", value.dtype.name, value.shape, value.tobytes())
+    if isinstance(value, np.generic):
+        return ("number", value.dtype.name, value.tobytes())
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [comparable(item) for item in value]
+    if hasattr(value, "getpixel"):  # a PIL image, of any class
+        return ("image", value.mode, value.size, value.tobytes())  # type: ignore[attr-defined]
+    return (type(value).__name__, value)
