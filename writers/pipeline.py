@@ -13,7 +13,8 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,12 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.index import Manifest
 from shardkit.writers import exact_dedup, scan, spill, stages
 from shardkit.writers.clean import QUARANTINE_FILE
-from shardkit.writers.engine_local import Engine, LocalEngine, default_workers
+from shardkit.writers.engine_local import LocalEngine, default_workers
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.input_digest import describe_inputs, file_state
 from shardkit.writers.journal import Commit, Journal, Task
 from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.progress import Listener, StageProgress, make_listener
+from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import (
     CARD_NAME,
     QUARANTINE_NAME,
@@ -39,6 +40,8 @@ from shardkit.writers.quarantine import check_bad_fraction
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
+from shardkit.writers.runner import Runner
+from shardkit.writers.tokenizer import Engine
 from shardkit.writers.up_to_date import check_output
 
 __all__ = ["BuildResult", "build"]
@@ -48,7 +51,7 @@ PARTITION_TEXT_BYTES = 256_000_000  # at most so much text is packed by one task
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build made. `seconds` by stage are this run's; an earlier one finished `tasks_reused`."""
+    """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it."""
 
     output: Path
     fingerprint: str
@@ -60,14 +63,10 @@ class BuildResult:
     padding: int
     funnel: Ledger
     seconds: Mapping[str, float]
+    total_seconds: float
     tasks: int
     tasks_reused: int
     up_to_date: bool = False
-
-    @property
-    def total_seconds(self) -> float:
-        """Wall-clock seconds of this run."""
-        return sum(self.seconds.values())
 
     @property
     def text_bytes_per_second(self) -> float:
@@ -121,12 +120,12 @@ def build(
         return _result_of_card(target, card, time.perf_counter() - start)
     count = default_workers(recipe.memory) if workers is None else workers
     with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as local:
-        runner = _Runner(journal, local, listener)
+        runner = Runner(journal, local, listener)
         runner.seconds["scan"] = time.perf_counter() - start
         result = _Build(recipe, splits, digest, runner).run(target, replace=replace)
         if recipe.work is None:
             journal.remove()
-    return result
+    return dataclass_replace(result, total_seconds=time.perf_counter() - start)
 
 
 def _overridden(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
@@ -177,80 +176,18 @@ def _result_of_card(output: Path, card: Mapping[str, Any], seconds: float) -> Bu
         **{name: card[name] for name in names},
         funnel=Ledger.from_dict(card["funnel"]),
         seconds={"scan": seconds},
+        total_seconds=seconds,
         tasks=0,
         tasks_reused=0,
         up_to_date=True,
     )
 
 
-class _Runner:
-    """Runs stages: what the journal has is taken, the rest goes to the engine; keeps time and counts."""
-
-    def __init__(self, journal: Journal, engine: Engine, listener: Listener) -> None:
-        self.journal, self._engine, self._listener = journal, engine, listener
-        self.seconds: dict[str, float] = {}
-        self.tasks = self.tasks_reused = 0
-
-    def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
-        start = time.perf_counter()
-        tasks = [task for group in groups for task in group]
-        commits = [self.journal.find(task) for task in tasks]
-        missing = [number for number, commit in enumerate(commits) if commit is None]
-        meters = {group[0].stage: _Meter(len(group)) for group in groups if group}
-        for stage in meters:
-            self.journal.sweep(stage, [task.name for task in tasks if task.stage == stage])
-        for commit in commits:
-            if commit is not None:
-                meters[commit.stage].reused += 1
-
-        def report(stage: str) -> None:
-            self.seconds[stage] = time.perf_counter() - start
-            self._listener(meters[stage].progress(stage, self.seconds[stage]))
-
-        def done(commit: Commit) -> None:
-            meters[commit.stage].add(commit)
-            report(commit.stage)
-
-        for stage in meters:
-            report(stage)
-        made = (
-            self._engine.run([tasks[number] for number in missing], self.journal.work, done)
-            if missing
-            else []
-        )
-        for number, commit in zip(missing, made, strict=True):
-            commits[number] = commit
-        self.tasks += len(tasks)
-        self.tasks_reused += len(tasks) - len(missing)
-        results = iter([commit for commit in commits if commit is not None])
-        return [[next(results) for _ in group] for group in groups]
-
-
-@dataclass(slots=True)
-class _Meter:
-    tasks: int
-    reused: int = 0
-    made: int = 0
-    read: Count = field(default_factory=Count)
-
-    def add(self, commit: Commit) -> None:
-        self.made += 1
-        if "ledger" in commit.counts:
-            self.read += commit.ledger().read
-
-    def progress(self, stage: str, seconds: float) -> StageProgress:
-        done = self.made + self.reused
-        return StageProgress(
-            stage, done, self.tasks, self.reused, self.read.documents, self.read.bytes, seconds
-        )
-
-
 class _Build:
     """The stages of one build in order."""
 
     def __init__(
-        self, recipe: Recipe, splits: Sequence[scan.Split], tokenizer_digest: str, runner: _Runner
+        self, recipe: Recipe, splits: Sequence[scan.Split], tokenizer_digest: str, runner: Runner
     ) -> None:
         self._recipe, self._splits, self._runner = recipe, splits, runner
         self._digest = tokenizer_digest
@@ -260,27 +197,12 @@ class _Build:
     def run(self, output: Path, *, replace: bool) -> BuildResult:
         recipe, runner = self._recipe, self._runner
         eos = recipe.tokenizer.eos
-        [[tokenizer]] = runner.run([stages.tokenizer_task(self._tokenizer_path, eos, self._digest)])
-        [cleaned] = runner.run(stages.clean_tasks(recipe, self._splits))
+        tokenizer_task = stages.tokenizer_task(self._tokenizer_path, eos, self._digest)
+        [tokenizer], cleaned = runner.run([tokenizer_task], stages.clean_tasks(recipe, self._splits))
         kept = self._kept(cleaned)
-        parity_task = stages.parity_task(cleaned, self._tokenizer_path, eos, self._digest)
-        exact, [parity] = runner.run(self._exact_tasks(cleaned, kept), [parity_task])
-        if parity.counts["reason"]:
-            warnings.warn(
-                f"{parity.counts['reason']}; encoding with tokenizers (slow)", RuntimeWarning, stacklevel=4
-            )
+        [exact] = runner.run(self._exact_tasks(cleaned, kept))
         partitions = _count_partitions(recipe, kept)
-        [spilled] = runner.run(
-            stages.tokenize_tasks(
-                recipe,
-                self._splits,
-                cleaned,
-                exact,
-                tokenizer_digest=self._digest,
-                engine=parity.counts["engine"],
-                partitions=partitions,
-            )
-        )
+        spilled, parity = self._tokenize(cleaned, exact, partitions, tokenizer.counts["engine"])
         [packed] = runner.run(stages.pack_tasks(recipe, spilled, partitions=partitions, tokenizer=tokenizer))
         [provenance] = runner.run(stages.provenance_tasks(packed))
         funnel = collect_funnel(
@@ -309,6 +231,7 @@ class _Build:
             padding=funnel.packed["padding"],
             funnel=funnel.total,
             seconds=dict(runner.seconds),
+            total_seconds=0.0,
             tasks=runner.tasks,
             tasks_reused=runner.tasks_reused,
         )
@@ -325,6 +248,41 @@ class _Build:
                 f"no document is left of {total.read.documents:,} that were read; dropped: {lost or 'none'}"
             )
         return total.kept
+
+    def _tokenize(
+        self, cleaned: Sequence[Commit], exact: Sequence[Commit], partitions: int, engine: Engine
+    ) -> tuple[list[Commit], Commit]:
+        """The spills and the parity check, which runs beside: one core's time that others need not wait for.
+
+        If it finds a difference, what the fast tokenizer made is thrown away and made again.
+        """
+        recipe, run = self._recipe, self._runner.run
+
+        def tasks(engine: Engine) -> list[Task]:
+            digest = self._digest
+            return stages.tokenize_tasks(
+                recipe,
+                self._splits,
+                cleaned,
+                exact,
+                tokenizer_digest=digest,
+                engine=engine,
+                partitions=partitions,
+            )
+
+        parity_task = stages.parity_task(cleaned, self._tokenizer_path, recipe.tokenizer.eos, self._digest)
+        try:
+            [parity], spilled = run([parity_task], tasks(engine))
+        except BuildError:
+            [[parity]] = run([parity_task])  # it may be what the check is there to find
+            if parity.counts["engine"] == engine:
+                raise
+        if parity.counts["reason"]:
+            reason = f"{parity.counts['reason']}; encoding with tokenizers (slow)"
+            warnings.warn(reason, RuntimeWarning, stacklevel=5)
+        if parity.counts["engine"] != engine:
+            [spilled] = run(tasks(parity.counts["engine"]))
+        return spilled, parity
 
     def _exact_tasks(self, cleaned: Sequence[Commit], kept: Count) -> list[Task]:
         if self._recipe.dedup.exact is None:

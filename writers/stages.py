@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardkit.errors import MissingExtraError
 from shardkit.hashing import digest_of
 from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
@@ -45,17 +46,31 @@ __all__ = [
 ]
 
 LOSERS_FILE = "losers.npy"
+_FIRST = 1 << 60  # a weight that starts before all others
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def tokenizer_task(path: Path, eos: str, digest: str) -> Task:
     """Load the tokenizer before hours go by: wrong files and eos tokens fail here."""
-    return Task("tokenizer", "tokenizer", {"digest": digest, "eos": eos}, _check_tokenizer, (path, eos))
+    spec = {"digest": digest, "eos": eos}
+    return Task("tokenizer", "tokenizer", spec, _check_tokenizer, (path, eos), _FIRST)
 
 
 def _check_tokenizer(folder: Path, path: Path, eos: str) -> dict[str, Any]:
     encoder = Encoder(path, eos, engine="tokenizers")
-    return {"eos_id": encoder.eos_id, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
+    facts = {"eos_id": encoder.eos_id, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
+    return facts | {"engine": _likely_engine(path, eos)}
+
+
+def _likely_engine(path: Path, eos: str) -> Engine:
+    """The engine to start with; the parity check decides."""
+    try:
+        Encoder(path, eos, engine="gigatoken")
+    except MissingExtraError:
+        raise
+    except Exception:  # a tokenizer whose parts gigatoken does not know: any exception of its own
+        return "tokenizers"
+    return "gigatoken"
 
 
 def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
@@ -108,7 +123,7 @@ def parity_task(cleaned: Sequence[Commit], path: Path, eos: str, digest: str) ->
     documents = tuple(commit.folder / DOCUMENTS_FILE for commit in cleaned)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in cleaned])
     spec = {"documents": contents, "digest": digest, "eos": eos}
-    return Task("parity", "parity", spec, _check_parity, (documents, path, eos), 1 << 40)
+    return Task("parity", "parity", spec, _check_parity, (documents, path, eos), _FIRST)
 
 
 def _check_parity(folder: Path, documents: Sequence[Path], path: Path, eos: str) -> dict[str, Any]:

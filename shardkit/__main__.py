@@ -1,0 +1,8 @@
+"""`python -m shardkit` is the `shardkit` command."""
+
+import sys
+
+from shardkit.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""`shardkit build`: a recipe to a dataset."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shardkit.cli.output import count, print_json, stderr_console
+from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.writers import BuildResult
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "build",
+        help="recipe to dataset; continues where an interrupted build stopped",
+        description="Build the dataset that a recipe describes. Finished work is not redone: after an "
+        "interruption or a crash the same command goes on, and the result is the same byte for byte, "
+        "whatever the number of workers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="YAML file; its relative paths start from its folder"
+    )
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="where the dataset goes (default: the recipe's output.path)"
+    )
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="processes (default: one a core, as far as memory allows)"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["local"],
+        default="local",
+        help="what runs the tasks (default: local, on this machine)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace a key of the recipe, such as pack.sequence_length=4096; may be repeated",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="build even if the output holds a dataset, and put the new one in its place (default: refuse)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON (default: a table on stderr)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build, and print what was made."""
+    from shardkit.writers import build
+
+    result = build(
+        arguments.recipe,
+        output=arguments.output,
+        workers=arguments.workers,
+        overrides=arguments.overrides,
+        engine=arguments.engine,
+        progress=not arguments.quiet,
+        replace=arguments.replace,
+    )
+    if arguments.json:
+        print_json(result.to_dict())
+    elif not arguments.quiet:
+        _show(result)
+    return 0
+
+
+def _show(result: BuildResult) -> None:
+    from rich.table import Table
+
+    console = stderr_console()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column("what")
+    table.add_column("documents", justify="right")
+    table.add_column("text", justify="right")
+    funnel = result.funnel
+    table.add_row("read", f"{funnel.read.documents:,} documents", format_bytes(funnel.read.bytes))
+    for kind, losses in (("quarantined", funnel.quarantined), ("dropped", funnel.dropped)):
+        for reason, lost in sorted(losses.items()):
+            table.add_row(f"  {kind}: {reason}", f"-{lost.documents:,}", format_bytes(lost.bytes))
+    table.add_row("kept", f"{funnel.kept.documents:,} documents", format_bytes(funnel.kept.bytes))
+    console.print(table)
+    cells = max(1, result.tokens + result.padding)
+    console.print(
+        f"{result.samples:,} rows of {result.sequence_length:,} tokens in {result.shards:,} shards "
+        f"({result.format}), {result.tokens:,} tokens, {100 * result.padding / cells:.3f} % padding"
+    )
+    console.print(f"fingerprint {result.fingerprint}")
+    if result.up_to_date:
+        console.print(f"{result.output} is up to date: nothing to do")
+        return
+    reused = f", {result.tasks_reused:,} of {result.tasks:,} tasks reused" if result.tasks_reused else ""
+    console.print(
+        f"{result.output} built in {result.total_seconds:.1f} s{reused}: "
+        f"{format_bytes(result.text_bytes_per_second)}/s of text, {result.tokens_per_second:,.0f} tokens/s"
+    )

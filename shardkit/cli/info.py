@@ -1,0 +1,122 @@
+"""`shardkit info`: what a dataset is, from its index and card alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shardkit.cli.output import print_json, stdout_console
+from shardkit.units import format_bytes
+
+__all__ = ["add_parser", "describe", "run"]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "info",
+        help="what a dataset is: counts, columns, fingerprint, tokens, funnel",
+        description="Tell what a dataset is, from its index and card; any MDS dataset, folder of WebDataset "
+        "tars, or pattern such as 'data/*.tar'. Shards are opened only where no index describes them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="folder, index file, tar or pattern")
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes (default: a table)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the description."""
+    facts = describe(arguments.path)
+    if arguments.json:
+        print_json(facts)
+    else:
+        _show(facts)
+    return 0
+
+
+def describe(path: str) -> dict[str, Any]:
+    """The facts as plain data; what is not known is null."""
+    from shardkit.dataset import open_dataset
+
+    with open_dataset(path) as dataset:
+        manifest, dtype = dataset.manifest, dataset.token_dtype
+        samples = manifest.shard_samples
+        return {
+            "path": str(path),
+            "format": manifest.format,
+            "fingerprint": dataset.fingerprint,
+            "samples": len(dataset),
+            "shards": len(manifest.shards),
+            "samples_per_shard": [int(samples.min()), int(samples.max())] if len(samples) else None,
+            "bytes": sum(shard.raw.bytes for shard in manifest.shards),
+            "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
+            "compression": sorted({shard.compression for shard in manifest.shards if shard.compression}),
+            "hashes": sorted({name for shard in manifest.shards for name in shard.stored.hashes}),
+            "columns": {column.name: column.encoding for column in dataset.columns},
+            "token_column": dataset.token_column,
+            "sequence_length": dataset.sequence_length,
+            "dtype": None if dtype is None else dtype.name,
+            "card": dataset.card,
+        }
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _lines(facts):
+        table.add_row(name, value)
+    stdout_console().print(table)
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of each line for people."""
+    size = format_bytes(facts["stored_bytes"])
+    if facts["compression"]:
+        size += f" ({', '.join(facts['compression'])}; {format_bytes(facts['bytes'])} raw)"
+    lines = [
+        ("format", facts["format"]),
+        ("fingerprint", facts["fingerprint"]),
+        ("samples", f"{facts['samples']:,}"),
+        ("shards", f"{facts['shards']:,}, {size}"),
+        ("hashes", ", ".join(facts["hashes"]) or "none"),
+        (
+            "columns",
+            ", ".join(f"{name} ({encoding})" for name, encoding in facts["columns"].items()) or "unknown",
+        ),
+    ]
+    if facts["sequence_length"]:
+        lines.append(("sequence", f"{facts['sequence_length']:,} tokens of {facts['dtype']}"))
+    try:
+        return lines + _card_lines(facts["card"] or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return [*lines, ("card", f"is not one that shardkit wrote ({error!r})")]
+
+
+def _card_lines(card: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    if {"tokens", "padding"} <= card.keys():
+        share = 100 * card["padding"] / max(1, card["tokens"] + card["padding"])
+        lines.append(("tokens", f"{card['tokens']:,}, and {card['padding']:,} of padding ({share:.3f} %)"))
+    if tokenizer := card.get("tokenizer"):
+        eos = f"eos {tokenizer.get('eos')} = {tokenizer.get('eos_id')}"
+        lines.append(("tokenizer", f"{tokenizer.get('file')}, {eos}, digest {tokenizer.get('digest')}"))
+    for source in card.get("inputs", ()):
+        read, kept = (source["funnel"][name]["documents"] for name in ("read", "kept"))
+        text = f"{source['files']:,} files, {read:,} documents read, {kept:,} kept"
+        lines.append((f"source {source['source']}", text))
+    if funnel := card.get("funnel"):
+        lines.append(("read", _count(funnel["read"])))
+        for kind in ("quarantined", "dropped"):
+            lines += [(f"  {kind}", f"{reason}: {_count(lost)}") for reason, lost in funnel[kind].items()]
+        lines.append(("kept", _count(funnel["kept"])))
+    if "recipe_digest" in card:
+        lines.append(("recipe", f"digest {card['recipe_digest']}, shardkit {card.get('shardkit_version')}"))
+    return lines
+
+
+def _count(count: dict[str, int]) -> str:
+    return f"{count['documents']:,} documents, {format_bytes(count['bytes'])}"

@@ -1,0 +1,87 @@
+"""The `shardkit` command: finds the verb, runs it, and turns errors into one line and an exit status.
+
+A verb is a module of this package, named in `VERBS`, with two functions:
+
+    add_parser(verbs)     add its parser to argparse's sub-parsers, with `set_defaults(run=run)`
+    run(arguments) -> int do it and return the exit status
+
+A verb's module imports what it needs inside `run`, so that `shardkit --help` is immediate. Results go to
+stdout, everything else to stderr. Exit status: 0 done, 1 failed, 2 misuse (bad arguments or a bad recipe),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+
+import shardkit
+from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
+
+__all__ = ["VERBS", "main"]
+
+VERBS = ("build", "demo", "info", "verify")
+FAILED, MISUSE, INTERRUPTED = 1, 2, 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser with all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="shardkit",
+        description="Raw text to deterministic pretraining shards, and those shards to GPUs, exactly once.",
+        epilog="Exit status: 0 done, 1 failed, 2 misuse, 130 interrupted. `shardkit VERB --help` tells more.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shardkit {shardkit.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name in VERBS:
+        importlib.import_module(f"shardkit.cli.{name}").add_parser(verbs)
+    for verb in verbs.choices.values():
+        verb.add_argument(
+            "--debug", action="store_true", help="show the traceback of an error (default: one line)"
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return its exit status."""
+    arguments = make_parser().parse_args(argv)
+    warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+    try:
+        return int(arguments.run(arguments))
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+            return MISUSE if isinstance(error, RecipeError) else FAILED
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    if isinstance(error, RecipeError):
+        _say(f"error: {error}")
+        return MISUSE
+    if isinstance(error, ShardkitError):
+        _say(f"error: {error}")
+    elif isinstance(error, ModuleNotFoundError):
+        _say(f"error: {MissingExtraError(error.name or str(error), 'write', 'this command')}")
+    elif isinstance(error, OSError):
+        _say(f"error: {error}")
+    else:
+        problem = f"{type(error).__name__}: {error}".rstrip(": ")
+        _say(f"error: {problem}; this is a bug in shardkit, please report it with the output of --debug")
+    return FAILED
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"shardkit: {message}\n")

@@ -1,0 +1,57 @@
+"""`shardkit verify`: is a dataset whole, and is it what it says?"""
+
+from __future__ import annotations
+
+import argparse
+
+from shardkit.cli.output import count, print_json, stderr_console, stdout_console
+from shardkit.units import format_bytes
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "verify",
+        help="check every shard's hashes and structure, the index and the card",
+        description="Check a dataset: hashes and structure of every shard, counts of index and card, "
+        "fingerprint, and the files beside the shards. Exit status 1 if anything is wrong; each damaged file "
+        "is named.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="folder, index file, tar or pattern")
+    parser.add_argument(
+        "--quick", action="store_true", help="sizes and structure only (default: hashes, too)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=count,
+        metavar="N",
+        help="shards checked at a time (default: one a core; at most 32)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON (default: lines)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify and print what was found."""
+    from shardkit.verify import verify
+
+    report = verify(arguments.path, quick=arguments.quick, threads=arguments.threads)
+    if arguments.json:
+        print_json(report.to_dict())
+        return 0 if report.ok else 1
+    for problem in report.problems:
+        stderr_console().print(f"{problem.file}: {problem.problem}")
+    if report.problem_count > len(report.problems):
+        stderr_console().print(f"… and {report.problem_count - len(report.problems):,} more")
+    how = (
+        "sizes and structure" if report.quick else f"hashes of {report.hashed:,} shards, sizes and structure"
+    )
+    verdict = "intact" if report.ok else f"{report.problem_count:,} problems"
+    stdout_console().print(
+        f"{report.path}: {verdict}: {report.shards:,} shards, {report.samples:,} samples, "
+        f"{format_bytes(report.bytes)} checked ({how}); fingerprint {report.fingerprint}"
+    )
+    return 0 if report.ok else 1

@@ -1,0 +1,189 @@
+"""Whether a dataset is what its index and card say: every shard's bytes, hashes, structure, and all counts.
+
+`verify` reads any MDS or tar dataset, made by shardkit or not, and names everything that is wrong instead of
+stopping at the first. Shards are checked in threads; memory is one shard a thread if shards are compressed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardkit.dataset import CARD_NAME, Dataset, ShardReader, open_dataset
+from shardkit.errors import ShardError
+from shardkit.hashing import HASH_NAMES, hash_file
+from shardkit.index import ShardInfo, checked_basename
+
+__all__ = ["Problem", "VerifyReport", "verify"]
+
+MAX_THREADS = 32
+MAX_LISTED = 1000  # problems that a report holds; a dataset that is all wrong needs no longer list
+_MAX_FILES = 1 << 20  # a card names one provenance table a partition
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with one file."""
+
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked and what was found. `hashed` counts the shards whose hashes were compared."""
+
+    path: Path
+    quick: bool
+    format: str | None
+    shards: int
+    hashed: int
+    samples: int
+    bytes: int
+    fingerprint: str | None
+    problems: tuple[Problem, ...]
+    problem_count: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problem_count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"path": str(self.path), "ok": self.ok}
+
+
+def verify(path: str | Path, *, quick: bool = False, threads: int | None = None) -> VerifyReport:
+    """Check the dataset at `path`: sizes and structure of all shards, their hashes, the index and the card.
+
+    `quick` leaves out the hashes, so that no sample is read. Shards without any hash have their samples read
+    one by one instead. Damage is reported, not raised; ShardError only if there is no dataset at all.
+    """
+    path = Path(path)
+    dataset = open_dataset(path, allow_pickle=True, decode=False)  # nothing is unpickled: see _check_samples
+    shards = dataset.manifest.shards
+    count = min(threads or os.cpu_count() or 1, MAX_THREADS)
+    problems: list[Problem] = []
+    with ThreadPoolExecutor(count) as pool:
+        for found in pool.map(lambda info: _check_shard(dataset, info, quick=quick), shards):
+            problems += [found] if found else []
+    problems += _check_names(dataset)
+    if dataset.card is not None:
+        problems += _check_card(dataset, dataset.card)
+        problems += _check_files(dataset, dataset.card, quick=quick)
+    hashed = 0 if quick else sum(1 for info in shards if _hashes(info))
+    return VerifyReport(
+        path,
+        quick,
+        dataset.manifest.format,
+        shards=len(shards),
+        hashed=hashed,
+        samples=len(dataset),
+        bytes=sum(max(info.stored.bytes, 0) for info in shards),
+        fingerprint=dataset.fingerprint,
+        problems=tuple(problems[:MAX_LISTED]),
+        problem_count=len(problems),
+    )
+
+
+def _hashes(info: ShardInfo) -> bool:
+    return bool(info.stored.hashes or info.raw.hashes)
+
+
+def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem | None:
+    name = info.stored.basename
+    try:
+        if (unknown := {*info.stored.hashes, *info.raw.hashes} - HASH_NAMES) and not quick:
+            return Problem(
+                name, f"its index states hashes that cannot be checked: {', '.join(sorted(unknown))}"
+            )
+        shard = _open(dataset, info, verify=not quick)
+        if not quick and not _hashes(info):
+            _check_samples(shard)
+        shard.close()
+    except ShardError as error:
+        return Problem(
+            name, error.problem if error.offset is None else f"byte {error.offset:,}: {error.problem}"
+        )
+    except MemoryError:
+        return Problem(name, f"cannot be held in memory ({info.raw.bytes:,} bytes raw); use fewer threads")
+    return None
+
+
+def _open(dataset: Dataset, info: ShardInfo, *, verify: bool) -> ShardReader:
+    """Opening checks the size, the hashes if asked, and all that locates samples."""
+    if dataset.manifest.format == "mds":
+        from shardkit import mds
+
+        return mds.open_shard(dataset.path, info, allow_pickle=True, verify=verify)
+    from shardkit import tar
+
+    return tar.open_shard(dataset.path, info, verify=verify, decode=False)
+
+
+def _check_samples(shard: ShardReader) -> None:
+    if not any(column.encoding == "pkl" for column in shard.columns):  # reading one could run any code
+        for row in range(len(shard)):
+            shard.sample(row)
+
+
+def _check_names(dataset: Dataset) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for info in dataset.manifest.shards:
+        if info.stored.basename in seen:
+            yield Problem(
+                info.stored.basename, "is in the index twice: its samples would be seen twice an epoch"
+            )
+        seen.add(info.stored.basename)
+
+
+def _check_card(dataset: Dataset, card: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the card says against what the index says."""
+    manifest = dataset.manifest
+    length, dtype = dataset.sequence_length, dataset.token_dtype
+    facts: dict[str, Any] = {
+        "fingerprint": manifest.fingerprint,
+        "format": manifest.format,
+        "shards": len(manifest.shards),
+        "samples": manifest.samples,
+        "bytes": sum(info.raw.bytes for info in manifest.shards),
+        "stored_bytes": sum(info.stored.bytes for info in manifest.shards),
+        "sequence_length": length,
+        "dtype": None if dtype is None else dtype.name,
+    }
+    for name, fact in facts.items():
+        if name in card and card[name] != fact:
+            yield Problem(CARD_NAME, f"{name} is {card[name]!r}, the shards have {fact!r}")
+    tokens, padding = card.get("tokens"), card.get("padding")
+    if isinstance(tokens, int) and isinstance(padding, int) and length is not None:
+        cells = manifest.samples * length
+        if tokens + padding != cells:
+            yield Problem(CARD_NAME, f"{tokens:,} tokens and {padding:,} of padding; the rows hold {cells:,}")
+
+
+def _check_files(dataset: Dataset, card: Mapping[str, Any], *, quick: bool) -> Iterator[Problem]:
+    """The files beside the shards that the card names: provenance, report, quarantine."""
+    files = card.get("files", {})
+    if not isinstance(files, Mapping) or len(files) > _MAX_FILES:
+        yield Problem(CARD_NAME, "`files` must map names to sizes and hashes")
+        return
+    for name, entry in files.items():
+        try:
+            file = dataset.path / checked_basename(name, CARD_NAME)
+            size = file.stat().st_size
+            if size != entry["bytes"]:
+                yield Problem(name, f"{size:,} bytes, the card states {entry['bytes']:,}")
+                continue
+            expected = {kind: digest for kind, digest in entry.items() if kind != "bytes"}
+            for kind, digest in {} if quick else hash_file(file, expected).items():
+                if digest != expected[kind]:
+                    yield Problem(name, f"{kind} {digest}, the card states {expected[kind]}")
+        except OSError as error:
+            yield Problem(name, f"cannot be read: {error.strerror or error}")
+        except (ShardError, ValueError, KeyError, TypeError) as error:
+            yield Problem(name, f"is described wrongly by the card: {error}")
