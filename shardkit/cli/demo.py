@@ -17,9 +17,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "demo",
         help="the whole story on text that is already on this machine; no download",
-        description="Take text from this Python installation, train a tokenizer, build MDS and tar shards, stream "
-        "them, train, kill, resume, and prove each claim with figures from this very run. About a minute on "
-        "two cores. Exit status 1 if any proof fails.",
+        description="Take text from this Python installation, train a tokenizer, build MDS and tar shards, "
+        "stream them, train, kill, resume, and prove each claim with figures from this run. Half a minute or so "
+        "on two cores. Exit status 1 if any proof fails.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -45,6 +45,7 @@ class Corpus:
     documents: int
     text_bytes: int
     skipped: int
+    origin: str
 
 
 def gather_documents(limit_bytes: int) -> tuple[list[Document], list[Document], int]:
@@ -84,7 +85,14 @@ def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]
     pq.write_table(pa.table(columns), folder / "documentation.parquet", row_group_size=500)
     text_bytes = sum(len(d.text.encode()) for d in [*sources, *documentation])
     count = len(sources) + len(documentation)
-    corpus = Corpus(tuple(source_files), ("documentation.parquet",), count, text_bytes, skipped)
+    corpus = Corpus(
+        tuple(source_files),
+        ("documentation.parquet",),
+        count,
+        text_bytes,
+        skipped,
+        sysconfig.get_path("stdlib"),
+    )
     return corpus, [*sources, *documentation]
 
 

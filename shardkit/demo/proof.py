@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Proof"]
+__all__ = ["NO_TORCH", "Proof"]
+
+NO_TORCH = "torch is missing: pip install 'shardkit[torch]' and run the demo again"
 
 
 @dataclass(frozen=True, slots=True)

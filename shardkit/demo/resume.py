@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardkit.demo.proof import Proof
+from shardkit.demo.proof import NO_TORCH, Proof
 from shardkit.errors import ShardkitError
 
-__all__ = ["prove_resume"]
+__all__ = ["compare_runs", "prove_resume"]
 
 CHECKPOINT_EVERY = 5
 KILL_AFTER_STEP = 2 * CHECKPOINT_EVERY + 2  # two steps past the second checkpoint
@@ -33,7 +33,7 @@ def prove_resume(data: Path, folder: Path, vocabulary: int) -> Proof:
     """Train, kill, resume and compare with an uninterrupted run; both leave their files under `folder`."""
     name = "resume after SIGKILL is exact"
     if importlib.util.find_spec("torch") is None:
-        return Proof(name, None, "torch is missing: pip install 'shardkit[torch]' and run the demo again")
+        return Proof(name, None, NO_TORCH)
     killed, whole = folder / "killed", folder / "uninterrupted"
     killed.mkdir(parents=True)
     whole.mkdir()
@@ -46,12 +46,13 @@ def prove_resume(data: Path, folder: Path, vocabulary: int) -> Proof:
             _wait(run)
     finally:
         _kill_all(runs)
-    return _compare(name, _records(killed), _records(whole), kill_step, last_step)
+    return compare_runs(name, _records(killed), _records(whole), kill_step, last_step)
 
 
-def _compare(
+def compare_runs(
     name: str, interrupted: list[dict[str, Any]], whole: list[dict[str, Any]], kill_step: int, last_step: int
 ) -> Proof:
+    """The proof from both logs: `interrupted` holds what ran before the kill, then what ran after it."""
     expected = {record["step"]: record for record in whole}
     different = sorted({r["step"] for r in interrupted if r != expected.get(r["step"])})
     complete = sorted({r["step"] for r in interrupted}) == sorted(expected) == list(range(1, last_step + 1))
@@ -94,7 +95,8 @@ def _train_and_kill(data: Path, folder: Path, vocabulary: int) -> None:
 def _start(data: Path, folder: Path, vocabulary: int, steps: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardkit.demo.train", str(data), "--folder", str(folder)]
     command += ["--vocabulary", str(vocabulary), "--steps", str(steps), "--every", str(CHECKPOINT_EVERY)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # One thread sums in one order; and torch must not leave its cache folder in the system's.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -1,0 +1,66 @@
+"""Every training example survives SIGKILL: same samples and same losses as a run that was never killed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset
+
+sys.path.pop(0)
+
+pytestmark = pytest.mark.slow
+KILL_STEP = 2 * CHECKPOINT_EVERY + 2  # between two checkpoints
+SAMPLES = 70  # of make_dataset: a batch of 4 meets its first epoch's end at step 18
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("examples") / "data")
+
+
+@pytest.mark.parametrize(("script", "kills"), [("train_plain.py", 2), ("train_lightning.py", 1)])
+def test_a_killed_run_continues_with_the_same_samples_and_losses(
+    script: str, kills: int, dataset: Path, tmp_path: Path
+) -> None:
+    arguments = ["--data", str(dataset), "--batch-size", "4", "--inside-documents"]
+    killed = Training(script, tmp_path / "killed", arguments)
+    for _ in range(kills):
+        killed.run_until_killed_between_checkpoints(killed.last_step() + KILL_STEP)
+    last_step = max(killed.last_step() + 4, SAMPLES // 4 + 4)  # past the first epoch
+    killed.run(last_step)
+    whole = Training(script, tmp_path / "whole", arguments)
+    whole.run(last_step)
+
+    assert len(killed.records()) > last_step, "no step was repeated"
+    assert by_step(killed.records()) == by_step(whole.records())
+    assert len(whole.records()) == last_step
+    first_epoch = [i for record in whole.records()[: SAMPLES // 4] for i in record["sample_ids"]]
+    assert len(set(first_epoch)) == len(first_epoch), "a sample came twice within the first epoch"
+
+
+def test_a_run_on_two_ranks_continues_on_two_ranks_and_on_one(dataset: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(dataset), "--global-batch-size", "8"]
+    killed = Training("train_ddp.py", tmp_path / "killed", arguments, ranks=2)
+    last_step = killed.run_until_killed(KILL_STEP) + 4
+    for copy in ("two", "one"):
+        shutil.copytree(killed.folder, tmp_path / copy)
+    two = Training("train_ddp.py", tmp_path / "two", arguments, ranks=2)
+    one = Training("train_ddp.py", tmp_path / "one", arguments, ranks=1)
+    whole = Training("train_ddp.py", tmp_path / "whole", arguments, ranks=2)
+    for training in (two, one, whole):
+        training.run(last_step)
+
+    expected = by_step(whole.records())
+    assert by_step(two.records()) == expected
+    before = len(killed.records())
+    resumed = one.records()[before:]
+    assert [record["step"] for record in resumed] == list(range(resumed[0]["step"], last_step + 1))
+    for record in resumed:
+        twin = expected[record["step"]]
+        assert set(record["sample_ids"]) == set(twin["sample_ids"])
+        assert record["loss"] == pytest.approx(twin["loss"], abs=1e-4)
