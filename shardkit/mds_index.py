@@ -225,14 +225,11 @@ class _EntryParser:
             self._compressions.add(name)
 
     def _known_columns(self, entry: dict[str, Any]) -> tuple[Column, ...]:
+        lists = [entry["column_names"], entry["column_encodings"], entry["column_sizes"]]
         try:
-            key = (
-                tuple(entry["column_names"]),
-                tuple(entry["column_encodings"]),
-                tuple(entry["column_sizes"]),
-            )
+            key = tuple([tuple(column) if type(column) is list else None for column in lists])
             known = self._columns.get(key)
-        except TypeError:  # not lists of plain values: let the parser say so
+        except TypeError:  # lists in lists: let the parser say so
             return parse_columns(self._file, entry)
         if known is None:
             known = self._columns[key] = parse_columns(self._file, entry)

@@ -18,7 +18,7 @@ _declared: list[torch.library.Library] = []  # an operator lives as long as its 
 def import_streaming() -> Any:
     """mosaicml-streaming; it imports torchvision, whose CUDA build misses two operators in a CPU torch."""
     if not _declared:
-        library = torch.library.Library("torchvision", "FRAGMENT")
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for operator in (
             "nms(Tensor a, Tensor b, float c) -> Tensor",
             "qnms(Tensor a, Tensor b, float c) -> Tensor",
