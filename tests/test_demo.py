@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shardkit import mds
-from shardkit.demo import corpus, proofs, resume, story
+from shardkit.demo import corpus, proofs, resume, speed, story
 from shardkit.errors import ShardkitError
 
 
@@ -142,3 +142,14 @@ def test_one_different_step_fails_the_proof_of_resume(change: dict[str, object])
     worse = [*interrupted[:-1], interrupted[-1] | change]
     assert resume.compare_runs("resume", worse, whole, 6, 8).passed is False
     assert resume.compare_runs("resume", interrupted[:-1], whole, 6, 8).passed is False
+
+
+def test_without_torch_the_training_is_skipped_with_a_line_on_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_dataset(tmp_path / "a", np.arange(120, dtype=np.uint16).reshape(30, 4))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for proof in (proofs.prove_exactly_once(path, 30), resume.prove_resume(path, tmp_path / "runs", 120)):
+        assert proof.passed is None
+        assert "pip install 'shardkit[torch]'" in proof.evidence
+    assert speed.measure_loader(path) is None

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset
-
-sys.path.pop(0)
 
 pytestmark = pytest.mark.slow
 KILL_STEP = 2 * CHECKPOINT_EVERY + 2  # between two checkpoints

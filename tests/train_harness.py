@@ -28,6 +28,15 @@ POLL_SECONDS = 0.005
 VOCABULARY = 64
 SEQUENCE_LENGTH = 64
 CHECKPOINT_EVERY = 5
+# torchmetrics, which Lightning imports, imports torchvision where it is installed, and torchvision's CUDA
+# build misses two operators in a CPU torch (see peers.py). A matching torchvision has declared them itself.
+SITECUSTOMIZE = """
+import contextlib, torch
+library = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms", "qnms"):
+    with contextlib.suppress(RuntimeError):
+        library.define(name + "(Tensor a, Tensor b, float c) -> Tensor")
+"""
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--vocabulary", str(VOCABULARY)]
 
 
@@ -65,6 +74,10 @@ class Training:
 
     def start(self, steps: int) -> subprocess.Popen[str]:
         self.folder.mkdir(exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if "lightning" in self.script:
+            (self.folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+            environment["PYTHONPATH"] = str(self.folder)
         output = (self.folder / "output.txt").open("a")
         with output:
             return subprocess.Popen(
@@ -73,7 +86,7 @@ class Training:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.folder,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=environment,
             )
 
     def run(self, steps: int) -> None:

@@ -18,8 +18,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "demo",
         help="the whole story on text that is already on this machine; no download",
         description="Take text from this Python installation, train a tokenizer, build MDS and tar shards, "
-        "stream them, train, kill, resume, and prove each claim with figures from this run. Half a minute or so "
-        "on two cores. Exit status 1 if any proof fails.",
+        "stream them, train, kill, resume, and prove each claim with figures from this run. About half a "
+        "minute on two cores. Exit status 1 if any proof fails.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -32,7 +32,7 @@ def measure_loader(path: Path) -> dict[str, float] | None:
 
     with open_dataset(path) as dataset:
         rows = _rows_in_memory(dataset)
-    length = rows.shape[1]
+    length: int = rows.shape[1]
     copies = max(1, ROUND_TOKENS // rows.size)
     batches = max(1, copies * rows.size // (BATCH_SIZE * length))
 
