@@ -139,6 +139,7 @@ def main() -> None:
     model = LightningGPT(config, args.learning_rate, Path(args.log_file))
     data = PackedData(args.data, args.batch_size, args.seed, args.inside_documents)
     trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
+    trainer.save_checkpoint(checkpoint)
 
 
 if __name__ == "__main__":
