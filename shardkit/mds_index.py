@@ -4,7 +4,8 @@
       hashes, raw_data: {basename, bytes, hashes}, zip_data: {…} | null, samples, size_limit, version: 2}]}
 
 A shard's own header repeats all but samples, raw_data and zip_data ("config"). Written files are the bytes
-that MDSWriter writes. Reading costs about 9 microseconds a shard: 450,000 shards take about 4 seconds.
+that MDSWriter writes. Reading costs about 10 microseconds a shard, half of it Python's JSON: 450,000 shards
+take four to five seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +33,8 @@ MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
 MAX_COLUMNS = 4096
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
 _KEYS = _CONFIG_KEYS | {"raw_data", "samples", "size_limit", "version", "zip_data"}
+# Names that `checked_basename` would let pass, ten times faster; all others go through it.
+_PLAIN_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}/){0,8}[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _SIZE_TEXT = re.compile(
     r"\s*(\d{1,18})(?:\.\d{1,9})?\s*([kmgt]?)b?\s*", re.IGNORECASE
 )  # MosaicML: kb is 1,024
@@ -48,19 +52,15 @@ def read_index(path: Path) -> Manifest:
         text = file.read_bytes()
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
-    collecting = gc.isenabled()
-    gc.disable()  # the collector would walk the growing millions of objects again and again
-    try:
+    with _collector_paused():
         return _parse_index(file, text)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def write_index(folder: Path, shards: Sequence[ShardInfo]) -> None:
     """Publish index.json for `shards` in `folder`: whole or not at all, the bytes MDSWriter would write."""
-    entries = [_entry(shard) for shard in shards]
-    text = json.dumps({"shards": entries, "version": VERSION}, sort_keys=True)
+    with _collector_paused():
+        entries = [_entry(shard) for shard in shards]
+        text = json.dumps({"shards": entries, "version": VERSION}, sort_keys=True)
     publish_bytes(Path(folder) / INDEX_NAME, text.encode())
 
 
@@ -109,6 +109,18 @@ def parse_columns(file: Path, entry: Mapping[str, Any]) -> tuple[Column, ...]:
     if len(set(names)) != len(names):
         raise ShardError(file, "two columns have the same name")
     return tuple(columns)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """The collector would walk the growing millions of objects again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _config(
@@ -206,9 +218,10 @@ class _EntryParser:
                 self._refuse(
                     f"{key} has a hash that is unknown or no text: {_shown(hash_name)}: {_shown(digest)}"
                 )
-        name = checked_basename(name, self._file)
-        if not name.isascii() and any(0xD800 <= ord(c) <= 0xDFFF for c in name):
-            self._refuse(f"{key}.basename {_shown(name)} is not valid Unicode")
+        if type(name) is not str or not _PLAIN_NAME.fullmatch(name):
+            name = checked_basename(name, self._file)
+            if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
+                self._refuse(f"{key}.basename {_shown(name)} is not valid Unicode")
         if name in self._basenames:
             self._refuse(f"names {name!r}, which the index has already; merge with one sub-folder per part")
         self._basenames.add(name)

@@ -108,6 +108,7 @@ def test_damaged_images_are_refused(name: str, data: bytes) -> None:
         decode(encoding_of(name), data)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_images_beyond_pillows_pixel_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     png, raw = encoding_of("png").encode(picture("L")), encoding_of("pil").encode(picture("L"))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)

@@ -245,7 +245,7 @@ def test_a_large_index_opens_in_time_that_grows_with_the_shards_only(tmp_path: P
     write_index(tmp_path, shards)
     start = time.perf_counter()
     assert read_index(tmp_path).samples == 99 * 30_000
-    assert time.perf_counter() - start < 3  # about 0.3 s on an idle core
+    assert time.perf_counter() - start < 5  # about 0.3 s on an idle core
 
 
 def test_columns_are_sorted_by_name_and_carry_their_sizes() -> None:
