@@ -90,9 +90,18 @@ class BatchMaker:
     return_ids: bool
     mark_padding: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether batches hold the columns and nothing else."""
+        return not (self.return_ids or self.mark_padding or self.config.document_extras)
+
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
         """(batches, their bytes) from the columns of the real samples among `sample_ids` (-1: padding)."""
         count = len(sample_ids) // self.batch_size
+        if self.is_plain and len(columns) == 1:
+            ((name, values),) = columns.items()
+            if isinstance(values, np.ndarray):
+                return [{name: tensor} for tensor in _tensors(values, count)], values.nbytes
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
@@ -105,9 +114,6 @@ class BatchMaker:
             else:
                 parts[name] = [values[i * self.batch_size : (i + 1) * self.batch_size] for i in range(count)]
         parts |= self._bounds(columns, padding)
-        if len(parts) == 1:
-            ((name, values),) = parts.items()
-            return [{name: value} for value in values], size
         names = list(parts)
         return [dict(zip(names, values, strict=True)) for values in zip(*parts.values(), strict=True)], size
 
@@ -157,5 +163,4 @@ class BatchMaker:
 
 def _tensors(values: _Array, count: int) -> list[torch.Tensor]:
     # One storage per batch, so that saving or sending a batch does not drag its neighbours along.
-    shaped = values.reshape(count, -1, *values.shape[1:])
-    return [torch.from_numpy(part) for part in shaped]
+    return list(map(torch.from_numpy, values.reshape(count, -1, *values.shape[1:])))

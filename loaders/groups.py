@@ -1,28 +1,33 @@
 """Batches made a few at a time: thousands of positions planned at once, a cache-sized group gathered at once.
 
 Planning costs about 100 ns a sample in calls for thousands; a gather is fastest while its result fits a
-core's second-level cache. So a plan covers up to `PLAN_ROWS` samples, after a short first one (the first
-batch must not wait for a long plan, nor for shards that only later batches need), and a group up to
-`GROUP_BYTES`.
+core's second-level cache. So a plan covers up to `PLAN_ROWS` samples, after shorter ones at first (the first
+batch must wait neither for a long plan nor for shards that only later batches need), and a group up to
+`GROUP_BYTES`. The next plan is made in the background while the groups of this one are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkit.loaders.batch import Batch, BatchMaker
-from shardkit.loaders.plan import BatchPlan, Steps
+from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.prefetch import Ahead
+from shardkit.loaders.rows import Reader
 from shardkit.loaders.sources import SourceInfo
 from shardkit.order import Order
 
 __all__ = ["Cursor", "Group", "GroupMaker"]
 
-PLAN_ROWS = 8192  # of one rank; half a millisecond of planning
+PLAN_ROWS = 16384  # of one rank; two milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
-GROUP_BYTES = 512 << 10
+GROUP_BYTES = 1 << 20
+_GROWTH = 8  # of each plan over the one before
 
 Cursor = tuple[int, int]
 """(position, batches delivered in its epoch)."""
@@ -41,73 +46,90 @@ class Group:
         return len(self.batches)
 
 
-@dataclass(slots=True)
-class Progress:
-    """What is being read, for the message of a wait that got too long."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Batches that are planned, and a reader that has their shards open."""
 
-    position: int = 0
-    doing: str = "planning"
+    position: int
+    cursors: list[Cursor]
+    ids: npt.NDArray[np.int64]
+    reader: Reader
+    real: npt.NDArray[np.int64] | None  # how many samples before entry i are no padding; None: all
+    next_cursor: Cursor
+    next_left: int  # batches left in the epoch
 
 
 class GroupMaker:
     """Makes the groups of one rank from any position on."""
 
     def __init__(
-        self, order: Order, plan: BatchPlan, source: SourceInfo, maker: BatchMaker, shard_names: list[str]
+        self,
+        order: Order,
+        plan: BatchPlan,
+        source: SourceInfo,
+        maker: BatchMaker,
+        *,
+        shard_names: list[str],
+        timeout_seconds: float,
     ) -> None:
         self._order, self._plan, self._source, self._maker = order, plan, source, maker
         self._shard_names = shard_names
-        self._progress = Progress()
+        self._timeout_seconds = timeout_seconds
+        self._planning = self._reading = ""
 
     def groups(self, cursor: Cursor, *, endless: bool) -> Iterator[Group]:
         """The batches of the epoch of the next batch; all that follow, if endless."""
-        position, delivered = cursor
-        plan_rows = self._plan.batch_size
+        rows = self._plan.batch_size
+        planned = self._next_plan(cursor, self._plan.batches_left(cursor[0]), rows)
         while True:
-            left = self._plan.batches_left(position)
-            while left:
-                count = self._count(plan_rows, left)
-                plan_rows = min(plan_rows * 8, PLAN_ROWS)
-                self._progress.position, self._progress.doing = position, "planning"
-                steps = self._plan.steps(self._order, position, count)
-                left -= count
-                cursors = [(after, delivered + i) for i, after in enumerate(steps.after, 1)]
-                if not left:
-                    cursors[-1] = (steps.after[-1], 0)
-                yield from self._groups(steps, cursors)
-                position, delivered = cursors[-1]
-            if not endless:
+            left = planned.next_left or (self._plan.batches_left(planned.next_cursor[0]) if endless else 0)
+            rows = min(rows * _GROWTH, PLAN_ROWS)
+            ahead = Ahead(partial(self._next_plan, planned.next_cursor, left, rows)) if left else None
+            yield from self._groups(planned)
+            if ahead is None:
                 return
+            planned = ahead.result(self._timeout_seconds, self.describe)
 
     def describe(self) -> str:
-        """What is being read now."""
-        plan, progress = self._plan, self._progress
-        return f"rank {plan.rank} of {plan.world_size}, position {progress.position:,}, {progress.doing}"
+        """Where this rank is, what it is reading and planning."""
+        return f"rank {self._plan.rank} of {self._plan.world_size}, {self._reading}{self._planning}"
 
-    def _count(self, rows: int, left: int) -> int:
+    def _next_plan(self, cursor: Cursor, left: int, rows: int) -> _Planned:
+        """Plan about `rows` samples, of the `left` batches that the epoch still has."""
+        position, delivered = cursor
         most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
-        return max(1, min(most, left))
-
-    def _groups(self, steps: Steps, cursors: list[Cursor]) -> Iterator[Group]:
-        size = self._plan.batch_size
+        count = max(1, min(most, left))
+        self._planning = f"; planning from position {position:,}"
+        steps = self._plan.steps(self._order, position, count)
+        cursors = [(after, delivered + number) for number, after in enumerate(steps.after, 1)]
+        if count == left:
+            cursors[-1] = (steps.after[-1], 0)
         shard, row, ids = steps.shard.ravel(), steps.row.ravel(), steps.sample_id.ravel()
-        # Readers see real samples only: `real[i]` of them come before entry i.
-        real = np.concatenate([[0], np.cumsum(shard >= 0)]) if steps.padded else None
-        if real is not None:
-            shard, row = shard[ids >= 0], row[ids >= 0]
-        self._say_shards(shard)
+        real = None
+        if steps.padded:
+            is_real = ids >= 0
+            shard, row = shard[is_real], row[is_real]
+            real = np.concatenate([[0], np.cumsum(is_real)])
+        self._planning = f"; opening {self._names(shard)}"
         reader = self._source.source.reader(shard, row)
+        self._planning = ""
+        return _Planned(position, cursors, ids, reader, real, cursors[-1], left - count)
+
+    def _groups(self, planned: _Planned) -> Iterator[Group]:
+        size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
+        make, reader = self._maker.make, planned.reader
         per_group = max(1, GROUP_BYTES // (size * (self._source.delivered_bytes or GROUP_BYTES)))
         for first in range(0, len(cursors), per_group):
-            last = min(first + per_group, len(cursors))
-            low, high = first * size, last * size
-            read = (low, high) if real is None else (int(real[low]), int(real[high]))
-            self._progress.position = cursors[first - 1][0] if first else self._progress.position
-            batches, count = self._maker.make(reader(*read), ids[low:high])
-            yield Group(batches, cursors[first:last], count)
+            done = cursors[first : first + per_group]
+            low, high = first * size, (first + len(done)) * size
+            self._reading = f"reading the batches up to position {done[-1][0]}"
+            columns = reader(low, high) if real is None else reader(int(real[low]), int(real[high]))
+            batches, count = make(columns, ids[low:high])
+            yield Group(batches, done, count)
 
-    def _say_shards(self, shard: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        if len(shard):
-            first, others = self._shard_names[int(shard[0])], len(np.unique(shard)) - 1
-            more = f" and {others} more" if others else ""
-            self._progress.doing = f"reading {first}{more}"
+    def _names(self, shard: npt.NDArray[np.int32]) -> str:
+        if not len(shard):
+            return "nothing"
+        used = np.unique(shard)
+        more = f" and {len(used) - 1} more" if len(used) > 1 else ""
+        return f"{self._shard_names[int(used[0])]}{more}"

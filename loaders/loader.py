@@ -126,9 +126,15 @@ class StreamingLoader:
                 f"{worker.num_workers} times: iterate over it directly (it prefetches by itself)"
             )
         self._stop()
-        names = [info.stored.basename for info in self.dataset.manifest.shards]
-        maker = GroupMaker(self._order, self._plan, self._source, self._maker, names)
         config = self.config
+        maker = GroupMaker(
+            self._order,
+            self._plan,
+            self._source,
+            self._maker,
+            shard_names=[info.stored.basename for info in self.dataset.manifest.shards],
+            timeout_seconds=config.timeout_seconds,
+        )
         limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
         cursor = (self.position, self._delivered())
         self._running = Prefetcher(maker.groups(cursor, endless=config.endless), limits, maker.describe)

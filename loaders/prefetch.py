@@ -2,9 +2,10 @@
 
 A source (an iterator) is advanced either by the training loop itself or by one background thread, never by
 both at once, and what it yields comes out in its order. The thread runs only when the training loop has
-something else to do: when it comes back sooner than `BUSY_SECONDS` there is nothing to overlap with, and
-handing batches from one core to another is slower than gathering them on the spot (16 microseconds for 8
-rows). So a loop that only reads runs at full speed, and a loop that trains finds its batches ready.
+something else to do: when it comes back sooner than `BUSY_SECONDS` there is nothing to overlap with, and two
+threads that take turns with Python's lock and each other's caches are slower than one (16 microseconds gather
+8 rows; waking a thread costs more). So a loop that only reads runs at full speed on a busy machine too, and a
+loop that trains finds its batches ready.
 
 The thread stays within `Limits` (one item is always allowed). An error in it is raised where the item was
 due, with the thread's traceback. `close` ends the thread; so do leaving the loop and the interpreter's end.
@@ -24,9 +25,10 @@ from typing import Generic, Protocol, TypeVar
 
 from shardkit.errors import ShardkitError
 
-__all__ = ["BUSY_SECONDS", "Limits", "LoaderTimeoutError", "Prefetcher", "Sized"]
+__all__ = ["BUSY_SECONDS", "Ahead", "Limits", "LoaderTimeoutError", "Prefetcher"]
 
 BUSY_SECONDS = 200e-6  # above: the loop does work that a thread can hide behind
+_BUSY_TIMES = 2  # in a row: once may be the operating system's doing
 _JOIN_SECONDS = 5.0  # how long closing waits for a thread in the middle of a read
 
 
@@ -34,8 +36,8 @@ class LoaderTimeoutError(ShardkitError, TimeoutError):
     """A batch did not arrive in time; the message says which and what was being read."""
 
 
-class Sized(Protocol):
-    """What a prefetcher must know of an item."""
+class Item(Protocol):
+    """What a prefetcher must know of what it hands out."""
 
     @property
     def bytes(self) -> int: ...
@@ -44,12 +46,13 @@ class Sized(Protocol):
     def batch_count(self) -> int: ...
 
 
-T = TypeVar("T", bound=Sized)
+T = TypeVar("T", bound=Item)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far ahead a prefetcher may run and how long a wait may last."""
+    """How far ahead a prefetcher may run (0 batches: no thread), and how long a wait may last."""
 
     batches: int
     bytes: int
@@ -68,24 +71,24 @@ class Prefetcher(Generic[T]):
         self._ready_batches = self._ready_bytes = 0
         self._busy = False  # someone is advancing the source
         self._wanted = False  # the thread may advance it
-        self._ended = self._closed = False
+        self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._returned = time.perf_counter()
+        self._busy_times = 0
 
     def get(self) -> T | None:
         """The next item, or None at the end. Raises what the source raised, or LoaderTimeoutError."""
         if os.getpid() != self._process:
             raise RuntimeError("this iterator belongs to the parent process: call iter(loader) in this one")
-        with self._changed:
-            if self._limits.batches:
-                self._let_thread_run(time.perf_counter() - self._returned > BUSY_SECONDS)
-            item = self._take_ready()
-            inline = item is None and not self._ended
-            self._busy = self._busy or inline
-        if inline:
+        is_busy = time.perf_counter() - self._returned > BUSY_SECONDS
+        self._busy_times = self._busy_times + 1 if is_busy else 0
+        wanted = self._busy_times >= _BUSY_TIMES and self._limits.batches > 0
+        if self._thread is None and not wanted and not self._ended:
             item = self._advance()
+        else:
+            item = self._get_from_either(wanted)
         self._returned = time.perf_counter()
         return item
 
@@ -94,7 +97,7 @@ class Prefetcher(Generic[T]):
         if os.getpid() != self._process:
             return
         with self._changed:
-            self._closed = self._ended = True
+            self._ended = True
             self._ready.clear()
             self._changed.notify_all()
         thread = self._thread
@@ -102,6 +105,20 @@ class Prefetcher(Generic[T]):
             atexit.unregister(self.close)
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
+
+    def _get_from_either(self, wanted: bool) -> T | None:
+        with self._changed:
+            self._let_thread_run(wanted)
+            item = self._take_ready()
+            if item is not None or self._ended:
+                return item
+            self._busy = True
+        try:
+            return self._advance()
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
 
     def _take_ready(self) -> T | None:
         """The next ready item, or None; waits for it while the thread is at work."""
@@ -123,19 +140,15 @@ class Prefetcher(Generic[T]):
         return None
 
     def _advance(self) -> T | None:
-        """The source's next item, or None at its end; the caller has set `_busy`."""
-        item = error = None
+        """The source's next item, or None at its end; nobody else can advance it meanwhile."""
         try:
             item = next(self._source, None)
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            # A generator that raised is at its end: asked again, it would pass for a finished epoch.
+            self._ended, self._error = True, error
             raise
-        finally:
-            with self._changed:
-                self._busy = False
-                self._ended = self._ended or item is None
-                self._error = error
-                self._changed.notify_all()
+        if item is None:
+            self._ended = True
         return item
 
     def _let_thread_run(self, wanted: bool) -> None:
@@ -161,17 +174,44 @@ class Prefetcher(Generic[T]):
                 if self._ended:
                     return
                 self._busy = True
+            item = error = None
             try:
                 item = next(self._source, None)
-                error = None
             except BaseException as raised:
-                item, error = None, raised
+                error = raised
             with self._changed:
                 self._busy = False
                 if item is None:
                     self._ended, self._error = True, error
-                elif not self._closed:
+                elif not self._ended:
                     self._ready.append(item)
                     self._ready_batches += item.batch_count
                     self._ready_bytes += item.bytes
                 self._changed.notify_all()
+
+
+class Ahead(Generic[R]):
+    """One call made in a short-lived thread while the caller does something else."""
+
+    def __init__(self, call: Callable[[], R]) -> None:
+        self._call = call
+        self._result: R | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shardkit-plan", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_seconds: float, describe: Callable[[], str]) -> R:
+        """What the call returned; raises what it raised, or LoaderTimeoutError."""
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            raise LoaderTimeoutError(f"no plan within {timeout_seconds:g} s: {describe()}")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error

@@ -29,7 +29,7 @@ Columns = dict[str, npt.NDArray[np.generic] | list[object]]
 Reader = Callable[[int, int], Columns]
 """Reader(low, high): the columns of the planned samples low to high."""
 
-_CAST_BYTES = 128 << 10  # gathered, then converted: both fit a core's second-level cache
+_CAST_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache
 _MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
 
 
