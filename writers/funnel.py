@@ -56,7 +56,8 @@ class Funnel:
                 self.cleaned[number].kept,
                 self.tokenized[number].read,
             )
-            self.source(number).check(f"source {number}")
+            self.cleaned[number].check(f"source {number}, cleaning")
+            self.tokenized[number].check(f"source {number}, tokenizing")
         total = self.total
         total.check("the whole build")
         _same("exact duplicates", self.losers, total.dropped.get("exact_duplicate", Count()))

@@ -1,4 +1,4 @@
-"""Runs a stage's tasks: the journal's finished ones are taken, the rest goes to the engine; keeps the times."""
+"""Runs a stage's tasks: the journal's finished ones are taken, the engine runs the rest; keeps the times."""
 
 from __future__ import annotations
 

@@ -49,7 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     how = (
         "sizes and structure" if report.quick else f"hashes of {report.hashed:,} shards, sizes and structure"
     )
-    verdict = "intact" if report.ok else f"{report.problem_count:,} problems"
+    verdict = (
+        "intact"
+        if report.ok
+        else f"{report.problem_count:,} problem{'s' if report.problem_count > 1 else ''}"
+    )
     stdout_console().print(
         f"{report.path}: {verdict}: {report.shards:,} shards, {report.samples:,} samples, "
         f"{format_bytes(report.bytes)} checked ({how}); fingerprint {report.fingerprint}"

@@ -1,0 +1,230 @@
+"""Workers: results in task order, errors as they were raised, deaths explained, nobody left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from shardkit.errors import BuildError, RecipeError, ShardError
+from shardkit.writers.engine_local import LocalEngine, WorkerTracebackError, default_workers
+from shardkit.writers.journal import Commit, Journal, Task
+
+# Workers import tasks by name, so these live in a module of their own.
+TASKS = """
+import os, time
+from shardkit.errors import RecipeError, ShardError
+
+def square(folder, number):
+    (folder / "square.txt").write_text(str(number * number))
+    return {"pid": os.getpid()}
+
+def nap(folder, seconds):
+    (folder.parent.parent / f"napping-{os.getpid()}").touch()
+    time.sleep(seconds)
+    return {}
+
+def die(folder, number):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+def leave(folder): os._exit(3)
+def refuse(folder): raise RecipeError("pack.length: too long")
+def damage(folder): raise ShardError("shard.mds", "torn", offset=7)
+def fill_disk(folder): raise OSError(28, "No space left on device", str(folder / "x"))
+def exhaust(folder): raise MemoryError
+def stumble(folder): return {}["missing"]
+
+class Stubborn(RecipeError):
+    def __init__(self, a, b): super().__init__(f"{a} {b}")
+
+def unpicklable(folder): raise Stubborn(1, 2)
+
+def environment(folder):
+    print("to stdout")
+    names = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    return {name: os.environ[name] for name in names}
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("engine_tasks")
+    del sys.modules["engine_tasks"]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Path]:
+    with Journal(tmp_path / "work") as journal:
+        yield journal.work
+
+
+def task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
+    return Task("stage", f"{name}-{number}", {"args": list(args)}, getattr(tasks, name), args, weight)
+
+
+def ignore(commit: Commit) -> None:
+    pass
+
+
+def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, work: Path) -> None:
+    planned = [task(tasks, "square", n, number=n, weight=n * 7 % 5) for n in range(9)]
+    heard: list[str] = []
+    with LocalEngine(3) as engine:
+        commits = engine.run(planned, work, lambda commit: heard.append(commit.name))
+        again = engine.run(planned[:1], work, ignore)
+    assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
+    assert sorted(heard) == sorted(planned_task.name for planned_task in planned)
+    pids = {c.counts["pid"] for c in commits}
+    assert 1 <= len(pids) <= 3
+    assert os.getpid() not in pids
+    assert again[0].counts["pid"] in pids  # workers are kept
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_the_heaviest_task_starts_first(tasks: ModuleType, work: Path) -> None:
+    planned = [task(tasks, "square", n, number=n, weight=n) for n in range(5)]
+    heard: list[str] = []
+    with LocalEngine(1) as engine:
+        engine.run(planned, work, lambda commit: heard.append(commit.name))
+    assert heard == [f"square-{n}" for n in (4, 3, 2, 1, 0)]
+
+
+def test_workers_use_one_thread_and_leave_stdout_alone(
+    tasks: ModuleType, work: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalEngine(1) as engine:
+        [commit] = engine.run([task(tasks, "environment")], work, ignore)
+    assert commit.counts == {
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    assert capfd.readouterr().out == ""  # stdout is for results
+
+
+def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    (tmp_path / "guard.py").write_text(
+        "print('once')\n"
+        "from pathlib import Path; import engine_tasks\n"
+        "from shardkit.writers.engine_local import LocalEngine\n"
+        "from shardkit.writers.journal import Journal, Task\n"
+        "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
+        "    tasks = [Task('s', str(n), {}, engine_tasks.environment) for n in range(2)]\n"
+        "    print(len(engine.run(tasks, journal.work, lambda c: None)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "guard.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "once\n2\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("refuse", RecipeError, r"^pack\.length: too long$"),
+        ("damage", ShardError, r"^shard\.mds: byte 7: torn$"),
+        ("fill_disk", BuildError, r"task stage/fill_disk-0: .*No space left.*the same command continues"),
+        ("exhaust", BuildError, r"task stage/exhaust-0: out of memory; use fewer --workers"),
+        ("stumble", BuildError, r"task stage/stumble-0: KeyError: 'missing'; this is a bug"),
+        ("unpicklable", BuildError, r"task stage/unpicklable-0: Stubborn: 1 2"),
+    ],
+)
+def test_errors_keep_their_type_and_say_which_task(
+    tasks: ModuleType, work: Path, name: str, kind: type[Exception], message: str
+) -> None:
+    with LocalEngine(1) as engine, pytest.raises(kind, match=message) as caught:
+        engine.run([task(tasks, name)], work, ignore)
+    assert type(caught.value) is kind
+    assert isinstance(caught.value.__cause__, WorkerTracebackError)
+    assert f"in {name}" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, r"stage/die-0: its worker was killed by SIGKILL; if the machine ran out of memory"),
+        (signal.SIGSEGV, r"stage/die-0: its worker was killed by SIGSEGV; what is finished is kept"),
+    ],
+)
+def test_a_killed_worker_is_named_with_its_task_and_signal(
+    tasks: ModuleType, work: Path, number: int, message: str
+) -> None:
+    with LocalEngine(2) as engine, pytest.raises(BuildError, match=message):
+        engine.run([task(tasks, "die", int(number))], work, ignore)
+
+
+def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Path) -> None:
+    with LocalEngine(1) as engine, pytest.raises(BuildError, match=r"stage/leave-0: .* exit status 3"):
+        engine.run([task(tasks, "leave")], work, ignore)
+
+
+def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Path) -> None:
+    start = time.monotonic()
+    planned = [task(tasks, "nap", 60, weight=2), task(tasks, "refuse")]
+    with LocalEngine(2) as engine, pytest.raises(RecipeError):
+        engine.run(planned, work, ignore)
+    assert time.monotonic() - start < 30
+    assert not [p for p in psutil.Process().children() if "engine_local" in " ".join(p.cmdline())]
+
+
+SLEEPER = (
+    "from pathlib import Path; import engine_tasks\n"
+    "from shardkit.writers.engine_local import LocalEngine\n"
+    "from shardkit.writers.journal import Journal, Task\n"
+    "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
+    "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (60,)) for n in range(2)]\n"
+    "    engine.run(tasks, journal.work, lambda c: None)\n"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_the_build(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(napping := list((tmp_path / "work").glob("napping-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    workers = [int(path.name.removeprefix("napping-")) for path in napping]
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == -number  # Python ends an unhandled KeyboardInterrupt by SIGINT
+    assert errors.count("Traceback") == (number == signal.SIGINT)
+    while any(psutil.pid_exists(pid) and _alive(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)  # nobody reaps them in a container
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1000])
+def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
+    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 256"):
+        LocalEngine(workers)
+
+
+def test_the_default_is_bounded_by_cores_and_memory() -> None:
+    assert default_workers(1) == min(64, len(os.sched_getaffinity(0)))
+    assert default_workers(1 << 60) == 1

@@ -1,0 +1,176 @@
+"""A task is finished wholly or not at all, and skipped only while it is exactly what is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.errors import BuildError, ConservationError
+from shardkit.writers.journal import COMMIT_NAME, Journal, Task, run_task
+
+ONE_DOCUMENT = {"documents": 1, "bytes": 5}
+
+
+def write_two(folder: Path, text: str) -> dict[str, Any]:
+    (folder / "sub").mkdir()
+    (folder / "a.txt").write_text(text)
+    (folder / "sub" / "b.txt").write_text(text * 2)
+    return {"letters": 3 * len(text)}
+
+
+def fail_half_way(folder: Path) -> dict[str, Any]:
+    (folder / "a.txt").write_text("half")
+    raise BuildError("no")
+
+
+def lose_a_document(folder: Path) -> dict[str, Any]:
+    kept = {"documents": 0, "bytes": 0}
+    return {"ledger": {"read": ONE_DOCUMENT, "kept": kept, "dropped": {}, "quarantined": {}}}
+
+
+TASK = Task("stage", "task", {"key": 1}, write_two, ("text",))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "work") as journal:
+        yield journal
+
+
+def finish(journal: Journal, task: Task = TASK) -> None:
+    run_task(task, task.digest, journal.work)
+
+
+def test_a_finished_task_is_found_with_its_counts_and_outputs(journal: Journal) -> None:
+    assert journal.find(TASK) is None
+    made = run_task(TASK, TASK.digest, journal.work)
+    found = journal.find(TASK)
+    assert found is not None
+    assert found == replace(made, reused=True)
+    assert found.counts == {"letters": 12}
+    assert {name: output.bytes for name, output in found.outputs.items()} == {"a.txt": 4, "sub/b.txt": 8}
+    assert (found.folder / "sub" / "b.txt").read_text() == "texttext"
+    assert found.damaged_output() is None
+
+
+@pytest.mark.parametrize("changed", [{"key": 2}, {}, {"key": 1, "more": None}])
+def test_another_spec_is_another_task(journal: Journal, changed: dict[str, Any]) -> None:
+    finish(journal)
+    assert journal.find(replace(TASK, spec=changed)) is None
+
+
+def test_other_code_is_another_task(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(journal)
+    monkeypatch.setattr("shardkit.writers.journal.code_version", lambda: "newer")
+    assert journal.find(replace(TASK)) is None  # a fresh task, as digests are remembered
+
+
+def test_args_and_weight_do_not_decide(journal: Journal) -> None:
+    finish(journal)
+    assert journal.find(replace(TASK, args=("elsewhere",), weight=9)) is not None
+
+
+@pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", COMMIT_NAME])
+@pytest.mark.parametrize("harm", ["remove", "cut"])
+def test_a_task_that_lost_something_runs_again(journal: Journal, name: str, harm: str) -> None:
+    finish(journal)
+    path = journal.work / "stage" / "task" / name
+    path.unlink() if harm == "remove" else path.write_bytes(path.read_bytes()[:-3])
+    assert journal.find(TASK) is None
+    finish(journal)
+    assert journal.find(TASK) is not None
+
+
+def test_changed_bytes_of_the_same_size_are_noticed_when_asked_for(journal: Journal) -> None:
+    finish(journal)
+    (journal.work / "stage" / "task" / "sub" / "b.txt").write_text("texttexT")
+    found = journal.find(TASK)
+    assert found is not None
+    assert found.damaged_output() == "sub/b.txt"
+
+
+def test_a_task_that_fails_leaves_nothing(journal: Journal) -> None:
+    task = replace(TASK, function=fail_half_way, args=())
+    with pytest.raises(BuildError, match="no"):
+        run_task(task, task.digest, journal.work)
+    assert [path for path in journal.work.rglob("*.txt") if path.parent != journal.work] == []
+    assert journal.find(task) is None
+
+
+def test_a_task_whose_documents_do_not_add_up_is_not_committed(journal: Journal) -> None:
+    task = replace(TASK, function=lose_a_document, args=())
+    with pytest.raises(ConservationError, match=r"stage/task: read 1 documents .* accounted for 0"):
+        run_task(task, task.digest, journal.work)
+    assert journal.find(task) is None
+
+
+def test_a_new_version_replaces_the_old_one_whole(journal: Journal) -> None:
+    finish(journal)
+    newer = replace(TASK, spec={"key": 2}, args=("x",))
+    finish(journal, newer)
+    assert journal.find(TASK) is None
+    assert (journal.work / "stage" / "task" / "a.txt").read_text() == "x"
+
+
+def test_sweeping_keeps_what_the_plan_names(journal: Journal) -> None:
+    finish(journal)
+    finish(journal, replace(TASK, name="old"))
+    finish(journal, replace(TASK, stage="other"))
+    journal.sweep("stage", ["task"])
+    assert [journal.find(replace(TASK, name=name)) is None for name in ("task", "old")] == [False, True]
+    assert journal.find(replace(TASK, stage="other")) is not None
+
+
+def test_what_a_killed_build_left_is_cleared(tmp_path: Path) -> None:
+    with Journal(tmp_path / "work") as journal:
+        (journal.work / "unfinished" / "stage.task.123").mkdir()
+        finish(journal)
+    with Journal(tmp_path / "work") as journal:
+        assert list((journal.work / "unfinished").iterdir()) == []
+        assert journal.find(TASK) is not None
+
+
+def test_two_builds_cannot_share_a_work_folder(tmp_path: Path) -> None:
+    with Journal(tmp_path / "work"), pytest.raises(BuildError, match="another build uses"):
+        Journal(tmp_path / "work").__enter__()
+    with Journal(tmp_path / "work"):
+        pass  # free again
+
+
+def test_the_lock_of_a_killed_build_is_free(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from shardkit.writers.journal import Journal\n"
+        "Journal(Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "work")], timeout=60)
+    assert done.returncode == -9
+    with Journal(tmp_path / "work") as journal:
+        finish(journal)
+
+
+def test_a_folder_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(BuildError, match=r"holds files that no build wrote \(thesis\.txt\)"):
+        Journal(tmp_path).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "work") as journal:
+        finish(journal)
+        journal.remove()
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match=r"file/work: cannot be used as work folder"):
+        Journal(tmp_path / "file" / "work").__enter__()
+    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208

@@ -1,0 +1,193 @@
+"""Verification finds any changed byte, names the file, and passes what is whole, whoever made it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit import mds, tar
+from shardkit.errors import ShardError
+from shardkit.index import ShardInfo
+from shardkit.verify import VerifyReport, verify
+
+ROWS = np.arange(40 * 16, dtype=np.uint16).reshape(40, 16)
+FORMATS = ["mds", "mds.zstd", "tar"]
+
+
+def write_dataset(folder: Path, format: str, hashes: tuple[str, ...] = ("xxh64",)) -> Path:
+    folder.mkdir()
+    shards: list[ShardInfo] = []
+    for number in range(4):
+        rows = ROWS[number * 10 : number * 10 + 10]
+        if format == "tar":
+            name = f"shard-{number:05d}.tar"
+            shards.append(tar.write_rows_shard(folder, name, rows, key_start=number * 10, hashes=hashes))
+        else:
+            compression = "zstd" if format == "mds.zstd" else None
+            name = f"shard.{number:05d}.mds"
+            shards.append(mds.write_rows_shard(folder, name, rows, compression=compression, hashes=hashes))
+    (tar.write_shard_list if format == "tar" else mds.write_index)(folder, shards)
+    return folder
+
+
+def second_shard(folder: Path) -> Path:
+    return next(path for path in folder.iterdir() if "00001" in path.name)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_whole_dataset_passes(tmp_path: Path, format: str, quick: bool) -> None:
+    report = verify(write_dataset(tmp_path / "d", format), quick=quick)
+    assert report.ok
+    assert report.problems == ()
+    assert (report.shards, report.samples, report.hashed) == (4, 40, 0 if quick else 4)
+    assert report.to_dict()["ok"] is True
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_flipped_bit_anywhere_is_found_and_its_shard_named(tmp_path: Path, format: str) -> None:
+    folder = write_dataset(tmp_path / "d", format)
+    shard = second_shard(folder)
+    whole = shard.read_bytes()
+    for place in np.linspace(0, len(whole) - 1, 25).astype(int).tolist():
+        shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        report = verify(folder)
+        assert [problem.file for problem in report.problems] == [shard.name], place
+        assert not report.ok
+    shard.write_bytes(whole)
+    assert verify(folder).ok
+
+
+def cut(folder: Path) -> None:
+    second_shard(folder).write_bytes(second_shard(folder).read_bytes()[:-100])
+
+
+def remove(folder: Path) -> None:
+    second_shard(folder).unlink()
+
+
+def empty(folder: Path) -> None:
+    second_shard(folder).write_bytes(b"")
+
+
+def become_a_folder(folder: Path) -> None:
+    shard = second_shard(folder)
+    shard.unlink()
+    shard.mkdir()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("harm", [cut, remove, empty, become_a_folder])
+@pytest.mark.parametrize("quick", [False, True])
+def test_missing_and_cut_shards_are_named_even_quickly(
+    tmp_path: Path, format: str, harm: Callable[[Path], None], quick: bool
+) -> None:
+    folder = write_dataset(tmp_path / "d", format)
+    name = second_shard(folder).name
+    harm(folder)
+    report = verify(folder, quick=quick)
+    assert [problem.file for problem in report.problems] == [name]
+
+
+def test_every_damaged_shard_is_named_at_once(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "d", "mds")
+    for number in (0, 3):
+        (folder / f"shard.0000{number}.mds").unlink()
+    report = verify(folder, threads=1)
+    assert [problem.file for problem in report.problems] == ["shard.00000.mds", "shard.00003.mds"]
+    assert report.problem_count == 2
+
+
+def test_without_hashes_damaged_samples_are_found_by_reading_them(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    with mds.MdsWriter(folder, columns={"name": "str", "n": "int"}) as writer:
+        for n in range(20):
+            writer.write({"name": "a" * n, "n": n})
+    assert verify(folder).ok
+    shard = next(folder.glob("*.mds"))
+    data = bytearray(shard.read_bytes())
+    position = data.rindex(b"aaa")
+    data[position] = 0xFF  # not UTF-8 any more
+    shard.write_bytes(data)
+    report = verify(folder)
+    assert [problem.file for problem in report.problems] == [shard.name]
+    assert "name" in report.problems[0].problem
+    assert verify(folder, quick=True).ok  # it says that it reads no sample
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    report = verify(folder)
+    return {"fingerprint": report.fingerprint, "samples": 40, "shards": 4, "format": "mds", "dtype": "uint16",
+            "sequence_length": 16, "tokens": 630, "padding": 10}  # fmt: skip
+
+
+def with_card(folder: Path, card: dict[str, Any]) -> VerifyReport:
+    (folder / "dataset.json").write_text(json.dumps(card))
+    return verify(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fingerprint": "00"}, "fingerprint is '00'"),
+        ({"samples": 41}, "samples is 41, the shards have 40"),
+        ({"shards": 5}, "shards is 5, the shards have 4"),
+        ({"sequence_length": 8}, "sequence_length is 8, the shards have 16"),
+        ({"dtype": "uint32"}, "dtype is 'uint32'"),
+        ({"tokens": 631}, "631 tokens and 10 of padding; the rows hold 640"),
+        ({"files": ["x"]}, "`files` must map"),
+        ({"files": {"report.html": {"bytes": 3}}}, "cannot be read: No such file"),
+        ({"files": {"../d/index.json": {"bytes": 3}}}, "leaves the dataset's folder"),
+        ({"files": {"index.json": {"bytes": 3}}}, "the card states 3"),
+        ({"files": {"index.json": 7}}, "is described wrongly"),
+    ],
+)
+def test_a_card_that_is_not_the_shards_own_is_found(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = write_dataset(tmp_path / "d", "mds")
+    card = card_of(folder)
+    assert with_card(folder, card).ok
+    [problem] = with_card(folder, card | change).problems
+    assert message in problem.problem
+
+
+def test_files_beside_the_shards_are_hashed(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "d", "mds")
+    (folder / "report.html").write_text("abc")
+    good = {"bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
+    assert with_card(folder, card_of(folder) | {"files": {"report.html": good}}).ok
+    (folder / "report.html").write_text("abd")
+    report = verify(folder)
+    assert [problem.file for problem in report.problems] == ["report.html"]
+    assert verify(folder, quick=True).ok
+
+
+def test_a_shard_listed_twice_is_a_problem(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "d", "tar")
+    index = json.loads((folder / "shards.json").read_text())
+    index["shardlist"].append(index["shardlist"][0])
+    (folder / "shards.json").write_text(json.dumps(index))
+    assert "twice" in verify(folder).problems[0].problem
+
+
+def test_no_dataset_at_all_raises(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="holds no dataset"):
+        verify(tmp_path)
+    with pytest.raises(ShardError, match="no such file"):
+        verify(tmp_path / "nowhere")
+
+
+def test_verifying_changes_nothing(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "d", "mds.zstd")
+    shutil.copytree(folder, tmp_path / "copy")
+    verify(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        path.name for path in (tmp_path / "copy").iterdir()
+    )
