@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        _say("interrupted")
+        _say("interrupted" + ("; the same command continues" if arguments.verb == "build" else ""))
         return INTERRUPTED
     except Exception as error:
         if arguments.debug:

@@ -1,0 +1,61 @@
+"""Every recipe in recipes/ builds a sound dataset from inputs of the kind that it names."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from small_build import make_corpus
+
+from shardkit import open_dataset
+from shardkit.verify import verify
+from shardkit.writers import build
+
+RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
+# Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
+PROSE = "\n".join(
+    f"In the {n}th year of the {word} there was a plan that many people had to be with, and they kept it."
+    for n, word in enumerate(["river", "house", "garden", "winter", "letter", "island"])
+)
+TEXTS = [PROSE.replace("plan", f"plan{n}") for n in range(30)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "small", 40)
+    shutil.copy(tmp_path / "small" / "tokenizer.json", tmp_path)
+    data = tmp_path / "data"
+    for name in ("curated", "crawl/2024", "books", "text/deep"):
+        (data / name).mkdir(parents=True)
+    lines = "".join(json.dumps({"text": text, "license": "x"}) + "\n" for text in TEXTS[:10])
+    (data / "curated" / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS[5:])
+    (data / "crawl" / "2024" / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    count = len(TEXTS)
+    columns = {"body": TEXTS, "isbn": list(range(count)), "source_url": [None] * count}
+    pq.write_table(pa.table(columns | {"title": TEXTS, "year": [1900] * count}), data / "books" / "b.parquet")
+    (data / "text" / "deep" / "c.txt").write_text(TEXTS[0])
+    (data / "text" / "d").write_text(TEXTS[1])
+    (data / "lines.txt").write_text(PROSE)
+    return tmp_path
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) >= 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_builds_a_sound_dataset(folder: Path, recipe: Path) -> None:
+    shutil.copy(recipe, folder)
+    result = build(folder / recipe.name, workers=1, progress=False)
+    assert verify(result.output).ok
+    kept = {"jsonl-mds": 30, "parquet-wds": 30, "plain-text": 8}[recipe.stem]
+    assert result.funnel.kept.documents == kept
+    with open_dataset(result.output) as dataset:
+        assert len(dataset) == result.samples > 0
