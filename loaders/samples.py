@@ -16,7 +16,7 @@ from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.index import Column
 from shardkit.loaders.rows import Columns, Reader
-from shardkit.mds_encodings import encoding_of
+from shardkit.mds.encodings import encoding_of
 
 __all__ = ["DecodedSamples", "constant_layout"]
 

@@ -243,7 +243,7 @@ def open_dataset(
 def _find(path: Path) -> tuple[Path, Manifest]:
     """The folder that shards' names are relative to, and the manifest."""
     from shardkit import tar
-    from shardkit.tar_compressed import is_tar_name
+    from shardkit.tar.compressed import is_tar_name
 
     if path.is_dir():
         return path, _find_in_folder(path)
@@ -274,7 +274,7 @@ def _find(path: Path) -> tuple[Path, Manifest]:
 
 def _find_in_folder(folder: Path) -> Manifest:
     from shardkit import tar
-    from shardkit.tar_list import LIST_NAME, tar_files
+    from shardkit.tar.shard_list import LIST_NAME, tar_files
 
     is_mds, is_list = (folder / "index.json").is_file(), (folder / LIST_NAME).is_file()
     if is_mds and is_list:

@@ -18,6 +18,8 @@ DOCUMENTS = sorted(
 
 
 MODELS = [recipe.Recipe, recipe.InputConfig, recipe.DedupConfig, recipe.TokenizerConfig, recipe.PackConfig]
+
+
 @pytest.mark.parametrize("model", [*MODELS, recipe.OutputConfig, FilterEntry])
 def test_every_recipe_key_is_documented(model: type[BaseModel]) -> None:
     text = (ROOT / "writers" / "README.md").read_text()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo
-from shardkit.mds_index import config_bytes, make_columns, parse_columns, read_index, write_index
+from shardkit.mds.index import config_bytes, make_columns, parse_columns, read_index, write_index
 
 COLUMNS = make_columns({"tokens": "ndarray:uint16:8", "id": "str"})
 SHARDS = [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shardkit import mds
 from shardkit.compression import decompress
 from shardkit.errors import ShardError
-from shardkit.mds_index import make_columns
-from shardkit.mds_writer import _ShardFile
+from shardkit.mds.index import make_columns
+from shardkit.mds.writer import _ShardFile
 
 MIXED = {"id": "str", "n": "int", "b": "bytes", "x": "ndarray", "f": "float32", "y": "ndarray:int16:2"}
 

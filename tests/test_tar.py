@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from shardkit import tar
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo
-from shardkit.tar_list import describe_tar
+from shardkit.tar.shard_list import describe_tar
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:

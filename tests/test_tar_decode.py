@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardkit.errors import MissingExtraError
-from shardkit.tar_decode import decode_member, encoding_of
+from shardkit.tar.decode import decode_member, encoding_of
 
 
 def npy(array: object) -> bytes:
@@ -106,9 +106,10 @@ def test_members_that_are_not_what_they_say_are_refused(extension: str) -> None:
 
 
 def test_archives_that_grow_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkit import tar_decode
 
-    monkeypatch.setattr(tar_decode, "MAX_EXPANDED_BYTES", 10_000)
+    from shardkit.tar import decode
+
+    monkeypatch.setattr(decode, "MAX_EXPANDED_BYTES", 10_000)
     zeros = np.zeros(1 << 20, dtype=np.uint8)
     for extension, data in (("npz", npz(a=zeros)), ("bin.gz", gzip.compress(zeros.tobytes()))):
         assert len(data) < 10_000

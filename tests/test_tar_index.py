@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from shardkit.errors import ShardError
-from shardkit.tar_headers import Member
-from shardkit.tar_index import group_members, split_name
+from shardkit.tar.headers import Member
+from shardkit.tar.index import group_members, split_name
 
 
 def members(*names: str) -> list[Member]:

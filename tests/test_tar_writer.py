@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit import tar, tar_writer
+from shardkit import tar
 from shardkit.hashing import hash_file
 from shardkit.index import Column
 
@@ -88,7 +88,7 @@ def test_shards_larger_than_a_chunk_are_the_same_bytes(
 ) -> None:
     rows = make_rows(1000, 50)
     whole = tar.write_rows_shard(tmp_path, "a.tar", rows, key_start=1, hashes=["xxh64", "sha256"])
-    monkeypatch.setattr(tar_writer, "CHUNK_BYTES", 30_000)
+    monkeypatch.setattr(tar.writer, "CHUNK_BYTES", 30_000)
     pieces = tar.write_rows_shard(tmp_path, "b.tar", rows[:, ::1], key_start=1, hashes=["xxh64", "sha256"])
     assert whole.raw.hashes == pieces.raw.hashes == hash_file(tmp_path / "b.tar", ["xxh64", "sha256"])
     assert whole.columns == (Column("tokens.npy", "ndarray:uint16:50", 100),)

@@ -2,8 +2,8 @@
 
 Files are named relative to the recipe's folder with "/" between the parts (a path given as absolute and
 outside that folder stays absolute), so a document keeps its identity when the folder moves. Compressed files
-are one split; plain JSONL and text with lines are cut behind every 64 MiB at b"\\n"; Parquet is cut between row
-groups. The size is a constant: worker count and memory never change which records meet in a split.
+are one split; plain JSONL and text with lines are cut behind every 64 MiB at b"\\n"; Parquet is cut between
+row groups. The size is a constant: worker count and memory never change which records meet in a split.
 """
 
 from __future__ import annotations

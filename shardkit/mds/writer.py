@@ -21,8 +21,8 @@ from shardkit.compression import compression_suffix, new_compressor
 from shardkit.errors import ShardError
 from shardkit.hashing import Hasher, new_hash
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo
-from shardkit.mds_encodings import encode_value, encoding_of
-from shardkit.mds_index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
+from shardkit.mds.encodings import encode_value, encoding_of
+from shardkit.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
 from shardkit.units import parse_bytes
 
 __all__ = ["DEFAULT_SHARD_BYTES", "MdsWriter", "write_rows_shard"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
-from shardkit.tar_compressed import is_tar_name, tar_compression
+from shardkit.tar.compressed import is_tar_name, tar_compression
 
 __all__ = [
     "LIST_NAME",

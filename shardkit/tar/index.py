@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.tar_headers import Member
+from shardkit.tar.headers import Member
 
 __all__ = ["TarIndex", "group_members", "split_name"]
 

@@ -3,7 +3,7 @@
 `open_shard` maps a tar (or decompresses a compressed one into memory) and indexes its members. Where the
 samples repeat with a constant stride, an extension of equal .npy members is a strided matrix over the map:
 `fixed_rows` gathers a batch with no Python per sample, exactly as for MDS. Everything else is decoded
-sample by sample (see `shardkit.tar_decode`). Opening costs milliseconds for a constant stride, about 10
+sample by sample (see `shardkit.tar.decode`). Opening costs milliseconds for a constant stride, about 10
 microseconds a member otherwise. Every view handed out keeps its map alive, so closing never breaks a reader.
 """
 
@@ -24,16 +24,15 @@ import numpy.typing as npt
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
 from shardkit.index import Column, ShardInfo
-from shardkit.tar_compressed import MAX_UNSTATED_BYTES, decompress_tar
-from shardkit.tar_decode import decode_member, encoding_of
-from shardkit.tar_headers import BLOCK, walk_members
-from shardkit.tar_index import TarIndex, group_members
-from shardkit.tar_list import UNKNOWN, describe_tar, read_shard_list, tar_files, write_shard_list
-from shardkit.tar_npy import NpyHeader, parse_npy_header
-from shardkit.tar_stride import index_constant_stride
-from shardkit.tar_writer import write_rows_shard
+from shardkit.tar.compressed import MAX_UNSTATED_BYTES, decompress_tar
+from shardkit.tar.decode import decode_member, encoding_of
+from shardkit.tar.headers import BLOCK, walk_members
+from shardkit.tar.index import TarIndex, group_members
+from shardkit.tar.npy import NpyHeader, parse_npy_header
+from shardkit.tar.shard_list import UNKNOWN, describe_tar, tar_files
+from shardkit.tar.stride import index_constant_stride
 
-__all__ = ["TarShard", "open_shard", "read_shard_list", "scan_folder", "write_rows_shard", "write_shard_list"]
+__all__ = ["TarShard", "open_shard", "scan_folder"]
 
 _CHUNK = 1 << 14  # members compared at a time
 

@@ -27,8 +27,8 @@ from shardkit.compression import decompress
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
 from shardkit.index import Column, FileInfo, ShardInfo
-from shardkit.mds_encodings import encoding_of
-from shardkit.mds_index import parse_columns
+from shardkit.mds.encodings import encoding_of
+from shardkit.mds.index import parse_columns
 
 __all__ = ["MdsShard", "open_shard"]
 

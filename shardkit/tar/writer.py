@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from shardkit.hashing import new_hash
 from shardkit.index import Column, FileInfo, ShardInfo
-from shardkit.tar_headers import BLOCK, padded
-from shardkit.tar_npy import make_npy_header
+from shardkit.tar.headers import BLOCK, padded
+from shardkit.tar.npy import make_npy_header
 
 __all__ = ["KEY_DIGITS", "write_rows_shard"]
 

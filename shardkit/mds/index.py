@@ -22,7 +22,7 @@ from shardkit.compression import parse_compression
 from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
-from shardkit.mds_encodings import encoding_of
+from shardkit.mds.encodings import encoding_of
 
 __all__ = ["INDEX_NAME", "config_bytes", "make_columns", "parse_columns", "read_index", "write_index"]
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.tar_headers import BLOCK, Member, padded, walk_members
-from shardkit.tar_index import TarIndex, split_name
+from shardkit.tar.headers import BLOCK, Member, padded, walk_members
+from shardkit.tar.index import TarIndex, split_name
 
 __all__ = ["index_constant_stride"]
 

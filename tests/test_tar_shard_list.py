@@ -11,7 +11,7 @@ import pytest
 from shardkit import tar
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo
-from shardkit.tar_list import describe_tar, fixed_size
+from shardkit.tar.shard_list import describe_tar, fixed_size
 
 SHARDS = [
     ShardInfo(

@@ -28,8 +28,8 @@ from collections.abc import Callable
 import numpy as np
 
 from shardkit.errors import MissingExtraError
-from shardkit.tar_compressed import gunzip
-from shardkit.tar_npy import decode_npy
+from shardkit.tar.compressed import gunzip
+from shardkit.tar.npy import decode_npy
 
 __all__ = ["decode_member", "encoding_of"]
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit import mds_images
-from shardkit.mds_ndarray import ARRAY_DTYPES, ArrayLayout, parse_array_layout
+from shardkit.mds import images
+from shardkit.mds.ndarray import ARRAY_DTYPES, ArrayLayout, parse_array_layout
 
 __all__ = ["Encoding", "encode_value", "encoding_of"]
 
@@ -188,15 +188,15 @@ def _table() -> dict[str, Encoding]:
         Encoding("str_decimal", _encode_str_decimal, _decode_str_decimal),
         Encoding("json", _encode_json, _decode_json),
         Encoding("pkl", pickle.dumps, _decode_pickle, safe=False),
-        Encoding("pil", mds_images.encode_raw, mds_images.decode_raw),
-        Encoding("jpeg", mds_images.encode_jpeg, mds_images.decode_file),
-        Encoding("png", mds_images.encode_png, mds_images.decode_file),
+        Encoding("pil", images.encode_raw, images.decode_raw),
+        Encoding("jpeg", images.encode_jpeg, images.decode_file),
+        Encoding("png", images.encode_png, images.decode_file),
     ]
     for name in ("jpeg_array", "jpegarray"):
-        plain.append(Encoding(name, mds_images.encode_jpeg_array, mds_images.decode_jpeg_array))
+        plain.append(Encoding(name, images.encode_jpeg_array, images.decode_jpeg_array))
     for item in ("pil", "jpeg", "png"):
         one = next(e for e in plain if e.name == item)
-        encode, decode = mds_images.list_functions(one.encode, one.decode)
+        encode, decode = images.list_functions(one.encode, one.decode)
         plain.append(Encoding(f"list[{item}]", encode, decode))
     numbers = [_number_encoding(name, name) for name in ARRAY_DTYPES.values()]
     numbers.append(_number_encoding("int", "int64", to_python=True))

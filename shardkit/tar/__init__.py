@@ -1,0 +1,12 @@
+"""WebDataset tars: shardkit's own and any made by others, read in place; constant-stride tars written.
+
+One name for the format: `shard` (one open tar), `headers` and `index` (members and samples), `stride` (tars
+as matrices), `npy` and `decode` (values), `compressed`, `shard_list` (shards.json), `writer`. Whatever is
+damaged or hostile raises ShardError with the file and, where known, the byte.
+"""
+
+from shardkit.tar.shard import TarShard, open_shard, scan_folder
+from shardkit.tar.shard_list import read_shard_list, write_shard_list
+from shardkit.tar.writer import write_rows_shard
+
+__all__ = ["TarShard", "open_shard", "read_shard_list", "scan_folder", "write_rows_shard", "write_shard_list"]
