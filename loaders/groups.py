@@ -3,21 +3,19 @@
 Planning costs about 100 ns a sample in calls for thousands; a gather is fastest while its result fits a
 core's second-level cache. So a plan covers up to `PLAN_ROWS` samples, after shorter ones at first (the first
 batch must wait neither for a long plan nor for shards that only later batches need), and a group up to
-`GROUP_BYTES`. The next plan is made in the background while the groups of this one are.
+`GROUP_BYTES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.prefetch import Ahead
 from shardkit.loaders.rows import Reader
 from shardkit.loaders.sources import SourceInfo
 from shardkit.order import Order
@@ -50,13 +48,10 @@ class Group:
 class _Planned:
     """Batches that are planned, and a reader that has their shards open."""
 
-    position: int
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]
     reader: Reader
     real: npt.NDArray[np.int64] | None  # how many samples before entry i are no padding; None: all
-    next_cursor: Cursor
-    next_left: int  # batches left in the epoch
 
 
 class GroupMaker:
@@ -70,25 +65,23 @@ class GroupMaker:
         maker: BatchMaker,
         *,
         shard_names: list[str],
-        timeout_seconds: float,
     ) -> None:
         self._order, self._plan, self._source, self._maker = order, plan, source, maker
         self._shard_names = shard_names
-        self._timeout_seconds = timeout_seconds
         self._planning = self._reading = ""
 
     def groups(self, cursor: Cursor, *, endless: bool) -> Iterator[Group]:
         """The batches of the epoch of the next batch; all that follow, if endless."""
         rows = self._plan.batch_size
-        planned = self._next_plan(cursor, self._plan.batches_left(cursor[0]), rows)
         while True:
-            left = planned.next_left or (self._plan.batches_left(planned.next_cursor[0]) if endless else 0)
-            rows = min(rows * _GROWTH, PLAN_ROWS)
-            ahead = Ahead(partial(self._next_plan, planned.next_cursor, left, rows)) if left else None
-            yield from self._groups(planned)
-            if ahead is None:
+            left = self._plan.batches_left(cursor[0])
+            while left:
+                planned = self._next_plan(cursor, left, rows)
+                yield from self._groups(planned)
+                cursor, left = planned.cursors[-1], left - len(planned.cursors)
+                rows = min(rows * _GROWTH, PLAN_ROWS)
+            if not endless:
                 return
-            planned = ahead.result(self._timeout_seconds, self.describe)
 
     def describe(self) -> str:
         """Where this rank is, what it is reading and planning."""
@@ -113,7 +106,7 @@ class GroupMaker:
         self._planning = f"; opening {self._names(shard)}"
         reader = self._source.source.reader(shard, row)
         self._planning = ""
-        return _Planned(position, cursors, ids, reader, real, cursors[-1], left - count)
+        return _Planned(cursors, ids, reader, real)
 
     def _groups(self, planned: _Planned) -> Iterator[Group]:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real

@@ -133,7 +133,6 @@ class StreamingLoader:
             self._source,
             self._maker,
             shard_names=[info.stored.basename for info in self.dataset.manifest.shards],
-            timeout_seconds=config.timeout_seconds,
         )
         limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
         cursor = (self.position, self._delivered())

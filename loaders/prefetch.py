@@ -25,7 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 from shardkit.errors import ShardkitError
 
-__all__ = ["BUSY_SECONDS", "Ahead", "Limits", "LoaderTimeoutError", "Prefetcher"]
+__all__ = ["BUSY_SECONDS", "Limits", "LoaderTimeoutError", "PrefetchThread", "Prefetcher"]
 
 BUSY_SECONDS = 200e-6  # above: the loop does work that a thread can hide behind
 _BUSY_TIMES = 2  # in a row: once may be the operating system's doing
@@ -47,7 +47,6 @@ class Item(Protocol):
 
 
 T = TypeVar("T", bound=Item)
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class Prefetcher(Generic[T]):
             self._changed.notify_all()
         self._wanted = wanted
         if wanted and self._thread is None and not self._ended:
-            self._thread = threading.Thread(target=self._run, name="shardkit-prefetch", daemon=True)
+            self._thread = PrefetchThread(target=self._run, name="shardkit-prefetch", daemon=True)
             # A daemon, so that it cannot keep the process alive; stopped in order at exit all the same.
             atexit.register(self.close)
             self._thread.start()
@@ -190,28 +189,5 @@ class Prefetcher(Generic[T]):
                 self._changed.notify_all()
 
 
-class Ahead(Generic[R]):
-    """One call made in a short-lived thread while the caller does something else."""
-
-    def __init__(self, call: Callable[[], R]) -> None:
-        self._call = call
-        self._result: R | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="shardkit-plan", daemon=True)
-        self._thread.start()
-
-    def result(self, timeout_seconds: float, describe: Callable[[], str]) -> R:
-        """What the call returned; raises what it raised, or LoaderTimeoutError."""
-        self._thread.join(timeout_seconds)
-        if self._thread.is_alive():
-            raise LoaderTimeoutError(f"no plan within {timeout_seconds:g} s: {describe()}")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def _run(self) -> None:
-        try:
-            self._result = self._call()
-        except BaseException as error:
-            self._error = error
+class PrefetchThread(threading.Thread):
+    """A thread that makes batches in the background: what it does must leave the training loop alone."""

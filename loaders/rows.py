@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
+from shardkit.loaders.memory import OutputMemory
 
 __all__ = ["Columns", "FixedColumn", "FixedRows", "Reader"]
 
@@ -63,6 +64,7 @@ class _MappedColumn:
         self._dataset = dataset
         self._column = column
         self._row_bytes = column.stored.itemsize * prod(column.shape)
+        self._output = OutputMemory()
         shards = len(dataset.manifest.shards)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
@@ -83,7 +85,7 @@ class _MappedColumn:
         span = highest - lowest
         if span * self._row_bytes >= _MAX_SPAN:
             return self._reader_by_shard(shard, row)
-        memory = np.asarray(_Memory(lowest, span - self._row_bytes + 1, self._row_bytes, held))
+        memory = np.asarray(_Stretch(lowest, span - self._row_bytes + 1, self._row_bytes, held))
         return lambda low, high: self._gather(memory, offsets[low:high])
 
     def _gather(
@@ -92,7 +94,7 @@ class _MappedColumn:
         column = self._column
         if column.stored == column.delivered:
             return memory[offsets].view(column.stored).reshape(-1, *column.shape)
-        rows = np.empty((len(offsets), *column.shape), dtype=column.delivered)
+        rows = self._output.lend((len(offsets), *column.shape), column.delivered)
         step = max(1, _CAST_BYTES // self._row_bytes)
         for start in range(0, len(offsets), step):
             piece = memory[offsets[start : start + step]]
@@ -134,8 +136,8 @@ class _MappedColumn:
         return rows
 
 
-class _Memory:
-    """Lets NumPy see a stretch of address space as overlapping rows, one starting at every byte."""
+class _Stretch:
+    """Lets NumPy see a stretch of address space as rows that overlap: one starts at every byte."""
 
     def __init__(self, address: int, rows: int, row_bytes: int, held: list[npt.NDArray[np.generic]]) -> None:
         self._held = held  # the arrays that own the memory; NumPy keeps this object as the view's base

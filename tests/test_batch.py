@@ -1,0 +1,108 @@
+"""Documents, padding and positions inside packed rows, against a reference in plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.loaders.batch import BatchMaker, Segments
+from shardkit.loaders.config import LoaderConfig
+
+EOS = 0
+
+
+def reference(row: list[int], is_padding_row: bool) -> tuple[list[int], list[int], list[int], list[int]]:
+    """(labels, position ids, document ids, lengths of the segments) of one row, token by token."""
+    labels, positions, documents, lengths = [], [], [], [0]
+    was_padding = False
+    for i, token in enumerate(row):
+        is_padding = is_padding_row or (i > 0 and token == EOS and row[i - 1] == EOS)
+        begins = i > 0 and ((is_padding and not was_padding) or (not is_padding and row[i - 1] == EOS))
+        if begins:
+            lengths.append(0)
+        labels.append(-100 if is_padding else token)
+        positions.append(lengths[-1])
+        documents.append(len(lengths) - 1)
+        lengths[-1] += 1
+        was_padding = is_padding
+    return labels, positions, documents, lengths
+
+
+rows = st.integers(1, 12).flatmap(
+    lambda length: st.lists(
+        st.lists(st.sampled_from([0, 0, 1, 2]), min_size=length, max_size=length), min_size=1, max_size=6
+    )
+)
+
+
+@given(rows, st.randoms(use_true_random=False))
+def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]], random: Any) -> None:
+    tokens = np.array(table, dtype=np.uint16)
+    padding = np.array([random.random() < 0.2 for _ in table])
+    segments = Segments(tokens, EOS, padding)
+    expected = [reference(row, bool(pad)) for row, pad in zip(table, padding, strict=True)]
+    assert segments.labels(tokens).tolist() == [row[0] for row in expected]
+    assert segments.position_ids().tolist() == [row[1] for row in expected]
+    assert segments.document_ids().tolist() == [row[2] for row in expected]
+    for batch_size in {1, len(table)}:
+        for number, (bounds, longest) in enumerate(segments.cu_seqlens(batch_size)):
+            lengths = [n for row in expected[number * batch_size : (number + 1) * batch_size] for n in row[3]]
+            assert bounds.tolist() == [0, *np.cumsum(lengths).tolist()]
+            assert longest == max(lengths)
+
+
+def test_the_example_of_the_module_is_right() -> None:
+    tokens = np.array([[5, 6, 0, 7, 0, 0, 0]])
+    segments = Segments(tokens, EOS)
+    assert segments.labels(tokens).tolist() == [[5, 6, 0, 7, 0, -100, -100]]
+    assert segments.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert segments.document_ids().tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    ((bounds, longest),) = segments.cu_seqlens(1)
+    assert (bounds.tolist(), longest) == ([0, 3, 5, 7], 3)
+
+
+def make(config: LoaderConfig, ids: list[int], *, mark_padding: bool = False) -> list[dict[str, Any]]:
+    tokens = np.array([[i, EOS, EOS, 3] for i in ids if i >= 0], dtype=np.int64).reshape(-1, 4)
+    words: list[object] = [f"word {i}" for i in ids if i >= 0]
+    maker = BatchMaker(2, config, "tokens", EOS, return_ids=True, mark_padding=mark_padding)
+    return maker.make({"tokens": tokens, "words": words}, np.array(ids, dtype=np.int64))[0]
+
+
+def test_extras_have_the_types_that_models_expect() -> None:
+    config = LoaderConfig(labels=True, position_ids=True, document_ids=True, cu_seqlens=True)
+    batches = make(config, [1, 2, 3, 4])
+    assert len(batches) == 2
+    assert {key: getattr(value, "dtype", type(value)) for key, value in batches[1].items()} == {
+        "tokens": torch.int64,
+        "words": list,
+        "labels": torch.int64,
+        "position_ids": torch.int64,
+        "document_ids": torch.int32,
+        "sample_id": torch.int64,
+        "cu_seqlens": torch.int32,
+        "max_seqlen": int,
+    }
+    assert batches[1]["words"] == ["word 3", "word 4"]
+    assert batches[1]["sample_id"].tolist() == [3, 4]
+
+
+def test_padding_rows_are_flagged_ignored_and_hold_no_sample() -> None:
+    first, last = make(LoaderConfig(labels=True), [1, 2, 3, -1], mark_padding=True)
+    assert first["is_padding"].tolist() == [False, False]
+    assert last["is_padding"].tolist() == [False, True]
+    assert last["labels"][1].tolist() == [-100] * 4
+    assert last["tokens"][1].tolist() == [EOS] * 4
+    assert last["words"] == ["word 3", None]
+    assert last["labels"][0].tolist() == [3, 0, -100, 3]
+
+
+@pytest.mark.parametrize("ids", [[-1, -1]])
+def test_a_batch_of_nothing_but_padding_has_the_same_keys(ids: list[int]) -> None:
+    (batch,) = make(LoaderConfig(labels=True, cu_seqlens=True), ids, mark_padding=True)
+    assert (batch["labels"] == -100).all()
+    assert batch["cu_seqlens"].tolist() == [0, 4, 8]

@@ -1,0 +1,135 @@
+"""Batches of every rank, planned without any file."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.state import Tail
+from shardkit.order import Order, OrderSpec
+
+TAILS = get_args(Tail)
+
+
+def make_order(samples: int, lanes: int = 4, window: int = 16) -> Order:
+    shards = np.full(max(1, samples // 7), 7)
+    shards[-1] += samples - shards.sum()
+    return Order(shards, OrderSpec(seed=3, lanes=lanes, window=window))
+
+
+def epoch_ids(plan: BatchPlan, order: Order, position: int = 0) -> tuple[np.ndarray, int]:
+    """(sample ids (batches, batch size) of the epoch from `position` on, the position after it)."""
+    steps = plan.steps(order, position, plan.batches_left(position))
+    assert (
+        steps.sample_id.shape == steps.shard.shape == steps.row.shape == (len(steps.after), plan.batch_size)
+    )
+    return steps.sample_id, steps.after[-1]
+
+
+sizes = st.tuples(
+    st.integers(1, 60), st.integers(1, 9), st.integers(1, 5), st.sampled_from(TAILS), st.integers(1, 9)
+)
+
+
+@given(sizes)
+def test_an_epoch_delivers_every_sample_once_over_all_ranks(case: tuple[int, int, int, Tail, int]) -> None:
+    samples, batch_size, ranks, tail, lanes = case
+    if tail == "drop" and samples < batch_size * ranks:
+        return
+    order = make_order(samples, lanes)
+    plans = [BatchPlan(samples, batch_size, rank, ranks, tail) for rank in range(ranks)]
+    ids, ends = zip(*(epoch_ids(plan, order) for plan in plans), strict=True)
+    assert len(set(ends)) == 1, "all ranks must agree on the next position"
+    assert len({part.shape for part in ids}) == 1, "all ranks must have equally many batches"
+    everything = np.concatenate([part.ravel() for part in ids])
+    real = everything[everything >= 0]
+    if tail == "pad":
+        assert sorted(real) == list(range(samples))
+        assert ends[0] == samples
+    elif tail == "drop":
+        whole = samples // (batch_size * ranks) * batch_size * ranks
+        assert len(set(real.tolist())) == len(real) == whole
+        assert ends[0] == samples
+    else:
+        counts = np.bincount(real, minlength=samples)
+        assert counts.min() >= 1
+        assert len(real) == ends[0] == -(-samples // (batch_size * ranks)) * batch_size * ranks
+
+
+@given(sizes, st.integers(0, 3))
+def test_the_set_of_a_batch_does_not_depend_on_the_number_of_ranks(
+    case: tuple[int, int, int, Tail, int], start: int
+) -> None:
+    samples, batch_size, ranks, tail, lanes = case
+    if tail == "drop" and samples < batch_size * ranks:
+        return
+    order = make_order(samples, lanes)
+    alone = BatchPlan(samples, batch_size * ranks, 0, 1, tail)
+    expected, _ = epoch_ids(alone, order, start)
+    parts = [
+        epoch_ids(BatchPlan(samples, batch_size, rank, ranks, tail), order, start)[0] for rank in range(ranks)
+    ]
+    for got, whole in zip(np.concatenate(parts, axis=1), expected, strict=True):
+        assert sorted(got) == sorted(whole)
+        if (whole >= 0).all():
+            assert got.tolist() == whole.tolist(), "ranks take consecutive parts"
+
+
+@given(sizes, st.integers(0, 200))
+def test_counting_and_stepping_agree_at_any_position(
+    case: tuple[int, int, int, Tail, int], position: int
+) -> None:
+    samples, batch_size, ranks, tail, _ = case
+    if tail == "drop" and samples < batch_size * ranks:
+        return
+    plan = BatchPlan(samples, batch_size, 0, ranks, tail)
+    left, epoch, walked = plan.batches_left(position), plan.epoch(position), plan.start(position)
+    for _ in range(left):
+        assert plan.epoch(walked) == epoch
+        walked = plan.after(walked)
+    assert plan.epoch(walked) > epoch
+
+
+def test_planning_in_pieces_gives_the_same_batches() -> None:
+    order, plan = make_order(53), BatchPlan(53, 2, 1, 3, "pad")
+    whole = plan.steps(order, 0, 9)
+    position, pieces = 0, []
+    for count in (1, 3, 4, 1):
+        piece = plan.steps(order, position, count)
+        pieces.append(piece.sample_id)
+        position = piece.after[-1]
+    assert np.array_equal(np.concatenate(pieces), whole.sample_id)
+    assert position == whole.after[-1] == 53
+
+
+def test_padding_is_spread_evenly_so_that_no_rank_gets_none_but_padding() -> None:
+    order = make_order(53)
+    last = [BatchPlan(53, 4, rank, 4, "pad").steps(order, 48, 1).sample_id[0] for rank in range(4)]
+    assert [int((ids >= 0).sum()) for ids in last] == [1, 1, 1, 2]
+    assert all((ids[1 if r < 3 else 2 :] == -1).all() for r, ids in enumerate(last))
+
+
+def test_a_batch_larger_than_the_epoch_carries_over_several() -> None:
+    ids, end = epoch_ids(BatchPlan(5, 12, 0, 1, "carry"), make_order(5, lanes=1))
+    assert end == 12
+    assert np.bincount(ids.ravel()).tolist() in ([2, 2, 3, 2, 3], *_two_of_three())
+
+
+def _two_of_three() -> list[list[int]]:
+    return [[2 + (i in (a, b)) for i in range(5)] for a in range(5) for b in range(a)]
+
+
+def test_drop_refuses_a_batch_that_no_epoch_could_fill() -> None:
+    with pytest.raises(ValueError, match="would deliver nothing"):
+        BatchPlan(7, 2, 0, 4, "drop")
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, 1 << 30])
+def test_a_bad_batch_size_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        BatchPlan(7, size, 0, 1, "carry")
