@@ -87,21 +87,24 @@ def _fixed_columns(
     for key, name in names.items():
         column = by_name.get(name)
         layout = None if column is None or column.size is None else constant_layout(column)
-        if column is None or layout is None or not _is_everywhere(dataset, column):
+        if column is None or layout is None:
             return None
         dtype, shape = layout
         fixed[key] = FixedColumn(name, shape, dtype, delivered.get(key, dtype.newbyteorder("=")))
-    return fixed
+    return fixed if _has_stride(dataset, [by_name[name] for name in names.values()]) else None
 
 
-def _is_everywhere(dataset: Dataset, column: Column) -> bool:
-    """Whether every shard has this very column."""
-    if column.name == dataset.token_column:
-        return True
+def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
+    """Whether every shard has these very columns, a constant distance apart from row to row."""
     seen: tuple[Column, ...] | None = None
     for number, info in enumerate(dataset.manifest.shards):
         columns = info.columns or dataset.shard(number).columns
-        if columns is not seen and columns != seen and column not in columns:
+        if columns is seen or columns == seen:
+            continue
+        if not set(wanted) <= set(columns):
+            return False
+        # In MDS, one column of varying size shifts all others; tars state sizes only of strided columns.
+        if dataset.manifest.format == "mds" and any(column.size is None for column in columns):
             return False
         seen = columns
     return True

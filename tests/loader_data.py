@@ -69,7 +69,7 @@ def make_dataset(
     return folder
 
 
-def columns_sample(number: int) -> dict[str, object]:
+def columns_sample(number: int) -> dict[str, Any]:
     """A sample with a column of every kind that batches treat differently."""
     rng = np.random.default_rng(number)
     return {

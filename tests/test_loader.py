@@ -58,7 +58,8 @@ def test_sample_ids_are_row_numbers_in_dataset_order(data: Path) -> None:
     dataset = open_dataset(data)
     batch = next(iter(loader_of(data, return_ids=True)))
     for number, tokens in zip(batch["sample_id"].tolist(), batch["tokens"].numpy(), strict=True):
-        assert np.array_equal(dataset[number]["tokens"], tokens)
+        row: Any = dataset[number]["tokens"]
+        assert np.array_equal(row, tokens)
 
 
 @pytest.mark.parametrize(

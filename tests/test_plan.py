@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ def make_order(samples: int, lanes: int = 4, window: int = 16) -> Order:
     return Order(shards, OrderSpec(seed=3, lanes=lanes, window=window))
 
 
-def epoch_ids(plan: BatchPlan, order: Order, position: int = 0) -> tuple[np.ndarray, int]:
+def epoch_ids(plan: BatchPlan, order: Order, position: int = 0) -> tuple[npt.NDArray[np.int64], int]:
     """(sample ids (batches, batch size) of the epoch from `position` on, the position after it)."""
     steps = plan.steps(order, position, plan.batches_left(position))
     assert (

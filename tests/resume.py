@@ -1,0 +1,118 @@
+"""The harness that proves exact resume: `assert_exact_resume(make_loader)`.
+
+A reference run records every batch and the state after it. Then the run is begun again from every one of
+those states: all that follows must be equal, keys, types and values. A run begun from a state and stopped
+again must give states from which a third run goes on exactly. States pass through JSON, as in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardkit.loaders import StreamingLoader
+
+Batch = dict[str, Any]
+State = dict[str, Any]
+Maker = Callable[[], StreamingLoader]
+
+
+def batches(loader: StreamingLoader) -> Iterator[Batch]:
+    """All batches from here on, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def run(loader: StreamingLoader, steps: int) -> list[tuple[Batch, State]]:
+    """The next `steps` batches, each with the state that a checkpoint taken while holding it would keep."""
+    return [(batch, json.loads(json.dumps(loader.state_dict()))) for batch in islice(batches(loader), steps)]
+
+
+def assert_equal(got: Batch, expected: Batch, where: str) -> None:
+    assert got.keys() == expected.keys(), f"{where}: keys {list(got)}, expected {list(expected)}"
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            same = got[key].dtype == value.dtype and torch.equal(got[key], value)
+        else:
+            same = plain(got[key]) == plain(value)
+        assert same, f"{where}: {key!r} differs: {got[key]!r:.300} instead of {value!r:.300}"
+
+
+def plain(value: object) -> object:
+    """Something that == compares, for values of any column."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "tobytes"):
+        return value.tobytes()
+    return value
+
+
+def assert_exact_resume(make_loader: Maker, *, steps: int, tail_steps: int | None = None) -> None:
+    """Restore at each of `steps` and compare what follows, or the first `tail_steps` batches of it."""
+    with make_loader() as loader:
+        reference = run(loader, steps)
+    for step in range(steps):
+        rest = reference[step + 1 :][:tail_steps]
+        with make_loader() as loader:
+            loader.load_state_dict(reference[step][1])
+            assert loader.state_dict() == reference[step][1], f"state {step} changes by loading it"
+            for number, (got, expected) in enumerate(
+                zip(run(loader, len(rest)), rest, strict=True), step + 1
+            ):
+                assert_equal(got[0], expected[0], f"resumed after batch {step}, batch {number}")
+                assert got[1] == expected[1], f"resumed after batch {step}, state {number}"
+    assert_resumes_twice(make_loader, reference)
+
+
+def assert_resumes_twice(make_loader: Maker, reference: list[tuple[Batch, State]]) -> None:
+    """Stop, resume, stop and resume again: the third run still goes on as the first would have."""
+    third = len(reference) // 3
+    with make_loader() as loader:
+        state = run(loader, third)[-1][1]
+    with make_loader() as loader:
+        loader.load_state_dict(state)
+        state = run(loader, third)[-1][1]
+    rest = reference[2 * third :]
+    with make_loader() as loader:
+        loader.load_state_dict(state)
+        for number, (got, expected) in enumerate(zip(run(loader, len(rest)), rest, strict=True), 2 * third):
+            assert_equal(got[0], expected[0], f"resumed twice, batch {number}")
+
+
+def assert_exact_resume_in_new_process(
+    arguments: dict[str, Any], folder: Path, *, steps: int, at: list[int]
+) -> None:
+    """Like `assert_exact_resume`, each resumed run in a process of its own; `arguments`: the loader's."""
+    with StreamingLoader(**arguments) as loader:
+        reference = run(loader, steps)
+    for step in at:
+        rest = [batch for batch, _ in reference[step + 1 :]]
+        request = folder / f"request-{step}.pickle"
+        request.write_bytes(pickle.dumps((arguments, reference[step][1], len(rest))))
+        subprocess.run([sys.executable, __file__, str(request)], check=True, timeout=120)
+        found = pickle.loads(request.with_suffix(".result").read_bytes())
+        for number, (got, expected) in enumerate(zip(found, rest, strict=True), step + 1):
+            assert_equal(got, expected, f"new process after batch {step}, batch {number}")
+
+
+def main(request: Path) -> None:
+    arguments, state, steps = pickle.loads(request.read_bytes())
+    with StreamingLoader(**arguments) as loader:
+        loader.load_state_dict(state)
+        found = [batch for batch, _ in run(loader, steps)]
+    request.with_suffix(".result").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
