@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from shardkit.cli.main import VERBS, main
 from shardkit.writers import recipe
 from shardkit.writers.filters.config import FilterEntry
 
@@ -34,3 +35,22 @@ def test_links_lead_to_files_of_the_repository(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document}: {target}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_command_is_in_the_readme_and_explains_its_options(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"shardkit {verb}" in (ROOT / "README.md").read_text()
+    with pytest.raises(SystemExit) as done:
+        main([verb, "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert "default" in text
+
+
+def test_the_recipe_in_the_readme_is_valid(tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert recipe.load_recipe(tmp_path / "recipe.yaml").pack.sequence_length == 2048
