@@ -12,7 +12,6 @@ batches at once. With eos = 0 a row 5 6 0 7 0 0 0 gives
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -79,26 +78,31 @@ class Segments:
         return result
 
 
-@dataclass(frozen=True, slots=True)
 class BatchMaker:
     """Makes batches of `batch_size` from columns of many samples."""
 
-    batch_size: int
-    config: LoaderConfig
-    token_key: str | None
-    eos_id: int | None
-    return_ids: bool
-    mark_padding: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether batches hold the columns and nothing else."""
-        return not (self.return_ids or self.mark_padding or self.config.document_extras)
+    def __init__(
+        self,
+        batch_size: int,
+        config: LoaderConfig,
+        token_key: str | None,
+        eos_id: int | None,
+        *,
+        return_ids: bool = False,
+        mark_padding: bool = False,
+    ) -> None:
+        self.batch_size = batch_size
+        self.config = config
+        self.token_key = token_key
+        self.eos_id = eos_id
+        self.return_ids = return_ids
+        self.mark_padding = mark_padding
+        self._only_columns = not (return_ids or mark_padding or config.document_extras)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
         """(batches, their bytes) from the columns of the real samples among `sample_ids` (-1: padding)."""
         count = len(sample_ids) // self.batch_size
-        if self.is_plain and len(columns) == 1:
+        if self._only_columns and len(columns) == 1:
             ((name, values),) = columns.items()
             if isinstance(values, np.ndarray):
                 return [{name: tensor} for tensor in _tensors(values, count)], values.nbytes

@@ -22,9 +22,10 @@ from shardkit.order import Order
 
 __all__ = ["Cursor", "Group", "GroupMaker"]
 
-PLAN_ROWS = 16384  # of one rank; two milliseconds of planning
+PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
+PLAN_BYTES = 1 << 30  # of stored samples: a plan's shards are open together
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
-GROUP_BYTES = 1 << 20
+GROUP_BYTES = 512 << 10
 _GROWTH = 8  # of each plan over the one before
 
 Cursor = tuple[int, int]
@@ -68,24 +69,26 @@ class GroupMaker:
     ) -> None:
         self._order, self._plan, self._source, self._maker = order, plan, source, maker
         self._shard_names = shard_names
-        self._planning = self._reading = ""
+        self._planning, self._reading = "", 0
 
     def groups(self, cursor: Cursor, *, endless: bool) -> Iterator[Group]:
         """The batches of the epoch of the next batch; all that follow, if endless."""
         rows = self._plan.batch_size
+        most = max(rows, PLAN_BYTES // self._source.stored_bytes)
         while True:
             left = self._plan.batches_left(cursor[0])
             while left:
                 planned = self._next_plan(cursor, left, rows)
                 yield from self._groups(planned)
                 cursor, left = planned.cursors[-1], left - len(planned.cursors)
-                rows = min(rows * _GROWTH, PLAN_ROWS)
+                rows = min(rows * _GROWTH, PLAN_ROWS, most)
             if not endless:
                 return
 
     def describe(self) -> str:
         """Where this rank is, what it is reading and planning."""
-        return f"rank {self._plan.rank} of {self._plan.world_size}, {self._reading}{self._planning}"
+        plan, position = self._plan, self._reading
+        return f"rank {plan.rank} of {plan.world_size}, the batch up to position {position:,}{self._planning}"
 
     def _next_plan(self, cursor: Cursor, left: int, rows: int) -> _Planned:
         """Plan about `rows` samples, of the `left` batches that the epoch still has."""
@@ -115,7 +118,7 @@ class GroupMaker:
         for first in range(0, len(cursors), per_group):
             done = cursors[first : first + per_group]
             low, high = first * size, (first + len(done)) * size
-            self._reading = f"reading the batches up to position {done[-1][0]}"
+            self._reading = done[0][0]
             columns = reader(low, high) if real is None else reader(int(real[low]), int(real[high]))
             batches, count = make(columns, ids[low:high])
             yield Group(batches, done, count)
