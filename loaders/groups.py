@@ -25,7 +25,7 @@ __all__ = ["Cursor", "Group", "GroupMaker"]
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_BYTES = 1 << 30  # of stored samples: a plan's shards are open together
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
-GROUP_BYTES = 512 << 10
+GROUP_BYTES = 2 << 20
 _GROWTH = 8  # of each plan over the one before
 
 Cursor = tuple[int, int]

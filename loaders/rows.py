@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.loaders.memory import OutputMemory
+from shardkit.loaders.gather import Gather
 
 __all__ = ["Columns", "FixedColumn", "FixedRows", "Reader"]
 
@@ -30,7 +30,6 @@ Columns = dict[str, npt.NDArray[np.generic] | list[object]]
 Reader = Callable[[int, int], Columns]
 """Reader(low, high): the columns of the planned samples low to high."""
 
-_CAST_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache
 _MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
 
 
@@ -64,7 +63,7 @@ class _MappedColumn:
         self._dataset = dataset
         self._column = column
         self._row_bytes = column.stored.itemsize * prod(column.shape)
-        self._output = OutputMemory()
+        self._gather = Gather(column.shape, column.stored, column.delivered)
         shards = len(dataset.manifest.shards)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
@@ -85,21 +84,8 @@ class _MappedColumn:
         span = highest - lowest
         if span * self._row_bytes >= _MAX_SPAN:
             return self._reader_by_shard(shard, row)
-        memory = np.asarray(_Stretch(lowest, span - self._row_bytes + 1, self._row_bytes, held))
-        return lambda low, high: self._gather(memory, offsets[low:high])
-
-    def _gather(
-        self, memory: npt.NDArray[np.void], offsets: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.generic]:
-        column = self._column
-        if column.stored == column.delivered:
-            return memory[offsets].view(column.stored).reshape(-1, *column.shape)
-        rows = self._output.lend((len(offsets), *column.shape), column.delivered)
-        step = max(1, _CAST_BYTES // self._row_bytes)
-        for start in range(0, len(offsets), step):
-            piece = memory[offsets[start : start + step]]
-            rows[start : start + step] = piece.view(column.stored).reshape(-1, *column.shape)
-        return rows
+        gather = self._gather.bind(lowest, span, held)
+        return lambda low, high: gather(offsets[low:high])
 
     def _reader_by_shard(
         self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
@@ -134,17 +120,3 @@ class _MappedColumn:
         self._starts[number] = rows.__array_interface__["data"][0]
         self._strides[number] = rows.strides[0]
         return rows
-
-
-class _Stretch:
-    """Lets NumPy see a stretch of address space as rows that overlap: one starts at every byte."""
-
-    def __init__(self, address: int, rows: int, row_bytes: int, held: list[npt.NDArray[np.generic]]) -> None:
-        self._held = held  # the arrays that own the memory; NumPy keeps this object as the view's base
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "shape": (rows,),
-            "strides": (1,),
-            "typestr": f"|V{row_bytes}",
-        }
