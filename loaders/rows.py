@@ -72,6 +72,11 @@ class _MappedColumn:
     def reader(
         self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
+        # Offsets become addresses: a row that its shard does not have must never get that far.
+        if not ((row >= 0) & (row < self._dataset.manifest.shard_samples[shard])).all():
+            raise IndexError(
+                f"column {self._column.name!r}: a row was asked for that its shard does not have"
+            )
         used = np.unique(shard)
         held = [self._map(number) for number in used.tolist()]
         # Shards that this plan does not touch are let go; the dataset keeps the recent ones open.

@@ -131,6 +131,19 @@ def test_gathering_by_address_and_by_shard_give_the_same_rows(tmp_path: Path, ki
             assert by_address(low, high).dtype == by_shard(low, high).dtype == np.dtype(dtype)
 
 
+@pytest.mark.parametrize(("shard", "row"), [(0, -1), (0, 10), (1, 7)])
+def test_rows_that_a_shard_does_not_have_are_never_read(tmp_path: Path, shard: int, row: int) -> None:
+    """Rows are read by address: one too many would be someone else's memory."""
+    rows = token_rows(17, 8)
+    parts = enumerate((rows[:10], rows[10:]))
+    infos = [mds.write_rows_shard(tmp_path, f"shard.{number}.mds", part) for number, part in parts]
+    mds.write_index(tmp_path, infos)
+    source = StreamingLoader(tmp_path, batch_size=1, rank=0, world_size=1)._source.source
+    assert isinstance(source, FixedRows)
+    with pytest.raises(IndexError, match="does not have"):
+        source.reader(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
+
+
 def test_compressed_shards_get_few_enough_lanes_to_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
