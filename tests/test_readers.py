@@ -129,7 +129,10 @@ JSONL = b"\n".join(ROWS) + b"\n"
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("a.jsonl.gz", b"".join(gzip.compress(JSONL[i : i + 700]) for i in range(0, len(JSONL), 700))),
+        (
+            "a.jsonl.gz",
+            b"".join(gzip.compress(JSONL[i : i + 700], mtime=0) for i in range(0, len(JSONL), 700)),
+        ),
         ("a.jsonl.zst", zstandard.compress(JSONL[:777]) + zstandard.compress(JSONL[777:])),
         ("a.ndjson", JSONL[:-1]),
     ],
@@ -215,7 +218,7 @@ def test_a_text_file_is_one_document_or_one_for_each_line(tmp_path: Path) -> Non
     [
         ("a.txt", b"good \xff bad", "bad_utf8"),
         ("a.txt", b"x" * 2000, "too_long"),
-        ("a.txt.gz", gzip.compress(b"x" * 500)[:-9], "damaged_file"),
+        ("a.txt.gz", gzip.compress(b"x" * 500, mtime=0)[:-9], "damaged_file"),
     ],
 )
 def test_a_bad_text_file_is_quarantined_whole(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
