@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torchvision_guard  # noqa: F401
+
+# isort: split
 import lightning
 import torch
 from gpt import GPT, GPTConfig, next_token_loss

@@ -28,15 +28,6 @@ POLL_SECONDS = 0.005
 VOCABULARY = 64
 SEQUENCE_LENGTH = 64
 CHECKPOINT_EVERY = 5
-# torchmetrics, which Lightning imports, imports torchvision where it is installed, and torchvision's CUDA
-# build misses two operators in a CPU torch (see peers.py). A matching torchvision has declared them itself.
-SITECUSTOMIZE = """
-import contextlib, torch
-library = torch.library.Library("torchvision", "FRAGMENT")
-for name in ("nms", "qnms"):
-    with contextlib.suppress(RuntimeError):
-        library.define(name + "(Tensor a, Tensor b, float c) -> Tensor")
-"""
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--vocabulary", str(VOCABULARY)]
 
 
@@ -75,9 +66,6 @@ class Training:
     def start(self, steps: int) -> subprocess.Popen[str]:
         self.folder.mkdir(exist_ok=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if "lightning" in self.script:
-            (self.folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-            environment["PYTHONPATH"] = str(self.folder)
         output = (self.folder / "output.txt").open("a")
         with output:
             return subprocess.Popen(

@@ -105,6 +105,7 @@ def _print_next_steps(report: DemoReport, console: Console) -> None:
         f"shardkit info {output}/mds",
         f"shardkit verify {output}/tar",
         f"shardkit build {output}/recipe.yaml --set pack.sequence_length=1024 --output {output}-1024",
-        f"python examples/train_plain.py --data {output}/mds --vocabulary {report.vocabulary}",
+        f"python examples/train_plain.py --data {output}/mds --vocabulary {report.vocabulary} "
+        "--steps 20 --batch-size 2",
     ):
         console.print(f"  {line}")
