@@ -49,7 +49,7 @@ class ShardInfo:
     """What the index says of one shard.
 
     `raw` is the file that readers see; `zip` the stored one when `compression` is set (then `raw` is what
-    decompression must produce). `columns` is empty for tar shards, whose samples describe themselves.
+    decompression must produce). `columns` may be empty for tars of others, whose samples describe themselves.
     """
 
     raw: FileInfo
