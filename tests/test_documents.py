@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-import numpy as np
+from itertools import pairwise
 
-from shardkit.writers.documents import document_ids, keyed_hashes
+import numpy as np
+import pyarrow as pa
+
+from shardkit.writers.documents import document_ids, keyed_hashes, text_offsets
 
 
 def test_document_ids_are_pinned_because_every_order_hangs_on_them() -> None:
@@ -28,3 +31,14 @@ def test_keyed_hashes_fill_the_range_evenly() -> None:
     top = (keyed_hashes(document_ids("a", range(16_000)), 17, "shuffle") >> np.uint64(60)).astype(int)
     counts = np.bincount(top, minlength=16)
     assert np.all(np.abs(counts - 1000) < 5 * np.sqrt(1000))
+
+
+def test_text_offsets_lead_to_every_text_also_in_slices_and_empty_arrays() -> None:
+    texts = pa.array(["a", "", "ünï", "d" * 1000], pa.large_string())
+    for start, stop in [(0, 4), (1, 3), (2, 4), (3, 3), (0, 0)]:
+        part = texts[start:stop]
+        offsets = text_offsets(part)
+        data = part.buffers()[2].to_pybytes()
+        found = [data[a:b].decode() for a, b in pairwise(offsets.tolist())]
+        assert found == part.to_pylist()
+    assert text_offsets(pa.array([], pa.large_string())).tolist() == [0]

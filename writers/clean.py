@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
 from shardkit.writers.exact_dedup import KEY_DTYPE, KeyFile
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.ledger import Count, Ledger
@@ -67,7 +67,7 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
 def _filtered(batch: pa.RecordBatch, chain: FilterChain, ledger: Ledger) -> pa.RecordBatch:
     """The documents that pass; all are booked."""
     texts = batch.column("text")
-    sizes = np.diff(np.frombuffer(texts.buffers()[1], np.int64)[texts.offset :][: len(texts) + 1])
+    sizes = np.diff(text_offsets(texts))
     codes = chain.codes(texts)
     for code in np.unique(codes).tolist():
         chosen = codes == code
@@ -82,8 +82,8 @@ def _filtered(batch: pa.RecordBatch, chain: FilterChain, ledger: Ledger) -> pa.R
 def exact_keys(batch: pa.RecordBatch) -> npt.NDArray[np.void]:
     """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text with its source, id and size."""
     texts = batch.column("text")
-    _, offsets, data = texts.buffers()
-    ends = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
+    data = texts.buffers()[2]
+    ends = text_offsets(texts)
     text = memoryview(data) if data is not None else memoryview(b"")
     keys = np.empty(len(texts), KEY_DTYPE)
     edges = ends.tolist()

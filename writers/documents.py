@@ -17,7 +17,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-__all__ = ["BATCH_DOCUMENTS", "BATCH_TEXT_BYTES", "DOCUMENT_SCHEMA", "document_ids", "keyed_hashes"]
+__all__ = [
+    "BATCH_DOCUMENTS",
+    "BATCH_TEXT_BYTES",
+    "DOCUMENT_SCHEMA",
+    "document_ids",
+    "keyed_hashes",
+    "text_offsets",
+]
 
 BATCH_DOCUMENTS = 4096
 BATCH_TEXT_BYTES = 16 << 20  # a batch closes after the document that crosses this
@@ -51,3 +58,10 @@ def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.
     key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
     number = int.from_bytes(key, "little")
     return np.fromiter((xxhash.xxh3_64_intdigest(d, number) for d in document_ids), dtype=np.uint64)
+
+
+def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
+    """int64[n + 1]: where texts begin and end in the array's buffer of UTF-8, slices included; a view."""
+    if not len(texts):
+        return np.zeros(1, np.int64)
+    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]

@@ -9,7 +9,6 @@ same inputs and recipe give the same bytes, and a build that was killed goes on 
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
 from shardkit.writers.runner import Runner
-from shardkit.writers.tokenizer import Engine
+from shardkit.writers.tokenizer import Engine, tokenizer_digest
 from shardkit.writers.up_to_date import check_output
 
 __all__ = ["BuildResult", "build"]
@@ -115,7 +114,7 @@ def build(
     start = time.perf_counter()
     splits = scan.scan_inputs(recipe)
     _refuse_own_files(splits, target, work)
-    digest = _tokenizer_digest(recipe)
+    digest = tokenizer_digest(recipe.resolve(recipe.tokenizer.path))
     if card := check_output(target, recipe, splits, digest, replace=replace):
         return _result_of_card(target, card, time.perf_counter() - start)
     count = default_workers(recipe.memory) if workers is None else workers
@@ -161,14 +160,6 @@ def _refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
                 )
 
 
-def _tokenizer_digest(recipe: Recipe) -> str:
-    path = recipe.resolve(recipe.tokenizer.path)
-    try:
-        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    except OSError as error:
-        raise RecipeError(f"tokenizer.path: {path} cannot be read: {error.strerror or error}") from error
-
-
 def _result_of_card(output: Path, card: Mapping[str, Any], seconds: float) -> BuildResult:
     names = ("fingerprint", "format", "samples", "shards", "sequence_length", "tokens", "padding")
     return BuildResult(
@@ -186,11 +177,9 @@ def _result_of_card(output: Path, card: Mapping[str, Any], seconds: float) -> Bu
 class _Build:
     """The stages of one build in order."""
 
-    def __init__(
-        self, recipe: Recipe, splits: Sequence[scan.Split], tokenizer_digest: str, runner: Runner
-    ) -> None:
+    def __init__(self, recipe: Recipe, splits: Sequence[scan.Split], digest: str, runner: Runner) -> None:
         self._recipe, self._splits, self._runner = recipe, splits, runner
-        self._digest = tokenizer_digest
+        self._digest = digest
         self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
         self._states = {split.path: file_state(split.path) for split in splits}
 

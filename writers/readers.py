@@ -17,7 +17,13 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError
 from shardkit.writers.decompress import ContainerError, decompressed, plain_range
-from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES, DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.documents import (
+    BATCH_DOCUMENTS,
+    BATCH_TEXT_BYTES,
+    DOCUMENT_SCHEMA,
+    document_ids,
+    text_offsets,
+)
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.lines import Lines
 from shardkit.writers.quarantine import BadRecord, Quarantine, snippet_of
@@ -92,9 +98,7 @@ class RecordSink:
         count = len(records)
         self._rows, self._bytes = [], 0
         text = pa.array(texts, pa.large_string())
-        offsets = text.buffers()[1]
-        text_bytes = memoryview(offsets).cast("q")[count] if offsets is not None else 0
-        self._ledger.read += Count(count, text_bytes)
+        self._ledger.read += Count(count, int(text_offsets(text)[-1]))
         yield pa.RecordBatch.from_arrays(
             [
                 pa.array(document_ids(self.split.file, records), pa.binary(16)),

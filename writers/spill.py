@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import BuildError, ConservationError
-from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.documents import keyed_hashes, text_offsets
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.tokenizer import Encoder, Tokens
 
@@ -150,7 +150,7 @@ def _tokenize_batch(
     loser_reason: str,
 ) -> None:
     """Encode one batch, append eos, book what came in and what became of it."""
-    sizes = _text_bytes(batch.column("text"))
+    sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     if len(losers):
         ledger.drop(loser_reason, len(losers), int(sizes[losers].sum()))
@@ -271,10 +271,3 @@ def id_words(ids: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
         array.offset * 16 : (array.offset + len(array)) * 16
     ]
     return data.view(">u8").astype(np.uint64).reshape(-1, 2)
-
-
-def _text_bytes(texts: pa.Array) -> npt.NDArray[np.int64]:
-    if not len(texts):
-        return np.zeros(0, np.int64)
-    offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    return np.diff(offsets)

@@ -27,8 +27,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.writers.documents import text_offsets
 
-__all__ = ["Encoder", "Engine", "Parity", "Tokens", "check_parity", "load_encoder", "sample_texts"]
+__all__ = [
+    "Encoder",
+    "Engine",
+    "Parity",
+    "Tokens",
+    "check_parity",
+    "load_encoder",
+    "sample_texts",
+    "tokenizer_digest",
+]
 
 Engine = Literal["gigatoken", "tokenizers"]
 Tokens = npt.NDArray[np.uint16 | np.uint32]
@@ -137,8 +147,8 @@ class _Gigatoken:
         import awkward
 
         contents = awkward.contents
-        _, offsets, data = texts.buffers()
-        starts = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+        data = texts.buffers()[2]
+        starts = text_offsets(texts)
         characters = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
         strings = contents.ListOffsetArray(
             awkward.index.Index64(starts),
@@ -187,7 +197,7 @@ class _Reference:
 
 def load_encoder(path: Path, eos: str, engine: Engine = "gigatoken") -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
-    return _load_encoder(path, _digest(_read_tokenizer(path)), eos, engine)
+    return _load_encoder(path, tokenizer_digest(path), eos, engine)
 
 
 @lru_cache(maxsize=2)
@@ -286,7 +296,7 @@ def _pieces(array: pa.Array) -> Iterator[pa.Array]:
     """Slices of up to `ENCODE_BYTES` of text each (one document may be larger)."""
     if not len(array):
         return
-    offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+    offsets = text_offsets(array)
     start = 0
     while start < len(array):
         stop = int(np.searchsorted(offsets, offsets[start] + ENCODE_BYTES, side="right")) - 1
@@ -337,6 +347,11 @@ def _candidates(config: dict[str, Any]) -> str:
     return (
         "its special tokens are " + ", ".join(map(repr, special[:12])) + (", …" if len(special) > 12 else "")
     )
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Hex blake2b-128 of a tokenizer file; RecipeError if it cannot be read."""
+    return _digest(_read_tokenizer(path))
 
 
 def _digest(data: bytes) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shardkit.writers.documents import text_offsets
 from shardkit.writers.filters.line_statistics import LineStatistics, line_statistics
 from shardkit.writers.filters.word_statistics import WordStatistics, word_statistics
 
@@ -22,11 +23,8 @@ class TextBatch:
     def __init__(self, texts: pa.LargeStringArray, *, stop_words: tuple[str, ...] = ()) -> None:
         if texts.type != pa.large_string() or texts.null_count:
             raise ValueError(f"texts must be large_string without nulls, these are {texts.type}")
-        _, offsets, data = texts.buffers()
-        if offsets is None or not len(texts):
-            self.offsets = np.zeros(1, np.int64)
-        else:
-            self.offsets = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+        data = texts.buffers()[2]
+        self.offsets = text_offsets(texts)
         self.data: npt.NDArray[np.uint8] = (
             np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
         )
