@@ -1,0 +1,1 @@
+"""The node cache: shards of remote datasets on a local disk or in memory, fetched before they are needed."""

@@ -1,0 +1,183 @@
+"""A folder as a store: every write is a temporary file, synced, then renamed or linked into place."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from shardkit.storage.store import ObjectInfo, checked_key, checked_range
+
+__all__ = ["LocalStore"]
+
+_TEMPORARY = ".shardkit-put-"
+_numbers = itertools.count()
+
+
+class LocalStore:
+    """Files below a folder, which is made when something is put. Metadata is not kept."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+
+    @property
+    def url(self) -> str:
+        return str(self._folder)
+
+    def head(self, key: str) -> ObjectInfo:
+        file = self._file(key)
+        try:
+            return _info(key, file, file.stat())
+        except OSError as error:
+            raise _translated(file, error) from error
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
+        with self.open(key, start, stop, version=version) as body:
+            return body.read()
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> LocalBody:
+        file = self._file(key)
+        try:
+            _info(key, file, file.stat())  # before it is opened: opening a pipe would wait for ever
+            handle = file.open("rb", buffering=0)
+        except OSError as error:
+            raise _translated(file, error) from error
+        try:
+            info = _info(key, file, os.fstat(handle.fileno()))
+            if version not in (None, info.version):
+                raise ObjectChangedError(str(file), f"is of version {info.version}, not {version}")
+            start, stop = checked_range(str(file), start, stop, info.bytes)
+            handle.seek(start)
+        except BaseException:
+            handle.close()
+            raise
+        return LocalBody(handle, info, stop - start)
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        file = self._file(key)
+        temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_numbers)}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as handle:
+                    if isinstance(data, Path):
+                        with data.open("rb") as source:
+                            shutil.copyfileobj(source, handle, 1 << 20)
+                    else:
+                        handle.write(data)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+                    info = _info(key, file, os.fstat(handle.fileno()))
+                if if_absent:
+                    os.link(temporary, file)
+                else:
+                    temporary.rename(file)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(file.parent)
+        except FileExistsError as error:
+            raise ObjectExistsError(str(file), "is there already") from error
+        except OSError as error:
+            raise _translated(file, error) from error
+        return info
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        top = self._folder / prefix.rpartition("/")[0]
+        found = []
+        for folder, _, names in os.walk(top):
+            for name in names:
+                file = Path(folder, name)
+                key = file.relative_to(self._folder).as_posix()
+                if name.startswith(_TEMPORARY) or not key.startswith(prefix):
+                    continue
+                try:
+                    found.append(_info(key, file, file.stat()))
+                except (OSError, StoreError):
+                    continue  # removed meanwhile, or no file
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete(self, key: str) -> None:
+        file = self._file(key)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise _translated(file, error) from error
+
+    def close(self) -> None:
+        pass
+
+    def _file(self, key: str) -> Path:
+        return self._folder / checked_key(self.url, key)
+
+
+class LocalBody:
+    """An open file, read from where it stands for a number of bytes."""
+
+    def __init__(self, handle: BinaryIO, info: ObjectInfo, left: int) -> None:
+        self.info = info
+        self._handle = handle
+        self._left = left
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        try:
+            count: int = self._handle.readinto(buffer[: self._left])  # type: ignore[attr-defined]
+        except OSError as error:
+            raise StoreError(self.info.key, f"cannot be read: {error.strerror or error}") from error
+        if not count and self._left:
+            raise StoreError(self.info.key, f"was cut short while it was read: {self._left:,} bytes miss")
+        self._left -= count
+        return count
+
+    def read(self) -> bytes:
+        """All that is left, in one piece."""
+        data = bytearray(self._left)
+        view, filled = memoryview(data), 0
+        while filled < len(data):
+            filled += self.readinto(view[filled:])
+        return bytes(data)
+
+    def close(self) -> None:
+        self._handle.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _info(key: str, file: Path, status: os.stat_result) -> ObjectInfo:
+    if not stat.S_ISREG(status.st_mode):
+        raise ObjectNotFoundError(str(file), "is no regular file")
+    return ObjectInfo(key, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}")
+
+
+def _translated(file: Path, error: OSError) -> StoreError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return ObjectNotFoundError(str(file), "there is no such file")
+    return StoreError(str(file), f"{error.strerror or error}")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,128 @@
+"""A store in this process's memory: for tests, and as the plainest reading of the contract."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError
+from shardkit.storage.store import ObjectInfo, checked_key, checked_range
+
+__all__ = ["MemoryStore"]
+
+_spaces: dict[str, dict[str, tuple[ObjectInfo, bytes]]] = {}
+_lock = threading.Lock()
+_versions = itertools.count(1)
+
+
+class MemoryStore:
+    """Objects in a dict. Stores of one process whose URLs have the same name share their objects.
+
+    "memory://name/some/prefix" sees those of "memory://name" whose keys start with "some/prefix/".
+    """
+
+    def __init__(self, url: str = "memory://default") -> None:
+        self._url = url.rstrip("/")
+        name, _, prefix = self._url.partition("://")[2].partition("/")
+        self._name = name
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._find(key)[0]
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
+        with self.open(key, start, stop, version=version) as body:
+            return body.read()
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> MemoryBody:
+        info, data = self._find(key)
+        if version not in (None, info.version):
+            raise ObjectChangedError(self._where(key), f"is of version {info.version}, not {version}")
+        start, stop = checked_range(self._where(key), start, stop, len(data))
+        return MemoryBody(info, memoryview(data)[start:stop])
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        checked_key(self._url, key)
+        content = data.read_bytes() if isinstance(data, Path) else bytes(data)
+        info = ObjectInfo(key, len(content), f"v{next(_versions)}", dict(metadata or {}))
+        with _lock:
+            space = _spaces.setdefault(self._name, {})
+            if if_absent and self._prefix + key in space:
+                raise ObjectExistsError(self._where(key), "is there already", status=412)
+            space[self._prefix + key] = (info, content)
+        return info
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        with _lock:
+            space = dict(_spaces.get(self._name, {}))
+        for name in sorted(space):
+            if name.startswith(self._prefix + prefix):
+                info = space[name][0]
+                yield ObjectInfo(name[len(self._prefix) :], info.bytes, info.version)
+
+    def delete(self, key: str) -> None:
+        checked_key(self._url, key)
+        with _lock:
+            _spaces.get(self._name, {}).pop(self._prefix + key, None)
+
+    def close(self) -> None:
+        pass
+
+    def _find(self, key: str) -> tuple[ObjectInfo, bytes]:
+        checked_key(self._url, key)
+        with _lock:
+            found = _spaces.get(self._name, {}).get(self._prefix + key)
+        if found is None:
+            raise ObjectNotFoundError(self._where(key), "there is no such object", status=404)
+        info, data = found
+        return ObjectInfo(key, info.bytes, info.version, info.metadata), data
+
+    def _where(self, key: str) -> str:
+        return f"{self._url}/{key}"
+
+
+class MemoryBody:
+    """A view that is read from its start to its end."""
+
+    def __init__(self, info: ObjectInfo, view: memoryview) -> None:
+        self.info = info
+        self._view = view
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        count = min(len(buffer), len(self._view))
+        buffer[:count] = self._view[:count]
+        self._view = self._view[count:]
+        return count
+
+    def read(self) -> bytes:
+        """All that is left, in one piece."""
+        data, self._view = bytes(self._view), self._view[:0]
+        return data
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
