@@ -10,21 +10,29 @@ from shardkit.storage.errors import (
     ThrottledError,
     TransientError,
 )
+from shardkit.storage.metrics import MetricsSnapshot, StoreMetrics
 from shardkit.storage.options import StorageOptions
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Body, ObjectInfo, Store
 from shardkit.storage.url import is_remote, open_store
 
 __all__ = [
     "Body",
+    "MetricsSnapshot",
     "ObjectChangedError",
     "ObjectExistsError",
     "ObjectInfo",
     "ObjectNotFoundError",
+    "ResilientStore",
+    "RetryPolicy",
     "StorageOptions",
     "Store",
     "StoreError",
+    "StoreMetrics",
     "ThrottledError",
     "TransientError",
+    "connect",
     "is_remote",
     "open_store",
 ]
