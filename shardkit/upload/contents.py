@@ -1,0 +1,238 @@
+"""What belongs to a dataset: its index, the shards in it, its card, and the files that the card names.
+
+Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
+dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
+index or card states. What else lies there does not belong to the dataset and is only counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardkit.errors import ShardError
+from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
+from shardkit.index import FileInfo, Manifest, checked_basename
+from shardkit.locate import CARD_NAME, MAX_CARD_BYTES
+from shardkit.storage.errors import ObjectNotFoundError
+from shardkit.storage.store import ObjectInfo, Store
+
+__all__ = [
+    "CONTENT_HASH",
+    "INDEX_NAMES",
+    "MARKER_NAME",
+    "Contents",
+    "Listing",
+    "check_files",
+    "checkable_hash",
+    "find_contents",
+    "make_contents",
+]
+
+INDEX_NAMES = ("index.json", "shards.json")
+MARKER_NAME = ".shardkit-publishing.json"  # as a local build's: who finds it knows what is unfinished
+CONTENT_HASH = "xxh3_128"
+MAX_FILES = 1 << 22  # four million, as many as the largest index has shards
+MAX_NAMED = 8  # files that an error names; the rest is counted
+MAX_LEFT = 1000  # names of other files that are kept for the report
+_HASH_NAME = "shardkit-dataset"
+# Quick ones first; what is not listed comes after, by name.
+_QUICKEST = ("xxh3_128", "xxh128", "xxh3_64", "xxh64", "xxh32", "blake2b", "sha1", "sha256", "md5")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A dataset's files in the order in which they are put: shards, what the card names, the card.
+
+    The index is not among `files`: it comes after all of them.
+    """
+
+    where: str
+    manifest: Manifest
+    index_name: str
+    index: bytes
+    card: Mapping[str, object] | None
+    card_bytes: bytes | None
+    files: tuple[FileInfo, ...]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of all files, without the index."""
+        return frozenset(file.basename for file in self.files)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files, without the index."""
+        return sum(file.bytes for file in self.files)
+
+    @cached_property
+    def identity(self) -> str:
+        """Differs between datasets that differ in index or card, and so in any file that these state."""
+        parts = [self.index, self.card_bytes or b""]
+        return digest_of([_HASH_NAME, *(hash_bytes(part, ["blake2b"])["blake2b"] for part in parts)])
+
+    def is_same(self, other: Contents) -> bool:
+        """Whether both are one dataset: the same stored shards in the same order, and no other card."""
+        if self.identity == other.identity:
+            return True
+        if self.manifest.format != other.manifest.format or self.index_name != other.index_name:
+            return False
+        cards = {json.dumps(c.card, sort_keys=True) for c in (self, other) if c.card is not None}
+        return len(cards) < 2 and list(self.manifest.shards) == list(other.manifest.shards)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a store holds: of the names that were looked for, and of others."""
+
+    found: Mapping[str, ObjectInfo]
+    others: tuple[str, ...]
+    other_count: int
+
+    @classmethod
+    def of(cls, store: Store, names: Set[str]) -> Listing:
+        """One listing of the whole store. Indexes and the marker are not counted as others."""
+        found: dict[str, ObjectInfo] = {}
+        others: list[str] = []
+        count = 0
+        for info in store.list():
+            if info.key in names:
+                found[info.key] = info
+            elif info.key not in (*INDEX_NAMES, MARKER_NAME):
+                count += 1
+                if count <= MAX_LEFT:
+                    others.append(info.key)
+        return cls(found, tuple(others), count)
+
+    def find(self, store: Store, name: str) -> ObjectInfo | None:
+        """The object, also where a listing does not show it: a folder's does not follow links to folders."""
+        if info := self.found.get(name):
+            return info
+        try:
+            return store.head(name)
+        except ObjectNotFoundError:
+            return None
+
+
+def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:
+    """The datasets whose indexes lie in a store: none, one, or two if it has an index of both formats.
+
+    ShardError if an index or a card is not sound; not `strict`: a card that cannot be read counts as none.
+    """
+    found = []
+    for name in INDEX_NAMES:
+        index = _read(store, name)
+        if index is None:
+            continue
+        try:
+            found.append(make_contents(store.url, name, index, _read(store, CARD_NAME)))
+        except ShardError:
+            if strict:
+                raise
+            found.append(make_contents(store.url, name, index, None))
+    return found
+
+
+def make_contents(where: str, index_name: str, index: bytes, card: bytes | None) -> Contents:
+    """A dataset from the bytes of its index and card; ShardError if they are not sound or do not agree."""
+    from shardkit import mds, tar
+
+    index_file, card_file = f"{where}/{index_name}", f"{where}/{CARD_NAME}"
+    manifest = (mds.parse_index if index_name == "index.json" else tar.parse_shard_list)(index_file, index)
+    files = [shard.stored for shard in manifest.shards]
+    facts = None if card is None else _parse_card(card_file, card)
+    if card is not None and facts is not None:
+        stated = facts.get("fingerprint", manifest.fingerprint)
+        if stated != manifest.fingerprint:
+            problem = f"is the card of another dataset: fingerprint {stated}, index {manifest.fingerprint}"
+            raise ShardError(card_file, problem)
+        files += _files_of_card(card_file, facts)
+        files.append(FileInfo(CARD_NAME, len(card), hash_bytes(card, [CONTENT_HASH])))
+    if len(files) > MAX_FILES:
+        raise ShardError(
+            index_file, f"names {len(files):,} files; at most {MAX_FILES:,} can be moved at once"
+        )
+    seen = {*INDEX_NAMES, MARKER_NAME}
+    for file in files:
+        if file.basename in seen:
+            raise ShardError(index_file, f"{file.basename!r} is named twice; make a sound index first")
+        seen.add(file.basename)
+    return Contents(where, manifest, index_name, index, facts, card, tuple(files))
+
+
+def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:
+    """`contents` with the sizes of its files as they lie in `store`, and what else is there.
+
+    ShardError that names the files that are missing or not of the stated size.
+    """
+    listing = Listing.of(store, contents.names)
+    problems: list[str] = []
+    files = []
+    for file in contents.files:
+        info = listing.find(store, file.basename)
+        if info is None:
+            problems.append(f"{file.basename} is missing")
+        elif file.bytes >= 0 and file.bytes != info.bytes:
+            problems.append(f"{file.basename} has {info.bytes:,} bytes, {file.bytes:,} are stated")
+        else:
+            files.append(replace(file, bytes=info.bytes))
+        if len(problems) > MAX_NAMED:
+            break
+    if problems:
+        more = ", and more" if len(problems) > MAX_NAMED else ""
+        text = "; ".join(problems[:MAX_NAMED])
+        raise ShardError(contents.where, f"is not whole: {text}{more}; see shardkit verify")
+    return replace(contents, files=tuple(files)), listing
+
+
+def checkable_hash(file: FileInfo) -> str | None:
+    """The name of the quickest stated hash, or None if none that is known is stated."""
+    known = [name for name in file.hashes if name in HASH_NAMES]
+    return min(known, key=lambda name: (_rank(name), name), default=None)
+
+
+def _rank(name: str) -> int:
+    return _QUICKEST.index(name) if name in _QUICKEST else len(_QUICKEST)
+
+
+def _read(store: Store, name: str) -> bytes | None:
+    from shardkit.mds.index import MAX_INDEX_BYTES
+
+    try:
+        info = store.head(name)
+        limit = MAX_CARD_BYTES if name == CARD_NAME else MAX_INDEX_BYTES
+        if info.bytes > limit:
+            raise ShardError(f"{store.url}/{name}", f"{info.bytes:,} bytes; at most {limit:,} are read")
+        return store.get(name, version=info.version)
+    except ObjectNotFoundError:
+        return None
+
+
+def _parse_card(file: str, data: bytes) -> dict[str, object]:
+    try:
+        card = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"cannot be read: {error}") from error
+    if not isinstance(card, dict):
+        raise ShardError(file, "a dataset's card must be a JSON object")
+    return card
+
+
+def _files_of_card(card_file: str, card: Mapping[str, object]) -> list[FileInfo]:
+    """The files beside the shards: provenance, report, quarantine."""
+    stated = card.get("files", {})
+    if not isinstance(stated, Mapping) or len(stated) > MAX_FILES:
+        raise ShardError(card_file, "`files` must map names to sizes and hashes")
+    files = []
+    for name, entry in stated.items():
+        checked_basename(name, card_file)
+        size = entry.get("bytes") if isinstance(entry, Mapping) else None
+        if not isinstance(entry, Mapping) or type(size) is not int or size < 0:
+            raise ShardError(card_file, f"{name}: a size in bytes and hashes are expected")
+        hashes = {kind: value for kind, value in entry.items() if kind != "bytes"}
+        if not all(isinstance(value, str) for value in hashes.values()):
+            raise ShardError(card_file, f"{name}: hashes must be strings")
+        files.append(FileInfo(name, size, hashes))
+    return files

@@ -1,0 +1,277 @@
+"""A dataset into a store where readers may be looking at any moment, by steps that may stop anywhere.
+
+    claim      a marker names the dataset that is coming, and all files that its end may remove
+    index off  only with `replace`: the index of another dataset is deleted before any file of it changes
+    files      what is not there, or not right, is written, several at a time
+    check      the store's own listing must show every file as it was written or found
+    index on   put only if there is none, so that of two different datasets at most one wins
+    clean      files that only the earlier dataset named, then the marker, are deleted
+
+So an index is only ever seen with all of its files, whatever stops this, and the same call goes on. While the
+dataset's own index is there, nothing is claimed: missing or damaged files are put again beside it. Files that
+no dataset of this place has named are never touched; a file that is in the way is refused without `replace`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardkit.errors import ShardError, ShardkitError
+from shardkit.index import FileInfo, checked_basename
+from shardkit.storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+from shardkit.storage.store import ObjectInfo, Store
+from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing, find_contents
+from shardkit.upload.parallel import run_all
+from shardkit.upload.progress import Listener, Progress
+
+__all__ = ["Outcome", "Publication", "Settings", "TransferError", "Transport"]
+
+MAX_MARKER_BYTES = 1 << 30  # four million names
+
+
+class TransferError(ShardkitError):
+    """Files of a transfer failed: `errors` has them up to a limit, the message the first and what was done.
+
+    What was moved stays, and the same call goes on with the rest.
+    """
+
+    def __init__(self, message: str, errors: tuple[Exception, ...] = ()) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.errors))
+
+
+class Transport(Protocol):
+    """How files get to the target. All but `finish` are called from many threads."""
+
+    def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
+        """Whether `found`, of the right size, has the right content."""
+
+    def place(self, file: FileInfo) -> ObjectInfo:
+        """Write the file to the target, and return what the target then has."""
+
+    def read_back(self, file: FileInfo) -> None:
+        """Compare what the target holds byte for byte; ShardError."""
+
+    def finish(self) -> None:
+        """All files are placed, and the index comes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to publish."""
+
+    threads: int
+    replace: bool = False
+    dry_run: bool = False
+    verify: bool = False
+
+
+@dataclass
+class Outcome:
+    """What was done, or with `dry_run` would be; filled by threads, each with its own names."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    deleted: tuple[str, ...] = ()
+    foreign: int = 0
+
+
+@dataclass(frozen=True)
+class _Marker:
+    """The claim at a target: which dataset is being put there, and the files of it or of earlier ones."""
+
+    identity: str | None
+    files: frozenset[str]
+
+
+class Publication:
+    """One dataset on its way into `target`."""
+
+    def __init__(
+        self,
+        target: Store,
+        contents: Contents,
+        transport: Transport,
+        settings: Settings,
+        listener: Listener,
+    ) -> None:
+        self._target, self._contents, self._transport = target, contents, transport
+        self._settings, self._listener = settings, listener
+        self._versions: dict[str, str] = {}
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """All steps. TransferError if files failed; StoreError if something else lies at the target."""
+        contents, settings, outcome = self._contents, self._settings, self._outcome
+        marker = self._read_marker()
+        old = self._old_datasets()
+        foreign_marker = marker is not None and marker.identity != contents.identity
+        complete = len(old) == 1 and old[0].is_same(contents) and not foreign_marker
+        if not complete:
+            self._refuse_others(old_index=bool(old), foreign_marker=foreign_marker)
+        named = set(marker.files if marker else ())
+        named.update(*(dataset.names for dataset in old))
+        claims = not complete and not settings.dry_run
+        if claims:
+            self._claim(marker, named, index_seen=bool(old))
+        listing = Listing.of(self._target, contents.names | named)
+        outcome.foreign = listing.other_count
+        outcome.deleted = tuple(sorted((named & listing.found.keys()) - contents.names))
+        ours = complete or settings.replace or (marker is not None and not foreign_marker)
+        self._move(listing, may_overwrite=ours)
+        if settings.dry_run:
+            return outcome
+        if settings.verify:
+            self._each("verify", self._transport.read_back)
+        if claims or outcome.sent:
+            self._transport.finish()
+            self._check()
+        if claims:
+            self._put_index()
+        for name in outcome.deleted:
+            self._target.delete(name)
+        if claims or marker is not None:
+            self._target.delete(MARKER_NAME)
+        return outcome
+
+    def _old_datasets(self) -> list[Contents]:
+        try:
+            return find_contents(self._target, strict=False)
+        except ShardError as error:
+            if not self._settings.replace:
+                raise StoreError(
+                    self._target.url, f"holds an index that cannot be read ({error}); use --replace"
+                ) from error
+            return []  # it is deleted all the same; what it named stays where it is not overwritten
+
+    def _refuse_others(self, *, old_index: bool, foreign_marker: bool) -> None:
+        if self._settings.replace:
+            return
+        if foreign_marker:
+            raise StoreError(
+                self._target.url,
+                f"holds an unfinished transfer of another dataset ({MARKER_NAME}): finish that one, or use "
+                f"--replace to put this one in its place",
+            )
+        if old_index:
+            raise StoreError(
+                self._target.url, "holds another dataset; use --replace to put this one in its place"
+            )
+
+    def _claim(self, marker: _Marker | None, named: set[str], *, index_seen: bool) -> None:
+        """Put the marker, then take away the old index; StoreError if another dataset came first."""
+        names = self._contents.names
+        if marker is None or marker.identity != self._contents.identity or not named <= marker.files:
+            text = json.dumps({"dataset": self._contents.identity, "files": sorted(names | named)})
+            try:
+                self._target.put(MARKER_NAME, text.encode(), if_absent=not self._settings.replace)
+            except ObjectExistsError:
+                other = self._read_marker()
+                if other is None or other.identity != self._contents.identity:
+                    raise StoreError(
+                        self._target.url, "another dataset is being put here; choose another target"
+                    ) from None
+        if self._settings.replace:
+            for name in INDEX_NAMES:
+                self._target.delete(name)
+        elif not index_seen and any(self._holds(name) for name in INDEX_NAMES):
+            self._target.delete(MARKER_NAME)
+            raise StoreError(self._target.url, "another transfer finished this moment; run this one again")
+
+    def _move(self, listing: Listing, *, may_overwrite: bool) -> None:
+        outcome, transport = self._outcome, self._transport
+
+        def handle(file: FileInfo) -> bool:
+            name = file.basename
+            found = listing.found.get(name)
+            if found is not None and found.bytes == file.bytes and transport.is_there(file, found):
+                outcome.skipped[name] = file.bytes
+                self._versions[name] = found.version
+                return False
+            if found is not None and not may_overwrite:
+                raise StoreError(
+                    f"{self._target.url}/{name}",
+                    "is there with another content; use --replace to overwrite it",
+                )
+            if not self._settings.dry_run:
+                placed = transport.place(file)
+                if placed.bytes != file.bytes:
+                    raise StoreError(
+                        f"{self._target.url}/{name}", f"has {placed.bytes:,} bytes, {file.bytes:,} were sent"
+                    )
+                self._versions[name] = placed.version
+            outcome.sent[name] = file.bytes
+            return True
+
+        self._each("files", handle)
+
+    def _each(self, step: str, action: Callable[[FileInfo], bool | None]) -> None:
+        """`action`, which may return whether bytes were moved, on every file; TransferError."""
+        files, outcome = self._contents.files, self._outcome
+        progress = Progress(self._listener, step, len(files), self._contents.bytes)
+        errors = run_all(
+            files,
+            lambda file: progress.add(file.bytes, moved=action(file) is not False),
+            self._settings.threads,
+        )
+        if errors:
+            count = f"{len(errors):,} of {len(files):,} files failed, " if len(errors) > 1 else ""
+            done = f"{len(outcome.sent):,} files were sent and {len(outcome.skipped):,} were there already"
+            raise TransferError(
+                f"{count}{errors[0][1]}; {done}, no index was put: the same command continues",
+                tuple(error for _, error in errors),
+            )
+
+    def _check(self) -> None:
+        """The listing of the store must show every file as it was written or found."""
+        after = Listing.of(self._target, self._contents.names)
+        for file in self._contents.files:
+            info = after.find(self._target, file.basename)
+            where = f"{self._target.url}/{file.basename}"
+            if info is None:
+                raise TransferError(f"{where}: was removed during the transfer; run it again")
+            if (info.bytes, info.version) != (file.bytes, self._versions[file.basename]):
+                raise TransferError(f"{where}: was changed by another during the transfer; run it again")
+
+    def _put_index(self) -> None:
+        contents = self._contents
+        marker = self._read_marker()
+        if marker is None or marker.identity != contents.identity:
+            self._accept_same_index("the transfer of another dataset took this place over")
+            return
+        try:
+            self._target.put(contents.index_name, contents.index, if_absent=True)
+        except ObjectExistsError:
+            self._accept_same_index("another dataset came first")
+
+    def _accept_same_index(self, problem: str) -> None:
+        """It is well if a second transfer of the very same dataset was quicker."""
+        there = find_contents(self._target, strict=False)
+        if len(there) != 1 or not there[0].is_same(self._contents):
+            raise StoreError(self._target.url, f"{problem}; no index was put, run that transfer again")
+
+    def _holds(self, name: str) -> bool:
+        try:
+            self._target.head(name)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def _read_marker(self) -> _Marker | None:
+        where = f"{self._target.url}/{MARKER_NAME}"
+        try:
+            if self._target.head(MARKER_NAME).bytes > MAX_MARKER_BYTES:
+                raise StoreError(where, "is too large to be a marker; remove it")
+            content = json.loads(self._target.get(MARKER_NAME))
+            files = frozenset(checked_basename(name, where) for name in content["files"])
+            return _Marker(content.get("dataset"), files - {*INDEX_NAMES, MARKER_NAME})
+        except ObjectNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError, ShardError) as error:
+            raise StoreError(where, f"cannot be read ({error}); remove it if you trust this place") from error

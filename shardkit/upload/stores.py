@@ -1,0 +1,28 @@
+"""The store of a transfer: opened from a URL, and closed when the transfer ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import Store
+from shardkit.storage.url import open_store
+
+__all__ = ["transfer_store"]
+
+
+@contextmanager
+def transfer_store(
+    place: str | os.PathLike[str] | Store, storage: StorageOptions | None = None
+) -> Iterator[Store]:
+    """The store at a URL, closed at the end; a store that was given is used as it is and left open."""
+    if not isinstance(place, str | os.PathLike):
+        yield place
+        return
+    store = open_store(place, storage)
+    try:
+        yield store
+    finally:
+        store.close()
