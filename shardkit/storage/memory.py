@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError
+from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 
 __all__ = ["MemoryStore"]
@@ -60,7 +60,12 @@ class MemoryStore:
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         checked_key(self._url, key)
-        content = data.read_bytes() if isinstance(data, Path) else bytes(data)
+        try:
+            content = data.read_bytes() if isinstance(data, Path) else bytes(data)
+        except OSError as error:
+            raise StoreError(
+                self._where(key), f"{data!s} cannot be read: {error.strerror or error}"
+            ) from error
         info = ObjectInfo(key, len(content), f"v{next(_versions)}", dict(metadata or {}))
         with _lock:
             space = _spaces.setdefault(self._name, {})

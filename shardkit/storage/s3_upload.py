@@ -1,0 +1,198 @@
+"""How an object gets into S3: in one request, or in parts that are put together at the end.
+
+Every request carries the MD5 of its content, which the server compares; the ETag of the whole is compared
+here. A file is read in parts of 16 MiB (more only above 160 GB, so that 10,000 parts suffice), four in
+memory at a time. An upload that fails is aborted: nothing of it stays behind or costs anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardkit.storage.errors import StoreError, TransientError
+from shardkit.storage.s3_client import S3Client
+
+__all__ = ["MAX_OBJECT_BYTES", "PART_BYTES", "Content", "Target", "part_bytes", "upload", "version_of"]
+
+PART_BYTES = 16 << 20  # also the largest object sent in one request
+MAX_OBJECT_BYTES = 5 << 40  # S3's limit
+_MAX_PARTS = 10_000  # S3's limit
+_PART_ALIGNMENT = 1 << 20
+_THREADS = 4
+_MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
+
+
+class Content:
+    """What is to be put: bytes, or a file of which only the part in hand is in memory."""
+
+    def __init__(self, where: str, data: bytes | Path) -> None:
+        self._where = where
+        self._data = data
+        self._file: int | None = None
+        if isinstance(data, Path):
+            try:
+                self._file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+                self.bytes = os.fstat(self._file).st_size
+            except OSError as error:
+                raise StoreError(where, f"{data} cannot be read: {error.strerror or error}") from error
+        else:
+            self.bytes = len(data)
+
+    def part(self, start: int, stop: int) -> bytes:
+        if not isinstance(self._data, Path):
+            return self._data[start:stop]
+        assert self._file is not None
+        pieces, position = [], start
+        while position < stop:
+            try:
+                piece = os.pread(self._file, stop - position, position)
+            except OSError as error:
+                raise StoreError(self._where, f"{self._data} cannot be read: {error.strerror}") from error
+            if not piece:
+                raise StoreError(self._where, f"{self._data} became shorter while it was uploaded")
+            pieces.append(piece)
+            position += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def identity(self) -> str:
+        """The same for the same content (of a file: as far as its dates tell), in this process."""
+        if self._file is None or not isinstance(self._data, Path):
+            return _md5(self.part(0, self.bytes)).hex()
+        status = os.fstat(self._file)
+        return f"{self._data} {status.st_dev} {status.st_ino} {status.st_mtime_ns}"
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an upload goes, and with what."""
+
+    where: str
+    names: Mapping[str, str]
+    """Bucket and Key, as botocore's arguments."""
+    metadata: Mapping[str, str]
+    condition: Mapping[str, str]
+    """IfNoneMatch="*", or nothing."""
+
+
+def upload(client: S3Client, target: Target, content: Content) -> str:
+    """Put `content`; return its version.
+
+    TransientError if the server says that it stored something else, which is then removed again if it is
+    new for certain.
+    """
+    if content.bytes > MAX_OBJECT_BYTES:
+        raise StoreError(target.where, f"has {content.bytes:,} bytes; S3 allows {MAX_OBJECT_BYTES:,}")
+    send = _upload_whole if content.bytes <= PART_BYTES else _upload_parts
+    answer, expected = send(client, target, content)
+    version = version_of(answer)
+    if _is_md5(answer, version) and version != expected:
+        if target.condition:
+            with contextlib.suppress(StoreError):
+                client.request("delete_object", target.where, "write", **target.names)
+        raise TransientError(
+            target.where, f"was stored as {version}, but {expected} was sent; upload it again"
+        )
+    return version
+
+
+def version_of(answer: Mapping[str, Any]) -> str:
+    """The ETag without its quotes."""
+    return str(answer.get("ETag", "")).strip('"')
+
+
+def _is_md5(answer: Mapping[str, Any], version: str) -> bool:
+    """Whether the ETag is made of the content's MD5: not where keys of KMS or of the customer encrypt it."""
+    is_encrypted = str(answer.get("ServerSideEncryption", "")).startswith("aws:kms")
+    return not is_encrypted and "SSECustomerAlgorithm" not in answer and bool(_MD5_ETAG.fullmatch(version))
+
+
+def _upload_whole(client: S3Client, target: Target, content: Content) -> tuple[dict[str, Any], str]:
+    data = content.part(0, content.bytes)
+    digest = _md5(data)
+    answer = client.request(
+        "put_object",
+        target.where,
+        "write",
+        Body=data,
+        ContentMD5=_base64(digest),
+        Metadata=dict(target.metadata),
+        **target.names,
+        **target.condition,
+    )
+    return answer, digest.hex()
+
+
+def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[dict[str, Any], str]:
+    size = part_bytes(content.bytes)
+    starts = range(0, content.bytes, size)
+    begun = client.request(
+        "create_multipart_upload", target.where, "write", Metadata=dict(target.metadata), **target.names
+    )
+    names = {**target.names, "UploadId": begun["UploadId"]}
+
+    def send(number: int) -> tuple[str, bytes]:
+        data = content.part(starts[number - 1], min(starts[number - 1] + size, content.bytes))
+        digest = _md5(data)
+        answer = client.request(
+            "upload_part",
+            f"{target.where} (part {number} of {len(starts)})",
+            "write",
+            Body=data,
+            ContentMD5=_base64(digest),
+            PartNumber=number,
+            **names,
+        )
+        return str(answer["ETag"]), digest
+
+    try:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-upload") as pool:
+            sent = [pool.submit(send, number) for number in range(1, len(starts) + 1)]
+            try:
+                done = [future.result() for future in sent]
+            except BaseException:
+                pool.shutdown(
+                    cancel_futures=True
+                )  # those on their way end before the abort, or they would stay
+                raise
+        parts = [{"ETag": etag, "PartNumber": number} for number, (etag, _) in enumerate(done, 1)]
+        answer = client.request(
+            "complete_multipart_upload",
+            target.where,
+            "write",
+            MultipartUpload={"Parts": parts},
+            **names,
+            **target.condition,
+        )
+    except BaseException:
+        with contextlib.suppress(StoreError):  # no longer there if only the acknowledgement was lost
+            client.request("abort_multipart_upload", target.where, "write", **names)
+        raise
+    return answer, f"{_md5(b''.join(digest for _, digest in done)).hex()}-{len(done)}"
+
+
+def part_bytes(total_bytes: int) -> int:
+    """The size of all parts but the last."""
+    least = -(-total_bytes // _MAX_PARTS)
+    return max(PART_BYTES, -(-least // _PART_ALIGNMENT) * _PART_ALIGNMENT)
+
+
+def _md5(data: bytes) -> bytes:
+    return hashlib.md5(data, usedforsecurity=False).digest()
+
+
+def _base64(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()
