@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
+from shardkit.storage.options import StorageOptions
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class LoaderOptions(TypedDict, total=False):
     timeout_seconds: float
     cache_dir: str | os.PathLike[str] | None
     cache_bytes: int | str | None
+    connections: int
+    storage: StorageOptions | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +93,15 @@ class LoaderConfig:
     timeout_seconds: float = 600.0
     """Longest wait for one batch that is being prefetched."""
     cache_dir: str | os.PathLike[str] | None = None
-    """For remote datasets; without effect on a local one, which is read in place, never copied or removed."""
+    """Where a remote dataset's shards are kept, shared by all processes of the machine; None: in memory.
+
+    A local dataset is read in place, never copied or removed."""
     cache_bytes: int | str | None = None
-    """For remote datasets; without effect on a local one."""
+    """Most bytes kept there; default: free disk but a reserve, or a quarter of free memory up to 8 GiB."""
+    connections: int = 16
+    """Shards, or ranges of shards, that a process fetches at a time."""
+    storage: StorageOptions | None = None
+    """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
 
     def __post_init__(self) -> None:
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):

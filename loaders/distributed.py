@@ -16,11 +16,19 @@ __all__ = ["Place", "find_place"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank `rank` of `world_size` processes on `nodes` machines."""
+    """Rank `rank` of `world_size` processes, `local_world_size` of them on each machine.
+
+    Ranks of a machine are consecutive, as torchrun numbers them.
+    """
 
     rank: int
     world_size: int
-    nodes: int = 1
+    local_world_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.world_size // self.local_world_size
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -39,7 +47,7 @@ def find_place(rank: int | None, world_size: int | None) -> Place:
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{name} must be an int, not {value!r}")
-    return Place(rank, world_size, _nodes(world_size))
+    return Place(rank, world_size, _local_world_size(world_size))
 
 
 def _from_torch() -> tuple[int, int] | None:
@@ -59,10 +67,13 @@ def _from_environment() -> tuple[int, int] | None:
     return rank, world_size
 
 
-def _nodes(world_size: int) -> int:
-    """Machines, if torchrun's LOCAL_WORLD_SIZE divides the world size; 1 otherwise."""
-    local = _number("LOCAL_WORLD_SIZE")
-    return world_size // local if local and local > 0 and world_size % local == 0 else 1
+def _local_world_size(world_size: int) -> int:
+    """As torchrun, Open MPI or Slurm say, if it divides the world size; else all are on one machine."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        local = _number(name)
+        if local and local > 0 and world_size % local == 0:
+            return local
+    return world_size
 
 
 def _number(name: str) -> int | None:

@@ -74,14 +74,16 @@ class GroupMaker:
     def groups(self, cursor: Cursor, *, endless: bool) -> Iterator[Group]:
         """The batches of the epoch of the next batch; all that follow, if endless."""
         rows = self._plan.batch_size
-        most = max(rows, PLAN_BYTES // self._source.stored_bytes)
+        most = max(rows, min(PLAN_BYTES // self._source.stored_bytes, PLAN_ROWS))
         while True:
             left = self._plan.batches_left(cursor[0])
             while left:
                 planned = self._next_plan(cursor, left, rows)
                 yield from self._groups(planned)
                 cursor, left = planned.cursors[-1], left - len(planned.cursors)
-                rows = min(rows * _GROWTH, PLAN_ROWS, most)
+                # A plan waits for all its shards: where they have to come first, short plans wait for few.
+                is_late = self._source.source.waited
+                rows = max(rows // _GROWTH, self._plan.batch_size) if is_late else min(rows * _GROWTH, most)
             if not endless:
                 return
 

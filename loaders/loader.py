@@ -19,6 +19,7 @@ from typing import Self, Unpack
 
 import torch
 
+from shardkit.cache.options import CacheOptions
 from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset, open_dataset
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype
@@ -30,6 +31,7 @@ from shardkit.loaders.sources import open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, StreamState, Tail, resume
 from shardkit.order import Order, OrderSpec, Shuffle, default_lanes, default_window
 from shardkit.units import parse_bytes
+from shardkit.uses import lanes_of_part
 
 __all__ = ["StreamingLoader"]
 
@@ -63,8 +65,8 @@ class StreamingLoader:
         **options: Unpack[LoaderOptions],
     ) -> None:
         self.config = LoaderConfig.of(options)
-        place = find_place(rank, world_size)
-        self.dataset = _open(dataset)
+        place = self._place = find_place(rank, world_size)
+        self.dataset = _open(dataset, self.config, place.local_world_size)
         self._plan = BatchPlan(len(self.dataset), batch_size, place.rank, place.world_size, tail)
         self._source = open_source(self.dataset, self.config.columns, dtype)
         lanes, window = _shuffle_sizes(
@@ -134,6 +136,10 @@ class StreamingLoader:
             self._maker,
             shard_names=[info.stored.basename for info in self.dataset.manifest.shards],
         )
+        if (shards := self.dataset.shards) is not None:
+            self._source.source.restart()
+            shards.timeout_seconds = config.timeout_seconds
+            shards.follow(self._order, self.position, self._lanes_of_node(shards.cache.is_shared))
         limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
         cursor = (self.position, self._delivered())
         self._running = Prefetcher(maker.groups(cursor, endless=config.endless), limits, maker.describe)
@@ -145,6 +151,8 @@ class StreamingLoader:
                 for batch, cursor in zip(group.batches, group.cursors, strict=True):
                     self._cursor = cursor
                     yield batch
+                if self.dataset.shards is not None:
+                    self.dataset.shards.advance(self.position)
                     if self._running is not running:
                         raise RuntimeError(
                             "this iterator has ended: its loader was closed, iterated anew or given a state"
@@ -189,7 +197,7 @@ class StreamingLoader:
     def __repr__(self) -> str:
         plan, order = self._plan, self._order.spec
         return (
-            f"StreamingLoader({str(self.dataset.path)!r}, batch_size={plan.batch_size}, seed={order.seed}, "
+            f"StreamingLoader({self.dataset.location!r}, batch_size={plan.batch_size}, seed={order.seed}, "
             f"shuffle={order.shuffle!r}, tail={plan.tail!r}, rank={plan.rank}, world_size={plan.world_size}, "
             f"lanes={order.lanes}, window={order.window}, position={self.position})"
         )
@@ -199,15 +207,35 @@ class StreamingLoader:
         position, delivered = self._cursor
         return delivered if self._plan.start(position) == position else 0
 
+    def _lanes_of_node(self, is_shared: bool) -> range:
+        """Lanes that this process, or all that share its cache, may read."""
+        place, batch = self._place, self._plan.global_batch
+        first, count = (place.rank, 1)
+        if is_shared:
+            first, count = (
+                place.rank // place.local_world_size * place.local_world_size,
+                place.local_world_size,
+            )
+        part = batch // place.world_size
+        return lanes_of_part(batch, self._order.spec.lanes, slice(first * part, (first + count) * part))
+
     def _stop(self) -> None:
         if self._running is not None:
             self._running.close()
             self._running = None
 
 
-def _open(dataset: str | os.PathLike[str] | Dataset | Sequence[Stream]) -> Dataset:
+def _open(
+    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream], config: LoaderConfig, processes: int
+) -> Dataset:
     if isinstance(dataset, (str, os.PathLike)):
-        return open_dataset(os.fspath(dataset))
+        cache = CacheOptions(
+            folder=config.cache_dir,
+            capacity=config.cache_bytes,
+            connections=config.connections,
+            processes=processes,
+        )
+        return open_dataset(os.fspath(dataset), storage=config.storage, cache=cache)
     if isinstance(dataset, Dataset):
         return dataset
     streams = list(dataset)
@@ -217,7 +245,7 @@ def _open(dataset: str | os.PathLike[str] | Dataset | Sequence[Stream]) -> Datas
         raise NotImplementedError(
             f"mixtures of several streams are not supported yet ({len(streams)} given): give one"
         )
-    return _open(streams[0].path)
+    return _open(streams[0].path, config, processes)
 
 
 def _shuffle_sizes(
@@ -251,11 +279,11 @@ def _eos_id(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> in
     if token_key is None:
         raise ValueError(
             "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
-            f"{dataset.path} gives none among {', '.join(column.name for column in dataset.columns)}"
+            f"{dataset.location} gives none among {', '.join(column.name for column in dataset.columns)}"
         )
     if isinstance(eos_id, bool) or not isinstance(eos_id, int):
         raise ValueError(
             "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
-            f"{dataset.path} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
+            f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
         )
     return eos_id

@@ -20,8 +20,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.rows import FetchedRows
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
+from shardkit.loaders.cold import ColdRows
 from shardkit.loaders.gather import Gather
 
 __all__ = ["Columns", "FixedColumn", "FixedRows", "Reader"]
@@ -48,11 +50,23 @@ class FixedRows:
 
     def __init__(self, dataset: Dataset, columns: Mapping[str, FixedColumn]) -> None:
         """`columns`: by the name under which a batch has them."""
+        self._cold = ColdRows(dataset)
         self._columns = {name: _MappedColumn(dataset, column) for name, column in columns.items()}
+        self.waited = False
+
+    def restart(self) -> None:
+        """A run begins, perhaps elsewhere: its first rows may be fetched one by one again."""
+        self._cold.restart()
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
         """A reader of samples (shard[i], row[i]); maps the shards it needs, ShardError if one is damaged."""
-        readers = {name: column.reader(shard, row) for name, column in self._columns.items()}
+        # Offsets become addresses: a row that its shard does not have must never get that far.
+        if not ((row >= 0) & (row < self._cold.dataset.manifest.shard_samples[shard])).all():
+            raise IndexError("a row was asked for that its shard does not have")
+        used = np.unique(shard)
+        fetched = self._cold.fetch(used, shard, row)
+        self.waited = self._cold.waited
+        readers = {name: column.reader(shard, row, used, fetched) for name, column in self._columns.items()}
         return lambda low, high: {name: read(low, high) for name, read in readers.items()}
 
 
@@ -68,19 +82,25 @@ class _MappedColumn:
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
         self._maps: dict[int, npt.NDArray[np.generic]] = {}
+        self._partial: set[int] = set()  # of the maps, those that hold some rows only
 
     def reader(
-        self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
+        self,
+        shard: npt.NDArray[np.int32],
+        row: npt.NDArray[np.int64],
+        used: npt.NDArray[np.int32],
+        fetched: Mapping[int, FetchedRows],
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
-        # Offsets become addresses: a row that its shard does not have must never get that far.
-        if not ((row >= 0) & (row < self._dataset.manifest.shard_samples[shard])).all():
-            raise IndexError(
-                f"column {self._column.name!r}: a row was asked for that its shard does not have"
-            )
-        used = np.unique(shard)
-        held = [self._map(number) for number in used.tolist()]
+        """A reader of checked rows; `used` are their shards, of which some have their rows in `fetched`."""
+        numbers = used.tolist()
         # Shards that this plan does not touch are let go; the dataset keeps the recent ones open.
-        self._maps = dict(zip(used.tolist(), held, strict=True))
+        self._maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
+        held = list(self._maps.values())
+        if fetched:
+            row = row.copy()
+        for number, some in fetched.items():
+            which = shard == number
+            row[which] = np.searchsorted(some.rows, row[which])
         if not held:
             return lambda low, high: np.empty((0, *self._column.shape), self._column.delivered)
         lowest = int(self._starts[used].min())
@@ -107,16 +127,30 @@ class _MappedColumn:
 
         return read
 
+    def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
+        """The column in the rows that were fetched one by one: never taken for the shard's map later."""
+        before = 0
+        for column in self._dataset.manifest.shards[number].columns:
+            if column.name == self._column.name:
+                break
+            before += column.size or 0
+        values = some.data[:, before : before + self._row_bytes].view(self._column.stored)
+        self._starts[number] = values.__array_interface__["data"][0]
+        self._strides[number] = values.strides[0]
+        self._partial.add(number)
+        return values.reshape(len(values), *self._column.shape)
+
     def _map(self, number: int) -> npt.NDArray[np.generic]:
-        if number in self._maps:
+        if number in self._maps and number not in self._partial:
             return self._maps[number]
+        self._partial.discard(number)
         info = self._dataset.manifest.shards[number]
         rows = self._dataset.shard(number).fixed_rows(self._column.name)
         expected = (info.samples, *self._column.shape)
         if rows is None or rows.shape != expected or rows.dtype != self._column.stored:
             found = "none of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"
             raise ShardError(
-                self._dataset.path / info.stored.basename,
+                self._dataset.where(number),
                 f"column {self._column.name!r} is {found}, expected {self._column.stored}{list(expected)}",
             )
         inner = np.empty((0, *self._column.shape), dtype=rows.dtype).strides[1:]

@@ -44,10 +44,18 @@ class DecodedSamples:
         layouts = {
             name: constant_layout(by_name[column]) for name, column in names.items() if column in by_name
         }
+        self.waited = False
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
+
+    def restart(self) -> None:
+        """A run begins; there is nothing to prepare."""
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
         """A reader of samples (shard[i], row[i])."""
+        if self._dataset.shards is not None:
+            used = set(np.unique(shard).tolist())
+            self._dataset.keep_only(used)
+            self.waited = not all(map(self._dataset.shards.is_there, used))
 
         def read(low: int, high: int) -> Columns:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
@@ -79,5 +87,4 @@ class DecodedSamples:
         return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
     def _error(self, place: tuple[int, int], problem: str) -> ShardError:
-        info = self._dataset.manifest.shards[place[0]]
-        return ShardError(self._dataset.path / info.stored.basename, f"sample {place[1]} {problem}")
+        return ShardError(self._dataset.where(place[0]), f"sample {place[1]} {problem}")

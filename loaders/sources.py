@@ -20,7 +20,12 @@ __all__ = ["Source", "SourceInfo", "open_source"]
 
 
 class Source(Protocol):
-    """Gives readers of planned samples."""
+    """Gives readers of planned samples; `waited`: the last one needed shards that were not here yet."""
+
+    waited: bool
+
+    def restart(self) -> None:
+        """A run begins, perhaps elsewhere."""
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader: ...
 
@@ -73,7 +78,7 @@ def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, s
         chosen = [short.get(name, name) for name in columns]
         unknown = [name for name in chosen if name not in known and not (is_tar and name == "__key__")]
         if unknown:
-            raise ValueError(f"{dataset.path} has no column {unknown[0]!r}; it has {', '.join(known)}")
+            raise ValueError(f"{dataset.location} has no column {unknown[0]!r}; it has {', '.join(known)}")
     long = {name: key for key, name in short.items()}
     return {long.get(name, name): name for name in chosen}
 

@@ -8,30 +8,38 @@ or a view that still shows it, keeps it alive. A `Dataset` may be shared by thre
 
 from __future__ import annotations
 
-import json
 import operator
 import resource
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.options import CacheOptions, open_cache
 from shardkit.errors import ShardError
 from shardkit.index import Column, Manifest, ShardInfo
+from shardkit.locate import CARD_NAME as CARD_NAME
+from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
+from shardkit.locate import Found, find_local, find_remote, is_index_name
+from shardkit.storage.local import LocalStore
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import Store
+from shardkit.storage.url import is_remote, local_path, split_url
 
-__all__ = ["Dataset", "ShardReader", "open_dataset"]
+if TYPE_CHECKING:
+    from shardkit.cache.shards import CachedShards
+
+__all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
 
 MAX_OPEN_SHARDS = 1024
 MAX_RESIDENT_BYTES = 2 << 30  # of decompressed shards held in memory; the newest stays whatever its size
-MAX_CARD_BYTES = 16 << 20
-CARD_NAME = "dataset.json"
-_MAGIC = frozenset("*?[")
 
 
 class ShardReader(Protocol):
@@ -47,27 +55,57 @@ class ShardReader(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How shards are opened; see `open_dataset`."""
+
+    allow_pickle: bool = False
+    verify: bool = False
+    decode: bool = True
+
+
 class Dataset:
     """The samples of a dataset, by number, in the order of its manifest."""
 
     def __init__(
         self,
-        path: Path,
+        folder: Path | None,
         manifest: Manifest,
         *,
         card: dict[str, object] | None = None,
-        allow_pickle: bool = False,
-        verify: bool = False,
-        decode: bool = True,
+        options: ReadOptions | None = None,
+        shards: CachedShards | None = None,
     ) -> None:
-        self.path = path
+        """`folder` of a local dataset, or `shards` of a remote one."""
+        assert (folder is None) != (shards is None)
         self.manifest = manifest
         self.card = card
-        self._allow_pickle = allow_pickle
-        self._verify = verify
-        self._decode = decode
+        self.shards = shards
+        self._folder = folder
+        self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
+
+    @property
+    def path(self) -> Path:
+        """The local folder; ShardError for a remote dataset, which has none."""
+        if self._folder is None:
+            raise ShardError(self.location, "is remote: it has no local path")
+        return self._folder
+
+    @property
+    def location(self) -> str:
+        """Where it is, for people: the folder's path or the URL."""
+        return str(self._folder) if self.shards is None else self.shards.store.url
+
+    @property
+    def store(self) -> Store:
+        """Where the dataset's files are, the shards among them."""
+        return LocalStore(self.path) if self.shards is None else self.shards.store
+
+    def where(self, number: int) -> str:
+        """Where shard `number` is, for people."""
+        return f"{self.location}/{self.manifest.shards[number].stored.basename}"
 
     @property
     def fingerprint(self) -> str:
@@ -81,7 +119,7 @@ class Dataset:
         """Sample `index` as {column: value}; negative numbers count from the end."""
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"{self.path}: sample {number} of {len(self)}")
+            raise IndexError(f"{self.location}: sample {number} of {len(self)}")
         number %= len(self)
         starts = self.manifest.shard_starts
         shard = int(np.searchsorted(starts, number, side="right")) - 1
@@ -101,7 +139,7 @@ class Dataset:
                 self._open.move_to_end(number)
                 return shard
         # Outside the lock, so that threads open different shards at once; at worst two open the same one.
-        opened = self._open_shard(self.manifest.shards[number])
+        opened = self._open_shard(number)
         with self._lock:
             shard = self._open.setdefault(number, opened)
             self._open.move_to_end(number)
@@ -149,10 +187,18 @@ class Dataset:
         layout = self._token_layout
         return None if layout is None else layout[0]
 
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Forget the open shards that are not among `numbers`, so that evicted ones free their room."""
+        with self._lock:
+            for number in [n for n in self._open if n not in numbers]:
+                del self._open[number]
+
     def close(self) -> None:
-        """Forget the open shards; the dataset stays usable and opens them again when asked."""
+        """Forget the open shards, stop fetching; the dataset stays usable and opens them again when asked."""
         with self._lock:
             self._open.clear()
+        if self.shards is not None:
+            self.shards.close()
 
     def __enter__(self) -> Self:
         return self
@@ -177,22 +223,30 @@ class Dataset:
     def _columns_of(self, number: int) -> tuple[Column, ...]:
         return self.manifest.shards[number].columns or self.shard(number).columns
 
-    def _open_shard(self, info: ShardInfo) -> ShardReader:
+    def _open_shard(self, number: int) -> ShardReader:
+        info, options = self.manifest.shards[number], self._options
+        raw = None if self.shards is None else self.shards.load(number)
         if self.manifest.format == "mds":
             from shardkit import mds
 
-            return mds.open_shard(self.path, info, allow_pickle=self._allow_pickle, verify=self._verify)
+            allow = options.allow_pickle
+            if raw is not None:
+                return mds.shard_from_raw(self.where(number), info, raw, allow_pickle=allow)
+            return mds.open_shard(self.path, info, allow_pickle=allow, verify=options.verify)
         from shardkit import tar
 
-        return tar.open_shard(
-            self.path, info, allow_pickle=self._allow_pickle, verify=self._verify, decode=self._decode
-        )
+        how = {"allow_pickle": options.allow_pickle, "decode": options.decode}
+        if raw is not None:
+            return tar.shard_from_raw(self.where(number), info, raw, **how)
+        return tar.open_shard(self.path, info, verify=options.verify, **how)
 
     def _forget_oldest(self) -> None:
         """Hold the bounds; the lock is held by the caller."""
         limit = _open_shards_limit()
         while len(self._open) > 1:
-            resident = sum(s.info.raw.bytes for s in self._open.values() if s.info.compression)
+            resident = 0
+            if self.shards is None:  # a remote dataset's cache has a budget of its own
+                resident = sum(s.info.raw.bytes for s in self._open.values() if s.info.compression)
             if len(self._open) <= limit and resident <= MAX_RESIDENT_BYTES:
                 return
             self._open.popitem(last=False)
@@ -217,96 +271,47 @@ def _token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:
 
 
 def open_dataset(
-    path: str | Path, *, allow_pickle: bool = False, verify: bool = False, decode: bool = True
+    path: str | Path,
+    *,
+    allow_pickle: bool = False,
+    verify: bool = False,
+    decode: bool = True,
+    storage: StorageOptions | None = None,
+    cache: CacheOptions | None = None,
 ) -> Dataset:
     """Open a folder with index.json (MDS) or shards.json (tars), the index itself, a tar, or tars by pattern.
 
-    Tars without a list are opened one by one, in the order of their names, to count their samples.
-    `verify` checks each shard's hashes when it opens, and the card's fingerprint. `allow_pickle` lets
-    pickled columns run their code. `decode=False` gives members of tars as bytes. ShardError says what is
-    wrong with a dataset, or what was looked for.
+    Tars without a list are opened one by one, in the order of their names, to count their samples. A URL
+    (s3://bucket/prefix, or any that fsspec knows) names a folder or an index; its shards come through a
+    cache, as `cache` says, by a store that is reached as `storage` says.
+    `verify` checks each local shard's hashes when it opens (remote ones always are), and the card's
+    fingerprint. `allow_pickle` lets pickled columns run their code. `decode=False` gives members of tars as
+    bytes. ShardError says what is wrong with a dataset, or what was looked for.
     """
-    if "://" in str(path):
-        raise ShardError(path, "remote datasets cannot be opened yet; copy the folder to a local path")
-    given = Path(path)
-    folder, manifest = _find(given)
-    whole = given.is_dir() or given.suffix == ".json"  # a card speaks of a whole dataset, not of some tars
-    card = _read_card(folder / CARD_NAME) if whole else None
+    shards = None
+    if is_remote(path):
+        shards, found = _open_remote(str(path), storage, cache or CacheOptions())
+    else:
+        found = find_local(local_path(path))
+    card, manifest = found.card, found.manifest
+    where = shards.store.url if shards is not None else str(found.folder)
     if verify and card and card.get("fingerprint", manifest.fingerprint) != manifest.fingerprint:
         problem = (
             f"is the card of another dataset: fingerprint {card['fingerprint']}, index {manifest.fingerprint}"
         )
-        raise ShardError(folder / CARD_NAME, problem)
-    return Dataset(folder, manifest, card=card, allow_pickle=allow_pickle, verify=verify, decode=decode)
+        raise ShardError(f"{where}/{CARD_NAME}", problem)
+    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode)
+    return Dataset(found.folder, manifest, card=card, options=options, shards=shards)
 
 
-def _find(path: Path) -> tuple[Path, Manifest]:
-    """The folder that shards' names are relative to, and the manifest."""
-    from shardkit import tar
-    from shardkit.tar.compressed import is_tar_name
+def _open_remote(
+    url: str, storage: StorageOptions | None, options: CacheOptions
+) -> tuple[CachedShards, Found]:
+    from shardkit.cache.shards import CachedShards
+    from shardkit.storage.resilient import connect
 
-    if path.is_dir():
-        return path, _find_in_folder(path)
-    if path.is_file():
-        if is_tar_name(path.name):
-            return path.parent, Manifest("tar", tar.scan_folder(path.parent, [path.name]))
-        if path.name == "index.json":
-            from shardkit import mds
-
-            return path.parent, mds.read_index(path)
-        if path.suffix == ".json":
-            return path.parent, tar.read_shard_list(path)
-        raise ShardError(path, "is neither a folder, an index (.json) nor a tar")
-    if _MAGIC.isdisjoint(str(path)):
-        raise ShardError(path, "there is no such file or folder")
-    parts = path.parts
-    fixed = next(i for i, part in enumerate(parts) if not _MAGIC.isdisjoint(part))
-    folder = Path(*parts[:fixed])
-    names = sorted(
-        p.relative_to(folder).as_posix() for p in folder.glob("/".join(parts[fixed:])) if p.is_file()
-    )
-    if not names or not all(map(is_tar_name, names)):
-        other = next((n for n in names if not is_tar_name(n)), None)
-        found = "no file matches" if other is None else f"it matches {other}, which is no tar"
-        raise ShardError(path, f"a pattern must name .tar files: {found}")
-    return folder, Manifest("tar", tar.scan_folder(folder, names))
-
-
-def _find_in_folder(folder: Path) -> Manifest:
-    from shardkit import tar
-    from shardkit.tar.shard_list import LIST_NAME, tar_files
-
-    is_mds, is_list = (folder / "index.json").is_file(), (folder / LIST_NAME).is_file()
-    if is_mds and is_list:
-        raise ShardError(folder, f"has both index.json and {LIST_NAME}; open the one that is meant")
-    if is_mds:
-        from shardkit import mds
-
-        return mds.read_index(folder)
-    if is_list:
-        return tar.read_shard_list(folder)
-    if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
-        problem = (
-            f"is an unfinished build: neither index.json nor {LIST_NAME} is there yet; run the build again"
-        )
-        raise ShardError(folder, problem)
-    names = tar_files(folder)
-    if not names:
-        raise ShardError(
-            folder, f"holds no dataset: looked for index.json (MDS), {LIST_NAME} and *.tar files"
-        )
-    return Manifest("tar", tar.scan_folder(folder, names))
-
-
-def _read_card(file: Path) -> dict[str, object] | None:
-    if not file.is_file():
-        return None
-    if file.stat().st_size > MAX_CARD_BYTES:
-        raise ShardError(file, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
-    try:
-        card = json.loads(file.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise ShardError(file, f"cannot be read: {error}") from error
-    if not isinstance(card, dict):
-        raise ShardError(file, "a dataset's card must be a JSON object")
-    return card
+    folder, name = split_url(url)
+    is_index = is_index_name(name)
+    store = connect(folder if is_index else url, storage)
+    found = find_remote(store, name if is_index else None)
+    return CachedShards(store, found.manifest, open_cache(options), connections=options.connections), found

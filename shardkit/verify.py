@@ -1,7 +1,8 @@
 """Whether a dataset is what its index and card say: every shard's bytes, hashes, structure, and all counts.
 
 `verify` reads any MDS or tar dataset, made by shardkit or not, and names everything that is wrong instead of
-stopping at the first. Shards are checked in threads; memory is one shard a thread if shards are compressed.
+stopping at the first. Shards are checked in threads; memory is one shard a thread if shards are compressed or
+remote. Remote shards are read as they are in the store, past any cache.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.dataset import CARD_NAME, Dataset, ShardReader, open_dataset
+from shardkit import mds, tar
+from shardkit.cache.download import check_hashes, unpack
+from shardkit.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
-from shardkit.hashing import HASH_NAMES, hash_file
+from shardkit.hashing import HASH_NAMES
 from shardkit.index import ShardInfo, checked_basename
+from shardkit.locate import CARD_NAME
+from shardkit.storage.errors import StoreError
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.reading import hash_object, read_object
+from shardkit.tar.shard_list import UNKNOWN
 
 __all__ = ["Problem", "VerifyReport", "verify"]
 
@@ -37,7 +45,7 @@ class Problem:
 class VerifyReport:
     """What was checked and what was found. `hashed` counts the shards whose hashes were compared."""
 
-    path: Path
+    path: str
     quick: bool
     format: str | None
     shards: int
@@ -55,17 +63,24 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"path": str(self.path), "ok": self.ok}
+        return asdict(self) | {"ok": self.ok}
 
 
-def verify(path: str | Path, *, quick: bool = False, threads: int | None = None) -> VerifyReport:
+def verify(
+    path: str | Path,
+    *,
+    quick: bool = False,
+    threads: int | None = None,
+    storage: StorageOptions | None = None,
+) -> VerifyReport:
     """Check the dataset at `path`: sizes and structure of all shards, their hashes, the index and the card.
 
-    `quick` leaves out the hashes, so that no sample is read. Shards without any hash have their samples read
-    one by one instead. Damage is reported, not raised; ShardError only if there is no dataset at all.
+    `quick` leaves out the hashes, so that no sample is read; of remote shards it checks the sizes only.
+    Shards without any hash have their samples read one by one instead. Damage is reported, not raised;
+    ShardError only if there is no dataset at all.
     """
-    path = Path(path)
-    dataset = open_dataset(path, allow_pickle=True, decode=False)  # nothing is unpickled: see _check_samples
+    # Nothing is unpickled: see _check_samples.
+    dataset = open_dataset(path, allow_pickle=True, decode=False, storage=storage)
     shards = dataset.manifest.shards
     count = min(threads or os.cpu_count() or 1, MAX_THREADS)
     problems: list[Problem] = []
@@ -78,7 +93,7 @@ def verify(path: str | Path, *, quick: bool = False, threads: int | None = None)
         problems += _check_files(dataset, dataset.card, quick=quick)
     hashed = 0 if quick else sum(1 for info in shards if _hashes(info))
     return VerifyReport(
-        path,
+        str(path),
         quick,
         dataset.manifest.format,
         shards=len(shards),
@@ -102,6 +117,8 @@ def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem |
             return Problem(
                 name, f"its index states hashes that cannot be checked: {', '.join(sorted(unknown))}"
             )
+        if dataset.shards is not None and quick:
+            return _check_size(dataset, info)
         shard = _open(dataset, info, verify=not quick)
         if not quick and not _hashes(info):
             _check_samples(shard)
@@ -110,20 +127,34 @@ def _check_shard(dataset: Dataset, info: ShardInfo, *, quick: bool) -> Problem |
         return Problem(
             name, error.problem if error.offset is None else f"byte {error.offset:,}: {error.problem}"
         )
+    except StoreError as error:
+        return Problem(name, str(error))
     except MemoryError:
         return Problem(name, f"cannot be held in memory ({info.raw.bytes:,} bytes raw); use fewer threads")
     return None
 
 
+def _check_size(dataset: Dataset, info: ShardInfo) -> Problem | None:
+    size = dataset.store.head(info.stored.basename).bytes
+    if info.stored.bytes in (size, UNKNOWN):
+        return None
+    return Problem(info.stored.basename, f"{size:,} bytes, the index states {info.stored.bytes:,}")
+
+
 def _open(dataset: Dataset, info: ShardInfo, *, verify: bool) -> ShardReader:
     """Opening checks the size, the hashes if asked, and all that locates samples."""
-    if dataset.manifest.format == "mds":
-        from shardkit import mds
-
-        return mds.open_shard(dataset.path, info, allow_pickle=True, verify=verify)
-    from shardkit import tar
-
-    return tar.open_shard(dataset.path, info, verify=verify, decode=False)
+    is_mds = dataset.manifest.format == "mds"
+    if dataset.shards is None:
+        if is_mds:
+            return mds.open_shard(dataset.path, info, allow_pickle=True, verify=verify)
+        return tar.open_shard(dataset.path, info, verify=verify, decode=False)
+    where = f"{dataset.location}/{info.stored.basename}"
+    stored = read_object(dataset.store, info.stored.basename, info.stored.bytes)
+    check_hashes(where, info.stored, stored)
+    raw = unpack(dataset.manifest.format, info, stored, where) if info.compression else stored
+    if is_mds:
+        return mds.shard_from_raw(where, info, raw, allow_pickle=True)
+    return tar.shard_from_raw(where, info, raw, decode=False)
 
 
 def _check_samples(shard: ShardReader) -> None:
@@ -174,16 +205,16 @@ def _check_files(dataset: Dataset, card: Mapping[str, Any], *, quick: bool) -> I
         return
     for name, entry in files.items():
         try:
-            file = dataset.path / checked_basename(name, CARD_NAME)
-            size = file.stat().st_size
+            size = dataset.store.head(checked_basename(name, CARD_NAME)).bytes
             if size != entry["bytes"]:
                 yield Problem(name, f"{size:,} bytes, the card states {entry['bytes']:,}")
                 continue
             expected = {kind: digest for kind, digest in entry.items() if kind != "bytes"}
-            for kind, digest in {} if quick else hash_file(file, expected).items():
+            found = {} if quick else hash_object(dataset.store, name, expected)
+            for kind, digest in found.items():
                 if digest != expected[kind]:
                     yield Problem(name, f"{kind} {digest}, the card states {expected[kind]}")
-        except OSError as error:
-            yield Problem(name, f"cannot be read: {error.strerror or error}")
+        except StoreError as error:
+            yield Problem(name, f"cannot be read: {error.problem}")
         except (ShardError, ValueError, KeyError, TypeError) as error:
             yield Problem(name, f"is described wrongly by the card: {error}")

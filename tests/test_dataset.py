@@ -214,8 +214,6 @@ def test_folders_that_hold_no_dataset_are_explained(tmp_path: Path) -> None:
         shardkit.open_dataset(tmp_path / "*")
     with pytest.raises(ShardError, match="neither a folder"):
         shardkit.open_dataset(tmp_path / "a.txt")
-    with pytest.raises(ShardError, match="remote"):
-        shardkit.open_dataset("s3://bucket/dataset")
 
 
 @pytest.mark.parametrize("trace", ["dataset.json", "provenance"])

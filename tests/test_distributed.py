@@ -35,13 +35,13 @@ def test_torchruns_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert find_place(None, None) == Place(5, 8, 2)
+    assert find_place(None, None) == Place(5, 8, 4)
 
 
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert find_place(1, 3) == Place(1, 3, 1)
+    assert find_place(1, 3) == Place(1, 3, 3)
 
 
 def test_torch_distributed_wins_over_the_environment(

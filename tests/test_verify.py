@@ -142,7 +142,7 @@ def with_card(folder: Path, card: dict[str, Any]) -> VerifyReport:
         ({"dtype": "uint32"}, "dtype is 'uint32'"),
         ({"tokens": 631}, "631 tokens and 10 of padding; the rows hold 640"),
         ({"files": ["x"]}, "`files` must map"),
-        ({"files": {"report.html": {"bytes": 3}}}, "cannot be read: No such file"),
+        ({"files": {"report.html": {"bytes": 3}}}, "cannot be read: there is no such file"),
         ({"files": {"../d/index.json": {"bytes": 3}}}, "leaves the dataset's folder"),
         ({"files": {"index.json": {"bytes": 3}}}, "the card states 3"),
         ({"files": {"index.json": 7}}, "is described wrongly"),

@@ -5,8 +5,18 @@ its checks are in `index` (index.json), `shard` (one file), `encodings` (one val
 Whatever is damaged or hostile raises ShardError with the file and, where known, the byte.
 """
 
-from shardkit.mds.index import read_index, write_index
-from shardkit.mds.shard import MdsShard, open_shard
+from shardkit.mds.index import index_bytes, parse_index, read_index, write_index
+from shardkit.mds.shard import MdsShard, open_shard, shard_from_raw
 from shardkit.mds.writer import MdsWriter, write_rows_shard
 
-__all__ = ["MdsShard", "MdsWriter", "open_shard", "read_index", "write_index", "write_rows_shard"]
+__all__ = [
+    "MdsShard",
+    "MdsWriter",
+    "index_bytes",
+    "open_shard",
+    "parse_index",
+    "read_index",
+    "shard_from_raw",
+    "write_index",
+    "write_rows_shard",
+]

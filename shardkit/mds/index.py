@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,16 @@ from shardkit.hashing import HASH_NAMES
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
 from shardkit.mds.encodings import encoding_of
 
-__all__ = ["INDEX_NAME", "config_bytes", "make_columns", "parse_columns", "read_index", "write_index"]
+__all__ = [
+    "INDEX_NAME",
+    "config_bytes",
+    "index_bytes",
+    "make_columns",
+    "parse_columns",
+    "parse_index",
+    "read_index",
+    "write_index",
+]
 
 INDEX_NAME = "index.json"
 VERSION = 2
@@ -52,16 +62,25 @@ def read_index(path: Path) -> Manifest:
         text = file.read_bytes()
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+    return parse_index(file, text)
+
+
+def parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
+    """The manifest in the bytes of an index; ShardError, naming `file`, if anything is off."""
     with _collector_paused():
         return _parse_index(file, text)
 
 
 def write_index(folder: Path, shards: Sequence[ShardInfo]) -> None:
     """Publish index.json for `shards` in `folder`: whole or not at all, the bytes MDSWriter would write."""
+    publish_bytes(Path(folder) / INDEX_NAME, index_bytes(shards))
+
+
+def index_bytes(shards: Sequence[ShardInfo]) -> bytes:
+    """index.json for `shards`, the bytes that MDSWriter would write."""
     with _collector_paused():
         entries = [_entry(shard) for shard in shards]
-        text = json.dumps({"shards": entries, "version": VERSION}, sort_keys=True)
-    publish_bytes(Path(folder) / INDEX_NAME, text.encode())
+        return json.dumps({"shards": entries, "version": VERSION}, sort_keys=True).encode()
 
 
 def make_columns(columns: Mapping[str, str]) -> tuple[Column, ...]:
@@ -84,7 +103,7 @@ def config_bytes(
     return json.dumps(_config(columns, compression, hashes, size_limit), sort_keys=True).encode()
 
 
-def parse_columns(file: Path, entry: Mapping[str, Any]) -> tuple[Column, ...]:
+def parse_columns(file: str | PathLike[str], entry: Mapping[str, Any]) -> tuple[Column, ...]:
     """The columns that an index entry or a shard's config describes."""
     names, encodings, sizes = (entry.get(f"column_{key}") for key in ("names", "encodings", "sizes"))
     if not (isinstance(names, list) and isinstance(encodings, list) and isinstance(sizes, list)):
@@ -150,7 +169,7 @@ def _file_entry(info: FileInfo) -> dict[str, Any]:
     return {"basename": info.basename, "bytes": int(info.bytes), "hashes": dict(info.hashes)}
 
 
-def _parse_index(file: Path, text: bytes) -> Manifest:
+def _parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -168,7 +187,7 @@ def _parse_index(file: Path, text: bytes) -> Manifest:
 class _EntryParser:
     """Checks entries; what repeats from shard to shard (columns, hash lists) is checked once."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: str | PathLike[str]) -> None:
         self._file = file
         self._columns: dict[tuple[object, ...], tuple[Column, ...]] = {}
         self._basenames: set[str] = set()

@@ -17,6 +17,7 @@ import math
 import mmap
 import stat
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.mds.encodings import encoding_of
 from shardkit.mds.index import parse_columns
 
-__all__ = ["MdsShard", "open_shard"]
+__all__ = ["MdsShard", "open_shard", "shard_from_raw"]
 
 _U32 = np.dtype("<u4")
 _MAX_CONFIG_BYTES = 1 << 22  # room for thousands of columns
@@ -39,7 +40,7 @@ _MAX_CONFIG_BYTES = 1 << 22  # room for thousands of columns
 class MdsShard:
     """Random access to the samples of one shard. Make one with `open_shard`; safe to share among threads."""
 
-    def __init__(self, file: Path, info: ShardInfo, data: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]) -> None:
         """`data` holds the raw shard; `file` is named in errors."""
         self.info = info
         self._file = file
@@ -133,13 +134,7 @@ def open_shard(
     """
     folder = Path(folder)
     raw_file = folder / info.raw.basename
-    pickled = [column.name for column in info.columns if not encoding_of(column.encoding).safe]
-    if pickled and not allow_pickle:
-        raise ShardError(
-            raw_file,
-            f"column {pickled[0]!r} holds pickles, which can run any code; "
-            "if you trust whoever wrote this dataset, open it with allow_pickle=True",
-        )
+    _refuse_pickles(raw_file, info, allow_pickle)
     if info.zip is None or info.compression is None or raw_file.is_file():
         raw = _map_file(raw_file, info.raw)
         if verify:
@@ -154,6 +149,26 @@ def open_shard(
         _verify(file, info.raw, raw)
     raw.flags.writeable = False
     return MdsShard(file, info, raw)
+
+
+def shard_from_raw(
+    where: str | PathLike[str], info: ShardInfo, raw: npt.NDArray[np.uint8], *, allow_pickle: bool = False
+) -> MdsShard:
+    """The shard whose raw bytes are `raw`, wherever they came from; `where` is named in errors."""
+    _refuse_pickles(where, info, allow_pickle)
+    if len(raw) != info.raw.bytes:
+        raise ShardError(where, f"{len(raw):,} bytes, expected {info.raw.bytes:,}; fetch it again")
+    return MdsShard(where, info, raw)
+
+
+def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: bool) -> None:
+    pickled = [column.name for column in info.columns if not encoding_of(column.encoding).safe]
+    if pickled and not allow_pickle:
+        raise ShardError(
+            where,
+            f"column {pickled[0]!r} holds pickles, which can run any code; "
+            "if you trust whoever wrote this dataset, open it with allow_pickle=True",
+        )
 
 
 def _map_file(file: Path, expected: FileInfo) -> npt.NDArray[np.uint8]:
@@ -181,7 +196,9 @@ def _verify(file: Path, expected: FileInfo, data: npt.NDArray[np.uint8]) -> None
             raise ShardError(file, f"{problem}; fetch the file again")
 
 
-def _checked_offsets(file: Path, info: ShardInfo, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
+def _checked_offsets(
+    file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint32]:
     """u32[samples + 1], non-decreasing, from behind the header to the end of the file."""
     header_bytes = 4 * (info.samples + 2)
     if len(data) < header_bytes:
@@ -202,7 +219,7 @@ def _checked_offsets(file: Path, info: ShardInfo, data: npt.NDArray[np.uint8]) -
     return offsets
 
 
-def _check_config(file: Path, info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
+def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
     """The config repeats the columns: a shard that an index describes wrongly would read as nonsense."""
     start = 4 * (info.samples + 2)
     if start == end:

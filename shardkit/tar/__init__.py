@@ -5,8 +5,19 @@ as matrices), `npy` and `decode` (values), `compressed`, `shard_list` (shards.js
 damaged or hostile raises ShardError with the file and, where known, the byte.
 """
 
-from shardkit.tar.shard import TarShard, open_shard, scan_folder
-from shardkit.tar.shard_list import read_shard_list, write_shard_list
+from shardkit.tar.shard import TarShard, open_shard, scan_folder, shard_from_raw, unpack
+from shardkit.tar.shard_list import parse_shard_list, read_shard_list, shard_list_bytes, write_shard_list
 from shardkit.tar.writer import write_rows_shard
 
-__all__ = ["TarShard", "open_shard", "read_shard_list", "scan_folder", "write_rows_shard", "write_shard_list"]
+__all__ = [
+    "TarShard",
+    "open_shard",
+    "parse_shard_list",
+    "read_shard_list",
+    "scan_folder",
+    "shard_from_raw",
+    "shard_list_bytes",
+    "unpack",
+    "write_rows_shard",
+    "write_shard_list",
+]

@@ -32,7 +32,7 @@ from shardkit.tar.npy import NpyHeader, parse_npy_header
 from shardkit.tar.shard_list import UNKNOWN, describe_tar, tar_files
 from shardkit.tar.stride import index_constant_stride
 
-__all__ = ["TarShard", "open_shard", "scan_folder"]
+__all__ = ["TarShard", "open_shard", "scan_folder", "shard_from_raw", "unpack"]
 
 _CHUNK = 1 << 14  # members compared at a time
 
@@ -226,24 +226,41 @@ def open_shard(
         raise ShardError(file, problem)
     if verify:
         _verify(stored, info, file)
-    if info.compression:
-        limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN else info.raw.bytes
-        raw = decompress_tar(info.compression, stored.data, limit, file)
-        data = np.frombuffer(raw, dtype=np.uint8)
-        data.flags.writeable = False
-        if info.raw.bytes not in (UNKNOWN, len(data)):
-            raise ShardError(file, f"holds {len(data):,} bytes, the index states {info.raw.bytes:,}")
-    else:
-        data = stored
-    index = index_constant_stride(data, file) or group_members(walk_members(data.data, file), file)
+    raw = unpack(file, info, stored) if info.compression else stored
+    return shard_from_raw(file, info, raw, allow_pickle=allow_pickle, decode=decode)
+
+
+def unpack(
+    where: str | PathLike[str], info: ShardInfo, stored: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """What the compressed tar `stored` holds; ShardError if it is damaged or not of the stated size."""
+    assert info.compression
+    limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN else info.raw.bytes
+    data = np.frombuffer(decompress_tar(info.compression, stored.data, limit, where), dtype=np.uint8)
+    data.flags.writeable = False
+    if info.raw.bytes not in (UNKNOWN, len(data)):
+        raise ShardError(where, f"holds {len(data):,} bytes, the index states {info.raw.bytes:,}")
+    return data
+
+
+def shard_from_raw(
+    where: str | PathLike[str],
+    info: ShardInfo,
+    raw: npt.NDArray[np.uint8],
+    *,
+    allow_pickle: bool = False,
+    decode: bool = True,
+) -> TarShard:
+    """The tar whose uncompressed bytes are `raw`, wherever they came from; `where` is named in errors."""
+    index = index_constant_stride(raw, where) or group_members(walk_members(raw.data, where), where)
     if info.samples not in (UNKNOWN, len(index)):
         problem = f"has {len(index):,} samples, the index states {info.samples:,}; fetch it again"
-        raise ShardError(file, problem)
-    info = replace(info, raw=replace(info.raw, bytes=len(data)), samples=len(index))
-    shard = TarShard(info, data, index, file=file, allow_pickle=allow_pickle, decode=decode)
+        raise ShardError(where, problem)
+    info = replace(info, raw=replace(info.raw, bytes=len(raw)), samples=len(index))
+    shard = TarShard(info, raw, index, file=where, allow_pickle=allow_pickle, decode=decode)
     if len(shard) and info.columns and set(info.columns) != set(shard.columns):
         problem = f"has the columns {_words(shard.columns)}; the index states {_words(info.columns)}"
-        raise ShardError(file, problem)
+        raise ShardError(where, problem)
     return shard
 
 

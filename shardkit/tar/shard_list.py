@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,9 @@ __all__ = [
     "UNKNOWN",
     "describe_tar",
     "fixed_size",
+    "parse_shard_list",
     "read_shard_list",
+    "shard_list_bytes",
     "tar_files",
     "write_shard_list",
 ]
@@ -84,9 +87,16 @@ def read_shard_list(path: Path) -> Manifest:
     try:
         if file.stat().st_size > MAX_LIST_BYTES:
             raise ShardError(file, f"larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
-        listing = json.loads(file.read_bytes())
+        text = file.read_bytes()
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+    return parse_shard_list(file, text)
+
+
+def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
+    """The manifest in the bytes of a list; ShardError, naming `file`, if it is not sound."""
+    try:
+        listing = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is no JSON: {error}") from error
     if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
@@ -98,7 +108,7 @@ def read_shard_list(path: Path) -> Manifest:
     return Manifest("tar", tuple(_read_entry(entry, file) for entry in listing["shardlist"]))
 
 
-def _read_entry(entry: object, file: Path) -> ShardInfo:
+def _read_entry(entry: object, file: str | PathLike[str]) -> ShardInfo:
     if not isinstance(entry, dict):
         raise ShardError(file, f"an entry that is no object: {str(entry)[:80]!r}")
     name = checked_basename(entry.get("url"), file)
@@ -120,7 +130,9 @@ def _read_entry(entry: object, file: Path) -> ShardInfo:
     )
 
 
-def _count(entry: dict[str, object], key: str, name: str, file: Path, default: int | None) -> int:
+def _count(
+    entry: dict[str, object], key: str, name: str, file: str | PathLike[str], default: int | None
+) -> int:
     value = entry.get(key, default)
     if default is not None and key not in entry:
         return default
@@ -131,6 +143,11 @@ def _count(entry: dict[str, object], key: str, name: str, file: Path, default: i
 
 def write_shard_list(folder: Path, shards: Sequence[ShardInfo]) -> None:
     """Publish shards.json for `shards`, whole or not at all."""
+    publish_bytes(folder / LIST_NAME, shard_list_bytes(shards))
+
+
+def shard_list_bytes(shards: Sequence[ShardInfo]) -> bytes:
+    """shards.json for `shards`."""
     # wids caches shards under this name: it must differ between datasets.
     name = f"shardkit-{Manifest('tar', shards).fingerprint}"
     listing = {
@@ -139,7 +156,7 @@ def write_shard_list(folder: Path, shards: Sequence[ShardInfo]) -> None:
         "name": name,
         "shardlist": [_entry(shard) for shard in shards],
     }
-    publish_bytes(folder / LIST_NAME, json.dumps(listing, separators=(",", ":")).encode() + b"\n")
+    return json.dumps(listing, separators=(",", ":")).encode() + b"\n"
 
 
 def _entry(shard: ShardInfo) -> dict[str, object]:

@@ -1,0 +1,133 @@
+"""One shard on its way from a store: in one or several ranges at once, hashed, unpacked, proved.
+
+Bytes go straight to where they will stay (a mapped cache entry, or memory). The hashes that the index states
+are computed while a single range streams in, or over the whole when several ranges came side by side. An
+object that does not match is fetched again, from its beginning, twice; then it is the object that is damaged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.compression import decompress
+from shardkit.errors import ShardError
+from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
+from shardkit.index import FileInfo, Format, ShardInfo
+from shardkit.storage.store import Store
+
+__all__ = ["DamagedObjectError", "Download", "check_hashes", "unpack"]
+
+Bytes = npt.NDArray[np.uint8]
+
+READ_BYTES = 1 << 20
+MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
+
+
+class DamagedObjectError(ShardError):
+    """What arrived is not what the index states."""
+
+
+class Download:
+    """The stored bytes of one object, fetched by as many threads as it has parts."""
+
+    def __init__(
+        self, store: Store, file: FileInfo, target: Bytes, *, parts: int, version: str | None = None
+    ) -> None:
+        """`target`: uint8[file.bytes], filled by the parts."""
+        self._store, self._file, self._target = store, file, target
+        self._version = version
+        self._lock = threading.Lock()
+        count = max(1, min(parts, len(target) // MIN_PART_BYTES))
+        edges = [len(target) * i // count for i in range(count + 1)]
+        self._waiting = list(pairwise(edges))[::-1]
+        self._running = 0
+        self._hashers: Mapping[str, Hasher] = {}
+        if count == 1:
+            self._hashers = {name: new_hash(name) for name in file.hashes if name in HASH_NAMES}
+        self.bytes_done = 0
+        self.error: BaseException | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self._store.url}/{self._file.basename}"
+
+    def take_part(self) -> tuple[int, int] | None:
+        """A part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
+        with self._lock:
+            if not self._waiting or self.error is not None:
+                return None
+            self._running += 1
+            return self._waiting.pop()
+
+    def fetch_part(self, part: tuple[int, int]) -> bool:
+        """Fetch it; True for the thread that ends the download, by its last part or after an error."""
+        try:
+            self._stream(*part)
+        except BaseException as error:
+            with self._lock:
+                self.error = self.error or error
+        with self._lock:
+            self._running -= 1
+            return self._running == 0 and (not self._waiting or self.error is not None)
+
+    def check(self) -> None:
+        """Raise what went wrong, DamagedObjectError if the bytes are not those of the index."""
+        if self.error is not None:
+            raise self.error
+        if self._hashers:
+            found = {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
+            _compare(self.where, self._file, found)
+        else:
+            check_hashes(self.where, self._file, self._target)
+
+    def _stream(self, start: int, stop: int) -> None:
+        view = self._target.data
+        whole = start == 0 and stop == len(view)
+        key, end = self._file.basename, None if whole else stop
+        with self._store.open(key, start, end, version=self._version) as body:
+            if body.info.bytes != len(view):
+                problem = f"the object has {body.info.bytes:,} bytes, the index states {len(view):,}"
+                raise DamagedObjectError(self.where, f"{problem}; upload it again")
+            with self._lock:
+                self._version = self._version or body.info.version  # all parts from one version
+            at = start
+            while at < stop and self.error is None:
+                count = body.readinto(view[at : min(at + READ_BYTES, stop)])
+                if not count:
+                    raise DamagedObjectError(self.where, "the store sent fewer bytes than it said", offset=at)
+                for hasher in self._hashers.values():
+                    hasher.update(view[at : at + count])
+                at += count
+                self.bytes_done += count
+
+
+def check_hashes(where: str, file: FileInfo, data: Bytes) -> None:
+    """DamagedObjectError unless `data` has all hashes that the index states (and that are known)."""
+    _compare(where, file, hash_bytes(data.data, [name for name in file.hashes if name in HASH_NAMES]))
+
+
+def _compare(where: str, file: FileInfo, found: Mapping[str, str]) -> None:
+    for name, digest in found.items():
+        if digest != file.hashes[name].lower():
+            raise DamagedObjectError(where, f"{name} is {digest}, the index states {file.hashes[name]}")
+
+
+def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
+    """The raw bytes in a compressed file; DamagedObjectError if they are not those of the index."""
+    assert info.compression
+    try:
+        if kind == "mds":
+            raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)
+        else:
+            from shardkit import tar
+
+            raw = tar.unpack(where, info, stored)
+    except ShardError as error:
+        raise DamagedObjectError(where, error.problem) from error
+    check_hashes(where, info.raw, raw)
+    return raw

@@ -1,0 +1,346 @@
+"""Shards from a store into a cache: what a reader waits for first, then what will be needed soonest.
+
+A few threads share the work. A shard that a reader waits for goes before all others; it is split into
+ranges when threads are free. The others follow a plan (`shardkit.cache.planner`) by earliest deadline.
+Processes that share a cache folder take leases, so that each shard is fetched by one of them; a lease whose
+holder has been stopped is ignored after a while. Where a cache has no room, a shard that is waited for is
+read into memory. Every wait has a limit, and its error says what had arrived until then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.contract import Cache, Contents, Lease, Slot
+from shardkit.cache.download import DamagedObjectError, Download, unpack
+from shardkit.cache.planner import Planner
+from shardkit.errors import ShardkitError
+from shardkit.index import FileInfo, Format, ShardInfo
+from shardkit.storage.store import Store
+from shardkit.units import format_bytes
+
+__all__ = ["FetchTimeoutError", "Fetcher", "Shards"]
+
+Bytes = npt.NDArray[np.uint8]
+
+ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
+LEASE_SECONDS = (
+    20.0  # a living holder ends or renews nothing: longer than a shard takes at 5 MB/s is "stopped"
+)
+_JOIN_SECONDS = 2.0
+
+
+class FetchTimeoutError(ShardkitError, TimeoutError):
+    """A shard did not arrive in time; the message says how much of it had, and what the store last said."""
+
+
+class Shards(Protocol):
+    """What a fetcher must know of a dataset."""
+
+    @property
+    def kind(self) -> Format: ...
+    @property
+    def store(self) -> Store: ...
+    def info(self, number: int) -> ShardInfo: ...
+    def stored_file(self, number: int) -> FileInfo: ...
+    def entry(self, number: int) -> str: ...
+    def version(self, number: int) -> str | None: ...
+    def last_status(self) -> int | None: ...
+
+
+class _Job:
+    """One shard being fetched."""
+
+    def __init__(self, number: int, *, urgent: bool, victims: Callable[[Contents], list[str]]) -> None:
+        self.number = number
+        self.urgent = urgent
+        self.victims = victims
+        self.attempts = 0
+        self.download: Download | None = None
+        self.slot: Slot | None = None
+        self.lease: Lease | None = None
+        self.target: Bytes | None = None
+        self.data: Bytes | None = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+
+class Fetcher:
+    """Fetches shards of one dataset into one cache, for one process."""
+
+    def __init__(self, shards: Shards, cache: Cache, *, connections: int) -> None:
+        self._shards, self._cache = shards, cache
+        self._connections = connections
+        self.planner: Planner | None = None
+        self.counts: Counter[str] = Counter()
+        self._fetched: set[int] = set()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._demanded: deque[_Job] = deque()
+        self._active: dict[int, _Job] = {}
+        self._planning = self._closed = False
+
+    def load(self, number: int, timeout_seconds: float) -> Bytes:
+        """The raw bytes of a shard, read-only.
+
+        FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
+        """
+        if os.getpid() != self._process:
+            self._reset()  # a forked child: its parent's threads are not here
+        deadline = time.monotonic() + timeout_seconds
+        waited = False
+        while True:
+            data = self._cache.find(self._shards.entry(number))
+            if data is not None:
+                self.counts["misses" if waited else "hits"] += 1
+                return data
+            job = self._demand(number)
+            waited = True
+            if not job.done.wait(max(0.0, deadline - time.monotonic())):
+                raise FetchTimeoutError(self._describe(job, timeout_seconds))
+            if job.error is not None:
+                raise job.error
+            if job.data is not None:
+                self.counts["misses"] += 1
+                return job.data
+
+    def is_there(self, number: int) -> bool:
+        """Whether a shard could be loaded without waiting."""
+        return self._cache.has(self._shards.entry(number))
+
+    def follow(self, planner: Planner | None) -> None:
+        """Fetch ahead as `planner` says; None: only what is asked for."""
+        with self._changed:
+            self.planner = planner
+            self._start_threads()
+            self._changed.notify_all()
+
+    def advance(self, position: int) -> None:
+        """Tell how far the training loop is; cheap."""
+        if self.planner is not None and self.planner.advance(position):
+            with self._changed:
+                self._changed.notify_all()
+
+    @property
+    def in_flight(self) -> int:
+        """Shards being fetched."""
+        return len(self._active)
+
+    def close(self) -> None:
+        """End the threads; one in the middle of a read ends after it."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._closed = True
+            threads = self._threads
+            for job in [*self._demanded, *self._active.values()]:
+                if job.download is not None:
+                    job.download.error = job.download.error or RuntimeError("the loader was closed")
+            self._changed.notify_all()
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
+        self._reset()
+
+    def _demand(self, number: int) -> _Job:
+        with self._changed:
+            self._start_threads()
+            job = self._active.get(number) or next((j for j in self._demanded if j.number == number), None)
+            if job is None:
+                victims = self.planner.victims_now if self.planner is not None else _least_recent
+                job = _Job(number, urgent=True, victims=victims)
+                self._demanded.append(job)
+            job.urgent = True
+            self._changed.notify_all()
+            return job
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._connections:
+            # Daemons: an unfinished fetch must not keep a process alive; its file is cleared away later.
+            thread = threading.Thread(target=self._work, name="shardkit-fetch", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        changed = self._changed
+        while True:
+            with changed:
+                self._idle += 1
+                while not self._closed and (task := self._next_task()) is None:
+                    changed.wait()
+                self._idle -= 1
+                if self._closed:
+                    return
+            assert task is not None
+            task()
+
+    def _next_task(self) -> Callable[[], None] | None:
+        """What a free thread should do; the lock is held by the caller."""
+        for job in sorted(self._active.values(), key=lambda j: not j.urgent):
+            part = job.download.take_part() if job.download is not None else None
+            if part is not None:
+                return partial(self._run_part, job, part)
+        if self._demanded:
+            job = self._demanded.popleft()
+            self._active[job.number] = job
+            return partial(self._begin, job)
+        planner = self.planner
+        if planner is None or self._planning:
+            return None
+        fetch = planner.take(self._active)
+        if fetch is not None:
+            job = _Job(fetch.shard, urgent=False, victims=partial(planner.victims_for, fetch))
+            self._active[job.number] = job
+            return partial(self._begin, job)
+        if planner.is_stale():
+            self._planning = True
+            return partial(self._plan, planner)
+        return None
+
+    def _plan(self, planner: Planner) -> None:
+        try:
+            planner.plan(self._cache, [*self._active])
+        finally:
+            with self._changed:
+                self._planning = False
+                self._changed.notify_all()
+
+    def _begin(self, job: _Job) -> None:
+        """Prepare a job, then fetch its first part."""
+        try:
+            if not self._prepare(job):
+                self._finish(job)
+                return
+        except BaseException as error:
+            job.error = error
+            self._drop_slot(job, damaged=False)
+            self._finish(job)
+            return
+        download = job.download
+        assert download is not None
+        with self._changed:
+            self._changed.notify_all()
+        part = download.take_part()
+        if part is not None:
+            self._run_part(job, part)
+
+    def _prepare(self, job: _Job) -> bool:
+        """Get lease, room and download ready; False if there is nothing to fetch, or not now."""
+        shards, number = self._shards, job.number
+        name, info = shards.entry(number), shards.info(number)
+        if job.lease is None:
+            if self._cache.has(name):
+                return False
+            job.lease = self._cache.lease(name, LEASE_SECONDS if job.urgent else 0.0)
+            if self._cache.has(name) or (job.lease is None and not job.urgent):
+                return False  # it has come, or another process is at it
+        file = shards.stored_file(number)
+        if info.compression is None:
+            job.slot = self._cache.reserve(name, file.bytes, job.victims)
+            if job.slot is None and not job.urgent:
+                return False
+            self.counts["bypassed"] += job.slot is None
+        job.target = job.slot.data if job.slot is not None else np.empty(file.bytes, dtype=np.uint8)
+        job.download = Download(
+            shards.store, file, job.target, parts=self._parts(job), version=shards.version(number)
+        )
+        return True
+
+    def _parts(self, job: _Job) -> int:
+        """Threads for one shard: those that have nothing else to do, if someone waits for it."""
+        with self._changed:
+            return 1 + self._idle // (1 + len(self._demanded)) if job.urgent else 1
+
+    def _run_part(self, job: _Job, part: tuple[int, int]) -> None:
+        assert job.download is not None
+        if job.download.fetch_part(part):
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        """All parts have come, or one has failed."""
+        assert job.download is not None
+        job.attempts += 1
+        try:
+            job.download.check()
+            self._keep(job)
+        except DamagedObjectError as error:
+            self.counts["damaged"] += 1
+            self._drop_slot(job, damaged=True)
+            if job.attempts < ATTEMPTS:
+                job.download = None
+                self._begin(job)
+                return
+            problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
+            job.error = DamagedObjectError(error.file, problem, offset=error.offset)
+        except BaseException as error:
+            job.error = error
+            self._drop_slot(job, damaged=False)
+        self._finish(job)
+
+    def _keep(self, job: _Job) -> None:
+        """Put what came into the cache, or at least into the hands of who waits for it."""
+        assert job.download is not None
+        assert job.target is not None
+        shards, info = self._shards, self._shards.info(job.number)
+        self.counts["fetched_bytes"] += len(job.target)
+        self.counts["fetched_shards"] += 1
+        if job.number in self._fetched:
+            self.counts["refetched_bytes"] += len(job.target)
+        self._fetched.add(job.number)
+        data = job.target
+        if info.compression is not None:
+            data = unpack(shards.kind, info, job.target, job.download.where)
+            self.counts["decompressed_bytes"] += len(data)
+            job.slot = self._cache.reserve(shards.entry(job.number), len(data), job.victims)
+            self.counts["bypassed"] += job.slot is None
+            if job.slot is not None:
+                job.slot.data[:] = data
+        if job.slot is not None:
+            slot, job.slot = job.slot, None
+            data = slot.commit()
+        if job.urgent:
+            data.flags.writeable = False
+            job.data = data
+
+    def _drop_slot(self, job: _Job, *, damaged: bool) -> None:
+        if job.slot is not None:
+            job.slot.discard(damaged=damaged)
+            job.slot = None
+
+    def _finish(self, job: _Job) -> None:
+        if job.lease is not None:
+            job.lease.release()
+            job.lease = None
+        job.target = None
+        with self._changed:
+            self._active.pop(job.number, None)
+            job.done.set()
+            self._changed.notify_all()
+
+    def _describe(self, job: _Job, seconds: float) -> str:
+        file = self._shards.stored_file(job.number)
+        done = job.download.bytes_done if job.download is not None else 0
+        status, free = self._shards.last_status(), self._cache.free_disk_bytes()
+        return (
+            f"{self._shards.store.url}/{file.basename}: not here after {seconds:g} s: {done:,} of "
+            f"{file.bytes:,} bytes came; last status {status if status is not None else 'none'}; "
+            f"free disk {'not used' if free is None else format_bytes(free)}"
+        )
+
+
+def _least_recent(contents: Contents) -> list[str]:
+    """Names by when they were last used, the longest ago first: all that is known without a plan."""
+    return sorted(contents, key=lambda name: -contents[name].used_seconds_ago)

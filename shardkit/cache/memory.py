@@ -1,0 +1,144 @@
+"""A cache in this process's memory, for remote datasets without a cache folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.contract import Contents, Held
+
+__all__ = ["CacheMemory"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Entry:
+    data: Bytes
+    used: float
+    filling: bool
+
+
+class CacheMemory:
+    """Entries in a dict. A forked child, and a copy by pickle, starts with an empty one."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._leased: dict[str, threading.Lock] = {}
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def find(self, name: str) -> Bytes | None:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or entry.filling:
+                return None
+            entry.used = time.monotonic()
+            return entry.data
+
+    def has(self, name: str) -> bool:
+        entry = self._entries.get(name)
+        return entry is not None and not entry.filling
+
+    def contents(self) -> Contents:
+        now = time.monotonic()
+        with self._lock:
+            return {n: Held(len(e.data), now - e.used, e.filling) for n, e in self._entries.items()}
+
+    def reserve(
+        self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]
+    ) -> MemorySlot | None:
+        contents = self.contents()
+        used = sum(held.bytes for held in contents.values())
+        with self._lock:
+            if used + raw_bytes > self._capacity:
+                used = self._evict(victims(contents), used, raw_bytes)
+            if used + raw_bytes > self._capacity or name in self._entries:
+                return None
+            data: Bytes = np.empty(raw_bytes, dtype=np.uint8)
+            self._entries[name] = _Entry(data, time.monotonic(), filling=True)
+        return MemorySlot(self, name, data)
+
+    def lease(self, name: str, timeout_seconds: float = 0.0) -> MemoryLease | None:
+        with self._lock:
+            lock = self._leased.setdefault(name, threading.Lock())
+        taken = lock.acquire(timeout=timeout_seconds) if timeout_seconds > 0 else lock.acquire(blocking=False)
+        return MemoryLease(lock) if taken else None
+
+    def counters(self) -> dict[str, int]:
+        return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
+
+    def free_disk_bytes(self) -> int | None:
+        return None
+
+    def __getstate__(self) -> int:
+        return self._capacity
+
+    def __setstate__(self, capacity: int) -> None:
+        self.__init__(capacity)  # type: ignore[misc]
+
+    def finish(self, name: str, *, keep: bool) -> None:
+        """What a slot ends with."""
+        with self._lock:
+            entry = self._entries[name]
+            if keep:
+                entry.data.flags.writeable = False
+                entry.filling = False
+            else:
+                del self._entries[name]
+
+    def _evict(self, victims: Iterable[str], used: int, needed: int) -> int:
+        """Bytes used after evicting as many as needed; the lock is held by the caller."""
+        for victim in victims:
+            entry = self._entries.get(victim)
+            if entry is not None and not entry.filling:
+                del self._entries[victim]
+                used -= len(entry.data)
+                self._counters["evictions"] += 1
+                self._counters["evicted_bytes"] += len(entry.data)
+            if used + needed <= self._capacity:
+                break
+        return used
+
+
+class MemorySlot:
+    """Room in a `CacheMemory`."""
+
+    def __init__(self, cache: CacheMemory, name: str, data: Bytes) -> None:
+        self._cache, self._name, self._data = cache, name, data
+
+    @property
+    def data(self) -> Bytes:
+        return self._data
+
+    def commit(self) -> Bytes:
+        self._cache.finish(self._name, keep=True)
+        return self._data
+
+    def discard(self, *, damaged: bool = False) -> None:
+        self._cache.finish(self._name, keep=False)
+
+
+class MemoryLease:
+    """A lock among threads."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def release(self) -> None:
+        self._lock.release()

@@ -1,0 +1,117 @@
+"""What to fetch next and what to give up for it, as a fetcher asks: the plan, kept up with the training loop.
+
+The plan itself is `shardkit.cache.belady`: farthest next use is evicted, earliest deadline is fetched first,
+and no fetch begins before its victims have had their last use. Entries of other jobs and datasets, whose
+future is not known here, give way when nobody has used them for a minute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.belady import Fetch, Future, plan_fetches
+from shardkit.cache.contract import Cache, Contents
+
+__all__ = ["Planner"]
+
+PLANNED = 64  # fetches planned at a time
+IDLE_SECONDS = 60.0  # entries of others, unused for so long, are taken for abandoned
+_STEPS_AN_EPOCH = 64  # how often a plan that has nothing to do is looked at again
+
+
+class Planner:
+    """Plans for one process. `advance` belongs to the training loop, everything else to the fetcher."""
+
+    def __init__(
+        self, future: Future, names: Sequence[str], sizes: npt.NDArray[np.int64], samples: int, position: int
+    ) -> None:
+        """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is."""
+        self._future = future
+        self._names = names
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._sizes = sizes
+        self._pause = max(1, samples // _STEPS_AN_EPOCH)
+        self._lock = threading.Lock()
+        self._position = position
+        self._waiting: deque[Fetch] = deque()
+        self._wake_at = position
+        self._fruitful = True  # something was fetched since the last plan
+
+    def advance(self, position: int) -> bool:
+        """The loop has reached `position`; True if there may be something to do."""
+        self._position = position
+        return position >= self._wake_at
+
+    def take(self, active: Container[int]) -> Fetch | None:
+        """The next fetch that may begin, or None."""
+        position = self._position
+        for number, fetch in enumerate(self._waiting):
+            if fetch.start <= position:
+                del self._waiting[number]
+                if fetch.shard in active:
+                    return self.take(active)
+                self._fruitful = True
+                return fetch
+        return None
+
+    def is_stale(self) -> bool:
+        """Whether there is reason to plan again."""
+        return not self._waiting and (self._fruitful or self._position >= self._wake_at)
+
+    def plan(self, cache: Cache, active: Iterable[int]) -> None:
+        """Plan the next fetches from what the cache holds; shards in `active` are as good as there."""
+        position = self._position
+        contents = cache.contents()
+        cached: dict[int, int] = {}
+        others = 0
+        for name, held in contents.items():
+            number = self._numbers.get(name)
+            if number is not None:
+                cached[number] = held.bytes
+            elif held.used_seconds_ago < IDLE_SECONDS:
+                others += held.bytes
+        for number in active:
+            cached.setdefault(number, int(self._sizes[number]))
+        self._fruitful = False
+        with self._lock:
+            fetches = plan_fetches(
+                self._future, position, cached, self._sizes, max(0, cache.capacity - others), PLANNED
+            )
+        possible = [fetch for fetch in fetches if fetch.fits]
+        starts = [fetch.start for fetch in possible if fetch.start > position]
+        self._wake_at = min([position + self._pause, *starts])
+        self._waiting = deque(possible)
+
+    def victims_for(self, fetch: Fetch, contents: Contents) -> list[str]:
+        """Entries in the order in which they may be evicted for `fetch`."""
+        planned = [self._names[number] for number in fetch.evict]
+        return [
+            *_idle_others(contents, self._numbers),
+            *planned,
+            *self._by_next_use(contents, fetch.deadline),
+        ]
+
+    def victims_now(self, contents: Contents) -> list[str]:
+        """Entries in the order in which they may be evicted for a shard that is needed at once."""
+        return [*_idle_others(contents, self._numbers), *self._by_next_use(contents, self._position)]
+
+    def _by_next_use(self, contents: Contents, after: int) -> list[str]:
+        """Own entries that are not needed up to `after`, those that are needed last first."""
+        names = [name for name in contents if name in self._numbers]
+        numbers = np.array([self._numbers[name] for name in names], dtype=np.int64)
+        if not len(numbers):
+            return []
+        with self._lock:
+            uses = self._future.next_use(self._position, numbers)
+        order = np.argsort(-uses, kind="stable")
+        return [names[i] for i in order.tolist() if uses[i] > after]
+
+
+def _idle_others(contents: Contents, known: Container[str]) -> list[str]:
+    idle = [n for n, held in contents.items() if n not in known and held.used_seconds_ago >= IDLE_SECONDS]
+    return sorted(idle, key=lambda name: -contents[name].used_seconds_ago)

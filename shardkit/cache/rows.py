@@ -1,0 +1,138 @@
+"""Single rows of remote shards by ranged requests, so that the first batches need not wait for whole shards.
+
+Only where a row's place follows from the index: raw MDS shards whose columns all have a fixed size, and tars
+as shardkit writes them. No hash covers a part of an object, so each row is read twice, by two requests that
+must agree, and is compared again when its shard has come and been proved: a difference stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.index import Manifest, ShardInfo
+from shardkit.storage.resilient import ResilientStore
+from shardkit.tar.headers import BLOCK, padded
+from shardkit.tar.npy import make_npy_header
+from shardkit.tar.writer import RECORD_BYTES
+
+__all__ = ["FetchedRows", "RowLayout", "RowReader", "row_layout"]
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_THREADS = 32
+MAX_ROW_BYTES = 4 << 20
+_READS = 3  # of a row whose two reads differ, before the store is called unreliable
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Row r is the bytes [first + r * stride, + size) of a shard; `head` must precede its columns in it."""
+
+    first: int
+    stride: int
+    size: int
+    head: bytes = b""
+    head_at: int = 0
+
+    @property
+    def columns_at(self) -> int:
+        """Where the columns' bytes begin in a row."""
+        return self.head_at + len(self.head)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedRows:
+    """Some rows of one shard: `rows` ascending, and their columns' bytes uint8[len(rows), size]."""
+
+    rows: npt.NDArray[np.int64]
+    data: Bytes
+
+
+def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
+    """Where rows are in a shard of that format, if the index tells."""
+    sizes = [column.size for column in info.columns]
+    total = sum(size or 0 for size in sizes)
+    if not info.samples or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
+        return None
+    if kind == "mds":
+        first = info.raw.bytes - info.samples * total  # samples fill the file's end
+        return RowLayout(first, total, total) if first > 0 else None
+    parts = info.columns[0].encoding.split(":")
+    if len(info.columns) != 1 or len(parts) != 3 or not parts[2].isdigit():
+        return None
+    head = make_npy_header(np.dtype(parts[1]), int(parts[2]))
+    size = BLOCK + padded(len(head) + total)
+    end = -(-(info.samples * size + 2 * BLOCK) // RECORD_BYTES) * RECORD_BYTES
+    return RowLayout(0, size, size, head, BLOCK) if end == info.raw.bytes else None
+
+
+class RowReader:
+    """Reads rows of one dataset's shards and remembers them until they are proved."""
+
+    def __init__(self, store: ResilientStore, manifest: Manifest) -> None:
+        self._store = store.urgent
+        self._manifest = manifest
+        self._unproved: dict[int, list[FetchedRows]] = {}
+        self.count = 0
+
+    def layout(self, number: int) -> RowLayout | None:
+        """Where the rows of a shard are, if they can be read one by one."""
+        return row_layout(self._manifest.format, self._manifest.shards[number])
+
+    def read(self, wanted: Mapping[int, npt.NDArray[np.int64]]) -> dict[int, FetchedRows]:
+        """These rows (ascending, by shard) of shards that have a layout, as few rounds of requests."""
+        places = [(number, int(row)) for number, rows in wanted.items() for row in rows]
+        with ThreadPoolExecutor(min(MAX_THREADS, 2 * len(places)), "shardkit-rows") as pool:
+            reads = [[pool.submit(self._get, *place) for _ in range(2)] for place in places]
+            found = {
+                place: self._agreed(place, pair[0].result(), pair[1].result())
+                for place, pair in zip(places, reads, strict=True)
+            }
+        self.count += len(places)
+        fetched = {}
+        for number, rows in wanted.items():
+            data = np.frombuffer(b"".join(found[number, int(row)] for row in rows), dtype=np.uint8)
+            fetched[number] = FetchedRows(rows, data.reshape(len(rows), -1))
+            self._unproved.setdefault(number, []).append(fetched[number])
+        return fetched
+
+    def prove(self, number: int, raw: Bytes) -> None:
+        """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
+        for fetched in self._unproved.pop(number, []):
+            layout = self.layout(number)
+            assert layout is not None
+            for row, data in zip(fetched.rows.tolist(), fetched.data, strict=True):
+                start = layout.first + row * layout.stride + layout.columns_at
+                if not np.array_equal(raw[start : start + len(data)], data):
+                    problem = f"row {row:,} came damaged, twice alike, by a ranged request, and was delivered"
+                    raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
+
+    def _get(self, number: int, row: int) -> bytes:
+        info, layout = self._manifest.shards[number], self.layout(number)
+        assert layout is not None
+        start = layout.first + row * layout.stride
+        data = self._store.get(info.stored.basename, start, start + layout.size)
+        if len(data) != layout.size or not data.startswith(layout.head, layout.head_at):
+            problem = f"row {row:,} is not where the index says"
+            raise ShardError(self._where(number), f"{problem}; run shardkit verify", offset=start)
+        used = sum(column.size or 0 for column in info.columns)
+        return data[layout.columns_at : layout.columns_at + used]
+
+    def _agreed(self, place: tuple[int, int], first: bytes, second: bytes) -> bytes:
+        seen = [first]
+        while second not in seen:
+            if len(seen) > _READS:
+                problem = f"row {place[1]:,} came different at each of {len(seen) + 1} reads"
+                raise ShardError(self._where(place[0]), f"{problem}; check the network")
+            seen.append(second)
+            second = self._get(*place)
+        return second
+
+    def _where(self, number: int) -> str:
+        return f"{self._store.url}/{self._manifest.shards[number].stored.basename}"

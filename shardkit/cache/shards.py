@@ -1,0 +1,152 @@
+"""The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
+
+`load` gives a shard's raw bytes from the cache, or waits while it is fetched. `follow` makes the fetcher work
+ahead of a training run. `rows` fetches single rows by ranged requests, for the first batches, which
+should not wait for whole shards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.belady import Future
+from shardkit.cache.contract import Cache
+from shardkit.cache.entry import entry_name, sealed_size
+from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.planner import Planner
+from shardkit.cache.rows import RowReader
+from shardkit.index import FileInfo, Manifest, ShardInfo
+from shardkit.order import Order
+from shardkit.storage.resilient import ResilientStore
+
+__all__ = ["CachedShards"]
+
+Bytes = npt.NDArray[np.uint8]
+
+DEFAULT_CONNECTIONS = 16
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class CachedShards:
+    """May be shared by threads; a forked child or a pickled copy has threads and connections of its own."""
+
+    def __init__(
+        self,
+        store: ResilientStore,
+        manifest: Manifest,
+        cache: Cache,
+        *,
+        connections: int = DEFAULT_CONNECTIONS,
+    ) -> None:
+        self.store, self.cache = store, cache
+        self.kind = manifest.format
+        self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
+        self._manifest = manifest
+        self._connections = connections
+        self._objects: dict[
+            int, tuple[int, str]
+        ] = {}  # size and version of those that the index says little of
+        self._lock = threading.Lock()
+        self._fetcher = Fetcher(self, cache, connections=connections)
+        self.rows = RowReader(store, manifest)
+
+    def load(self, number: int) -> Bytes:
+        """uint8[raw bytes] of a shard, read-only; waits for it if need be.
+
+        FetchTimeoutError, DamagedObjectError and the errors of the store.
+        """
+        raw = self._fetcher.load(number, self.timeout_seconds)
+        self.rows.prove(number, raw)
+        return raw
+
+    def is_there(self, number: int) -> bool:
+        """Whether `load` would not wait."""
+        return self._fetcher.is_there(number)
+
+    def follow(self, order: Order, position: int, lanes: range | None) -> None:
+        """Fetch ahead of a run that is at `position` and reads these lanes (None: all)."""
+        shards = self._manifest.shards
+        names = [self._known_entry(number) or "" for number in range(len(shards))]
+        sizes = np.array([sealed_size(max(info.raw.bytes, 0)) for info in shards], dtype=np.int64)
+        samples = self._manifest.samples
+        self._fetcher.follow(Planner(Future(order, lanes), names, sizes, samples, position))
+
+    def advance(self, position: int) -> None:
+        """The training loop has reached `position`."""
+        self._fetcher.advance(position)
+
+    def close(self) -> None:
+        """Stop fetching. What is cached stays; the shards may be used again."""
+        self._fetcher.close()
+
+    def counters(self) -> dict[str, float]:
+        """What the cache did, by this process."""
+        counts = self._fetcher.counts
+        names = (
+            "hits", "misses", "fetched_bytes", "fetched_shards", "refetched_bytes",
+            "decompressed_bytes", "bypassed", "damaged",
+        )  # fmt: skip
+        contents = self.cache.contents()
+        return {name: float(counts[name]) for name in names} | {
+            "used_bytes": float(sum(held.bytes for held in contents.values())),
+            "capacity_bytes": float(self.cache.capacity),
+            "row_reads": float(self.rows.count),
+            **self.cache.counters(),
+        }
+
+    def info(self, number: int) -> ShardInfo:
+        return self._manifest.shards[number]
+
+    def stored_file(self, number: int) -> FileInfo:
+        """The object, with its size even where the index does not state one."""
+        file = self.info(number).stored
+        return file if file.bytes >= 0 else replace(file, bytes=self._object(number)[0])
+
+    def entry(self, number: int) -> str:
+        return self._known_entry(number) or self._entry_by_version(number)
+
+    def version(self, number: int) -> str | None:
+        known = self._objects.get(number)
+        return None if known is None else known[1]
+
+    def last_status(self) -> int | None:
+        return self.store.metrics.snapshot().last_status
+
+    def where(self, number: int) -> str:
+        """The object's URL."""
+        return f"{self.store.url}/{self.info(number).stored.basename}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "store": self.store,
+            "manifest": self._manifest,
+            "cache": self.cache,
+            "connections": self._connections,
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]
+            state["store"], state["manifest"], state["cache"], connections=state["connections"]
+        )
+
+    def _known_entry(self, number: int) -> str | None:
+        known = self._objects.get(number)
+        return entry_name(self.info(number), self.store.url, known and known[1])
+
+    def _entry_by_version(self, number: int) -> str:
+        name = entry_name(self.info(number), self.store.url, self._object(number)[1])
+        assert name is not None
+        return name
+
+    def _object(self, number: int) -> tuple[int, str]:
+        """(size, version) of a shard's object, asked for once."""
+        if number not in self._objects:
+            found = self.store.head(self.info(number).stored.basename)
+            self._objects[number] = (found.bytes, found.version)
+        return self._objects[number]
