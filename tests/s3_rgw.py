@@ -1,0 +1,76 @@
+"""Fixtures with a real S3 server, Ceph RGW, one per test process.
+
+A test module has them by `pytest_plugins = ["s3_rgw"]`, without importing this one.
+Without Debian's packages of Ceph such tests are skipped, or fail where SHARDKIT_REQUIRE_RGW=1.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers.bucket import RgwBucket, s3_client
+from servers.fault_proxy import FaultProxy
+from servers.rgw import PACKAGES, RgwServer, missing_programs
+
+__all__ = ["rgw", "rgw_bucket", "rgw_proxy"]
+
+_REQUIRE = "SHARDKIT_REQUIRE_RGW"
+# What would lead a client elsewhere than to the server of the test.
+_CLEARED = (
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_REGION", "AWS_SECURITY_TOKEN",
+    "AWS_SESSION_TOKEN", "AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def rgw() -> Iterator[RgwServer]:
+    """The server; whoever kills its gateway calls `restart_gateway` before the end of the test."""
+    if missing := missing_programs():
+        reason = f"no {missing[0]} on this machine: apt-get install --no-install-recommends {PACKAGES}"
+        if os.environ.get(_REQUIRE) == "1":
+            pytest.fail(f"{_REQUIRE}=1, but {reason}")
+        pytest.skip(reason)
+    with RgwServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _proxy_process(rgw: RgwServer) -> Iterator[FaultProxy]:
+    with FaultProxy(rgw.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def rgw_proxy(_proxy_process: FaultProxy) -> Iterator[FaultProxy]:
+    """A fault proxy before the server, without rules."""
+    _proxy_process.set_rules()
+    yield _proxy_process
+    _proxy_process.set_rules()
+
+
+@pytest.fixture
+def rgw_bucket(rgw: RgwServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RgwBucket]:
+    """A fresh bucket; emptied and removed at the end."""
+    for name in _CLEARED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", rgw.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", rgw.secret_key)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", rgw.region)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    client = s3_client(rgw.endpoint_url)
+    name = f"test-{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=name)
+    yield RgwBucket(name, rgw.endpoint_url)
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
+        for entry in page.get("Contents", []):
+            client.delete_object(Bucket=name, Key=entry["Key"])
+    for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
+        client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
+    client.delete_bucket(Bucket=name)
+    client.close()
