@@ -25,7 +25,8 @@ from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
 
 __all__ = ["VERBS", "main"]
 
-VERBS = ("build", "demo", "info", "verify")
+VERBS = ("build", "demo", "download", "info", "upload", "verify")
+CONTINUING = ("build", "download", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        _say("interrupted" + ("; the same command continues" if arguments.verb == "build" else ""))
+        _say("interrupted" + ("; the same command continues" if arguments.verb in CONTINUING else ""))
         return INTERRUPTED
     except Exception as error:
         if arguments.debug:

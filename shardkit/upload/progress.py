@@ -15,7 +15,7 @@ from typing import Any
 
 from shardkit.units import format_bytes
 
-__all__ = ["Listener", "Progress", "TransferProgress", "listen"]
+__all__ = ["Listener", "Progress", "TransferProgress", "lines", "listen"]
 
 LINE_SECONDS = 5.0  # a log file gets a line this often at most
 
@@ -75,10 +75,11 @@ def listen(progress: bool | Listener) -> Iterator[Listener]:
         with _bars() as listener:
             yield listener
     else:
-        yield _lines()
+        yield lines()
 
 
-def _lines() -> Listener:
+def lines() -> Listener:
+    """A line on stderr every few seconds."""
     following = time.monotonic() + LINE_SECONDS
 
     def hear(report: TransferProgress) -> None:

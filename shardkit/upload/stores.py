@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardkit.storage.options import StorageOptions
+from shardkit.storage.resilient import connect
 from shardkit.storage.store import Store
-from shardkit.storage.url import open_store
+from shardkit.storage.url import is_remote, open_store
 
 __all__ = ["transfer_store"]
 
@@ -17,11 +18,14 @@ __all__ = ["transfer_store"]
 def transfer_store(
     place: str | os.PathLike[str] | Store, storage: StorageOptions | None = None
 ) -> Iterator[Store]:
-    """The store at a URL, closed at the end; a store that was given is used as it is and left open."""
+    """The store at a URL, tried again where that may help, and closed at the end.
+
+    A store that was given is used as it is and left open.
+    """
     if not isinstance(place, str | os.PathLike):
         yield place
         return
-    store = open_store(place, storage)
+    store: Store = connect(place, storage) if is_remote(place) else open_store(place)
     try:
         yield store
     finally:

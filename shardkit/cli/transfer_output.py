@@ -1,0 +1,66 @@
+"""What `upload` and `download` say: progress on stderr, and what was done on stdout."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shardkit.cli.output import print_json, stdout_console
+from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.upload import TransferReport
+    from shardkit.upload.progress import Listener
+
+__all__ = ["progress_of", "show"]
+
+
+def progress_of(arguments: argparse.Namespace) -> bool | Listener:
+    """Nothing if --quiet, lines if --json, else a bar on a terminal and lines elsewhere."""
+    from shardkit.upload.progress import lines
+
+    if arguments.quiet:
+        return False
+    return lines() if arguments.json else True
+
+
+def show(report: TransferReport, *, json: bool) -> None:
+    """Print a report."""
+    if json:
+        print_json(report.to_dict())
+        return
+    console = stdout_console()
+    if report.dry_run:
+        for verb, names in (("would send", report.sent), ("would delete", report.deleted)):
+            for name in names:
+                console.print(f"{verb} {name}")
+    for line in _lines(report):
+        console.print(line)
+
+
+def _lines(report: TransferReport) -> list[str]:
+    whole = f"{report.files:,} files, {format_bytes(report.bytes)}"
+    lines = []
+    if report.up_to_date:
+        lines.append(f"{report.target} is up to date: {whole}; nothing to do")
+    else:
+        moved = (
+            f"{len(report.sent):,} sent ({format_bytes(report.sent_bytes)}), {report.skipped:,} there already"
+        )
+        deleted = f", {len(report.deleted):,} of an earlier dataset deleted" if report.deleted else ""
+        rate = "" if report.dry_run else f"; {report.seconds:.1f} s"
+        if report.sent_bytes and report.seconds > 0 and not report.dry_run:
+            rate += f", {format_bytes(report.sent_bytes / report.seconds)}/s"
+        start = "nothing was written; it would be " if report.dry_run else ""
+        lines.append(f"{report.target}: {start}{whole}: {moved}{deleted}{rate}")
+    if report.verified:
+        lines.append("every file was read back and has the right hash")
+    if report.left_count:
+        lines.append(
+            f"{report.left_count:,} files in {report.source} are not named by the dataset and stay there "
+            f"(first: {report.left[0]})"
+        )
+    if report.foreign:
+        lines.append(f"{report.foreign:,} files at {report.target} are not named by the dataset")
+    lines.append(f"fingerprint {report.fingerprint}")
+    return lines
