@@ -1,9 +1,9 @@
 """How one operation on a store is carried out: gate, thread, hedge, deadline, and tries.
 
 A try waits for its place at the gate, runs on a thread of its own, and is left to itself when it does not
-answer in time: the operation ends by its deadline even if the store never returns. A place is given up while an
-operation waits between two tries. Requests that were left to themselves hold no place; there can be at most
-three for each connection, after which new ones wait for a thread, and so run into their own deadlines.
+answer in time: the operation ends by its deadline even if the store never returns. A place is given up while
+an operation waits between two tries. Requests that were left to themselves hold no place; there can be three
+for each connection, after which new ones wait for a thread, and so run into their own deadlines.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ class Ticket:
         if not self.inside and not self._gate.take(self, seconds):
             gate = self._gate
             problem = (
-                f"waited {max(seconds, 0.0):.1f} s for one of {gate.limit} connections, {gate.in_use} are in use; "
-                "close bodies that are no longer read"
+                f"waited {max(seconds, 0.0):.1f} s for one of {gate.limit} connections, "
+                f"{gate.in_use} are in use; close bodies that are no longer read"
             )
             raise TransientError(where, problem)
 

@@ -14,7 +14,6 @@ An open body holds one of the store's connections until its last byte is read or
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -83,8 +82,8 @@ class ResilientStore:
     @property
     def urgent(self) -> Self:
         """The same store (connections, limit, metrics), for reads that others should make way for."""
-        view = copy.copy(self)
-        view._urgent = True
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, _urgent=True)
         return view
 
     def head(self, key: str) -> ObjectInfo:

@@ -34,7 +34,7 @@ class RetryPolicy:
     """Longest wait before the second try."""
     longest_backoff_seconds: float = 10.0
     deadline_seconds: float = 120.0
-    """Longest time without a result or a byte. A transfer has `bytes / floor_bytes_per_second` more in all."""
+    """Longest time without a result or a byte. A transfer has bytes / floor_bytes_per_second more in all."""
     answer_seconds: float = 30.0
     """A request without an answer for so long is left to itself and tried again; stores time out earlier."""
     hedge: bool = True

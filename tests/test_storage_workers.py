@@ -1,0 +1,91 @@
+"""Threads that wait for a store: reused, bounded, gone after `close`, remade in a child."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from shardkit.storage.workers import Workers
+
+TIMEOUT = 10
+
+
+def names(workers: Workers, count: int) -> list[threading.Thread]:
+    """The threads of `count` tasks run one after the other."""
+    found = []
+    for _ in range(count):
+        done = threading.Event()
+
+        def task(done: threading.Event = done) -> None:
+            found.append(threading.current_thread())
+            done.set()
+
+        workers.submit(task)
+        assert done.wait(TIMEOUT)
+    return found
+
+
+def test_threads_are_reused_and_end_at_close() -> None:
+    workers = Workers(4)
+    threads = set(names(workers, 50))
+    assert len(threads) <= 2, "a thread may not be back when the next task comes"
+    workers.close()
+    for thread in threads:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    assert len(set(names(workers, 2))) >= 1, "and they may be used again"
+    workers.close()
+
+
+def test_at_most_so_many_tasks_run_and_the_others_wait_for_a_thread() -> None:
+    workers = Workers(3)
+    release, done = threading.Event(), threading.Semaphore(0)
+    running: list[int] = []
+
+    def task() -> None:
+        running.append(1)
+        release.wait(TIMEOUT)
+        done.release()
+
+    for _ in range(8):
+        workers.submit(task)
+    assert workers._threads == 3
+    assert len(running) <= 3
+    release.set()
+    for _ in range(8):
+        assert done.acquire(timeout=TIMEOUT)
+    assert len(running) == 8
+    workers.close()
+
+
+def test_busy_threads_end_once_they_are_done_after_close() -> None:
+    workers = Workers(1)
+    release, started = threading.Event(), threading.Event()
+    found: list[threading.Thread] = []
+
+    def task() -> None:
+        found.append(threading.current_thread())
+        started.set()
+        release.wait(TIMEOUT)
+
+    workers.submit(task)
+    assert started.wait(TIMEOUT)
+    workers.close()
+    release.set()
+    found[0].join(TIMEOUT)
+    assert not found[0].is_alive()
+
+
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    workers = Workers(1)
+    release = threading.Event()
+    workers.submit(lambda: (release.wait(TIMEOUT), None)[1])
+    with workers._changed:
+        child = os.fork()
+        if not child:
+            done = threading.Event()
+            workers.submit(done.set)
+            os._exit(0 if done.wait(TIMEOUT) else 1)
+    release.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    workers.close()
