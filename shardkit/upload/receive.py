@@ -36,6 +36,8 @@ __all__ = ["download"]
 MAX_TRIES = 3  # of a file whose bytes arrive wrong: the network may be to blame, after that the object is
 SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
 _READ_BYTES = 1 << 20
+_PART = ".shardkit-part"
+_LEFTOVERS = (f".*{_PART}", ".shardkit-put-*")  # of a killed download, and of a killed `LocalStore.put`
 
 
 def download(
@@ -66,6 +68,8 @@ def download(
         target = LocalStore(path)
         with _locked(path, make=not dry_run):
             _check_space(path, target, contents)
+            if not dry_run:
+                _clear_leftovers(path)
             receiver = _Receiver(store, target, path, contents)
             outcome = Publication(target, contents, receiver, settings, listener).run()
         return make_report(
@@ -91,7 +95,7 @@ class _Receiver:
     def place(self, file: FileInfo) -> ObjectInfo:
         """Fetch a file; ShardError if its bytes are wrong again and again."""
         path = self._folder / file.basename
-        temporary = path.with_name(f".{path.name}.part")
+        temporary = path.with_name(f".{path.name}{_PART}")
         where = f"{self._source.url}/{file.basename}"
         expected = self._expected(file)
         try:
@@ -150,6 +154,12 @@ def _contents_of(store: Store) -> Contents:
         problem = "holds no complete dataset: there is neither index.json nor shards.json; name its folder"
         raise ShardError(store.url, problem)
     return found[0]
+
+
+def _clear_leftovers(folder: Path) -> None:
+    for pattern in _LEFTOVERS:
+        for path in [*folder.rglob(pattern)]:
+            path.unlink(missing_ok=True)
 
 
 def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:
