@@ -56,7 +56,7 @@ class S3Server:
         """boto3's own client, to look from outside."""
         import boto3
 
-        return boto3.client("s3", endpoint_url=self.endpoint_url, region_name="us-east-1")
+        return boto3.Session().client("s3", endpoint_url=self.endpoint_url, region_name="us-east-1")
 
     def new_bucket(self) -> str:
         """The name of a bucket that is empty."""

@@ -36,6 +36,7 @@ from shardkit.storage.s3 import S3Store
 
 Maker = Callable[[], Store]
 ENDPOINT = os.environ.get("SHARDKIT_TEST_S3_ENDPOINT")
+ENDPOINT_KEYS = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 KINDS = ["local", "memory", "s3"]
 if ENDPOINT:
     KINDS.append("s3-real")
@@ -55,7 +56,7 @@ ODD_KEYS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     with s3_server() as running:
         yield running
@@ -95,12 +96,11 @@ def real_bucket() -> Iterator[str]:
     import boto3
 
     assert ENDPOINT is not None
-    keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     with pytest.MonkeyPatch.context() as patch:
         aws_environment(patch, ENDPOINT)
-        for name, value in keys.items():
+        for name, value in ENDPOINT_KEYS.items():
             patch.setenv(name, value)
-        client = boto3.client("s3", region_name="us-east-1")
+        client = boto3.Session().client("s3", region_name="us-east-1")
         bucket = f"shardkit-{uuid.uuid4().hex}"
         client.create_bucket(Bucket=bucket)
         try:
