@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from servers.bucket import RgwBucket, s3_client
 from servers.fault_proxy import FaultProxy
-from servers.rgw import PACKAGES, RgwServer, missing_programs
+from servers.rgw import INSTALL, RgwServer, missing_programs
 
 __all__ = ["rgw", "rgw_bucket", "rgw_proxy"]
 
@@ -30,7 +30,7 @@ _CLEARED = (
 def rgw() -> Iterator[RgwServer]:
     """The server; whoever kills its gateway calls `restart_gateway` before the end of the test."""
     if missing := missing_programs():
-        reason = f"no {missing[0]} on this machine: apt-get install --no-install-recommends {PACKAGES}"
+        reason = f"no {missing[0]} on this machine: {INSTALL}"
         if os.environ.get(_REQUIRE) == "1":
             pytest.fail(f"{_REQUIRE}=1, but {reason}")
         pytest.skip(reason)
