@@ -124,7 +124,7 @@ def test_misuse_exits_with_two(arguments: list[str], capfd: pytest.CaptureFixtur
 def test_an_unexpected_error_is_called_a_bug(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def stumble(path: str) -> None:
+    def stumble(path: str, storage: object) -> None:
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr("shardkit.cli.info.describe", stumble)
@@ -135,7 +135,7 @@ def test_an_unexpected_error_is_called_a_bug(
 def test_an_interruption_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(path: str) -> None:
+    def interrupt(path: str, storage: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shardkit.cli.info.describe", interrupt)

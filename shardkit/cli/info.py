@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.output import print_json, stdout_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.storage.options import StorageOptions
 
 __all__ = ["add_parser", "describe", "run"]
 
@@ -20,14 +24,15 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "tars, or pattern such as 'data/*.tar'. Shards are opened only where no index describes them.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="folder, index file, tar or pattern")
+    parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes (default: a table)")
+    add_storage_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the description."""
-    facts = describe(arguments.path)
+    facts = describe(arguments.path, storage_options(arguments))
     if arguments.json:
         print_json(facts)
     else:
@@ -35,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(path: str) -> dict[str, Any]:
+def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]:
     """The facts as plain data; what is not known is null."""
     from shardkit.dataset import open_dataset
 
-    with open_dataset(path) as dataset:
+    with open_dataset(path, storage=storage) as dataset:
         manifest, dtype = dataset.manifest, dataset.token_dtype
         samples = manifest.shard_samples
         return {

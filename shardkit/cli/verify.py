@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shardkit.cli.output import count, print_json, stderr_console, stdout_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -20,7 +21,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "is named.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="folder, index file, tar or pattern")
+    parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL")
     parser.add_argument(
         "--quick", action="store_true", help="sizes and structure only (default: hashes, too)"
     )
@@ -31,6 +32,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="shards checked at a time (default: one a core; at most 32)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON (default: lines)")
+    add_storage_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -38,7 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify and print what was found."""
     from shardkit.verify import verify
 
-    report = verify(arguments.path, quick=arguments.quick, threads=arguments.threads)
+    report = verify(
+        arguments.path,
+        quick=arguments.quick,
+        threads=arguments.threads,
+        storage=storage_options(arguments),
+    )
     if arguments.json:
         print_json(report.to_dict())
         return 0 if report.ok else 1
