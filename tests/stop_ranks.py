@@ -1,0 +1,148 @@
+"""Ranks that stop together, as real processes: `python stop_ranks.py FOLDER` runs what its stdin names.
+
+torch is imported once and every rank is a fork, so that a scenario takes the time of its waits only. A rank
+ends as a script does, by returning or by an uncaught error. Its output is FOLDER/SCENARIO.RANK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from shardkit.loaders import stop_together
+from shardkit.loaders.stop_together import PeerError, StopTogether
+
+WORLD_SIZE = 3
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 0.6
+LIMIT_SECONDS = 40.0
+
+
+def start(rank: int) -> StopTogether:
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    stop = StopTogether(grace_seconds=GRACE_SECONDS, poll_seconds=POLL_SECONDS)
+    stop.watch(rank, WORLD_SIZE)
+    torch.distributed.all_reduce(torch.ones(4))
+    return stop
+
+
+def hang(rank: int) -> None:
+    """Rank 1 fails but lives on, as it does when NCCL keeps its connections: the others' collective hangs."""
+    stop = start(rank)
+    stop_together.END_SECONDS = 0.5
+    if rank == 1:
+        stop.report(ValueError("boom"), step=812)
+        signal.pause()
+    if rank == 2:  # as frameworks do; a loop in a collective never gets to run it
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    torch.distributed.all_reduce(torch.ones(4))
+
+
+def come_back(rank: int) -> None:
+    """Rank 0 fails and ends, and the store with it; the others are between two batches."""
+    stop = start(rank)
+    if rank == 0:
+        stop.report(ValueError("boom"), step=812)
+        raise ValueError("boom")
+    step_until_error(stop)
+
+
+def uncaught(rank: int) -> None:
+    """Rank 0 fails outside its loader and reports nothing."""
+    stop = start(rank)
+    if rank == 0:
+        raise ValueError("boom")
+    step_until_error(stop)
+
+
+def one_ends(rank: int) -> None:
+    """Rank 0 is done, and the store gone, while the others still have batches."""
+    stop = start(rank)
+    time.sleep(rank * 5 * POLL_SECONDS)  # ranks that end one after another, at their own pace
+    stop.check()
+    stop.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkit")]
+    tell({"left": left})
+
+
+def tell(value: object) -> None:
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+def step_until_error(stop: StopTogether) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            stop.check()
+            time.sleep(0.001)
+    except PeerError as error:
+        tell({"error": str(error), "rank": error.rank, "step": error.step})
+        time.sleep(1.5 * GRACE_SECONDS)  # saves what it can; being back, it is not ended
+        tell({"saved": True})
+
+
+SCENARIOS = {"hang": hang, "come_back": come_back, "uncaught": uncaught, "one_ends": one_ends}
+HELD = {"hang": [1]}  # ranks that do not end by themselves
+
+
+def fork(name: str, rank: int, folder: Path) -> int:
+    """Start a rank; returns its process id, in the parent. The child returns 0 and is to run the scenario."""
+    process = os.fork()
+    if process == 0:
+        output = os.open(folder / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+    return process
+
+
+def wait(processes: list[int], held: list[int]) -> list[dict[str, float]]:
+    """Exit codes (negative: the signal) and seconds; held ranks are killed when the others have ended."""
+    began = time.monotonic()
+    ends: dict[int, dict[str, float]] = {}
+    while len(ends) < len(processes):
+        late = time.monotonic() - began > LIMIT_SECONDS
+        for rank, process in enumerate(processes):
+            if rank in ends:
+                continue
+            if late or (rank in held and len(ends) >= len(processes) - len(held)):
+                os.kill(process, signal.SIGKILL)
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                ends[rank] = {"code": code, "seconds": time.monotonic() - began}
+        time.sleep(0.01)
+    return [ends[rank] for rank in range(len(processes))]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(folder: Path) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    for line in sys.stdin:
+        name = line.strip()
+        os.environ["MASTER_PORT"] = str(free_port())
+        processes = []
+        for rank in range(WORLD_SIZE):
+            processes.append(fork(name, rank, folder))
+            if processes[-1] == 0:
+                return SCENARIOS[name](rank)
+        tell(wait(processes, HELD.get(name, [])))
+    return None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
