@@ -14,8 +14,12 @@ The future is what is used in the epoch of the position and in the next one. A s
 the first to go; with all lanes there is none. A plan that reaches far into the next epoch may be refined by
 the one made when that has begun.
 
-Costs, measured with 450,000 shards, 64 lanes and 8,000 shards in the cache: 4 to 6 ms for a plan of 64 fetches,
-1 ms for the next uses of all in the cache, half a second for the first call in each epoch, 45 MB.
+MIN itself leaves little time: with a full cache its victim is often the shard used last, which is free only
+just before the deadline. A `lead` makes each use begin so many positions earlier. Then every fetch may begin
+at least that long before the first sample is due, at the price of the room that the waiting shards take.
+
+Costs, measured with 450,000 shards, 64 lanes and 8,000 shards cached: 4 to 6 ms for a plan of 64 fetches,
+1 ms for the next uses of all that is cached, half a second for the first call in each epoch, 40 MB.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class Fetch:
     """One fetch of a plan."""
 
     shard: int
-    deadline: int  # position of its first use; the plan's position if it is needed already
+    deadline: int  # position where its first use begins; the plan's position if it is needed already
     start: int  # position from which it may begin; the plan's position: now
     evict: tuple[int, ...]  # to be removed first, all of them unneeded from `start` to the deadline
     fits: bool  # False: what else is in use at the deadline leaves no room; then nothing is evicted
@@ -54,11 +58,15 @@ class Fetch:
 class Future:
     """The uses of the shards by some lanes (None: by all) from a position on, in its epoch and the next.
 
+    `lead`: by how many positions each use begins earlier, so that shards are there in time.
     Positions may go forth and back; each new epoch costs a sort. Not for several threads at once.
     """
 
-    def __init__(self, order: Order, lanes: range | None = None) -> None:
+    def __init__(self, order: Order, lanes: range | None = None, lead: int = 0) -> None:
+        if lead < 0:
+            raise ValueError(f"lead must not be negative: {lead}")
         self._order = order
+        self._lead = lead
         self._lanes = lanes
         self._epoch = -1  # nothing is loaded before the first position is known
         self._position = 0  # of the last call
@@ -106,7 +114,7 @@ class Future:
 
     def _load(self, epoch: int) -> None:
         uses = _joined(self._order, range(epoch, epoch + _EPOCHS), self._lanes)
-        uses, by_shard = _merged(uses)
+        uses, by_shard = _merged(ShardUses(uses.shard, np.maximum(uses.begin - self._lead, 0), uses.end))
         count = len(uses)
         # One more entry than uses in these, so that number `count` stands for "no use".
         self._begins = np.append(uses.begin, NEVER)
