@@ -257,6 +257,11 @@ def test_a_fetch_begins_when_its_victim_has_had_its_last_use() -> None:
     assert plan_fetches(Future(order), 3, {}, sizes, 10, 0) == []
 
 
+def test_a_shard_that_a_plan_evicts_and_needs_again_is_not_fetched_while_it_is_there() -> None:
+    order = Order([2, 3, 6, 6, 6, 2, 8, 5, 8, 8, 6], OrderSpec(877437199690345766, 1, 10))
+    Driver(order, [2, 10, 11, 11, 10, 20, 9, 8, 9, 20, 11], 64, at_once=3).run()
+
+
 def test_a_cache_above_its_capacity_evicts_the_surplus_too() -> None:
     order = Order([10] * 4, OrderSpec(1, 1, 0, "none"))
     plan = plan_fetches(Future(order), 0, {0: 5, 2: 5, 3: 5}, np.full(4, 5), 10, 1)

@@ -188,6 +188,7 @@ class _Simulation:
         self._free = np.full(len(self._shards), position, dtype=np.int64)
         self._slots = np.full(len(sizes), -1, dtype=np.int32)
         self._slots[self._shards[: self._count]] = np.arange(self._count)
+        self._gone: dict[int, int] = {}  # from which position on an evicted shard is
         self._room = _Room(capacity - int(held.sum()), position)
 
     def use(self, numbers: _Numbers) -> int:
@@ -208,12 +209,13 @@ class _Simulation:
         victims = self._victims(size - self._room.bytes, deadline)
         if victims is None:
             return Fetch(shard, deadline, self._position, (), fits=False)
-        start = self._position
+        start = self._gone.get(shard, self._position)  # not while it is still there from an earlier use
         for slot in victims:
             start = max(start, int(self._free[slot]))
         for slot in victims:
             self._room.add(int(self._bytes[slot]), start)
             self._slots[self._shards[slot]] = -1
+            self._gone[int(self._shards[slot])] = start
             self._next[slot] = -1  # before any deadline: no victim again
         start = self._room.take(size, start)
         slot, self._count = self._count, self._count + 1
