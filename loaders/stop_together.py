@@ -11,7 +11,8 @@ waits). What happens on the others when an error is found:
 
 An error stands for as long as the process group does: whoever looks later hears of it too. A rank that ends
 without an error says nothing, and a store that is gone means only that rank 0 ended first: neither stops
-anyone (torch may print a warning of its own about the store). There is nothing to watch without torch.distributed or with one rank, and no thread then.
+anyone (torch may print a warning of its own about the store). There is nothing to watch without
+torch.distributed or with one rank, and no thread then.
 
 Every wait is bounded. The thread is a daemon, ends with `close`, and does not keep its owner alive.
 """
@@ -147,9 +148,9 @@ class _Watch:
         self.training_thread = threading.get_ident()
         self.heard: PeerError | None = None
         self.listeners: weakref.WeakMethod[Callable[[PeerError], None]] | None = None
-        self.thread = threading.Thread(target=self._run, name="shardkit-stop", daemon=True)
+        # The thread alone holds the connection, so that its end closes it.
+        self.thread = threading.Thread(target=self._run, args=(store,), name="shardkit-stop", daemon=True)
         self._world_size = world_size
-        self._store = store
         self._poll_seconds = poll_seconds
         self._grace_seconds = grace_seconds
         self._key = f"shardkit/stop/{_run_name()}"
@@ -193,9 +194,9 @@ class _Watch:
     def _hear_seconds(self) -> float:
         return 2 * self._poll_seconds + _SLACK_SECONDS  # a peer looks once in every `poll_seconds`
 
-    def _run(self) -> None:
+    def _run(self, store: _Store) -> None:
         try:
-            heard = self._listen()
+            heard = self._listen(store)
         except RuntimeError:
             return  # how torch's stores fail: rank 0 has ended, well or not; its peers cannot know which
         finally:
@@ -209,30 +210,30 @@ class _Watch:
         if self._grace_seconds is not None and not self._came_back(self._grace_seconds):
             self._end_process(heard, self._grace_seconds)
 
-    def _listen(self) -> PeerError | None:
+    def _listen(self, store: _Store) -> PeerError | None:
         """A peer's error; None once this rank has sent its own or wants no more."""
         while True:
             if self._outgoing is not None:
-                self._tell_peers(self._outgoing)
+                self._tell_peers(store, self._outgoing)
                 return None
             if self._closed:
                 return None
-            if self._store.check([self._key]):
-                told = json.loads(self._store.get(self._key))
+            if store.check([self._key]):
+                told = json.loads(store.get(self._key))
                 self._nonce = told["nonce"]
                 self.heard = PeerError(told["rank"], told["step"], told["problem"])
-                self._store.set(f"{self._key}/heard/{self.rank}", "1")
+                store.set(f"{self._key}/heard/{self.rank}", "1")
                 return self.heard
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
 
-    def _tell_peers(self, told: str) -> None:
+    def _tell_peers(self, store: _Store, told: str) -> None:
         """Store the error, and stay until all peers have it: the store may end with this process."""
-        self._store.compare_set(self._key, "", told)
+        store.compare_set(self._key, "", told)
         peers = [rank for rank in range(self._world_size) if rank != self.rank]
         heard = [f"{self._key}/heard/{rank}" for rank in peers]
         deadline = time.monotonic() + self._hear_seconds
-        while not self._store.check(heard) and time.monotonic() < deadline:
+        while not store.check(heard) and time.monotonic() < deadline:
             time.sleep(min(0.05, self._poll_seconds))
 
     def _came_back(self, seconds: float) -> bool:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,46 @@ def test_a_loop_that_stays_away_is_ended_in_steps(
     assert line.startswith("shardkit: rank 0 stopped at step 7: ValueError: boom; rank 1 has not come back")
     assert " (it is at " in line
     assert line.count("\n") == 1
+
+
+def test_a_loop_that_an_abort_sets_free_is_left_to_end_by_itself(
+    start: Start, endings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(0), start(1, grace_seconds=0.05)
+
+    def abort() -> bool:
+        second.close()  # what a loader's `with` does when the collective raises
+        return True
+
+    monkeypatch.setattr(stop_together, "_abort_process_groups", abort)
+    first.report(ValueError("boom"))
+    for thread in threads():
+        thread.join(SOON_SECONDS)
+    assert endings == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "aborted"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False)]
+)
+def test_collectives_are_aborted_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch, backend: str, aborted: bool
+) -> None:
+    calls: list[str] = []
+    functions = SimpleNamespace(_abort_process_group=lambda: calls.append("abort"))
+    distributed = SimpleNamespace(get_backend=lambda: backend, distributed_c10d=functions)
+    monkeypatch.setattr(stop_together, "_distributed", lambda: distributed)
+    assert stop_together._abort_process_groups() is aborted
+    assert calls == ["abort"] * aborted
+
+
+def test_an_abort_that_hangs_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    functions = SimpleNamespace(_abort_process_group=lambda: hang.wait(SOON_SECONDS))
+    distributed = SimpleNamespace(get_backend=lambda: "nccl", distributed_c10d=functions)
+    monkeypatch.setattr(stop_together, "_distributed", lambda: distributed)
+    monkeypatch.setattr(stop_together, "END_SECONDS", 0.01)
+    assert not stop_together._abort_process_groups()
+    hang.set()
 
 
 def test_a_loop_that_takes_the_error_is_left_alone(start: Start, endings: list[str]) -> None:
