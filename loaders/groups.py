@@ -9,21 +9,24 @@ batch must wait neither for a long plan nor for shards that only later batches n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.fetcher import FetchTimeoutError
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.prefetch import LoaderTimeoutError
 from shardkit.loaders.rows import Reader
 from shardkit.loaders.sources import SourceInfo
 from shardkit.order import Order
+from shardkit.storage.errors import StoreError
 
 __all__ = ["Cursor", "Group", "GroupMaker"]
 
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
-PLAN_BYTES = 1 << 30  # of stored samples: a plan's shards are open together
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
 GROUP_BYTES = 2 << 20
 _GROWTH = 8  # of each plan over the one before
@@ -74,7 +77,7 @@ class GroupMaker:
     def groups(self, cursor: Cursor, *, endless: bool) -> Iterator[Group]:
         """The batches of the epoch of the next batch; all that follow, if endless."""
         rows = self._plan.batch_size
-        most = max(rows, min(PLAN_BYTES // self._source.stored_bytes, PLAN_ROWS))
+        most = max(rows, min(self._source.plan_bytes // self._source.stored_bytes, PLAN_ROWS))
         while True:
             left = self._plan.batches_left(cursor[0])
             while left:
@@ -90,13 +93,16 @@ class GroupMaker:
     def describe(self) -> str:
         """Where this rank is, what it is reading and planning."""
         plan, position = self._plan, self._reading
-        return f"rank {plan.rank} of {plan.world_size}, the batch up to position {position:,}{self._planning}"
+        step = position // plan.global_batch
+        place = f"rank {plan.rank} of {plan.world_size}, step {step:,} (up to position {position:,})"
+        return f"{place}{self._planning}{self._source.source.progress()}"
 
     def _next_plan(self, cursor: Cursor, left: int, rows: int) -> _Planned:
         """Plan about `rows` samples, of the `left` batches that the epoch still has."""
         position, delivered = cursor
         most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
         count = max(1, min(most, left))
+        self._source.source.advance(position)
         self._planning = f"; planning from position {position:,}"
         steps = self._plan.steps(self._order, position, count)
         cursors = [(after, delivered + number) for number, after in enumerate(steps.after, 1)]
@@ -109,7 +115,8 @@ class GroupMaker:
             shard, row = shard[is_real], row[is_real]
             real = np.concatenate([[0], np.cumsum(is_real)])
         self._planning = f"; opening {self._names(shard)}"
-        reader = self._source.source.reader(shard, row)
+        with self._placed():
+            reader = self._source.source.reader(shard, row)
         self._planning = ""
         return _Planned(cursors, ids, reader, real)
 
@@ -121,9 +128,22 @@ class GroupMaker:
             done = cursors[first : first + per_group]
             low, high = first * size, (first + len(done)) * size
             self._reading = done[0][0]
-            columns = reader(low, high) if real is None else reader(int(real[low]), int(real[high]))
+            with self._placed():
+                columns = reader(low, high) if real is None else reader(int(real[low]), int(real[high]))
             batches, count = make(columns, ids[low:high])
             yield Group(batches, done, count)
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Errors of the store say where in the run they struck."""
+        try:
+            yield
+        except FetchTimeoutError as error:
+            raise LoaderTimeoutError(f"{self.describe()}: {error}") from error
+        except StoreError as error:
+            raise type(error)(
+                error.where, f"{error.problem}; {self.describe()}", status=error.status
+            ) from error
 
     def _names(self, shard: npt.NDArray[np.int32]) -> str:
         if not len(shard):

@@ -19,17 +19,17 @@ from typing import Self, Unpack
 
 import torch
 
-from shardkit.cache.options import CacheOptions
-from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset, open_dataset
+from shardkit.dataset import Dataset
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype
 from shardkit.loaders.distributed import find_place
 from shardkit.loaders.groups import Group, GroupMaker
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.prefetch import Limits, Prefetcher
+from shardkit.loaders.setup import find_eos_id, open_streams, shuffle_sizes
 from shardkit.loaders.sources import open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, StreamState, Tail, resume
-from shardkit.order import Order, OrderSpec, Shuffle, default_lanes, default_window
+from shardkit.order import Order, OrderSpec, Shuffle
 from shardkit.units import parse_bytes
 from shardkit.uses import lanes_of_part
 
@@ -66,10 +66,10 @@ class StreamingLoader:
     ) -> None:
         self.config = LoaderConfig.of(options)
         place = self._place = find_place(rank, world_size)
-        self.dataset = _open(dataset, self.config, place.local_world_size)
+        self.dataset = open_streams(dataset, self.config, place.local_world_size)
         self._plan = BatchPlan(len(self.dataset), batch_size, place.rank, place.world_size, tail)
         self._source = open_source(self.dataset, self.config.columns, dtype)
-        lanes, window = _shuffle_sizes(
+        lanes, window = shuffle_sizes(
             self.dataset, self._plan, self.config, place.nodes, self._source.stored_bytes
         )
         self._state = LoaderState(
@@ -86,7 +86,7 @@ class StreamingLoader:
             batch_size=batch_size,
             config=self.config,
             token_key=self._source.token_key,
-            eos_id=_eos_id(self.dataset, self.config, self._source.token_key),
+            eos_id=find_eos_id(self.dataset, self.config, self._source.token_key),
             return_ids=return_ids,
             mark_padding=tail == "pad",
         )
@@ -136,10 +136,9 @@ class StreamingLoader:
             self._maker,
             shard_names=[info.stored.basename for info in self.dataset.manifest.shards],
         )
-        if (shards := self.dataset.shards) is not None:
-            self._source.source.restart()
-            shards.timeout_seconds = config.timeout_seconds
-            shards.follow(self._order, self.position, self._lanes_of_node(shards.cache.is_shared))
+        if self.dataset.shards is not None:
+            self.dataset.shards.timeout_seconds = config.timeout_seconds
+            self._source.source.restart(self._follow)
         limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
         cursor = (self.position, self._delivered())
         self._running = Prefetcher(maker.groups(cursor, endless=config.endless), limits, maker.describe)
@@ -151,8 +150,6 @@ class StreamingLoader:
                 for batch, cursor in zip(group.batches, group.cursors, strict=True):
                     self._cursor = cursor
                     yield batch
-                if self.dataset.shards is not None:
-                    self.dataset.shards.advance(self.position)
                     if self._running is not running:
                         raise RuntimeError(
                             "this iterator has ended: its loader was closed, iterated anew or given a state"
@@ -207,6 +204,12 @@ class StreamingLoader:
         position, delivered = self._cursor
         return delivered if self._plan.start(position) == position else 0
 
+    def _follow(self) -> None:
+        """Let a remote dataset's shards be fetched ahead of this run."""
+        shards = self.dataset.shards
+        assert shards is not None
+        shards.follow(self._order, self.position, self._lanes_of_node(shards.cache.is_shared))
+
     def _lanes_of_node(self, is_shared: bool) -> range:
         """Lanes that this process, or all that share its cache, may read."""
         place, batch = self._place, self._plan.global_batch
@@ -223,67 +226,3 @@ class StreamingLoader:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-
-def _open(
-    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream], config: LoaderConfig, processes: int
-) -> Dataset:
-    if isinstance(dataset, (str, os.PathLike)):
-        cache = CacheOptions(
-            folder=config.cache_dir,
-            capacity=config.cache_bytes,
-            connections=config.connections,
-            processes=processes,
-        )
-        return open_dataset(os.fspath(dataset), storage=config.storage, cache=cache)
-    if isinstance(dataset, Dataset):
-        return dataset
-    streams = list(dataset)
-    if not streams or not all(isinstance(stream, Stream) for stream in streams):
-        raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
-    if len(streams) > 1:
-        raise NotImplementedError(
-            f"mixtures of several streams are not supported yet ({len(streams)} given): give one"
-        )
-    return _open(streams[0].path, config, processes)
-
-
-def _shuffle_sizes(
-    dataset: Dataset, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
-) -> tuple[int, int]:
-    """(lanes, window): as configured, else from the batch over all ranks and what fits in memory."""
-    lanes = config.lanes or default_lanes(plan.global_batch, nodes)
-    budget = 4 << 30
-    packed = [info.raw.bytes for info in dataset.manifest.shards if info.compression]
-    if packed:
-        # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
-        budget = MAX_RESIDENT_BYTES
-        most = max(1, budget // (4 * max(packed)))
-        if config.lanes is None and lanes > most:
-            lanes = default_lanes(_largest_divisor(plan.global_batch, most))
-    window = config.window or default_window(lanes, row_bytes, budget)
-    return lanes, window
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
-
-
-def _eos_id(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
-    """The id that ends documents; ValueError if something asked for needs it and nothing states it."""
-    tokenizer = (dataset.card or {}).get("tokenizer")
-    stated = tokenizer.get("eos_id") if isinstance(tokenizer, dict) else None
-    eos_id = config.eos_id if config.eos_id is not None else stated
-    if not config.document_extras:
-        return eos_id if isinstance(eos_id, int) else None
-    if token_key is None:
-        raise ValueError(
-            "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
-            f"{dataset.location} gives none among {', '.join(column.name for column in dataset.columns)}"
-        )
-    if isinstance(eos_id, bool) or not isinstance(eos_id, int):
-        raise ValueError(
-            "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
-            f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
-        )
-    return eos_id

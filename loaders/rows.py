@@ -23,7 +23,7 @@ import numpy.typing as npt
 from shardkit.cache.rows import FetchedRows
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.loaders.cold import ColdRows
+from shardkit.loaders.cold import ColdRows, waiting_for
 from shardkit.loaders.gather import Gather
 
 __all__ = ["Columns", "FixedColumn", "FixedRows", "Reader"]
@@ -54,9 +54,17 @@ class FixedRows:
         self._columns = {name: _MappedColumn(dataset, column) for name, column in columns.items()}
         self.waited = False
 
-    def restart(self) -> None:
+    def restart(self, follow: Callable[[], None]) -> None:
         """A run begins, perhaps elsewhere: its first rows may be fetched one by one again."""
-        self._cold.restart()
+        self._cold.restart(follow)
+
+    def advance(self, position: int) -> None:
+        """Everything before `position` has been read."""
+        self._cold.advance(position)
+
+    def progress(self) -> str:
+        """What is being waited for, as the end of a sentence; "" if nothing is."""
+        return waiting_for(self._cold.dataset)
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
         """A reader of samples (shard[i], row[i]); maps the shards it needs, ShardError if one is damaged."""

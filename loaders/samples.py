@@ -7,7 +7,7 @@ of their encoding, so that a key never changes its type from one batch to the ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.index import Column
+from shardkit.loaders.cold import waiting_for
 from shardkit.loaders.rows import Columns, Reader
 from shardkit.mds.encodings import encoding_of
 
@@ -47,8 +48,18 @@ class DecodedSamples:
         self.waited = False
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
-    def restart(self) -> None:
-        """A run begins; there is nothing to prepare."""
+    def restart(self, follow: Callable[[], None]) -> None:
+        """A run begins, perhaps elsewhere."""
+        follow()
+
+    def advance(self, position: int) -> None:
+        """Everything before `position` has been read."""
+        if self._dataset.shards is not None:
+            self._dataset.shards.advance(position)
+
+    def progress(self) -> str:
+        """What is being waited for, as the end of a sentence; "" if nothing is."""
+        return waiting_for(self._dataset)
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
         """A reader of samples (shard[i], row[i])."""

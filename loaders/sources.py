@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -19,13 +19,23 @@ from shardkit.loaders.samples import DecodedSamples, constant_layout
 __all__ = ["Source", "SourceInfo", "open_source"]
 
 
+PLAN_BYTES = 1 << 30
+_PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
+
+
 class Source(Protocol):
     """Gives readers of planned samples; `waited`: the last one needed shards that were not here yet."""
 
     waited: bool
 
-    def restart(self) -> None:
-        """A run begins, perhaps elsewhere."""
+    def restart(self, follow: Callable[[], None]) -> None:
+        """A run on a remote dataset begins, perhaps elsewhere; `follow` starts to fetch ahead of it."""
+
+    def advance(self, position: int) -> None:
+        """Everything before `position` has been read; called before each plan."""
+
+    def progress(self) -> str:
+        """What is being waited for, as the end of a sentence; "" if nothing is."""
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader: ...
 
@@ -38,6 +48,7 @@ class SourceInfo:
     token_key: str | None  # the batch's name of the column that holds tokens, if it is delivered
     stored_bytes: int  # of a sample, on average
     delivered_bytes: int | None  # of a sample, if constant
+    plan_bytes: int = PLAN_BYTES  # of stored samples, at most, in a plan: its shards are open together
 
 
 def open_source(
@@ -56,13 +67,16 @@ def open_source(
     if token_key is not None and dataset.token_dtype is not None:
         delivered[token_key] = output_dtype(dtype, dataset.token_dtype)
     raw_bytes = sum(info.raw.bytes for info in dataset.manifest.shards)
+    plan_bytes = PLAN_BYTES
+    if dataset.shards is not None:
+        plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // _PLANS_IN_CACHE)
     fixed = _fixed_columns(dataset, names, delivered)
     if fixed is None:
         mean = max(1, raw_bytes // max(1, len(dataset)))
-        return SourceInfo(DecodedSamples(dataset, names, delivered), token_key, mean, None)
+        return SourceInfo(DecodedSamples(dataset, names, delivered), token_key, mean, None, plan_bytes)
     stored_bytes = sum(prod(column.shape) * column.stored.itemsize for column in fixed.values())
     delivered_bytes = sum(prod(column.shape) * column.delivered.itemsize for column in fixed.values())
-    return SourceInfo(FixedRows(dataset, fixed), token_key, stored_bytes, delivered_bytes)
+    return SourceInfo(FixedRows(dataset, fixed), token_key, stored_bytes, delivered_bytes, plan_bytes)
 
 
 def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:

@@ -83,6 +83,7 @@ class Fetcher:
         self.planner: Planner | None = None
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
+        self._squeezed: set[int] = set()  # shards that found no room lately
         self._reset()
 
     def _reset(self) -> None:
@@ -111,7 +112,7 @@ class Fetcher:
             job = self._demand(number)
             waited = True
             if not job.done.wait(max(0.0, deadline - time.monotonic())):
-                raise FetchTimeoutError(self._describe(job, timeout_seconds))
+                raise FetchTimeoutError(f"not here after {timeout_seconds:g} s: {self._describe(job)}")
             if job.error is not None:
                 raise job.error
             if job.data is not None:
@@ -121,6 +122,16 @@ class Fetcher:
     def is_there(self, number: int) -> bool:
         """Whether a shard could be loaded without waiting."""
         return self._cache.has(self._shards.entry(number))
+
+    def is_squeezed(self, number: int) -> bool:
+        """Whether the cache had no room for a shard when it was last needed."""
+        return number in self._squeezed
+
+    def progress(self) -> str:
+        """What is being waited for, with how much of it has come; "" if nothing is."""
+        with self._changed:
+            jobs = [job for job in (*self._active.values(), *self._demanded) if job.urgent]
+        return self._describe(jobs[0]) if jobs else ""
 
     def follow(self, planner: Planner | None) -> None:
         """Fetch ahead as `planner` says; None: only what is asked for."""
@@ -213,6 +224,7 @@ class Fetcher:
     def _plan(self, planner: Planner) -> None:
         try:
             planner.plan(self._cache, [*self._active])
+            self._squeezed &= planner.unfit
         finally:
             with self._changed:
                 self._planning = False
@@ -252,7 +264,7 @@ class Fetcher:
             job.slot = self._cache.reserve(name, file.bytes, job.victims)
             if job.slot is None and not job.urgent:
                 return False
-            self.counts["bypassed"] += job.slot is None
+            self._note_room(job)
         job.target = job.slot.data if job.slot is not None else np.empty(file.bytes, dtype=np.uint8)
         job.download = Download(
             shards.store, file, job.target, parts=self._parts(job), version=shards.version(number)
@@ -305,7 +317,7 @@ class Fetcher:
             data = unpack(shards.kind, info, job.target, job.download.where)
             self.counts["decompressed_bytes"] += len(data)
             job.slot = self._cache.reserve(shards.entry(job.number), len(data), job.victims)
-            self.counts["bypassed"] += job.slot is None
+            self._note_room(job)
             if job.slot is not None:
                 job.slot.data[:] = data
         if job.slot is not None:
@@ -314,6 +326,13 @@ class Fetcher:
         if job.urgent:
             data.flags.writeable = False
             job.data = data
+
+    def _note_room(self, job: _Job) -> None:
+        if job.slot is not None:
+            self._squeezed.discard(job.number)
+            return
+        self.counts["bypassed"] += 1
+        self._squeezed.add(job.number)
 
     def _drop_slot(self, job: _Job, *, damaged: bool) -> None:
         if job.slot is not None:
@@ -330,15 +349,14 @@ class Fetcher:
             job.done.set()
             self._changed.notify_all()
 
-    def _describe(self, job: _Job, seconds: float) -> str:
+    def _describe(self, job: _Job) -> str:
         file = self._shards.stored_file(job.number)
         done = job.download.bytes_done if job.download is not None else 0
         status, free = self._shards.last_status(), self._cache.free_disk_bytes()
-        return (
-            f"{self._shards.store.url}/{file.basename}: not here after {seconds:g} s: {done:,} of "
-            f"{file.bytes:,} bytes came; last status {status if status is not None else 'none'}; "
-            f"free disk {'not used' if free is None else format_bytes(free)}"
-        )
+        came = f"{done:,} of {file.bytes:,} bytes came"
+        disk = "no disk used" if free is None else f"free disk {format_bytes(free)}"
+        answer = "none" if status is None else str(status)
+        return f"{self._shards.store.url}/{file.basename}: {came}; last status {answer}; {disk}"
 
 
 def _least_recent(contents: Contents) -> list[str]:

@@ -40,6 +40,7 @@ class Planner:
         self._position = position
         self._waiting: deque[Fetch] = deque()
         self._wake_at = position
+        self.unfit: frozenset[int] = frozenset()  # shards for which the last plan found no room
         self._fruitful = True  # something was fetched since the last plan
 
     def advance(self, position: int) -> bool:
@@ -83,6 +84,7 @@ class Planner:
                 self._future, position, cached, self._sizes, max(0, cache.capacity - others), PLANNED
             )
         possible = [fetch for fetch in fetches if fetch.fits]
+        self.unfit = frozenset(fetch.shard for fetch in fetches if not fetch.fits)
         starts = [fetch.start for fetch in possible if fetch.start > position]
         self._wake_at = min([position + self._pause, *starts])
         self._waiting = deque(possible)

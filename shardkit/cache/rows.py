@@ -27,6 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 MAX_THREADS = 32
 MAX_ROW_BYTES = 4 << 20
+MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 3  # of a row whose two reads differ, before the store is called unreliable
 
 
@@ -79,6 +80,7 @@ class RowReader:
         self._store = store.urgent
         self._manifest = manifest
         self._unproved: dict[int, list[FetchedRows]] = {}
+        self._kept = 0
         self.count = 0
 
     def layout(self, number: int) -> RowLayout | None:
@@ -99,12 +101,21 @@ class RowReader:
         for number, rows in wanted.items():
             data = np.frombuffer(b"".join(found[number, int(row)] for row in rows), dtype=np.uint8)
             fetched[number] = FetchedRows(rows, data.reshape(len(rows), -1))
-            self._unproved.setdefault(number, []).append(fetched[number])
+            self._remember(number, fetched[number])
         return fetched
+
+    def _remember(self, number: int, fetched: FetchedRows) -> None:
+        """Keep rows to prove them later, but not for ever: shards may never come whole."""
+        self._kept += len(fetched.rows)
+        self._unproved.setdefault(number, []).append(fetched)
+        while self._kept > MAX_UNPROVED:
+            oldest = next(iter(self._unproved))
+            self._kept -= sum(len(some.rows) for some in self._unproved.pop(oldest))
 
     def prove(self, number: int, raw: Bytes) -> None:
         """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
         for fetched in self._unproved.pop(number, []):
+            self._kept -= len(fetched.rows)
             layout = self.layout(number)
             assert layout is not None
             for row, data in zip(fetched.rows.tolist(), fetched.data, strict=True):

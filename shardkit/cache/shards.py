@@ -31,6 +31,9 @@ Bytes = npt.NDArray[np.uint8]
 
 DEFAULT_CONNECTIONS = 16
 DEFAULT_TIMEOUT_SECONDS = 600.0
+# Shards are wanted so much of the cache ahead of their first use: without a lead, a full cache would give up
+# the shard that it has just used, and every fetch would begin at its deadline.
+_LEADS_IN_CACHE = 32
 
 
 class CachedShards:
@@ -69,13 +72,23 @@ class CachedShards:
         """Whether `load` would not wait."""
         return self._fetcher.is_there(number)
 
+    def is_squeezed(self, number: int) -> bool:
+        """Whether the cache has no room for it among what else is needed: it would be fetched in vain."""
+        return self._fetcher.is_squeezed(number)
+
+    def progress(self) -> str:
+        """What is being waited for, for an error message."""
+        return self._fetcher.progress()
+
     def follow(self, order: Order, position: int, lanes: range | None) -> None:
         """Fetch ahead of a run that is at `position` and reads these lanes (None: all)."""
         shards = self._manifest.shards
         names = [self._known_entry(number) or "" for number in range(len(shards))]
         sizes = np.array([sealed_size(max(info.raw.bytes, 0)) for info in shards], dtype=np.int64)
         samples = self._manifest.samples
-        self._fetcher.follow(Planner(Future(order, lanes), names, sizes, samples, position))
+        lead = samples * self.cache.capacity // max(1, int(sizes.sum())) // _LEADS_IN_CACHE
+        future = Future(order, lanes, lead=min(lead, samples // 2))
+        self._fetcher.follow(Planner(future, names, sizes, samples, position))
 
     def advance(self, position: int) -> None:
         """The training loop has reached `position`."""

@@ -1,0 +1,100 @@
+"""What a loader works out when it is made: the dataset, the shuffle's sizes, the id that ends documents."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+
+from shardkit.cache.options import CacheOptions
+from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset, open_dataset
+from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.loaders.plan import BatchPlan
+from shardkit.order import default_lanes, default_window
+from shardkit.units import format_bytes
+
+__all__ = ["find_eos_id", "open_streams", "shuffle_sizes"]
+
+DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
+
+
+def open_streams(
+    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream], config: LoaderConfig, processes: int
+) -> Dataset:
+    if isinstance(dataset, (str, os.PathLike)):
+        cache = CacheOptions(
+            folder=config.cache_dir,
+            capacity=config.cache_bytes,
+            connections=config.connections,
+            processes=processes,
+        )
+        return open_dataset(os.fspath(dataset), storage=config.storage, cache=cache)
+    if isinstance(dataset, Dataset):
+        return dataset
+    streams = list(dataset)
+    if not streams or not all(isinstance(stream, Stream) for stream in streams):
+        raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
+    if len(streams) > 1:
+        raise NotImplementedError(
+            f"mixtures of several streams are not supported yet ({len(streams)} given): give one"
+        )
+    return open_streams(streams[0].path, config, processes)
+
+
+def shuffle_sizes(
+    dataset: Dataset, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
+) -> tuple[int, int]:
+    """(lanes, window): as configured, else from the batch over all ranks and what fits in memory."""
+    lanes = config.lanes or default_lanes(plan.global_batch, nodes)
+    budget = DEFAULT_WINDOWS_BYTES
+    if dataset.shards is not None:
+        budget = _cache_budget(dataset, lanes, budget)
+    packed = [info.raw.bytes for info in dataset.manifest.shards if info.compression]
+    if packed and dataset.shards is None:
+        # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
+        budget = MAX_RESIDENT_BYTES
+        most = max(1, budget // (4 * max(packed)))
+        if config.lanes is None and lanes > most:
+            lanes = default_lanes(_largest_divisor(plan.global_batch, most))
+    window = config.window or default_window(lanes, row_bytes, budget)
+    return lanes, window
+
+
+def _cache_budget(dataset: Dataset, lanes: int, budget: int) -> int:
+    """Bytes for two windows of all lanes, such that the cache holds them and the shards at their edges."""
+    assert dataset.shards is not None
+    capacity = dataset.shards.cache.capacity
+    largest = max((info.raw.bytes for info in dataset.manifest.shards), default=0)
+    edges = 2 * lanes * largest  # a window begins and ends inside of shards
+    if capacity < edges:
+        warnings.warn(
+            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(edges)}, two shards for each of "
+            f"{lanes} lanes: rows will be read one by one; give more, fewer lanes, or smaller shards",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return min(budget, max(capacity - edges, largest * lanes))
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+
+
+def find_eos_id(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
+    """The id that ends documents; ValueError if something asked for needs it and nothing states it."""
+    tokenizer = (dataset.card or {}).get("tokenizer")
+    stated = tokenizer.get("eos_id") if isinstance(tokenizer, dict) else None
+    eos_id = config.eos_id if config.eos_id is not None else stated
+    if not config.document_extras:
+        return eos_id if isinstance(eos_id, int) else None
+    if token_key is None:
+        raise ValueError(
+            "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
+            f"{dataset.location} gives none among {', '.join(column.name for column in dataset.columns)}"
+        )
+    if isinstance(eos_id, bool) or not isinstance(eos_id, int):
+        raise ValueError(
+            "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
+            f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
+        )
+    return eos_id

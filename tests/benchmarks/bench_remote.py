@@ -1,0 +1,253 @@
+"""Remote datasets from a real S3 server (Ceph RGW) behind a proxy that limits every connection.
+
+    python tests/benchmarks/bench_remote.py first-batch|cold-epoch|belady [--runs 5] [--json]
+
+first-batch   time from a made loader to its first batch; 64 MiB shards, 50 ms latency, 80 MB/s a connection
+cold-epoch    an epoch with an empty cache against plain boto3 GETs of the same objects by as many threads,
+              then the second epoch against the same loader on the local files
+belady        three epochs with a cache of half the dataset: bytes fetched against Belady's bound for the
+              steps that were really made
+
+Needs radosgw (see tests/servers). The two sides of a comparison take turns; ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from servers.bucket import s3_client
+from servers.fault_proxy import FaultProxy
+from servers.faults import Rule
+from servers.rgw import RgwServer
+
+from shardkit import mds
+from shardkit.cache.belady import min_fetched_bytes
+from shardkit.loaders import StreamingLoader
+from shardkit.storage import StorageOptions
+
+LENGTH = 4096
+BUCKET = "bench"
+BYTES_PER_SECOND = 80e6
+LATENCY_SECONDS = 0.05
+
+
+def write_dataset(folder: Path, shards: int, shard_bytes: int) -> int:
+    """MDS shards of random uint16 rows with a hash; returns the bytes of all."""
+    rows = shard_bytes // (2 * LENGTH)
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 50_000, (rows, LENGTH), dtype=np.uint16)
+    infos = []
+    for number in range(shards):
+        tokens[:, 0] = number  # no two alike
+        infos.append(mds.write_rows_shard(folder, f"shard.{number:05d}.mds", tokens, hashes=["xxh64"]))
+    mds.write_index(folder, infos)
+    return sum(info.raw.bytes for info in infos)
+
+
+def put_all(folder: Path, endpoint: str) -> list[str]:
+    """Plain puts of every file into a fresh bucket; the keys of the shards."""
+    client = s3_client(endpoint)
+    client.create_bucket(Bucket=BUCKET)
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as body:
+            client.put_object(Bucket=BUCKET, Key=file.name, Body=body)
+    return sorted(file.name for file in folder.glob("*.mds"))
+
+
+def plain_gets(endpoint: str, keys: list[str], threads: int) -> float:
+    """Seconds for boto3 to read all objects into one reused buffer a thread."""
+    client = s3_client(endpoint)
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for key in keys:
+        waiting.put(key)
+
+    def work() -> None:
+        while True:
+            try:
+                key = waiting.get_nowait()
+            except queue.Empty:
+                return
+            body = client.get_object(Bucket=BUCKET, Key=key)["Body"]
+            while body.read(1 << 20):
+                pass
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+def loader(source: str | Path, endpoint: str, cache: Path | None, **options: Any) -> StreamingLoader:
+    return StreamingLoader(
+        source,
+        cache_dir=cache,
+        storage=StorageOptions(endpoint_url=endpoint, path_style=True),
+        dtype="uint16",
+        **options,
+    )
+
+
+def epoch_seconds(stream: StreamingLoader) -> float:
+    start = time.perf_counter()
+    for batch in stream:
+        del batch
+    return time.perf_counter() - start
+
+
+@contextmanager
+def servers(*rules: Rule) -> Iterator[tuple[str, str]]:
+    """(endpoint of the server, endpoint of the proxy)."""
+    with RgwServer() as server, FaultProxy(server.endpoint_url) as proxy:
+        os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = (
+            server.access_key,
+            server.secret_key,
+        )
+        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+        proxy.set_rules(*rules)
+        yield server.endpoint_url, proxy.endpoint_url
+
+
+def first_batch(folder: Path, runs: int) -> dict[str, Any]:
+    """Cold every time: a fresh cache folder."""
+    write_dataset(folder, 8, 64 << 20)
+    slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND, delay_seconds=LATENCY_SECONDS)
+    opened, seconds, later = [], [], []
+    with servers(slow) as (direct, proxy):
+        put_all(folder, direct)
+        for _ in range(runs):
+            cache = Path(tempfile.mkdtemp())
+            start = time.perf_counter()
+            stream = loader(f"s3://{BUCKET}", proxy, cache, batch_size=8)
+            opened.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            batches = iter(stream)
+            next(batches)
+            seconds.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for _ in range(8):
+                next(batches)
+            later.append(time.perf_counter() - start)
+            stream.close()
+            shutil.rmtree(cache)
+    return {"construction_s": med(opened), "first_batch_s": med(seconds), "next_8_batches_s": med(later)}
+
+
+def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, Any]:
+    size = write_dataset(folder, shards, 64 << 20)
+    cold, plain, warm, local = [], [], [], []
+    slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND)
+    options: dict[str, Any] = {"batch_size": 64, "lanes": 4, "window": 8192, "connections": threads}
+    with servers(slow) as (direct, proxy):
+        keys = put_all(folder, direct)
+        reference = loader(folder, proxy, None, batch_size=64, lanes=4, window=8192)
+        epoch_seconds(reference)
+        for _ in range(runs):
+            plain.append(plain_gets(proxy, keys, threads))
+            cache = Path(tempfile.mkdtemp(dir=folder.parent))
+            stream = loader(f"s3://{BUCKET}", proxy, cache, **options)
+            cold.append(epoch_seconds(stream))
+            for _ in range(3):
+                warm.append(epoch_seconds(stream))
+                local.append(epoch_seconds(reference))
+            stream.close()
+            shutil.rmtree(cache)
+    rate = {name: size / med(values) / 1e6 for name, values in (("cold", cold), ("plain", plain))}
+    return {
+        "bytes": size,
+        "threads": threads,
+        "cold_MB_s": rate["cold"],
+        "plain_MB_s": rate["plain"],
+        "cold_ratio": med(plain) / med(cold),
+        "warm_ratio": med(local) / med(warm),
+        "warm_GB_s": size / med(warm) / 1e9,
+    }
+
+
+def belady(folder: Path, runs: int) -> dict[str, Any]:
+    """Bytes fetched against the bound for the very steps that the loader made."""
+    shards, shard_bytes = 48, 1 << 20
+    size = write_dataset(folder, shards, shard_bytes)
+    ratios, fetched_all = [], []
+    slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND)
+    with servers(slow) as (direct, proxy):
+        put_all(folder, direct)
+        for run in range(runs):
+            cache = Path(tempfile.mkdtemp())
+            options: dict[str, Any] = {
+                "batch_size": 16,
+                "lanes": 4,
+                "window": 256,
+                "seed": run,
+                "return_ids": True,
+            }
+            stream = loader(f"s3://{BUCKET}", proxy, cache, cache_bytes=size // 2, **options)
+            requests = []
+            for _ in range(3):
+                for batch in stream:
+                    ids = batch["sample_id"].numpy()
+                    starts = stream.dataset.manifest.shard_starts
+                    requests.append(set((np.searchsorted(starts, ids, side="right") - 1).tolist()))
+                    time.sleep(0.002)  # a step of training
+            assert stream.dataset.shards is not None
+            counters = stream.dataset.shards.counters()
+            sizes = [info.raw.bytes for info in stream.dataset.manifest.shards]
+            bound = min_fetched_bytes(requests, sizes, size // 2)
+            ratios.append(counters["fetched_bytes"] / bound)
+            fetched_all.append(counters)
+            stream.close()
+            shutil.rmtree(cache)
+    return {"dataset_bytes": size, "bound_ratios": ratios, "median": med(ratios), "last": fetched_all[-1]}
+
+
+def med(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("first-batch", "cold-epoch", "belady"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=4, help="connections of both sides (default: 4)")
+    parser.add_argument("--shards", type=int, default=12, help="64 MiB shards of cold-epoch (default: 12)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "dataset"
+        folder.mkdir()
+        if arguments.what == "first-batch":
+            result = first_batch(folder, arguments.runs)
+        elif arguments.what == "cold-epoch":
+            result = cold_epoch(folder, arguments.runs, arguments.threads, arguments.shards)
+        else:
+            result = belady(folder, arguments.runs)
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"{name:20} {value:.3f}" if isinstance(value, float) else f"{name:20} {value}")
+
+
+if __name__ == "__main__":
+    main()
