@@ -33,4 +33,5 @@ def s3_client(endpoint_url: str) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    return boto3.client("s3", endpoint_url=endpoint_url, config=config)
+    # A session of its own: the default one remembers the credentials of the first test.
+    return boto3.Session().client("s3", endpoint_url=endpoint_url, config=config)

@@ -32,7 +32,8 @@ _LOG_LINES = 12  # of each daemon, shown when a start fails
 _PR_SET_PDEATHSIG = 1
 
 # Cephx stays on: radosgw hangs without authentication. Intervals are short because one monitor agrees with
-# itself. Bytes of replaced objects live on for a while, so that reads in progress end well.
+# itself. Gateways tell each other of changes to buckets; one that was killed must soon be given up, or its
+# successor waits for it. Bytes of replaced objects live on for a while, so that reads in progress end well.
 _CONFIG = """\
 [global]
 fsid = {fsid}
@@ -61,6 +62,8 @@ mon_allow_pool_size_one = true
 mon_max_pg_per_osd = 1000
 paxos_propose_interval = 0.05
 paxos_min_wait = 0.01
+osd_client_watch_timeout = 3
+objecter_tick_interval = 0.5
 [mon]
 mon_data = {folder}/mon
 mon_data_avail_crit = 1

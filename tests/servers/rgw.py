@@ -86,7 +86,7 @@ def say(answer: dict[str, Any]) -> None:
 
 def report(daemons: Daemons) -> None:
     pids = {name: process.pid for name, process in daemons.processes.items()}
-    state = {"port": daemons.port, "pids": pids, "keeper": os.getpid()}
+    state = {"port": daemons.port, "pids": pids, "keeper": os.getpid(), "folder": str(daemons.folder)}
     (daemons.folder / _STATE_NAME).write_text(json.dumps(state))
     say(state)
 
@@ -101,12 +101,13 @@ class RgwServer:
     def __init__(self, *, port: int | None = None) -> None:
         self._wanted_port = port
         self._keeper: subprocess.Popen[str] | None = None
-        self._state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        """Port, folder and processes, once it runs."""
         self._folder: Path | None = None
 
     @property
     def port(self) -> int:
-        return int(self._state["port"])
+        return int(self.state["port"])
 
     @property
     def endpoint_url(self) -> str:
@@ -115,7 +116,7 @@ class RgwServer:
     @property
     def gateway_pid(self) -> int:
         """Of radosgw, for tests that kill or stop it."""
-        return int(self._state["pids"]["rgw"])
+        return int(self.state["pids"]["rgw"])
 
     def start(self) -> None:
         """RgwError if it does not answer within START_SECONDS."""
@@ -173,7 +174,7 @@ class RgwServer:
         answer = json.loads(line)
         if "error" in answer:
             raise RgwError(answer["error"])
-        self._state = answer
+        self.state = answer
 
     def __enter__(self) -> Self:
         self.start()
