@@ -30,17 +30,26 @@ from shardkit.storage import (
     StoreError,
     TransientError,
 )
+from shardkit.storage.faulty import FaultyStore
+from shardkit.storage.fsspec_store import FsspecStore
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.s3 import S3Store
+from shardkit.storage.throttled import ThrottledStore
 
 Maker = Callable[[], Store]
 ENDPOINT = os.environ.get("SHARDKIT_TEST_S3_ENDPOINT")
 ENDPOINT_KEYS = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-KINDS = ["local", "memory", "s3"]
+WRAPPERS: dict[str, Callable[[Store], Store]] = {
+    "faulty": FaultyStore,
+    "resilient": ResilientStore,
+    "throttled": lambda store: ThrottledStore(store, latency_seconds=1e-6, bytes_per_second=1e10),
+}
+KEEPS_METADATA = {"memory", "s3", "s3-real", *WRAPPERS}
+KINDS = ["local", "memory", "s3", "fsspec", *WRAPPERS]
 if ENDPOINT:
     KINDS.append("s3-real")
-KEEPS_METADATA = {"memory", "s3", "s3-real"}
 ODD_KEYS = [
     "a b.mds",
     "a+b&c=d?e#f%20g",
@@ -76,12 +85,15 @@ def make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Ite
     elif kind == "s3":
         bucket = request.getfixturevalue("server").new_bucket()
         yield lambda: S3Store(f"s3://{bucket}/some/prefix")
+    elif kind == "fsspec":
+        yield lambda: FsspecStore(f"file://{tmp_path / 'store'}")
     elif kind == "s3-real":
         with real_bucket() as bucket:
             yield lambda: S3Store(f"s3://{bucket}/some/prefix")
     else:
         url = f"memory://{uuid.uuid4().hex}/some/prefix"
-        yield lambda: MemoryStore(url)
+        wrap = WRAPPERS.get(kind)
+        yield lambda: MemoryStore(url) if wrap is None else wrap(MemoryStore(url))
 
 
 @pytest.fixture
@@ -141,10 +153,15 @@ def test_a_file_is_put_as_bytes_are(store: Store, tmp_path: Path) -> None:
     info = store.put("a", file)
     assert info.bytes == 100_000
     assert store.get("a") == file.read_bytes()
-    with pytest.raises(StoreError):
+
+
+def test_a_file_that_cannot_be_read_puts_nothing(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="missing") as caught:
         store.put("b", tmp_path / "missing")
-    with pytest.raises(ObjectNotFoundError):
-        store.head("b")
+    assert type(caught.value) is StoreError  # the object is not what is missing
+    with pytest.raises(StoreError):
+        store.put("b", tmp_path)
+    assert list(store.list()) == []
 
 
 def test_large_objects_are_written_whole(store: Store, tmp_path: Path) -> None:
@@ -440,6 +457,32 @@ def test_a_prefix_selects_keys_that_begin_so(store: Store, prefix: str) -> None:
         store.put(key, b"1")
     expected = sorted(key for key in ODD_KEYS if key.startswith(prefix))
     assert [info.key for info in store.list(prefix)] == expected
+
+
+@pytest.mark.parametrize("prefix", ["/", "../", "..", "a/../", "//", "./"])
+def test_prefixes_that_no_key_has_select_nothing(store: Store, prefix: str) -> None:
+    store.put("a/b", b"1")
+    assert list(store.list(prefix)) == []
+
+
+def test_an_object_under_an_object_is_stored_or_refused(store: Store) -> None:
+    store.put("a", b"1")
+    try:
+        store.put("a/b", b"2")
+    except StoreError as caught:
+        error: StoreError | None = caught
+    else:
+        error = None
+        assert store.get("a/b") == b"2"
+    assert type(error) in (StoreError, type(None))
+    assert [info.key for info in store.list()] == (["a", "a/b"] if error is None else ["a"])
+    assert store.get("a") == b"1"
+
+
+def test_a_version_does_not_come_back(store: Store) -> None:
+    """Not even where the file system hands out the same inode again within a tick of its clock."""
+    infos = [store.put("a", bytes([number, 0])) for number in range(20)]
+    assert len({info.version for info in infos}) == 20
 
 
 def test_metadata_comes_back(store: Store, kind: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import itertools
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -71,32 +75,35 @@ class LocalStore:
     ) -> ObjectInfo:
         file = self._file(key)
         temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_numbers)}")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
             try:
-                with temporary.open("wb") as handle:
-                    if isinstance(data, Path):
-                        with data.open("rb") as source:
-                            shutil.copyfileobj(source, handle, 1 << 20)
-                    else:
-                        handle.write(data)
+                source = stack.enter_context(data.open("rb") if isinstance(data, Path) else io.BytesIO(data))
+            except OSError as error:
+                raise StoreError(str(file), f"{data!s} cannot be read: {error.strerror or error}") from error
+            try:
+                _make_folder(file.parent)
+                stack.callback(temporary.unlink, missing_ok=True)
+                with temporary.open("xb") as handle:
+                    shutil.copyfileobj(source, handle, 1 << 20)
                     handle.flush()
+                    # The kernel's own dates are milliseconds apart, and a version must not come back.
+                    os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
                     os.fsync(handle.fileno())
                     info = _info(key, file, os.fstat(handle.fileno()))
                 if if_absent:
                     os.link(temporary, file)
                 else:
                     temporary.rename(file)
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(file.parent)
-        except FileExistsError as error:
-            raise ObjectExistsError(str(file), "is there already") from error
-        except OSError as error:
-            raise _translated(file, error) from error
+                _sync_folder(file.parent)
+            except FileExistsError as error:
+                raise ObjectExistsError(str(file), "is there already") from error
+            except OSError as error:
+                raise StoreError(str(file), f"cannot be written: {error.strerror or error}") from error
         return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if prefix.startswith("/") or ".." in prefix.split("/"):
+            return  # no key begins so
         top = self._folder / prefix.rpartition("/")[0]
         found = []
         for folder, _, names in os.walk(top):
@@ -173,6 +180,20 @@ def _translated(file: Path, error: OSError) -> StoreError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ObjectNotFoundError(str(file), "there is no such file")
     return StoreError(str(file), f"{error.strerror or error}")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make `folder` and those above it, for good."""
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        if folder.is_dir():
+            return
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder") from None
+    _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

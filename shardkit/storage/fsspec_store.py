@@ -1,0 +1,277 @@
+"""Any file system that fsspec knows (gs://, az://, hdfs://, sftp://, …) as a store, as far as it can be one.
+
+Reads are as strict as anywhere: bytes are fetched in blocks of 8 MiB and each block is handed out only if the
+object was still the same after it was read, so a replaced object ends in ObjectChangedError. That costs a
+look at the object before the first block and after each.
+
+Writes are as good as the file system: they are committed at the end where it supports that (local files,
+s3fs, gcsfs, sftp), and `if_absent` is refused where it has no exclusive creation (mode "xb"). Metadata is not
+kept. fsspec's own timeouts apply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shardkit.errors import MissingExtraError
+from shardkit.storage.errors import (
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    ThrottledError,
+    TransientError,
+)
+from shardkit.storage.store import ObjectInfo, checked_key, checked_range
+
+__all__ = ["FsspecStore"]
+
+_BLOCK_BYTES = 8 << 20
+# What names a content, surest first; each file system has some of these.
+_CONTENT_FIELDS = ("ETag", "etag", "generation", "version_id", "checksum", "md5Hash", "content_md5", "md5")
+_TIME_FIELDS = (
+    "mtime",
+    "last_modified",
+    "LastModified",
+    "updated",
+    "modified",
+    "modificationTime",
+    "created",
+)
+
+
+class FsspecStore:
+    """Files below `url`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._process = 0
+        self._found: tuple[Any, str] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._info(key, self._path(key))
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
+        with self.open(key, start, stop, version=version) as body:
+            return body.read()
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> FsspecBody:
+        info = self.head(key)
+        if version not in (None, info.version):
+            raise ObjectChangedError(self._where(key), f"is of version {info.version}, not {version}")
+        start, stop = checked_range(self._where(key), start, stop, info.bytes)
+        return FsspecBody(self, info, start, stop)
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        path, where = self._path(key), self._where(key)
+        try:
+            source = data.open("rb") if isinstance(data, Path) else None
+        except OSError as error:
+            raise StoreError(where, f"{data!s} cannot be read: {error.strerror or error}") from error
+        try:
+            self._write(path, data if source is None else source, if_absent)
+        except (ValueError, NotImplementedError) as error:
+            if not if_absent:
+                raise _translated(where, error) from error
+            raise StoreError(where, "cannot be put only if absent: this file system cannot tell") from error
+        except FileExistsError as error:
+            if not if_absent:
+                raise StoreError(where, f"cannot be written: {error}") from error
+            raise ObjectExistsError(where, "is there already") from error
+        except Exception as error:
+            raise _translated(where, error) from error
+        finally:
+            if source is not None:
+                source.close()
+        return self._info(key, path)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if prefix.startswith("/") or {".", ".."} & set(prefix.split("/")[:-1]):
+            return  # no key begins so
+        system, root = self._system()
+        folder = prefix.rpartition("/")[0]
+        top = f"{root}/{folder}" if folder else root
+        try:
+            found = system.find(top, detail=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise _translated(f"{self._url}/{prefix}", error) from error
+        entries = {name[len(root) :].lstrip("/"): entry for name, entry in found.items()}
+        for key in sorted(entries):
+            if key.startswith(prefix) and entries[key].get("type") == "file":
+                yield self._described(key, entries[key])
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            self._system()[0].rm_file(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except Exception as error:
+            raise _translated(self._where(key), error) from error
+
+    def close(self) -> None:
+        self._found = None
+
+    def read_block(self, info: ObjectInfo, start: int, stop: int) -> bytes:
+        """Bytes of the object as `info` describes it; ObjectChangedError if it is no longer that."""
+        path, where = self._path(info.key), self._where(info.key)
+        try:
+            data: bytes = self._system()[0].cat_file(path, start=start, end=stop)
+        except Exception as error:
+            raise _translated(where, error) from error
+        now = self._info(info.key, path)
+        if now.version != info.version:
+            raise ObjectChangedError(where, "was replaced while it was read")
+        if len(data) != stop - start:
+            raise TransientError(where, f"gave {len(data):,} bytes of {stop - start:,} at byte {start:,}")
+        return data
+
+    def __getstate__(self) -> str:
+        return self._url
+
+    def __setstate__(self, url: str) -> None:
+        self.__init__(url)  # type: ignore[misc]
+
+    def _write(self, path: str, source: Any, if_absent: bool) -> None:
+        system = self._system()[0]
+        system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if if_absent:
+            target = system.open(path, "xb")
+        else:
+            target = system.open(path, "wb", autocommit=False)
+        with target:
+            if isinstance(source, bytes):
+                target.write(source)
+            else:
+                shutil.copyfileobj(source, target, _BLOCK_BYTES)
+        if not if_absent and hasattr(target, "commit"):
+            target.commit()
+
+    def _info(self, key: str, path: str) -> ObjectInfo:
+        try:
+            entry = self._system()[0].info(path)
+        except Exception as error:
+            raise _translated(self._where(key), error) from error
+        if entry.get("type") != "file":
+            raise ObjectNotFoundError(self._where(key), "is no file")
+        return self._described(key, entry)
+
+    def _described(self, key: str, entry: Mapping[str, Any]) -> ObjectInfo:
+        if entry.get("size") is None:
+            raise StoreError(self._where(key), "the file system does not know its size")
+        size = int(entry["size"])
+        for name in _CONTENT_FIELDS:
+            if entry.get(name) is not None:
+                return ObjectInfo(key, size, str(entry[name]).strip('"'))
+        facts = [repr(entry[name]) for name in (*_TIME_FIELDS, "ino") if entry.get(name) is not None]
+        if not facts:
+            raise StoreError(
+                self._where(key), "the file system knows neither dates nor checksums to tell versions"
+            )
+        return ObjectInfo(key, size, hashlib.sha256(f"{size} {facts}".encode()).hexdigest()[:32])
+
+    def _system(self) -> tuple[Any, str]:
+        """(file system, the path that the url means), of this process."""
+        if self._found is None or self._process != os.getpid():
+            try:
+                from fsspec.core import url_to_fs
+            except ImportError as error:
+                raise MissingExtraError("fsspec", "fsspec", self._url) from error
+            try:
+                # Listings that fsspec remembers would hide what others write.
+                system, root = url_to_fs(self._url, use_listings_cache=False)
+            except ImportError as error:
+                raise StoreError(self._url, f"{error}") from error
+            except ValueError as error:
+                raise StoreError(self._url, f"fsspec cannot open it: {error}") from error
+            self._found, self._process = (system, root.rstrip("/")), os.getpid()
+        return self._found
+
+    def _path(self, key: str) -> str:
+        checked = checked_key(self._url, key)
+        return f"{self._system()[1]}/{checked}"
+
+    def _where(self, key: str) -> str:
+        return f"{self._url}/{key}"
+
+
+class FsspecBody:
+    """A range, fetched block by block."""
+
+    def __init__(self, store: FsspecStore, info: ObjectInfo, start: int, stop: int) -> None:
+        self.info = info
+        self._store = store
+        self._next, self._stop = start, stop
+        self._block = memoryview(b"")
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if not self._block and self._next < self._stop:
+            end = min(self._next + _BLOCK_BYTES, self._stop)
+            self._block = memoryview(self._store.read_block(self.info, self._next, end))
+            self._next = end
+        count = min(len(buffer), len(self._block))
+        buffer[:count] = self._block[:count]
+        self._block = self._block[count:]
+        return count
+
+    def read(self) -> bytes:
+        """All that is left, in one piece."""
+        pieces = [bytes(self._block)]
+        self._block = memoryview(b"")
+        while self._next < self._stop:
+            end = min(self._next + _BLOCK_BYTES, self._stop)
+            pieces.append(self._store.read_block(self.info, self._next, end))
+            self._next = end
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _translated(where: str, error: Exception) -> StoreError:
+    """From the many errors of many file systems: by type where Python has one, else by HTTP status."""
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return ObjectNotFoundError(where, "there is no such file")
+    status = next(
+        (value for name in ("status", "code") if isinstance(value := getattr(error, name, None), int)), None
+    )
+    problem = f"{type(error).__name__}: {error}"[:300]
+    if status in (429, 503):
+        return ThrottledError(where, problem, status=status)
+    is_network = isinstance(error, ConnectionError | TimeoutError) or type(error).__module__.startswith(
+        "aiohttp"
+    )
+    if is_network or (status is not None and 500 <= status < 600):
+        return TransientError(where, problem, status=status)
+    return StoreError(where, problem, status=status)
