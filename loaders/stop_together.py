@@ -125,11 +125,16 @@ class StopTogether:
             self._watch.send(error, step)
 
     def close(self) -> None:
-        """End the thread. Safe to call twice, and from a forked child."""
+        """End the thread. Safe to call twice, and from a forked child; `watch` may start anew.
+
+        What has been heard stays: `check` raises it again.
+        """
         watch = self._watch
         if watch is None or os.getpid() != self._process:
             return
         watch.finish()
+        if watch.heard is None:
+            self._watch = None
         if watch.thread is not threading.current_thread():
             watch.thread.join(_JOIN_SECONDS)
 

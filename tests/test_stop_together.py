@@ -235,6 +235,17 @@ def test_who_starts_to_listen_later_hears_too(start: Start) -> None:
     assert heard(start(1)).rank == 0
 
 
+def test_a_run_that_torchrun_starts_again_does_not_hear_the_former_ones_error(
+    start: Start, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    start(0).report(ValueError("boom"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    stop, looks = start(1), board.looks
+    board.wait_for(lambda: board.looks > looks + 3)
+    stop.check()
+
+
 def test_what_came_from_a_peer_is_not_told_again(start: Start, board: Board) -> None:
     stop = start(0)
     stop.report(PeerError(1, 5, "boom"))
@@ -368,6 +379,8 @@ def test_closing_twice_ends_the_thread_once(start: Start) -> None:
     stop.close()
     assert not threads()
     stop.check()
+    stop.watch(0, 2)
+    assert stop.watching
 
 
 def test_a_thread_ends_with_its_garbage_collected_owner(board: Board) -> None:
