@@ -103,7 +103,9 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"filters": ["length"]}, "filters[0]: should be a mapping"),
         ({"inputs": []}, "inputs: "),
         ({"inputs": [{"path": "s3://bucket/x"}]}, "inputs[0].path: s3:// paths are not available yet"),
-        ({"output": {"path": "s3://bucket/out"}}, "output.path: s3:// paths are not available yet"),
+        ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL of a dataset"),
+        ({"output": {"path": "file:///out"}}, "output.path: write a local path without file://"),
+        ({"work": "s3://bucket/work"}, "work: s3:// paths are not available yet"),
         ({"dedup": {"near": {"similarity": 0.8}}}, "dedup.near: near-duplicate removal is not available yet"),
         ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
         (

@@ -5,17 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from s3_moto import s3_server
 from small_build import make_corpus
 
 from shardkit import open_dataset
 from shardkit.verify import verify
-from shardkit.writers import build
+from shardkit.writers import build, load_recipe
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
@@ -53,9 +57,22 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_builds_a_sound_dataset(folder: Path, recipe: Path) -> None:
     shutil.copy(recipe, folder)
-    result = build(folder / recipe.name, workers=1, progress=False)
-    assert verify(result.output).ok
-    kept = {"jsonl-mds": 30, "parquet-wds": 30, "plain-text": 8}[recipe.stem]
-    assert result.funnel.kept.documents == kept
-    with open_dataset(result.output) as dataset:
-        assert len(dataset) == result.samples > 0
+    with buckets_of(recipe):
+        result = build(folder / recipe.name, workers=1, progress=False)
+        assert verify(result.location).ok
+        kept = {"jsonl-mds": 30, "parquet-wds": 30, "plain-text": 8, "s3": 30}[recipe.stem]
+        assert result.funnel.kept.documents == kept
+        with open_dataset(result.location) as dataset:
+            assert len(dataset) == result.samples > 0
+
+
+@contextmanager
+def buckets_of(recipe: Path) -> Iterator[None]:
+    """A server with the bucket that a recipe names, if it names one."""
+    bucket = urlsplit(load_recipe(recipe).output.path).netloc
+    if not bucket:
+        yield
+        return
+    with s3_server() as server:
+        server.client().create_bucket(Bucket=bucket)
+        yield

@@ -14,11 +14,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.index import Manifest
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.url import is_remote, local_path
 from shardkit.writers import exact_dedup, scan, spill, stages
 from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.engine_local import LocalEngine, default_workers
@@ -35,6 +38,7 @@ from shardkit.writers.publish import (
     global_shards,
     publish,
 )
+from shardkit.writers.publish_remote import RemoteOutput, publish_remote
 from shardkit.writers.quarantine import check_bad_fraction
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
@@ -45,6 +49,9 @@ from shardkit.writers.up_to_date import check_output
 
 __all__ = ["BuildResult", "build"]
 
+Publisher = Callable[[Manifest, Mapping[str, Path], Mapping[str, bytes]], None]
+"""Puts shards, files and texts to where the dataset goes, the index last."""
+
 PARTITION_TEXT_BYTES = 256_000_000  # at most so much text is packed by one task, that others may work as well
 
 
@@ -52,7 +59,8 @@ PARTITION_TEXT_BYTES = 256_000_000  # at most so much text is packed by one task
 class BuildResult:
     """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it."""
 
-    output: Path
+    location: str
+    """The folder or the URL of the dataset."""
     fingerprint: str
     format: str
     samples: int
@@ -68,6 +76,13 @@ class BuildResult:
     up_to_date: bool = False
 
     @property
+    def output(self) -> Path:
+        """The folder of the dataset; BuildError if it is a URL."""
+        if is_remote(self.location):
+            raise BuildError(f"{self.location} is no folder of this machine; use BuildResult.location")
+        return Path(self.location)
+
+    @property
     def text_bytes_per_second(self) -> float:
         """UTF-8 text read per second of the whole build."""
         return self.funnel.read.bytes / self.total_seconds if self.total_seconds else 0.0
@@ -79,14 +94,17 @@ class BuildResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
-            "output": str(self.output),
-            "funnel": self.funnel.to_dict(),
-            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
-            "total_seconds": round(self.total_seconds, 3),
-            "text_bytes_per_second": round(self.text_bytes_per_second),
-            "tokens_per_second": round(self.tokens_per_second),
-        }
+        return (
+            {"output": self.location}
+            | {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "location"}
+            | {
+                "funnel": self.funnel.to_dict(),
+                "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+                "total_seconds": round(self.total_seconds, 3),
+                "text_bytes_per_second": round(self.text_bytes_per_second),
+                "tokens_per_second": round(self.tokens_per_second),
+            }
+        )
 
 
 def build(
@@ -98,30 +116,37 @@ def build(
     engine: Literal["local"] = "local",
     progress: bool | Callable[[StageProgress], None] = True,
     replace: bool = False,
+    storage: StorageOptions | None = None,
 ) -> BuildResult:
     """Build the dataset that `recipe` (or the YAML file it names) describes; what is finished is not redone.
 
-    `output` replaces the recipe's output.path and is relative to the current folder; `overrides` such as
-    "pack.sequence_length=512" replace other keys. `workers` processes (default: one a core, as memory allows)
-    run the tasks; they never change a byte. A folder that holds another dataset is refused unless `replace`.
+    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL of a store
+    that is reached as `storage` says. `overrides` such as "pack.sequence_length=512" replace other keys.
+    `workers` processes (default: one a core, as memory allows) run the tasks; they never change a byte. A
+    place that holds another dataset is refused unless `replace`.
     Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
     """
     if engine != "local":
         raise BuildError(f"engine {engine!r} is not available yet; use local")
     recipe = _overridden(recipe, overrides)
-    target = _output_folder(recipe, output)
-    work = recipe.resolve(recipe.work) if recipe.work else target.with_name(target.name + ".work")
+    target = _destination(recipe, output, storage)
+    work = recipe.resolve(recipe.work or _default_work(target))
     start = time.perf_counter()
     splits = scan.scan_inputs(recipe)
-    _refuse_own_files(splits, target, work)
+    _refuse_own_files(splits, work, *([target] if isinstance(target, Path) else []))
     digest = tokenizer_digest(recipe.resolve(recipe.tokenizer.path))
     if card := check_output(target, recipe, splits, digest, replace=replace):
-        return _result_of_card(target, card, time.perf_counter() - start)
+        return _result_of_card(str(target), card, time.perf_counter() - start)
     count = default_workers(recipe.memory) if workers is None else workers
     with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as local:
         runner = Runner(journal, local, listener)
         runner.seconds["scan"] = time.perf_counter() - start
-        result = _Build(recipe, splits, digest, runner).run(target, replace=replace)
+        place: Publisher = (
+            partial(publish, target, replace=replace)
+            if isinstance(target, Path)
+            else partial(publish_remote, target, replace=replace, listener=listener)
+        )
+        result = _Build(recipe, splits, digest, runner).run(str(target), place)
         if recipe.work is None:
             journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
@@ -138,13 +163,21 @@ def _overridden(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe
     return recipe_from_mapping(data, folder=recipe.folder)
 
 
-def _output_folder(recipe: Recipe, output: str | Path | None) -> Path:
-    if output is not None and "://" in str(output):
-        raise RecipeError(f"output {output}: remote outputs are not available yet; use a local path")
-    folder = recipe.resolve(recipe.output.path) if output is None else Path(output).absolute()
+def _destination(
+    recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
+) -> Path | RemoteOutput:
+    place = recipe.output.path if output is None else str(output)
+    if is_remote(place):
+        return RemoteOutput(place.rstrip("/"), storage)
+    folder = recipe.resolve(place) if output is None else local_path(place).absolute()
     if not folder.name:
         raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
     return folder
+
+
+def _default_work(target: Path | RemoteOutput) -> str:
+    """Beside a folder; for a remote output, in the recipe's folder."""
+    return f"{target}.work" if isinstance(target, Path) else target.work_name
 
 
 def _refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
@@ -160,10 +193,10 @@ def _refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
                 )
 
 
-def _result_of_card(output: Path, card: Mapping[str, Any], seconds: float) -> BuildResult:
+def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> BuildResult:
     names = ("fingerprint", "format", "samples", "shards", "sequence_length", "tokens", "padding")
     return BuildResult(
-        output,
+        location,
         **{name: card[name] for name in names},
         funnel=Ledger.from_dict(card["funnel"]),
         seconds={"scan": seconds},
@@ -183,7 +216,7 @@ class _Build:
         self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
         self._states = {split.path: file_state(split.path) for split in splits}
 
-    def run(self, output: Path, *, replace: bool) -> BuildResult:
+    def run(self, location: str, place: Publisher) -> BuildResult:
         recipe, runner = self._recipe, self._runner
         eos = recipe.tokenizer.eos
         tokenizer_task = stages.tokenizer_task(self._tokenizer_path, eos, self._digest)
@@ -207,10 +240,10 @@ class _Build:
         start = time.perf_counter()
         names = {"file": self._tokenizer_path.name, "digest": self._digest, "eos": eos}
         facts = names | dict(tokenizer.counts) | {"engine": parity.counts["engine"]}
-        manifest = self._publish(output, replace, cleaned, packed, provenance, funnel, facts)
+        manifest = self._publish(place, cleaned, packed, provenance, funnel, facts)
         runner.seconds["publish"] = time.perf_counter() - start
         return BuildResult(
-            output,
+            location,
             fingerprint=manifest.fingerprint,
             format=manifest.format,
             samples=manifest.samples,
@@ -280,8 +313,7 @@ class _Build:
 
     def _publish(
         self,
-        output: Path,
-        replace: bool,
+        place: Publisher,
         cleaned: Sequence[Commit],
         packed: Sequence[Commit],
         provenance: Sequence[Commit],
@@ -318,7 +350,7 @@ class _Build:
             texts[QUARANTINE_NAME] = quarantine
         card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
         texts[CARD_NAME] = card_bytes(card)
-        publish(output, manifest, links, texts, replace=replace)
+        place(manifest, links, texts)
         return manifest
 
 

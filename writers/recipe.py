@@ -56,6 +56,18 @@ def _local(path: str) -> str:
     return path
 
 
+def _place(path: str) -> str:
+    """A local path, or the URL of a bucket and prefix."""
+    if path.lower().startswith("file://"):
+        raise ValueError("write a local path without file://")
+    scheme, mark, rest = path.partition("://")
+    if not mark:
+        return _local(path)
+    if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
+        raise ValueError(f"{path!r} is no URL of a dataset, such as s3://bucket/prefix")
+    return path.rstrip("/")
+
+
 def _not_yet(value: object) -> None:
     if value is not None:
         raise ValueError("near-duplicate removal is not available yet; remove this key (dedup.exact works)")
@@ -80,6 +92,7 @@ _SIZE_SCHEMA = {
     ]
 }
 LocalPath = Annotated[str, AfterValidator(_local)]
+Place = Annotated[str, AfterValidator(_place)]
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
@@ -151,7 +164,9 @@ class PackConfig(StrictModel):
 class OutputConfig(StrictModel):
     """Where the dataset goes and in which form."""
 
-    path: LocalPath = Field(description="Folder of the finished dataset, relative to the recipe's folder.")
+    path: Place = Field(
+        description="Folder of the finished dataset, relative to the recipe's folder, or s3://bucket/prefix."
+    )
     format: Literal["mds", "wds"] = Field(
         default="mds", description="mds: MosaicML Streaming; wds: WebDataset tar."
     )
@@ -197,7 +212,8 @@ class Recipe(StrictModel):
     output: OutputConfig = Field(description="Where the dataset goes.")
     work: LocalPath | None = Field(
         default=None,
-        description="Folder for intermediate files; null: beside the output, removed after success.",
+        description="Folder for intermediate files; null: removed after success, and beside the output (of a "
+        "remote one: in the recipe's folder, named as the last part of the URL).",
     )
     seed: int = Field(default=17, ge=0, lt=1 << 63, description="Seed of the shuffles.")
     memory: Annotated[Size, Field(ge=1 << 28)] = Field(

@@ -1,4 +1,4 @@
-"""Whether a folder already holds the very dataset that a build would make.
+"""Whether the output already holds the very dataset that a build would make.
 
 Decided by content, not by times: the card's recipe, tokenizer and version, and the digests of the raw inputs,
 which are read again for this (at the disk's speed, much faster than building).
@@ -6,7 +6,9 @@ which are read again for this (at the disk's speed, much faster than building).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from shardkit.errors import BuildError, ShardkitError
 from shardkit.hashing import digest_of
 from shardkit.writers.input_digest import describe_inputs, hash_splits
 from shardkit.writers.publish import finish_publication, old_manifest, output_state, read_card
+from shardkit.writers.publish_remote import RemoteOutput, find_remote_dataset, finish_remote
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import recipe_content
 from shardkit.writers.scan import Split
@@ -22,26 +25,52 @@ from shardkit.writers.scan import Split
 __all__ = ["check_output"]
 
 
-def check_output(
-    output: Path, recipe: Recipe, splits: Sequence[Split], tokenizer_digest: str, *, replace: bool
-) -> dict[str, Any] | None:
-    """The card of the dataset in `output` if it is what this build would make; None if there is work to do.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A dataset at the output: its card, how to find damage, and how to end what a crash cut short."""
 
-    BuildError if the folder holds something else and `replace` is not set.
+    card: dict[str, Any] | None
+    damage: Callable[[], str | None]
+    finish: Callable[[], None]
+
+
+def check_output(
+    output: Path | RemoteOutput,
+    recipe: Recipe,
+    splits: Sequence[Split],
+    tokenizer_digest: str,
+    *,
+    replace: bool,
+) -> dict[str, Any] | None:
+    """The card of the dataset at `output` if it is what this build would make; None if there is work to do.
+
+    BuildError if it holds something else and `replace` is not set, or if a store cannot be reached.
     """
-    if output_state(output) != "complete" or replace:
+    found = _find_remote(output) if isinstance(output, RemoteOutput) else _find_local(output)
+    if found is None or replace:
         return None
-    card = read_card(output)
-    problem = _difference(card, recipe, splits, tokenizer_digest)
-    if problem is None:
-        problem = _damage(output)
+    problem = _difference(found.card, recipe, splits, tokenizer_digest) or found.damage()
     if problem is not None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
             f"to put this one in its place"
         )
-    finish_publication(output)
-    return card
+    found.finish()
+    return found.card
+
+
+def _find_local(output: Path) -> _Found | None:
+    if output_state(output) != "complete":
+        return None
+    return _Found(read_card(output), partial(_damage, output), partial(finish_publication, output))
+
+
+def _find_remote(output: RemoteOutput) -> _Found | None:
+    dataset = find_remote_dataset(output)
+    if dataset is None:
+        return None
+    problem = dataset.problem and f"which is damaged ({dataset.problem})"
+    return _Found(dataset.card, lambda: problem, partial(finish_remote, output, dataset))
 
 
 def _difference(

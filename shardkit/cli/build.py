@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from shardkit.cli.output import count, print_json, stderr_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "recipe", metavar="RECIPE", help="YAML file; its relative paths start from its folder"
     )
     parser.add_argument(
-        "--output", metavar="FOLDER", help="where the dataset goes (default: the recipe's output.path)"
+        "--output",
+        metavar="PLACE",
+        help="folder or URL, such as s3://bucket/prefix, for the dataset (default: the recipe's output.path)",
     )
     parser.add_argument(
         "--workers", type=count, metavar="N", help="processes (default: one a core, as far as memory allows)"
@@ -56,6 +59,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON (default: a table on stderr)"
     )
+    add_storage_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine=arguments.engine,
         progress=not arguments.quiet,
         replace=arguments.replace,
+        storage=storage_options(arguments),
     )
     if arguments.json:
         print_json(result.to_dict())
@@ -101,10 +106,10 @@ def _show(result: BuildResult) -> None:
     )
     console.print(f"fingerprint {result.fingerprint}")
     if result.up_to_date:
-        console.print(f"{result.output} is up to date: nothing to do")
+        console.print(f"{result.location} is up to date: nothing to do")
         return
     reused = f", {result.tasks_reused:,} of {result.tasks:,} tasks reused" if result.tasks_reused else ""
     console.print(
-        f"{result.output} built in {result.total_seconds:.1f} s{reused}: "
+        f"{result.location} built in {result.total_seconds:.1f} s{reused}: "
         f"{format_bytes(result.text_bytes_per_second)}/s of text, {result.tokens_per_second:,.0f} tokens/s"
     )

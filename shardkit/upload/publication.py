@@ -27,7 +27,7 @@ from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing
 from shardkit.upload.parallel import run_all
 from shardkit.upload.progress import Listener, Progress
 
-__all__ = ["Outcome", "Publication", "Settings", "TransferError", "Transport"]
+__all__ = ["Outcome", "Publication", "Settings", "TransferError", "Transport", "finish_publication"]
 
 MAX_MARKER_BYTES = 1 << 30  # four million names
 
@@ -109,7 +109,7 @@ class Publication:
     def run(self) -> Outcome:
         """All steps. TransferError if files failed; StoreError if something else lies at the target."""
         contents, settings, outcome = self._contents, self._settings, self._outcome
-        marker = self._read_marker()
+        marker = _read_marker(self._target)
         old = self._old_datasets()
         foreign_marker = marker is not None and marker.identity != contents.identity
         complete = len(old) == 1 and old[0].is_same(contents) and not foreign_marker
@@ -172,7 +172,7 @@ class Publication:
             try:
                 self._target.put(MARKER_NAME, text.encode(), if_absent=not self._settings.replace)
             except ObjectExistsError:
-                other = self._read_marker()
+                other = _read_marker(self._target)
                 if other is None or other.identity != self._contents.identity:
                     raise StoreError(
                         self._target.url, "another dataset is being put here; choose another target"
@@ -241,7 +241,7 @@ class Publication:
 
     def _put_index(self) -> None:
         contents = self._contents
-        marker = self._read_marker()
+        marker = _read_marker(self._target)
         if marker is None or marker.identity != contents.identity:
             self._accept_same_index("the transfer of another dataset took this place over")
             return
@@ -263,15 +263,25 @@ class Publication:
             return False
         return True
 
-    def _read_marker(self) -> _Marker | None:
-        where = f"{self._target.url}/{MARKER_NAME}"
-        try:
-            if self._target.head(MARKER_NAME).bytes > MAX_MARKER_BYTES:
-                raise StoreError(where, "is too large to be a marker; remove it")
-            content = json.loads(self._target.get(MARKER_NAME))
-            files = frozenset(checked_basename(name, where) for name in content["files"])
-            return _Marker(content.get("dataset"), files - {*INDEX_NAMES, MARKER_NAME})
-        except ObjectNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, AttributeError, ShardError) as error:
-            raise StoreError(where, f"cannot be read ({error}); remove it if you trust this place") from error
+
+def finish_publication(target: Store, contents: Contents) -> None:
+    """What is left to do where a publication was cut short after its index."""
+    marker = _read_marker(target)
+    if marker is not None and marker.identity == contents.identity:
+        for name in sorted(marker.files - contents.names):
+            target.delete(name)
+        target.delete(MARKER_NAME)
+
+
+def _read_marker(target: Store) -> _Marker | None:
+    where = f"{target.url}/{MARKER_NAME}"
+    try:
+        if target.head(MARKER_NAME).bytes > MAX_MARKER_BYTES:
+            raise StoreError(where, "is too large to be a marker; remove it")
+        content = json.loads(target.get(MARKER_NAME))
+        files = frozenset(checked_basename(name, where) for name in content["files"])
+        return _Marker(content.get("dataset"), files - {*INDEX_NAMES, MARKER_NAME})
+    except ObjectNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, ShardError) as error:
+        raise StoreError(where, f"cannot be read ({error}); remove it if you trust this place") from error
