@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardkit.hashing import HASH_NAMES
 from shardkit.index import ShardInfo
 
 __all__ = ["SEAL_BYTES", "entry_name", "is_sealed", "seal", "sealed_size"]
@@ -42,18 +43,22 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
     if version is None:
         return None
     origin = f"{url}/{info.stored.basename}\0{version}\0{info.stored.bytes}"
-    return (
-        f"{max(info.stored.bytes, 0):x}-object-{hashlib.blake2b(origin.encode(), digest_size=16).hexdigest()}"
-    )
+    # "surrogatepass": JSON can hold names that are no Unicode.
+    digest = hashlib.blake2b(origin.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return f"{max(info.stored.bytes, 0):x}-object-{digest}"
 
 
 def _strongest(hashes: object) -> str | None:
-    """ "name-digest" of the longest digest, or None. Digests come from an index: only plain ones count."""
+    """ "name-digest" of the longest digest, or None.
+
+    They come from an index, which may say anything: only hashes that are checked when a shard has come may
+    name it, and only digests that are plain.
+    """
     assert isinstance(hashes, dict)
     known = [
         (len(digest), name, digest.lower())
         for name, digest in hashes.items()
-        if digest.isalnum() and digest.isascii() and len(digest) <= _MAX_DIGEST_CHARS
+        if name in HASH_NAMES and digest.isalnum() and digest.isascii() and len(digest) <= _MAX_DIGEST_CHARS
     ]
     return "{1}-{2}".format(*max(known)) if known else None
 

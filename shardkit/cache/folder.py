@@ -9,7 +9,8 @@
 An entry appears by rename, after its bytes are synced. Readers map it and check its seal at their first use
 of that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is free belongs
 to a process that died: it is removed. Whatever is killed, and whenever, leaves nothing that would be trusted
-wrongly. Nothing outside of the sub-folder is ever read or removed.
+wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the sub-folder while it
+is used, it is made anew.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import itertools
 import mmap
 import os
 import shutil
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +37,12 @@ from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, seal, sealed_size
 from shardkit.cache.locks import FileLock
 from shardkit.errors import ShardkitError
+from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["CacheFolder", "CacheFolderError"]
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 SUBFOLDER = "shardkit-cache-1"
 _KEPT_DAMAGED = 4
@@ -57,11 +62,10 @@ class CacheFolder:
         self._root = Path(folder).absolute() / SUBFOLDER
         self._seen: dict[str, tuple[int, int, int]] = {}  # entries whose seal this process has checked
         self._counters: Counter[str] = Counter()
-        self._mutex = threading.Lock()
-        self._listing: tuple[int, dict[str, tuple[int, float]]] = (0, {})
+        self.after_fork()
+        remake_after_fork(self)
         try:
-            for name in ("shards", "filling", "leases", "damaged"):
-                (self._root / name).mkdir(parents=True, exist_ok=True)
+            self._make_folders()
             usage = shutil.disk_usage(self._root)
             self._min_free = min(_MIN_FREE_BYTES, int(usage.total * _MIN_FREE_SHARE))
             self._remove_abandoned()
@@ -81,60 +85,42 @@ class CacheFolder:
 
     def find(self, name: str) -> Bytes | None:
         file = self._root / "shards" / name
-        try:
-            with file.open("rb") as handle:
-                status = os.fstat(handle.fileno())
-                if status.st_size < SEAL_BYTES:
-                    self._quarantine(file)
-                    return None
-                data = _map(handle.fileno(), status.st_size, mmap.ACCESS_READ)
-                identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-                if self._seen.get(name) != identity:
-                    if not is_sealed(data, name):
-                        self._quarantine(file)
-                        return None
-                    self._seen[name] = identity
-                with contextlib.suppress(OSError):  # another user's file: then it only looks older than it is
-                    os.utime(handle.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
-        except FileNotFoundError:
-            return None
+        with self._explained():
+            try:
+                with _open_file(file) as handle:
+                    data = self._proved(name, handle)
+            except FileNotFoundError:
+                return None
+            except _NoEntryError:
+                self._quarantine(file)
+                return None
         return data[:-SEAL_BYTES]
 
     def has(self, name: str) -> bool:
         return (self._root / "shards" / name).exists()
 
     def contents(self) -> Contents:
-        now = time.time()
-        entries = {name: Held(size, now - used) for name, (size, used) in self._list_shards().items()}
-        for file in _files(self._root / "filling"):
-            with contextlib.suppress(FileNotFoundError):
-                entries[file.name.partition("~")[0]] = Held(file.stat().st_size, 0.0, filling=True)
-        return entries
+        with self._explained():
+            return self._contents(fresh=False)
 
     def reserve(
         self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]
     ) -> FolderSlot | None:
         needed = sealed_size(raw_bytes)
-        lock = FileLock(self._root / "lock", keep=True)
-        try:
-            if needed > self._capacity or not lock.acquire(_LOCK_SECONDS):
-                return None
+        if needed > self._capacity:
+            return None
+        with self._explained():
             try:
-                if not self._make_room(needed, victims):
+                return self._remade(lambda: self._reserve(name, needed, victims))
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     return None
-                return FolderSlot(self, name, self._root / "filling", needed)
-            finally:
-                lock.release()
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return None
-            raise CacheFolderError(
-                f"{self._root}: {error.strerror or error}; give another cache_dir"
-            ) from error
+                raise
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> FileLock | None:
         lock = FileLock(self._root / "leases" / name)
-        return lock if lock.acquire(timeout_seconds) else None
+        with self._explained():
+            return lock if self._remade(lambda: lock.acquire(timeout_seconds)) else None
 
     def counters(self) -> dict[str, int]:
         return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
@@ -151,10 +137,16 @@ class CacheFolder:
     def __setstate__(self, state: tuple[Path, int]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def enter(self, name: str, file: Path, data: Bytes, descriptor: int) -> None:
+    def after_fork(self) -> None:
+        self._mutex = threading.Lock()
+        self._listing: tuple[int, dict[str, os.stat_result]] = (0, {})
+
+    def enter(self, name: str, file: Path, descriptor: int) -> None:
         """Make a filled file an entry; what a slot ends with."""
-        target = self._root / "shards" / name
-        file.rename(target)
+        try:
+            file.rename(self._root / "shards" / name)
+        except FileNotFoundError:
+            return  # someone has removed the folder: its bytes stay good for who has mapped them
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -166,39 +158,83 @@ class CacheFolder:
             file.rename(folder / f"{file.name.partition('~')[0]}~{time.time_ns()}")
         kept = sorted(_files(folder), key=lambda f: f.name.rpartition("~")[2])
         for old in kept[:-_KEPT_DAMAGED]:
-            old.unlink(missing_ok=True)
+            _remove(old)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"the cache folder cannot be used: {error.strerror or error}"
+            raise CacheFolderError(f"{self._root.parent}: {problem}; give another cache_dir") from error
+
+    def _make_folders(self) -> None:
+        for name in ("shards", "filling", "leases", "damaged"):
+            (self._root / name).mkdir(parents=True, exist_ok=True)
+
+    def _remade(self, action: Callable[[], T]) -> T:
+        """What `action` returns, with the folders made again if someone has removed them."""
+        try:
+            return action()
+        except FileNotFoundError:
+            self._make_folders()
+            return action()
+
+    def _proved(self, name: str, handle: BinaryIO) -> Bytes:
+        """The entry's bytes with their seal, which has been checked; _NoEntryError."""
+        status = os.fstat(handle.fileno())
+        if status.st_size < SEAL_BYTES:
+            raise _NoEntryError
+        data = _map(handle.fileno(), status.st_size, mmap.ACCESS_READ)
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._seen.get(name) != identity:
+            if not is_sealed(data, name):
+                raise _NoEntryError
+            self._seen[name] = identity
+        with contextlib.suppress(OSError):  # another user's file: then it only looks older than it is
+            os.utime(handle.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
+        return data
 
     def _quarantine(self, file: Path) -> None:
         # Under the lease, so that an entry which another process has just fetched again is left alone.
         lease = self.lease(file.name, _LOCK_SECONDS)
         try:
-            with contextlib.suppress(FileNotFoundError), file.open("rb") as handle:
-                size = os.fstat(handle.fileno()).st_size
-                if size >= SEAL_BYTES and is_sealed(_map(handle.fileno(), size, mmap.ACCESS_READ), file.name):
-                    return
-                self.set_aside(file)
+            with _open_file(file) as handle:
+                self._proved(file.name, handle)
+        except FileNotFoundError:
+            return
+        except _NoEntryError:
+            self.set_aside(file)
         finally:
             if lease is not None:
                 lease.release()
 
+    def _reserve(
+        self, name: str, needed: int, victims: Callable[[Contents], Iterable[str]]
+    ) -> FolderSlot | None:
+        lock = FileLock(self._root / "lock", keep=True)
+        if not lock.acquire(_LOCK_SECONDS):
+            return None
+        try:
+            if not self._make_room(needed, victims):
+                return None
+            return FolderSlot(self, name, self._root / "filling", needed)
+        finally:
+            lock.release()
+
     def _make_room(self, needed: int, victims: Callable[[Contents], Iterable[str]]) -> bool:
         """Evict until `needed` bytes fit; the folder's lock is held by the caller."""
-        contents = self.contents()
-        used = sum(entry.bytes for entry in contents.values())
-        if self._fits(used, needed):
+        contents = self._contents(fresh=False)
+        if self._fits(sum(entry.bytes for entry in contents.values()), needed):
             return True
         self._remove_abandoned()
-        contents = self.contents()
+        contents = self._contents(fresh=True)  # an entry's use does not show in a listing made before it
         used = sum(entry.bytes for entry in contents.values())
         for victim in victims(contents):
             if self._fits(used, needed):
                 return True
             entry = contents.get(victim)
-            if entry is None or entry.filling:
-                continue
-            try:
-                (self._root / "shards" / victim).unlink()
-            except FileNotFoundError:
+            if entry is None or entry.filling or not _remove(self._root / "shards" / victim):
                 continue
             self._seen.pop(victim, None)
             used -= entry.bytes
@@ -211,19 +247,31 @@ class CacheFolder:
             used + needed <= self._capacity and shutil.disk_usage(self._root).free - needed >= self._min_free
         )
 
-    def _list_shards(self) -> dict[str, tuple[int, float]]:
-        """{name: (bytes, time of last use)}; listed again only if an entry has come or gone."""
+    def _contents(self, *, fresh: bool) -> Contents:
+        now = time.time()
+        try:
+            # In this order: what is renamed from one folder to the other meanwhile is seen twice, not never.
+            filling, shards = _list(self._root / "filling"), self._list_shards(fresh)
+        except FileNotFoundError:
+            return {}  # someone has removed the folder
+        entries = {name: Held(status.st_size, now - status.st_atime) for name, status in shards.items()}
+        inodes = {status.st_ino for status in shards.values()}
+        for file, status in filling.items():
+            name = file.partition("~")[0]
+            if status.st_ino not in inodes:
+                # An entry may be there already, or be filled twice: all of it takes room.
+                there = entries[name].bytes if name in entries else 0
+                entries[name] = Held(there + status.st_size, 0.0, filling=True)
+        return entries
+
+    def _list_shards(self, fresh: bool) -> dict[str, os.stat_result]:
+        """The entries; unless `fresh`, listed again only if one has come or gone."""
         folder = self._root / "shards"
         with self._mutex:
             changed = folder.stat().st_mtime_ns
-            if changed != self._listing[0] or time.time_ns() - changed < 100_000_000:  # the clock is coarse
-                listed = {}
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        with contextlib.suppress(FileNotFoundError):
-                            status = entry.stat()
-                            listed[entry.name] = (status.st_size, status.st_atime)
-                self._listing = (changed, listed)
+            is_recent = time.time_ns() - changed < 100_000_000  # the clock is coarse
+            if fresh or is_recent or changed != self._listing[0]:
+                self._listing = (changed, _list(folder))
             return self._listing[1]
 
     def _remove_abandoned(self) -> None:
@@ -259,7 +307,7 @@ class FolderSlot:
             os.fsync(self._descriptor)
             self._entry = None
             data = _map(self._descriptor, size, mmap.ACCESS_READ)
-            self._cache.enter(self._name, self._file, data, self._descriptor)
+            self._cache.enter(self._name, self._file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
             problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
@@ -293,6 +341,37 @@ def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
         except BlockingIOError:
             pass  # taken for abandoned between these two calls
         os.close(descriptor)
+
+
+def _list(folder: Path) -> dict[str, os.stat_result]:
+    listed = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                listed[entry.name] = entry.stat(follow_symlinks=False)
+    return listed
+
+
+class _NoEntryError(Exception):
+    """What lies there is not the entry that its name says."""
+
+
+def _open_file(file: Path) -> BinaryIO:
+    """The file open for reading; _NoEntryError for what is none: links are not followed, pipes not read."""
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise _NoEntryError
+    return os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
+def _remove(file: Path) -> bool:
+    """Whether it was there. What is no file is removed as well: someone else put it there."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    except IsADirectoryError:
+        shutil.rmtree(file)
+    return True
 
 
 def _map(descriptor: int, size: int, access: int) -> Bytes:

@@ -3,7 +3,8 @@
 The operating system releases a flock when its last descriptor is closed, also after kill -9. Waiting is done
 by the system, not by asking again and again. A lock whose holder has been stopped (kill -STOP, a frozen
 container) would never come: whoever waits gives up in time and goes on without it, because these locks save
-work; they guard no bytes.
+work; they guard no bytes. Until a lock that was given up comes after all, nobody else in the process waits
+for it: one wait in vain is enough, and waits that the system cannot call off do not pile up.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 
 __all__ = ["FileLock"]
+
+_given_up: set[tuple[int, int, int]] = set()  # (process, device, inode) of locks that were waited for in vain
 
 
 class FileLock:
@@ -30,11 +34,15 @@ class FileLock:
         return self._descriptor >= 0
 
     def acquire(self, timeout_seconds: float = 0.0) -> bool:
-        """Take the lock; False if another holds it for all of `timeout_seconds`."""
+        """Take the lock; False if another holds it for all of `timeout_seconds`.
+
+        False at once if it is held and a wait for it that was given up has not been answered since.
+        """
         assert not self.held
+        deadline = time.monotonic() + timeout_seconds
         while True:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if not _lock(descriptor, timeout_seconds):
+            if not _lock(descriptor, deadline - time.monotonic()):
                 return False
             if _is_at(descriptor, self._file):
                 self._descriptor = descriptor
@@ -46,7 +54,7 @@ class FileLock:
         if self.held:
             if not self._keep:
                 self._file.unlink(missing_ok=True)  # while it is held: who waits sees that the file is gone
-            os.close(self._descriptor)
+            _unlock(self._descriptor)
             self._descriptor = -1
 
 
@@ -63,33 +71,47 @@ def _lock(descriptor: int, timeout_seconds: float) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
-        if timeout_seconds <= 0:
+        status = os.fstat(descriptor)
+        key = os.getpid(), status.st_dev, status.st_ino
+        if timeout_seconds <= 0 or key in _given_up:
             os.close(descriptor)
             return False
-    return _Waiter(descriptor).wait(timeout_seconds)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return _Waiter(descriptor, key).wait(timeout_seconds)
+
+
+def _unlock(descriptor: int) -> None:
+    # Not only closed: a child forked in the meantime has the file open, too, and would keep the lock.
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 class _Waiter:
     """A thread that waits in the system for a lock, and gives it back if nobody wants it any more."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, key: tuple[int, int, int]) -> None:
+        self._descriptor, self._key = descriptor, key
         self._state = threading.Lock()
         self._locked = threading.Event()
-        self._given_up = False
+        self._is_given_up = False
         threading.Thread(target=self._run, name="shardkit-lock", daemon=True).start()
 
     def wait(self, timeout_seconds: float) -> bool:
         if self._locked.wait(timeout_seconds):
             return True
         with self._state:
-            self._given_up = not self._locked.is_set()
-            return not self._given_up
+            self._is_given_up = not self._locked.is_set()
+            if self._is_given_up:
+                _given_up.add(self._key)
+            return not self._is_given_up
 
     def _run(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         with self._state:
-            if self._given_up:
-                os.close(self._descriptor)
+            if self._is_given_up:
+                _given_up.discard(self._key)
+                _unlock(self._descriptor)
             else:
                 self._locked.set()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import Contents, Held
+from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["CacheMemory"]
 
@@ -30,10 +31,8 @@ class CacheMemory:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
-        self._leased: dict[str, threading.Lock] = {}
-        self._counters: Counter[str] = Counter()
+        self.after_fork()
+        remake_after_fork(self)
 
     @property
     def is_shared(self) -> bool:
@@ -56,23 +55,23 @@ class CacheMemory:
         return entry is not None and not entry.filling
 
     def contents(self) -> Contents:
-        now = time.monotonic()
         with self._lock:
-            return {n: Held(len(e.data), now - e.used, e.filling) for n, e in self._entries.items()}
+            return self._contents()
 
     def reserve(
         self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]
     ) -> MemorySlot | None:
-        contents = self.contents()
-        used = sum(held.bytes for held in contents.values())
         with self._lock:
-            if used + raw_bytes > self._capacity:
-                used = self._evict(victims(contents), used, raw_bytes)
-            if used + raw_bytes > self._capacity or name in self._entries:
+            if raw_bytes > self._capacity or name in self._entries:
                 return None
-            data: Bytes = np.empty(raw_bytes, dtype=np.uint8)
-            self._entries[name] = _Entry(data, time.monotonic(), filling=True)
-        return MemorySlot(self, name, data)
+            used = sum(len(entry.data) for entry in self._entries.values())
+            if used + raw_bytes > self._capacity:
+                used = self._evict(victims(self._contents()), used, raw_bytes)
+            if used + raw_bytes > self._capacity:
+                return None
+            entry = _Entry(np.empty(raw_bytes, dtype=np.uint8), time.monotonic(), filling=True)
+            self._entries[name] = entry
+        return MemorySlot(self, name, entry)
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> MemoryLease | None:
         with self._lock:
@@ -92,15 +91,24 @@ class CacheMemory:
     def __setstate__(self, capacity: int) -> None:
         self.__init__(capacity)  # type: ignore[misc]
 
-    def finish(self, name: str, *, keep: bool) -> None:
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._leased: dict[str, threading.Lock] = {}
+        self._counters: Counter[str] = Counter()
+
+    def finish(self, name: str, entry: _Entry, *, keep: bool) -> None:
         """What a slot ends with."""
         with self._lock:
-            entry = self._entries[name]
             if keep:
                 entry.data.flags.writeable = False
                 entry.filling = False
-            else:
+            elif entry.filling and self._entries.get(name) is entry:
                 del self._entries[name]
+
+    def _contents(self) -> Contents:
+        now = time.monotonic()
+        return {n: Held(len(e.data), now - e.used, e.filling) for n, e in self._entries.items()}
 
     def _evict(self, victims: Iterable[str], used: int, needed: int) -> int:
         """Bytes used after evicting as many as needed; the lock is held by the caller."""
@@ -119,19 +127,19 @@ class CacheMemory:
 class MemorySlot:
     """Room in a `CacheMemory`."""
 
-    def __init__(self, cache: CacheMemory, name: str, data: Bytes) -> None:
-        self._cache, self._name, self._data = cache, name, data
+    def __init__(self, cache: CacheMemory, name: str, entry: _Entry) -> None:
+        self._cache, self._name, self._entry = cache, name, entry
 
     @property
     def data(self) -> Bytes:
-        return self._data
+        return self._entry.data
 
     def commit(self) -> Bytes:
-        self._cache.finish(self._name, keep=True)
-        return self._data
+        self._cache.finish(self._name, self._entry, keep=True)
+        return self._entry.data
 
     def discard(self, *, damaged: bool = False) -> None:
-        self._cache.finish(self._name, keep=False)
+        self._cache.finish(self._name, self._entry, keep=False)
 
 
 class MemoryLease:
