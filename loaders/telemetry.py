@@ -104,6 +104,10 @@ class Telemetry:
             self._slow_steps += 1
             self._slow_wait_seconds += wait_seconds
 
+    def more(self, count: int = 1) -> None:
+        """`count` more batches of the latest wait: for a loader that counts as it hands them out."""
+        self._steps += count
+
     def mark(self) -> Mark:
         """The totals of now."""
         sources = {name: dict(source()) for name, source in self._sources.items()}

@@ -51,6 +51,17 @@ def test_sums_are_exact_and_percentiles_within_a_class(entries: list[tuple[int, 
     assert stats.wait_max_seconds == (waits[-1] if waits[-1] > 1e-6 else 0.0)
 
 
+def test_a_group_counts_alike_at_once_and_batch_by_batch() -> None:
+    at_once, one_by_one = (Telemetry(8, clock=Clock()) for _ in range(2))
+    for count, wait, depth in ((3, 0.2, 5), (1, 0.0, 4), (4, 0.1, 0)):
+        at_once.steps(count, wait, depth)
+        one_by_one.step(wait, depth)
+        for _ in range(count - 1):
+            one_by_one.more()
+    assert at_once.stats() == one_by_one.stats()
+    assert at_once.stats().steps == 8
+
+
 def test_a_stretch_holds_what_happened_since_its_mark() -> None:
     clock = Clock()
     cache = {"hits": 5.0, "used_bytes": 100.0}
