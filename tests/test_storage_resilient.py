@@ -38,7 +38,9 @@ DATA = random.Random(4).randbytes(3000)
 
 
 def resilient(store: ScriptedStore, **settings: float) -> ResilientStore:
-    policy = RetryPolicy(clock=store.clock, sleep=store.clock.sleep, jitter=random.Random(7).random)
+    policy = RetryPolicy(
+        hedge=False, clock=store.clock, sleep=store.clock.sleep, jitter=random.Random(7).random
+    )
     return ResilientStore(store, replace(policy, **settings))  # type: ignore[arg-type]
 
 
@@ -153,6 +155,13 @@ def test_a_put_after_a_failure_does_not_take_another_writers_object_for_its_own(
     with pytest.raises(ObjectExistsError):
         resilient(faulty).put("new", DATA, if_absent=True, metadata={"nonce": "1"})
     assert faulty.inner.get("new") == theirs
+
+
+def test_a_file_that_is_not_there_is_the_stores_to_complain_about(tmp_path: Path) -> None:
+    store = connect(tmp_path / "store")
+    with pytest.raises(StoreError, match="missing"):
+        store.put("new", tmp_path / "missing")
+    store.close()
 
 
 def test_a_put_that_did_not_fail_before_does_not_look_at_what_is_there() -> None:

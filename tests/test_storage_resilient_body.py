@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_store import Fault, ScriptedStore
+from scripted_store import FakeClock, Fault, ScriptedStore
 
 from shardkit.storage.errors import ObjectChangedError, StoreError, ThrottledError, TransientError
 from shardkit.storage.resilient import ResilientStore
@@ -186,6 +186,27 @@ def test_a_closed_body_is_not_read_and_may_be_closed_again() -> None:
     assert faulty.open_bodies == 0
     with pytest.raises(ValueError, match="closed"):
         body.readinto(memoryview(bytearray(10)))
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_body_that_is_closed_while_it_is_read_is_not_opened_again(steps: int) -> None:
+    faulty = scripted(Fault("break", 10))
+    store = resilient(faulty)
+    body = store.open("key")
+    assert body.readinto(memoryview(bytearray(10))) == 10
+    looks = iter(range(100))
+
+    def close_at_a_look() -> float:
+        if next(looks) == steps:  # as another thread may, between any two steps
+            body.close()
+        return 1000.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeClock, "__call__", lambda clock: close_at_a_look())
+        with pytest.raises((TransientError, ValueError), match=r"reset|closed"):
+            read(body, 1)
+    assert next(looks) < 60, "it ended because it was closed"
+    assert faulty.open_bodies == store.metrics.snapshot().in_flight == 0
 
 
 def test_an_object_whose_version_is_unknown_is_not_gone_on_with() -> None:

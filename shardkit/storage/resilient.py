@@ -109,10 +109,10 @@ class ResilientStore:
     ) -> ObjectInfo:
         """As `Store.put`. Its time is bounded by the size and `RetryPolicy.floor_bytes_per_second`.
 
-        With `if_absent`, an object that is there after a failed try is our own if it has our bytes and
-        metadata; another writer of the very same object cannot be told apart then, and both succeed.
+        With `if_absent`, an object that is there after a failed try is our own if it has our bytes and our
+        metadata, no more and no less; two writers of the very same object may then both succeed.
         """
-        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        size = _size(data)
         may_be_ours = False
 
         def request() -> ObjectInfo:
@@ -185,8 +185,7 @@ class ResilientStore:
     ) -> ObjectInfo | None:
         """The object at `key` if it is what a put of `data` leaves there."""
         info = self.head(key)
-        is_described = not info.metadata or (metadata or {}).items() <= info.metadata.items()
-        if info.bytes != size or not is_described:
+        if info.bytes != size or (info.metadata and info.metadata != (metadata or {})):
             return None
         piece = memoryview(bytearray(_COMPARED_AT_ONCE))
         with (
@@ -197,6 +196,13 @@ class ResilientStore:
                 if source.read(count) != piece[:count]:
                     return None
         return info
+
+
+def _size(data: bytes | Path) -> int:
+    try:
+        return data.stat().st_size if isinstance(data, Path) else len(data)
+    except OSError:
+        return 0  # the store will say what is wrong with the file
 
 
 def _rebuild(store: Store, policy: RetryPolicy, connections: int, urgent: bool) -> ResilientStore:

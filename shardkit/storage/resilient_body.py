@@ -10,6 +10,7 @@ One silence on a connection lasts as long as the store's read timeout, which thi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -48,6 +49,7 @@ class ResilientBody:
         self._reopen = reopen
         self._operation = operation
         self._clock = calls.policy.clock
+        self._closed = threading.Event()
         start, stop = span
         self._start = self._position = self._reported = start
         self._stop = self.info.bytes if stop is None else min(stop, self.info.bytes)
@@ -85,6 +87,8 @@ class ResilientBody:
         return bytes(data)
 
     def close(self) -> None:
+        """From another thread too: a read there then fails as soon as its connection does."""
+        self._closed.set()
         self._let_go()
         self._report()
         self._readinto = _refuse
@@ -130,8 +134,8 @@ class ResilientBody:
         tries = Retries(policy, metrics, "read", self._where, seconds=seconds, began=began)
         while True:
             self._let_go()
-            if not self.info.version:
-                raise error  # what would be opened again might be another object
+            if self._closed.is_set() or not self.info.version:
+                raise error  # without a version, what would be opened again might be another object
             tries.wait(error, self._arrived())
             raw = self._calls.open(
                 self._operation,
@@ -141,6 +145,9 @@ class ResilientBody:
                 self._arrived(),
             )
             self._raw, self._readinto = raw, raw.readinto
+            if self._closed.is_set():
+                self.close()
+                raise error
             if raw.info.version != self.info.version or raw.info.bytes != self.info.bytes:
                 self._let_go()
                 raise ObjectChangedError(self._where, f"was replaced while it was read ({self._arrived()})")
