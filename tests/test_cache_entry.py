@@ -1,0 +1,174 @@
+"""Seals prove an entry; names say what its content is, and never lead out of the cache's folder."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardkit.cache.entry import SEAL_BYTES, entry_name, is_sealed, seal, sealed_size
+from shardkit.hashing import HASH_NAMES, hash_bytes
+from shardkit.index import FileInfo, ShardInfo
+
+URL = "s3://bucket/dataset"
+RAW = st.binary(max_size=200)
+NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=60)
+
+
+def sealed(raw: bytes, name: str) -> npt.NDArray[np.uint8]:
+    entry = np.zeros(sealed_size(len(raw)), dtype=np.uint8)
+    entry[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+    seal(entry, name)
+    return entry
+
+
+@given(RAW, NAMES)
+@example(b"", "0-xxh64-ef46db3751d8e999")
+def test_a_sealed_entry_passes_and_keeps_its_bytes(raw: bytes, name: str) -> None:
+    entry = sealed(raw, name)
+    assert is_sealed(entry, name)
+    assert entry[:-SEAL_BYTES].tobytes() == raw
+    assert len(entry) == len(raw) + SEAL_BYTES
+
+
+@given(RAW, NAMES, st.data())
+def test_no_flipped_bit_passes(raw: bytes, name: str, data: st.DataObject) -> None:
+    entry = sealed(raw, name)
+    bit = data.draw(st.integers(0, 8 * len(entry) - 1))
+    entry[bit // 8] ^= 1 << bit % 8
+    assert not is_sealed(entry, name)
+
+
+@pytest.mark.parametrize("size", [0, 1, 17])
+def test_each_bit_of_raw_bytes_and_seal_counts(size: int) -> None:
+    entry = sealed(bytes(range(size)), "name")
+    for bit in range(8 * len(entry)):
+        entry[bit // 8] ^= 1 << bit % 8
+        assert not is_sealed(entry, "name"), f"bit {bit}"
+        entry[bit // 8] ^= 1 << bit % 8
+    assert is_sealed(entry, "name")
+
+
+@given(RAW, NAMES, st.data())
+def test_no_cut_entry_passes(raw: bytes, name: str, data: st.DataObject) -> None:
+    entry = sealed(raw, name)
+    size = data.draw(st.integers(0, len(entry) - 1))
+    assert not is_sealed(entry[:size], name)
+    assert not is_sealed(entry[len(entry) - size :], name)
+
+
+@given(RAW, NAMES, st.binary(min_size=1, max_size=2 * SEAL_BYTES))
+@example(b"", "a", bytes(1))
+def test_no_extended_entry_passes(raw: bytes, name: str, more: bytes) -> None:
+    entry, extra = sealed(raw, name), np.frombuffer(more, dtype=np.uint8)
+    assert not is_sealed(np.concatenate([entry, extra]), name)
+    assert not is_sealed(np.concatenate([extra, entry]), name)
+
+
+@given(RAW, NAMES, NAMES)
+def test_no_entry_passes_for_another(raw: bytes, name: str, other: str) -> None:
+    assert is_sealed(sealed(raw, name), other) == (name == other)
+
+
+@given(RAW, RAW, NAMES)
+def test_no_swapped_content_passes_with_the_seal_of_another(first: bytes, second: bytes, name: str) -> None:
+    entry = np.concatenate([sealed(first, name)[:-SEAL_BYTES], sealed(second, name)[-SEAL_BYTES:]])
+    assert is_sealed(entry, name) == (first == second)
+
+
+@given(st.binary(max_size=3 * SEAL_BYTES))
+def test_nothing_passes_by_chance(data: bytes) -> None:
+    assert not is_sealed(np.frombuffer(data, dtype=np.uint8), "name")
+
+
+def shard(raw: FileInfo, compressed: FileInfo | None = None, compression: str | None = None) -> ShardInfo:
+    return ShardInfo(raw, samples=1, zip=compressed, compression=compression)
+
+
+def test_the_same_content_has_the_same_name_wherever_it_lies() -> None:
+    hashes = hash_bytes(b"content", ["sha256", "xxh64"])
+    names = {
+        entry_name(shard(FileInfo(basename, 7, hashes)), url, version)
+        for basename in ("shard.00000.mds", "other/shard.00017.mds")
+        for url in (URL, "gs://copy")
+        for version in (None, "v1")
+    }
+    assert names == {f"7-sha256-{hashes['sha256']}"}
+
+
+def test_a_compressed_shard_has_the_name_of_its_raw_bytes_if_their_hash_is_stated() -> None:
+    raw = FileInfo("shard.mds", 7, hash_bytes(b"content", ["xxh64"]))
+    stored = FileInfo("shard.mds.zstd", 5, hash_bytes(b"zzzzz", ["sha256"]))
+    assert entry_name(shard(raw, stored, "zstd"), URL) == entry_name(shard(raw), URL)
+
+
+def test_a_compressed_shard_without_hash_of_its_raw_bytes_is_named_after_the_stored_ones() -> None:
+    stored = FileInfo("shard.mds.zstd", 5, hash_bytes(b"zzzzz", ["xxh64"]))
+    info = shard(FileInfo("shard.mds", 7), stored, "zstd")
+    name = entry_name(info, URL)
+    assert name == f"5-zstd-xxh64-{stored.hashes['xxh64']}"
+    assert name != entry_name(shard(replace(stored, basename="shard.mds")), URL)
+    assert name != entry_name(replace(info, compression="gz"), URL)
+
+
+def test_the_strongest_hash_names_the_entry_and_case_does_not_matter() -> None:
+    hashes = hash_bytes(b"content", ["xxh32", "md5", "sha512", "sha1"])
+    name = entry_name(shard(FileInfo("a", 7, hashes)), URL)
+    assert name == f"7-sha512-{hashes['sha512']}"
+    upper = {key: digest.upper() for key, digest in hashes.items()}
+    assert entry_name(shard(FileInfo("a", 7, upper)), URL) == name
+
+
+def test_shards_without_hash_are_named_after_their_object_and_its_version() -> None:
+    info = shard(FileInfo("shard.mds", 7))
+    assert entry_name(info, URL) is None
+    names = [
+        entry_name(info, URL, "v1"),
+        entry_name(info, URL, "v2"),
+        entry_name(info, f"{URL}2", "v1"),
+        entry_name(shard(FileInfo("other.mds", 7)), URL, "v1"),
+        entry_name(shard(FileInfo("shard.mds", 8)), URL, "v1"),
+        entry_name(shard(FileInfo("shard.mds", -1)), URL, "v1"),
+    ]
+    assert None not in names
+    assert len(set(names)) == len(names)
+    assert names[0] == entry_name(info, URL, "v1")
+
+
+def test_hashes_that_nobody_can_check_name_nothing() -> None:
+    # The content would be whatever came first, for every dataset that states the same.
+    for hashes in ({"crc99": "ab" * 8}, {"xxh64": ""}, {"xxh64": "../../etc/passwd"}, {"xxh64": "ａｂ"}):
+        assert entry_name(shard(FileInfo("a", 7, hashes)), URL) is None
+        name = entry_name(shard(FileInfo("a", 7, {**hashes, "md5": "0" * 32})), URL)
+        assert name == f"7-md5-{'0' * 32}"
+
+
+@given(
+    hashes=st.dictionaries(
+        st.sampled_from(sorted(HASH_NAMES)) | st.text(max_size=300), st.text(max_size=300), max_size=4
+    ),
+    basename=st.text(st.characters(exclude_categories=()), min_size=1, max_size=100),
+    size=st.integers(-1, 1 << 53),
+    is_compressed=st.booleans(),
+    version=st.text(max_size=300),
+)
+@example({"../../x": "abcd"}, "a", 7, False, "v1")
+@example({"xxh64": "../.."}, "a", 7, False, "v1")
+@example({"sha512": "f" * 129}, "\ud800", 7, True, "")
+@example({"md5/": "ab"}, "../../a", -1, True, "/")
+def test_no_index_can_name_an_entry_that_leaves_the_folder(
+    hashes: dict[str, str], basename: str, size: int, is_compressed: bool, version: str
+) -> None:
+    file = FileInfo(basename, size, hashes)
+    info = shard(FileInfo("raw", size), file, "zstd") if is_compressed else shard(file)
+    name = entry_name(info, URL, version)
+    assert name is not None
+    assert PurePosixPath(name).parts == (name,)
+    assert set(name) <= {*string.ascii_lowercase, *string.digits, "-", "_"}  # so no "~", which folders add
+    assert len(name) <= 200
