@@ -4,7 +4,7 @@ An object's version is its ETag. A ranged read states the version it wants (If-M
 not exactly the range that was asked for is refused. With `if_absent`, If-None-Match lets the server decide;
 each such write carries a nonce in its metadata ("shardkit-nonce"), and when the server says that the object
 is there already, the nonce tells whether it is ours: a write whose acknowledgement was lost, and that is
-tried again by the same store, is a success. Requests are made once: retrying is `ResilientStore`'s work.
+tried again by the same store or with the same nonce in `metadata`, is a success. Requests are made once: retrying is `ResilientStore`'s work.
 
 Costs about a millisecond of CPU per request (botocore), and one copy of the bytes.
 """
@@ -105,7 +105,7 @@ class S3Store:
             if not if_absent:
                 target = Target(where, names, metadata, {})
                 return ObjectInfo(key, content.bytes, upload(self._client, target, content), metadata)
-            nonce = self._unanswered.take(key, content) or uuid.uuid4().hex
+            nonce = metadata.get(NONCE) or self._unanswered.take(key, content) or uuid.uuid4().hex
             target = Target(where, names, {**metadata, NONCE: nonce}, {"IfNoneMatch": "*"})
             try:
                 try:

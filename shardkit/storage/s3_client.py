@@ -155,9 +155,10 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
         except ValueError as error:  # an endpoint that is no URL
             raise StoreError(url, f"{error}; check --endpoint-url and AWS_ENDPOINT_URL") from error
 
-    made = client()
-    if options.endpoint_url is None and _is_aws(made.meta.endpoint_url):
-        return made
+    if options.endpoint_url is None:
+        made = client()
+        if _is_aws(made.meta.endpoint_url):
+            return made
     return client(_DEFAULT_REGION, **_for_compatible_servers(options, session.get_scoped_config()))
 
 
