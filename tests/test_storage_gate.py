@@ -53,6 +53,10 @@ def test_a_burst_of_throttling_halves_the_limit_once_and_successes_bring_it_back
         clock.sleep(1.0)
         gate.throttled()
         assert gate.limit == expected
+    for _ in range(100):
+        gate.succeeded()
+    assert gate.limit == 1, "not before the store has been calm for a while"
+    clock.sleep(1.0)
     successes = 0
     while gate.limit < 32:
         gate.succeeded()
@@ -142,6 +146,7 @@ def test_a_higher_limit_lets_in_who_waits() -> None:
     holder.enter("key", 1.0)
     entered: list[Ticket] = []
     thread = enter_in_thread(gate, waiter, entered)
+    clock.sleep(1.0)
     gate.succeeded()
     thread.join(10)
     assert entered == [waiter]

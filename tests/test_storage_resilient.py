@@ -343,6 +343,7 @@ def test_a_503_burst_narrows_the_gate_and_successes_widen_it() -> None:
     store.head("key")
     low = store.metrics.snapshot().concurrency_limit
     assert 1 <= low <= 8
+    faulty.clock.sleep(1.0)
     for _ in range(600):
         store.head("key")
     assert store.metrics.snapshot().concurrency_limit == 32

@@ -1,9 +1,10 @@
 """How many requests and open bodies a store has at once: fewer when it asks for that, more when it copes.
 
 The limit starts at `connections`, is halved when the store says 503 (once per cool-down: all that were sent
-together fail together), and grows by one for as many successes as it has room for (AIMD, as TCP). Who waits
-is let in by age of the operation, urgent ones first; a retry keeps its age. An eighth of the limit is kept
-for urgent requests, so a small read for the batch at hand does not wait for a long body to end.
+together fail together), and after a cool-down without a 503 grows by one for as many successes as it has room
+for (AIMD, as TCP). Who waits is let in by age of the operation, urgent ones first; a retry keeps its age. An
+eighth of the limit is kept for urgent requests, so a small read for the batch at hand does not wait for a
+long body to end.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class Gate:
 
     def succeeded(self) -> None:
         """The store answered a request."""
+        now = self._clock()
         with self._lock:
+            if now < self._calm_at:
+                return
             self._successes += 1
             if self._successes >= self._limit:
                 self._successes = 0
