@@ -9,13 +9,14 @@ from pathlib import PurePosixPath
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.cache.entry import SEAL_BYTES, entry_name, is_sealed, seal, sealed_size
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.index import FileInfo, ShardInfo
 
+SETTINGS = settings(deadline=None, derandomize=True)
 URL = "s3://bucket/dataset"
 RAW = st.binary(max_size=200)
 NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=60)
@@ -28,6 +29,7 @@ def sealed(raw: bytes, name: str) -> npt.NDArray[np.uint8]:
     return entry
 
 
+@SETTINGS
 @given(RAW, NAMES)
 @example(b"", "0-xxh64-ef46db3751d8e999")
 def test_a_sealed_entry_passes_and_keeps_its_bytes(raw: bytes, name: str) -> None:
@@ -37,6 +39,7 @@ def test_a_sealed_entry_passes_and_keeps_its_bytes(raw: bytes, name: str) -> Non
     assert len(entry) == len(raw) + SEAL_BYTES
 
 
+@SETTINGS
 @given(RAW, NAMES, st.data())
 def test_no_flipped_bit_passes(raw: bytes, name: str, data: st.DataObject) -> None:
     entry = sealed(raw, name)
@@ -55,6 +58,7 @@ def test_each_bit_of_raw_bytes_and_seal_counts(size: int) -> None:
     assert is_sealed(entry, "name")
 
 
+@SETTINGS
 @given(RAW, NAMES, st.data())
 def test_no_cut_entry_passes(raw: bytes, name: str, data: st.DataObject) -> None:
     entry = sealed(raw, name)
@@ -63,6 +67,7 @@ def test_no_cut_entry_passes(raw: bytes, name: str, data: st.DataObject) -> None
     assert not is_sealed(entry[len(entry) - size :], name)
 
 
+@SETTINGS
 @given(RAW, NAMES, st.binary(min_size=1, max_size=2 * SEAL_BYTES))
 @example(b"", "a", bytes(1))
 def test_no_extended_entry_passes(raw: bytes, name: str, more: bytes) -> None:
@@ -71,17 +76,20 @@ def test_no_extended_entry_passes(raw: bytes, name: str, more: bytes) -> None:
     assert not is_sealed(np.concatenate([extra, entry]), name)
 
 
+@SETTINGS
 @given(RAW, NAMES, NAMES)
 def test_no_entry_passes_for_another(raw: bytes, name: str, other: str) -> None:
     assert is_sealed(sealed(raw, name), other) == (name == other)
 
 
+@SETTINGS
 @given(RAW, RAW, NAMES)
 def test_no_swapped_content_passes_with_the_seal_of_another(first: bytes, second: bytes, name: str) -> None:
     entry = np.concatenate([sealed(first, name)[:-SEAL_BYTES], sealed(second, name)[-SEAL_BYTES:]])
     assert is_sealed(entry, name) == (first == second)
 
 
+@SETTINGS
 @given(st.binary(max_size=3 * SEAL_BYTES))
 def test_nothing_passes_by_chance(data: bytes) -> None:
     assert not is_sealed(np.frombuffer(data, dtype=np.uint8), "name")
@@ -149,6 +157,7 @@ def test_hashes_that_nobody_can_check_name_nothing() -> None:
         assert name == f"7-md5-{'0' * 32}"
 
 
+@SETTINGS
 @given(
     hashes=st.dictionaries(
         st.sampled_from(sorted(HASH_NAMES)) | st.text(max_size=300), st.text(max_size=300), max_size=4
