@@ -51,12 +51,17 @@ class S3Server:
     intercept: Intercept | None = None
     requests: list[str] = field(default_factory=list)
     """Method and path of each request since the test cleared the list."""
+    _client: Any = None
 
     def client(self) -> Any:
         """boto3's own client, to look from outside."""
-        import boto3
+        if self._client is None:
+            import boto3
 
-        return boto3.Session().client("s3", endpoint_url=self.endpoint_url, region_name="us-east-1")
+            keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+            made = boto3.Session(**keys).client("s3", endpoint_url=self.endpoint_url, region_name="us-east-1")
+            self._client = made
+        return self._client
 
     def new_bucket(self) -> str:
         """The name of a bucket that is empty."""

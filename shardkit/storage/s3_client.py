@@ -7,6 +7,7 @@ changed: a run outlives the session credentials that it was started with, if som
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -116,7 +117,17 @@ def _new_session(url: str, options: StorageOptions) -> Any:
         from botocore.session import Session
     except ImportError as error:
         raise MissingExtraError("boto3", "s3", url) from error
-    return Session(profile=options.profile)
+    session = Session(profile=options.profile)
+    session.register_component("data_loader", _loader())
+    return session
+
+
+@functools.cache
+def _loader() -> Any:
+    """Reads the description of S3, once per process: that is most of the work of making a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader(os.environ.get("AWS_DATA_PATH"))
 
 
 def _credentials(session: Any) -> Any:
