@@ -47,7 +47,8 @@ class ScriptedStore:
         self.script = list(script)
         self.clock = clock or FakeClock()
         self.log: list[str] = []
-        self.open_bodies = 0
+        self.open_bodies = self.opened = 0
+        self.versions: list[str | None] = []
         self.lock = threading.Lock()
 
     @property
@@ -79,6 +80,7 @@ class ScriptedStore:
 
     def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
         fault = self.next("open", key)
+        self.versions.append(version)
         return ScriptedBody(self, self.inner.open(key, start, stop, version=version), fault)
 
     def put(
@@ -116,6 +118,7 @@ class ScriptedBody:
         self._read = 0
         self._is_open = True
         store.open_bodies += 1
+        store.opened += 1
 
     def readinto(self, buffer: memoryview, /) -> int:
         assert self._is_open

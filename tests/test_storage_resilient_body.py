@@ -49,6 +49,8 @@ def test_a_broken_body_goes_on_from_the_next_byte() -> None:
     assert found.resumed_bodies == found.retries == found.errors["TransientError"] == 3
     assert (found.requests, found.bytes_read, found.in_flight) == ({"open": 4}, 5000, 0)
     assert faulty.open_bodies == 0
+    version = faulty.inner.head("key").version
+    assert faulty.versions == [None, version, version, version], "pinned to what was seen first"
 
 
 def test_a_body_that_ends_early_is_broken_too() -> None:
@@ -146,6 +148,20 @@ def test_a_body_that_is_slow_on_every_connection_ends_by_its_deadline() -> None:
         read(body)
     assert 140 < faulty.clock.now - 1000.0 < 200, "100 s, and 5,000 bytes at 100 bytes per second"
     assert store.metrics.snapshot().slow_bodies < 8, "a slow network is not cut again and again"
+
+
+def test_a_byte_now_and_then_does_not_put_off_the_deadline_for_ever() -> None:
+    faulty = scripted(*[Fault("break", 1)] * 1000)
+    store = resilient(
+        faulty,
+        backoff_seconds=10.0,
+        deadline_seconds=100.0,
+        floor_bytes_per_second=100.0,
+        window_seconds=1e6,
+    )
+    with store.open("key") as body, pytest.raises(TransientError, match="gave up to read"):
+        read(body)
+    assert 120 < faulty.clock.now - 1000.0 <= 150, "100 s, and 5,000 bytes at 100 bytes per second"
 
 
 def test_a_reader_that_takes_its_time_is_not_a_slow_body() -> None:

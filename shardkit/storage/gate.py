@@ -118,7 +118,7 @@ class Gate:
     def take(self, ticket: Ticket, seconds: float) -> bool:
         """Let the ticket in, waiting at most so long; whether it is in."""
         with self._lock:
-            if self._has_room(ticket) and (not self._waiting or ticket < self._waiting[0]):
+            if self._has_room(ticket):  # then there is none for those who wait: who goes ahead is urgent
                 self._enter(ticket)
                 return True
             if seconds <= 0:
