@@ -15,6 +15,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -184,7 +185,7 @@ class FsspecStore:
         for name in _CONTENT_FIELDS:
             if entry.get(name) is not None:
                 return ObjectInfo(key, size, str(entry[name]).strip('"'))
-        facts = [repr(entry[name]) for name in (*_TIME_FIELDS, "ino") if entry.get(name) is not None]
+        facts = [_text(entry[name]) for name in (*_TIME_FIELDS, "ino") if entry.get(name) is not None]
         if not facts:
             raise StoreError(
                 self._where(key), "the file system knows neither dates nor checksums to tell versions"
@@ -255,6 +256,12 @@ class FsspecBody:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _text(fact: Any) -> str:
+    """The same for a date that is given in one form when asked for a file, and in another in a listing."""
+    fact = fact.timestamp() if isinstance(fact, datetime) else fact
+    return f"{fact:.6f}" if isinstance(fact, float) else str(fact)
 
 
 def _translated(where: str, error: Exception) -> StoreError:
