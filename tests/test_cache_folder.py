@@ -450,6 +450,25 @@ def test_processes_together_never_exceed_the_capacity_even_if_one_is_killed(
     assert len(names(root / "damaged")) <= 4
 
 
+def test_an_entry_committed_while_the_folder_is_listed_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CacheFolder(tmp_path)
+    slot = cache.reserve("a", RAW, nobody)
+    assert slot is not None
+    pending = [slot]
+    listed = module._list
+
+    def list_and_commit(folder: Path) -> dict[str, os.stat_result]:
+        found = listed(folder)
+        if pending:
+            pending.pop().commit()
+        return found
+
+    monkeypatch.setattr(module, "_list", list_and_commit)
+    assert {name: held.bytes for name, held in cache.contents().items()} == {"a": COST}
+
+
 def test_a_reserve_of_the_disk_stays_free(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,8 +556,8 @@ def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: 
     cache = CacheFolder(tmp_path, 2 * COST)
     fill(cache, "a")
     fill(cache, "b")
-    for number, name in enumerate("ab"):
-        os.utime(root / "shards" / name, ns=(1_000 + number, (root / "shards" / name).stat().st_mtime_ns))
+    for seconds, name in enumerate("ab", 1_000):
+        os.utime(root / "shards" / name, (seconds, seconds))
     os.utime(root / "shards", ns=(0, 0))  # nothing has come or gone for a long time
     cache.contents()
     check(cache, "a")
