@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from servers.bucket import RgwBucket, s3_client
 from servers.fault_proxy import FaultProxy
 from servers.rgw import INSTALL, RgwServer, missing_programs
 
-__all__ = ["rgw", "rgw_bucket", "rgw_proxy"]
+__all__ = ["rgw", "rgw_bucket", "rgw_module_bucket", "rgw_proxy", "rgw_proxy_process"]
 
 _REQUIRE = "SHARDKIT_REQUIRE_RGW"
 # What would lead a client elsewhere than to the server of the test.
@@ -39,38 +40,65 @@ def rgw() -> Iterator[RgwServer]:
 
 
 @pytest.fixture(scope="session")
-def _proxy_process(rgw: RgwServer) -> Iterator[FaultProxy]:
+def rgw_proxy_process(rgw: RgwServer) -> Iterator[FaultProxy]:
+    """The proxy of all tests: for fixtures that outlive one. Its rules are `rgw_proxy`'s to set."""
     with FaultProxy(rgw.endpoint_url) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def rgw_proxy(_proxy_process: FaultProxy) -> Iterator[FaultProxy]:
+def rgw_proxy(rgw_proxy_process: FaultProxy) -> Iterator[FaultProxy]:
     """A fault proxy before the server, without rules."""
-    _proxy_process.set_rules()
-    yield _proxy_process
-    _proxy_process.set_rules()
+    rgw_proxy_process.set_rules()
+    yield rgw_proxy_process
+    rgw_proxy_process.set_rules()
+
+
+@pytest.fixture(scope="session")
+def _administrator(rgw: RgwServer) -> Iterator[Any]:
+    with _environment(rgw):
+        client = s3_client(rgw.endpoint_url)
+        client.list_buckets()  # finds its credentials now
+    yield client
+    client.close()
 
 
 @pytest.fixture
-def rgw_bucket(rgw: RgwServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RgwBucket]:
+def rgw_bucket(rgw: RgwServer, _administrator: Any) -> Iterator[RgwBucket]:
     """A fresh bucket; emptied and removed at the end."""
-    for name in _CLEARED:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", rgw.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", rgw.secret_key)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", rgw.region)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
-    client = s3_client(rgw.endpoint_url)
+    with _environment(rgw), _bucket(rgw, _administrator) as bucket:
+        yield bucket
+
+
+@pytest.fixture(scope="module")
+def rgw_module_bucket(rgw: RgwServer, _administrator: Any) -> Iterator[RgwBucket]:
+    """One for all tests of a module, where making one for each would take longer than the tests."""
+    with _environment(rgw), _bucket(rgw, _administrator) as bucket:
+        yield bucket
+
+
+@contextmanager
+def _environment(server: RgwServer) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _CLEARED:
+            patch.delenv(name, raising=False)
+        patch.setenv("AWS_ACCESS_KEY_ID", server.access_key)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
+        patch.setenv("AWS_DEFAULT_REGION", server.region)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, os.devnull)
+        yield
+
+
+@contextmanager
+def _bucket(server: RgwServer, client: Any) -> Iterator[RgwBucket]:
     name = f"test-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name)
-    yield RgwBucket(name, rgw.endpoint_url)
+    yield RgwBucket(name, server.endpoint_url)
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
         for entry in page.get("Contents", []):
             client.delete_object(Bucket=name, Key=entry["Key"])
     for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
         client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
     client.delete_bucket(Bucket=name)
-    client.close()

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers.bucket import RgwBucket, s3_client
-from servers.fault_proxy import FaultProxy, Rule
+from servers.fault_proxy import Fault, FaultProxy, Rule
 from servers.origin import Origin, content, running_origin
 from servers.rgw import RgwServer
 
@@ -204,6 +204,21 @@ def test_a_lost_acknowledgement_loses_nothing_else(
         ask(client, "PUT", "/a", b"12345")
     assert [seen.body for seen in origin.seen] == [b"12345"]
     assert proxy.log()[0].status == 200
+
+
+@pytest.mark.parametrize("fault", ["lost_acknowledgement", "hang"])
+def test_faults_concern_the_answer_and_not_the_100_before_it(
+    fault: Fault, origin: Origin, proxy: FaultProxy
+) -> None:
+    proxy.set_rules(Rule(fault=fault, after_bytes=None if fault == "hang" else 0))
+    with socket.create_connection(("127.0.0.1", proxy.port), SECONDS) as sock:
+        sock.sendall(b"PUT /a HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+        assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(b"12345")
+        sock.settimeout(0.2)
+        with pytest.raises((ConnectionResetError, TimeoutError)):
+            sock.recv(1)
+    assert [seen.body for seen in origin.seen] == [b"12345"]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

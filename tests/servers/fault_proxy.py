@@ -219,9 +219,10 @@ class Relay:
             if not head:
                 raise EndedError
             (version, status, *_), headers = parse_head(head)
-            await outlet.head(head)
             if not status.startswith("1"):
                 break
+            await self._client.send(head)
+        await outlet.head(head)
         entry["status"] = int(status)
         empty = entry["method"] == "HEAD" or status in ("204", "304")
         framed = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
