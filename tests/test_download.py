@@ -20,7 +20,7 @@ from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import Store
 from shardkit.upload import TransferError, TransferReport, download, upload
 from shardkit.upload import receive as module
-from shardkit.upload.contents import MARKER_NAME
+from shardkit.upload.contents import MARKER_NAME, MAX_TRIES
 from shardkit.verify import verify
 
 
@@ -142,13 +142,13 @@ class FlippingStore(MemoryStore):
         return MemoryBody(body.info, memoryview(data[:-1] + bytes([data[-1] ^ 1])))
 
 
-@pytest.mark.parametrize("times", [1, module.MAX_TRIES - 1, module.MAX_TRIES])
+@pytest.mark.parametrize("times", [1, MAX_TRIES - 1, MAX_TRIES])
 def test_bytes_that_arrive_wrong_are_fetched_again_and_never_kept(
     made: Path, remote: MemoryStore, tmp_path: Path, times: int
 ) -> None:
     flipping = FlippingStore(remote.url)
     flipping.times = times
-    if times < module.MAX_TRIES:
+    if times < MAX_TRIES:
         fetch(flipping, tmp_path / "copy")
         assert tree(tmp_path / "copy") == tree(made)
         return

@@ -80,7 +80,7 @@ def test_the_command_sends_fetches_and_tells(
     storage = ["--endpoint-url", server.endpoint_url, "--region", "us-east-1", "--path-style"]
     assert main(["upload", str(made), url, "--dry-run", *storage]) == 0
     out, err = capfd.readouterr()
-    assert "would send shard.00004.mds" in out
+    assert "would be sent: shard.00004.mds" in out
     assert err == ""
     assert bytes_in(server.client(), bucket) == {}
     assert main(["upload", str(made), url, "--verify", "--json", *storage]) == 0

@@ -52,5 +52,5 @@ def run(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
         progress=progress_of(arguments),
     )
-    show(report, json=arguments.json)
+    show(report, "fetched", json=arguments.json)
     return 0

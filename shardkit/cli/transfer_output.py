@@ -24,29 +24,28 @@ def progress_of(arguments: argparse.Namespace) -> bool | Listener:
     return lines() if arguments.json else True
 
 
-def show(report: TransferReport, *, json: bool) -> None:
-    """Print a report."""
+def show(report: TransferReport, moved: str, *, json: bool) -> None:
+    """Print a report; `moved` is what was done to a file: "sent", "fetched"."""
     if json:
         print_json(report.to_dict())
         return
     console = stdout_console()
     if report.dry_run:
-        for verb, names in (("would send", report.sent), ("would delete", report.deleted)):
+        for verb, names in ((moved, report.sent), ("deleted", report.deleted)):
             for name in names:
-                console.print(f"{verb} {name}")
-    for line in _lines(report):
+                console.print(f"would be {verb}: {name}")
+    for line in _lines(report, moved):
         console.print(line)
 
 
-def _lines(report: TransferReport) -> list[str]:
+def _lines(report: TransferReport, verb: str) -> list[str]:
     whole = f"{report.files:,} files, {format_bytes(report.bytes)}"
     lines = []
     if report.up_to_date:
         lines.append(f"{report.target} is up to date: {whole}; nothing to do")
     else:
-        moved = (
-            f"{len(report.sent):,} sent ({format_bytes(report.sent_bytes)}), {report.skipped:,} there already"
-        )
+        size = format_bytes(report.sent_bytes)
+        moved = f"{len(report.sent):,} {verb} ({size}), {report.skipped:,} there already"
         deleted = f", {len(report.deleted):,} of an earlier dataset deleted" if report.deleted else ""
         rate = "" if report.dry_run else f"; {report.seconds:.1f} s"
         if report.sent_bytes and report.seconds > 0 and not report.dry_run:

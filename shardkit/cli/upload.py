@@ -61,5 +61,5 @@ def run(arguments: argparse.Namespace) -> int:
         verify=arguments.verify,
         progress=progress_of(arguments),
     )
-    show(report, json=arguments.json)
+    show(report, "sent", json=arguments.json)
     return 0

@@ -23,17 +23,22 @@ __all__ = [
     "CONTENT_HASH",
     "INDEX_NAMES",
     "MARKER_NAME",
+    "MAX_TRIES",
+    "METADATA_NAME",
     "Contents",
     "Listing",
     "check_files",
     "checkable_hash",
     "find_contents",
     "make_contents",
+    "metadata_of",
 ]
 
 INDEX_NAMES = ("index.json", "shards.json")
 MARKER_NAME = ".shardkit-publishing.json"  # as a local build's: who finds it knows what is unfinished
 CONTENT_HASH = "xxh3_128"
+METADATA_NAME = "shardkit-xxh3-128"  # of every object that an upload puts: the hash of its bytes
+MAX_TRIES = 3  # of bytes that arrive wrong: the network may be to blame, after that the object is
 MAX_FILES = 1 << 22  # four million, as many as the largest index has shards
 MAX_NAMED = 8  # files that an error names; the rest is counted
 MAX_LEFT = 1000  # names of other files that are kept for the report
@@ -193,6 +198,11 @@ def checkable_hash(file: FileInfo) -> str | None:
     return min(known, key=lambda name: (_rank(name), name), default=None)
 
 
+def metadata_of(data: bytes) -> dict[str, str]:
+    """What an object carries that holds `data`."""
+    return {METADATA_NAME: hash_bytes(data, [CONTENT_HASH])[CONTENT_HASH]}
+
+
 def _rank(name: str) -> int:
     return _QUICKEST.index(name) if name in _QUICKEST else len(_QUICKEST)
 
@@ -205,7 +215,14 @@ def _read(store: Store, name: str) -> bytes | None:
         limit = MAX_CARD_BYTES if name == CARD_NAME else MAX_INDEX_BYTES
         if info.bytes > limit:
             raise ShardError(f"{store.url}/{name}", f"{info.bytes:,} bytes; at most {limit:,} are read")
-        return store.get(name, version=info.version)
+        kept = info.metadata.get(METADATA_NAME)
+        for _ in range(MAX_TRIES):
+            data = store.get(name, version=info.version)
+            got = hash_bytes(data, [CONTENT_HASH])[CONTENT_HASH]
+            if kept in (None, got):
+                return data
+        problem = f"{CONTENT_HASH} {got}, its metadata state {kept}; it was fetched {MAX_TRIES} times"
+        raise ShardError(f"{store.url}/{name}", f"{problem}: put it there again")
     except ObjectNotFoundError:
         return None
 

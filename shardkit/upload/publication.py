@@ -23,7 +23,7 @@ from shardkit.errors import ShardError, ShardkitError
 from shardkit.index import FileInfo, checked_basename
 from shardkit.storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.store import ObjectInfo, Store
-from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing, find_contents
+from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing, find_contents, metadata_of
 from shardkit.upload.parallel import run_all
 from shardkit.upload.progress import Listener, Progress
 
@@ -246,7 +246,9 @@ class Publication:
             self._accept_same_index("the transfer of another dataset took this place over")
             return
         try:
-            self._target.put(contents.index_name, contents.index, if_absent=True)
+            self._target.put(
+                contents.index_name, contents.index, if_absent=True, metadata=metadata_of(contents.index)
+            )
         except ObjectExistsError:
             self._accept_same_index("another dataset came first")
 

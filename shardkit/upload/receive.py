@@ -24,16 +24,22 @@ from shardkit.storage.options import StorageOptions
 from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
-from shardkit.upload.contents import CONTENT_HASH, Contents, check_files, checkable_hash, find_contents
+from shardkit.upload.contents import (
+    CONTENT_HASH,
+    MAX_TRIES,
+    METADATA_NAME,
+    Contents,
+    check_files,
+    checkable_hash,
+    find_contents,
+)
 from shardkit.upload.progress import Listener, listen
 from shardkit.upload.publication import Publication, Settings
 from shardkit.upload.report import TransferReport, make_report
-from shardkit.upload.send import METADATA_NAME
 from shardkit.upload.stores import transfer_store
 
 __all__ = ["download"]
 
-MAX_TRIES = 3  # of a file whose bytes arrive wrong: the network may be to blame, after that the object is
 SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
 _READ_BYTES = 1 << 20
 _PART = ".shardkit-part"

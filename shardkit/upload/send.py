@@ -6,6 +6,8 @@ the next run compares that instead of sending again. A store that keeps no metad
 
 Tars without a list get one: loaders cannot count the samples of tars that they have not fetched. It states
 sizes, counts and hashes, and lies only at the target.
+
+Memory: at most 64 MiB (four parts) for each file on its way to S3, half a gigabyte with 8 threads.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.url import is_remote, local_path
 from shardkit.upload.contents import (
     CONTENT_HASH,
+    METADATA_NAME,
     Contents,
     Listing,
     check_files,
@@ -39,9 +42,8 @@ from shardkit.upload.publication import Publication, Settings
 from shardkit.upload.report import TransferReport, make_report
 from shardkit.upload.stores import transfer_store
 
-__all__ = ["METADATA_NAME", "Sender", "upload"]
+__all__ = ["Sender", "upload"]
 
-METADATA_NAME = "shardkit-xxh3-128"
 _LIST_HASHES = ("xxh64",)
 _READ_BYTES = 1 << 20
 
