@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.units import parse_bytes
@@ -15,6 +17,11 @@ __all__ = ["CacheOptions", "open_cache"]
 
 _MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
 _MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+_MEMORY_FILE = Path("/proc/meminfo")
+_LIMIT_FILES = (  # what a container may use, of control groups of version 2 and 1
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +54,20 @@ def open_cache(options: CacheOptions) -> Cache:
     from shardkit.cache.memory import CacheMemory
 
     if capacity is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        capacity = min(_MAX_MEMORY_BYTES, free // _MEMORY_SHARE) // options.processes
+        capacity = min(_MAX_MEMORY_BYTES, _free_memory() // _MEMORY_SHARE) // options.processes
     return CacheMemory(capacity)
+
+
+def _free_memory() -> int:
+    """Bytes that are free or hold what the system would give up, such as cached files; at most the limit."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(_MEMORY_FILE), re.MULTILINE)
+    free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [int(text) for file in _LIMIT_FILES if (text := _text(file).strip()).isdecimal()]
+    return min([free, *limits])
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,108 @@
+"""Options of a cache: which kind, how large, and how the default memory is divided."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.cache import options as module
+from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
+from shardkit.cache.memory import CacheMemory
+from shardkit.cache.options import CacheOptions, open_cache
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of files that say how much memory there is: 16 GiB, 1 of which holds nothing; no limit."""
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal:       {20 << 20} kB\nMemFree:         {1 << 20} kB\nMemAvailable:   {16 << 20} kB\n"
+    )
+    (tmp_path / "max").write_text("max\n")
+    monkeypatch.setattr(module, "_MEMORY_FILE", tmp_path / "meminfo")
+    monkeypatch.setattr(module, "_LIMIT_FILES", (tmp_path / "max", tmp_path / "limit_in_bytes"))
+    return tmp_path
+
+
+def test_without_a_folder_shards_are_kept_in_a_share_of_the_free_memory(machine: Path) -> None:
+    cache = open_cache(CacheOptions())
+    assert isinstance(cache, CacheMemory)
+    assert cache.capacity == 4 * GIB  # memory that caches files can be had
+
+
+@pytest.mark.parametrize("processes", [1, 3, 8])
+def test_the_processes_of_a_machine_divide_the_default_memory(machine: Path, processes: int) -> None:
+    cache = open_cache(CacheOptions(processes=processes))
+    assert cache.capacity == 4 * GIB // processes
+
+
+def test_the_default_memory_has_an_upper_limit(machine: Path) -> None:
+    (machine / "meminfo").write_text(f"MemAvailable:   {512 << 20} kB\n")
+    assert open_cache(CacheOptions()).capacity == 8 * GIB
+    assert open_cache(CacheOptions(processes=2)).capacity == 4 * GIB
+
+
+@pytest.mark.parametrize("file", ["max", "limit_in_bytes"])
+def test_a_container_counts_what_it_may_use(machine: Path, file: str) -> None:
+    (machine / file).write_text(f"{2 * GIB}\n")
+    assert open_cache(CacheOptions()).capacity == GIB // 2
+
+
+def test_a_machine_that_does_not_tell_has_some_memory(machine: Path) -> None:
+    for file in machine.iterdir():
+        file.unlink()
+    assert 0 < open_cache(CacheOptions()).capacity <= 8 * GIB
+
+
+def test_this_machine_has_some_memory() -> None:
+    assert 0 < open_cache(CacheOptions()).capacity <= 8 * GIB
+
+
+def test_a_folder_is_used_with_the_capacity_given(tmp_path: Path) -> None:
+    cache = open_cache(CacheOptions(folder=tmp_path / "deep" / "cache", capacity="1.5 GB", processes=8))
+    assert isinstance(cache, CacheFolder)
+    assert cache.capacity == 1_500_000_000  # of the folder, however many processes share it
+    assert (tmp_path / "deep" / "cache" / SUBFOLDER).is_dir()
+
+
+def test_a_folder_by_default_has_its_disk_but_a_reserve(tmp_path: Path) -> None:
+    cache = open_cache(CacheOptions(folder=str(tmp_path)))
+    free = cache.free_disk_bytes()
+    assert free is not None
+    assert 0 <= cache.capacity < free
+
+
+def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CacheFolderError, match="give another cache_dir"):
+        open_cache(CacheOptions(folder=tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "expected"), [(0, 0), (12_345, 12_345), ("64MiB", 1 << 26), ("2gb", 2 * 10**9)]
+)
+def test_a_capacity_is_a_number_or_a_text(capacity: int | str, expected: int) -> None:
+    assert open_cache(CacheOptions(capacity=capacity, processes=4)).capacity == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"capacity": "much"}, {"capacity": "-1"}, {"capacity": -1}, {"capacity": True},
+        {"connections": 0}, {"processes": 0}, {"processes": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_options_are_refused_when_they_are_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"size|at least 1"):
+        CacheOptions(**wrong)
+
+
+def test_options_are_plain_data(tmp_path: Path) -> None:
+    options = CacheOptions(folder=tmp_path, capacity="1GB", connections=4, processes=2)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert options != CacheOptions(folder=tmp_path, capacity="2GB", connections=4, processes=2)
