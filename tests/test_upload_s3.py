@@ -228,3 +228,31 @@ def test_of_two_processes_with_different_datasets_one_wins_on_a_real_server(
     winner = [made, tmp_path / "other"][[process.returncode for process in both].index(0)]
     client = s3_client(rgw_bucket.endpoint_url)
     assert bytes_in(client, rgw_bucket.name, "contested/") == files_of(winner)
+
+
+def test_ctrl_c_ends_an_upload_at_once_even_if_the_server_hangs(
+    server: S3Server, bucket: str, made: Path
+) -> None:
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang(
+        environ: dict[str, Any], start_response: Callable[..., Any], app: Callable[..., Iterable[bytes]]
+    ) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(".mds"):
+            hanging.set()
+            release.wait(60)
+        return app(environ, start_response)
+
+    server.intercept = hang
+    process = start_upload(made, f"s3://{bucket}/data")
+    try:
+        assert hanging.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)  # the store itself would try for two minutes
+    finally:
+        release.set()
+        server.intercept = None
+        process.kill()
+        process.wait(30)
+    assert process.returncode == 130
+    assert err.decode() == "shardkit: interrupted; the same command continues\n"
