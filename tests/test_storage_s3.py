@@ -71,7 +71,7 @@ def error_answer(status: int, code: str) -> Intercept:
     return intercept
 
 
-def changed_headers(change: Callable[[dict[str, str]], None], methods: str = "GET PUT POST") -> Intercept:
+def changed_headers(change: Callable[[dict[str, str]], object], methods: str = "GET PUT POST") -> Intercept:
     def intercept(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
         def start(status: str, headers: list[tuple[str, str]], info: Any = None) -> Any:
             changed = {name.lower(): value for name, value in headers}
@@ -100,6 +100,7 @@ ERRORS = [
     (416, "InvalidRange", StoreError, "beyond the object's end"),
     (403, "AccessDenied", StoreError, "policies"),
     (403, "SignatureDoesNotMatch", StoreError, "secret key"),
+    (403, "InvalidObjectState", StoreError, "archived"),
     (403, "RequestTimeTooSkewed", StoreError, "clock"),
     (400, "ExpiredToken", StoreError, "expired"),
     (403, "InvalidAccessKeyId", StoreError, "access key"),
@@ -225,6 +226,22 @@ def test_an_answer_of_another_version_is_refused(store: S3Store, server: S3Serve
     server.intercept = changed_headers(lambda headers: headers.update({"etag": '"other"'}))
     with pytest.raises(ObjectChangedError, match="version other"):
         store.open("a", version=version)
+
+
+@pytest.mark.parametrize(("header", "words"), [("etag", "no ETag"), ("content-length", "how many bytes")])
+def test_an_answer_without_version_or_length_is_refused(
+    store: S3Store, server: S3Server, header: str, words: str
+) -> None:
+    store.put("a", b"0123456789")
+    server.intercept = changed_headers(lambda headers: headers.pop(header), "GET HEAD")
+    for read in (store.head, store.open):
+        with pytest.raises(StoreError, match=words):
+            read("a")
+
+
+def test_a_key_that_is_not_unicode_is_refused(store: S3Store) -> None:
+    with pytest.raises(StoreError, match="Unicode"):
+        store.put("a\udcff", b"1")
 
 
 def test_ranges_and_versions_are_asked_for_only_where_needed(store: S3Store, server: S3Server) -> None:

@@ -4,7 +4,8 @@ An object's version is its ETag. A ranged read states the version it wants (If-M
 not exactly the range that was asked for is refused. With `if_absent`, If-None-Match lets the server decide;
 each such write carries a nonce in its metadata ("shardkit-nonce"), and when the server says that the object
 is there already, the nonce tells whether it is ours: a write whose acknowledgement was lost, and that is
-tried again by the same store or with the same nonce in `metadata`, is a success. Requests are made once: retrying is `ResilientStore`'s work.
+tried again by the same store, or with the same nonce in `metadata`, is a success. Requests are made once:
+retrying is `ResilientStore`'s work.
 
 Costs about a millisecond of CPU per request (botocore), and one copy of the bytes.
 """
@@ -59,8 +60,7 @@ class S3Store:
 
     def head(self, key: str) -> ObjectInfo:
         answer = self._client.request("head_object", self._where(key), **self._names(key))
-        metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
-        return ObjectInfo(key, int(answer["ContentLength"]), version_of(answer), metadata)
+        return self._described(key, answer, self._length(key, answer))
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
         with self.open(key, start, stop, version=version) as body:
@@ -137,6 +137,8 @@ class S3Store:
                     yield ObjectInfo(name[len(self._prefix) :], int(entry["Size"]), version_of(entry))
             if not answer.get("IsTruncated"):
                 return
+            if "NextContinuationToken" not in answer:
+                raise StoreError(where, "the server lists only a part and does not say how to go on")
             parameters["ContinuationToken"] = answer["NextContinuationToken"]
 
     def delete(self, key: str) -> None:
@@ -169,9 +171,7 @@ class S3Store:
         where, got = self._where(key), version_of(answer)
         if version not in (None, got):  # a server that knows no If-Match
             raise ObjectChangedError(where, f"is of version {got}, not {version}")
-        if "ContentLength" not in answer:
-            raise StoreError(where, "the server does not say how many bytes follow")
-        length = size = int(answer["ContentLength"])
+        length = size = self._length(key, answer)
         first = 0
         if "ContentRange" in answer:
             found = _CONTENT_RANGE.fullmatch(answer["ContentRange"])
@@ -188,8 +188,19 @@ class S3Store:
                 f"bytes {start:,} to {end:,} were asked for, but the server sends {first:,} to "
                 f"{first + length:,} in {answer['ContentLength']:,} bytes: it, or a proxy, has no ranges",
             )
+        return self._described(key, answer, size), length
+
+    def _described(self, key: str, answer: Mapping[str, Any], size: int) -> ObjectInfo:
+        version = version_of(answer)
+        if not version:
+            raise StoreError(self._where(key), "the server gives no ETag, so versions cannot be told apart")
         metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
-        return ObjectInfo(key, size, got, metadata), length
+        return ObjectInfo(key, size, version, metadata)
+
+    def _length(self, key: str, answer: Mapping[str, Any]) -> int:
+        if "ContentLength" not in answer:
+            raise StoreError(self._where(key), "the server does not say how many bytes there are")
+        return int(answer["ContentLength"])
 
     def _find_own(self, key: str, nonce: str, size: int) -> ObjectInfo | None:
         """The object, if it is what we wrote."""
@@ -200,7 +211,12 @@ class S3Store:
         return info if info.metadata.get(NONCE) == nonce and info.bytes == size else None
 
     def _names(self, key: str) -> dict[str, Any]:
-        return {"Bucket": self._bucket, "Key": self._prefix + checked_key(self.url, key)}
+        name = self._prefix + checked_key(self.url, key)
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise StoreError(self.url, f"key {key!r:.200} is not Unicode, which S3's keys are") from error
+        return {"Bucket": self._bucket, "Key": name}
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"

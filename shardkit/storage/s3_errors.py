@@ -57,6 +57,7 @@ _ADVICE = {
     "ExpiredToken": "the session credentials have expired: renew them where they came from "
     "(environment, file, process), and they are read again",
     "InvalidAccessKeyId": "the server does not know this access key: check the credentials and the endpoint",
+    "InvalidObjectState": "the object is archived: restore it first",
     "InvalidRange": "the range begins beyond the object's end",
     "PermanentRedirect": "the bucket is in another region, or behind another endpoint: set AWS_REGION",
     "RequestTimeTooSkewed": "this machine's clock differs from the server's by too much: set the clock (NTP)",
