@@ -19,7 +19,8 @@ from shardkit.dataset import Dataset
 
 __all__ = ["ColdRows", "waiting_for"]
 
-MAX_ROWS = 128  # of a rank, after each start: two small requests each
+MAX_ROWS = 64  # of a rank, after each start: two small requests each
+FIRST_ROWS = 16  # so many are fetched before anything else; more of them beside the whole shards
 
 
 class ColdRows:
@@ -62,11 +63,16 @@ class ColdRows:
             wanted = squeezed
         else:
             self._left -= count
+        if sum(map(len, wanted.values())) > FIRST_ROWS:
+            self._start()
         fetched = shards.rows.read(wanted) if wanted else {}
+        self._start()
+        return fetched
+
+    def _start(self) -> None:
         if self._follow is not None:
             self._follow()
             self._follow = None
-        return fetched
 
 
 def waiting_for(dataset: Dataset) -> str:

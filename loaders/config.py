@@ -62,6 +62,8 @@ class LoaderOptions(TypedDict, total=False):
     cache_bytes: int | str | None
     connections: int
     storage: StorageOptions | None
+    metrics_file: str | os.PathLike[str] | None
+    stop_grace_seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,10 @@ class LoaderConfig:
     """Shards, or ranges of shards, that a process fetches at a time."""
     storage: StorageOptions | None = None
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
+    metrics_file: str | os.PathLike[str] | None = None
+    """Keep this rank's figures there for Prometheus (a ….prom for node_exporter's textfile collector)."""
+    stop_grace_seconds: float | None = 60.0
+    """When another rank's loader has failed: end this process if its loop hangs for so long (None: never)."""
 
     def __post_init__(self) -> None:
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):

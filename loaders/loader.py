@@ -13,6 +13,7 @@ iterator is live: starting another, or loading a state, ends the former.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
@@ -26,9 +27,13 @@ from shardkit.loaders.distributed import find_place
 from shardkit.loaders.groups import Group, GroupMaker
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.prefetch import Limits, Prefetcher
-from shardkit.loaders.setup import find_eos_id, open_streams, shuffle_sizes
+from shardkit.loaders.prometheus import MetricsFile
+from shardkit.loaders.setup import find_eos_id, open_streams, shuffle_sizes, telemetry_sources
 from shardkit.loaders.sources import open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, StreamState, Tail, resume
+from shardkit.loaders.stats import LoaderStats
+from shardkit.loaders.stop_together import PeerError, StopTogether
+from shardkit.loaders.telemetry import Telemetry
 from shardkit.order import Order, OrderSpec, Shuffle
 from shardkit.units import parse_bytes
 from shardkit.uses import lanes_of_part
@@ -66,6 +71,10 @@ class StreamingLoader:
     ) -> None:
         self.config = LoaderConfig.of(options)
         place = self._place = find_place(rank, world_size)
+        self._running: Prefetcher[Group] | None = None
+        self._stop_together = StopTogether(grace_seconds=self.config.stop_grace_seconds)
+        self._stop_together.on_peer_error(self._interrupt)
+        self._stop_together.watch(place.rank, place.world_size)
         self.dataset = open_streams(dataset, self.config, place.local_world_size)
         self._plan = BatchPlan(len(self.dataset), batch_size, place.rank, place.world_size, tail)
         self._source = open_source(self.dataset, self.config.columns, dtype)
@@ -81,7 +90,6 @@ class StreamingLoader:
         )
         self._order = Order(self.dataset.manifest.shard_samples, self._state.order)
         self._cursor = (0, 0)
-        self._running: Prefetcher[Group] | None = None
         self._maker = BatchMaker(
             batch_size=batch_size,
             config=self.config,
@@ -90,6 +98,10 @@ class StreamingLoader:
             return_ids=return_ids,
             mark_padding=tail == "pad",
         )
+        self._telemetry = Telemetry(batch_size, sources=telemetry_sources(self.dataset))
+        self._metrics: MetricsFile | None = None
+        if (file := self.config.metrics_file) is not None:
+            self._metrics = MetricsFile(file, self._telemetry, labels={"rank": place.rank})
 
     @property
     def rank(self) -> int:
@@ -128,6 +140,7 @@ class StreamingLoader:
                 f"{worker.num_workers} times: iterate over it directly (it prefetches by itself)"
             )
         self._stop()
+        self._stop_together.watch(self.rank, self.world_size)  # the process group may have come since
         config = self.config
         maker = GroupMaker(
             self._order,
@@ -146,16 +159,35 @@ class StreamingLoader:
 
     def _deliver(self, running: Prefetcher[Group]) -> Iterator[Batch]:
         try:
-            while (group := running.get()) is not None:
-                for batch, cursor in zip(group.batches, group.cursors, strict=True):
+            while (group := self._next_group(running)) is not None:
+                for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
+                    self._stop_together.check()
+                    if number:
+                        self._telemetry.more()
                     self._cursor = cursor
                     yield batch
                     if self._running is not running:
                         raise RuntimeError(
                             "this iterator has ended: its loader was closed, iterated anew or given a state"
                         )
+        except Exception as error:
+            self._stop_together.report(error, self.position // self._plan.global_batch)
+            raise
         finally:
             running.close()
+
+    def _next_group(self, running: Prefetcher[Group]) -> Group | None:
+        began = time.perf_counter()
+        group = running.get()
+        if group is not None:
+            self._telemetry.step(time.perf_counter() - began, running.ready_batches)
+            if self._metrics is not None:
+                self._metrics.step()
+        return group
+
+    def stats(self) -> LoaderStats:
+        """What this rank waited for since its first batch, what cache and store did, and a verdict."""
+        return self._telemetry.stats()
 
     def state_dict(self) -> dict[str, object]:
         """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
@@ -181,6 +213,9 @@ class StreamingLoader:
     def close(self) -> None:
         """End prefetching and forget the open shards; batches already handed out stay valid."""
         self._stop()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._stop_together.close()
         self.dataset.close()
 
     def __enter__(self) -> Self:
@@ -189,6 +224,8 @@ class StreamingLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self._stop_together.report(error, self.position // self._plan.global_batch)
         self.close()
 
     def __repr__(self) -> str:
@@ -198,6 +235,13 @@ class StreamingLoader:
             f"shuffle={order.shuffle!r}, tail={plan.tail!r}, rank={plan.rank}, world_size={plan.world_size}, "
             f"lanes={order.lanes}, window={order.window}, position={self.position})"
         )
+
+    def _interrupt(self, error: PeerError) -> None:
+        """A peer has failed: whoever waits for a batch here hears of it at once. From any thread."""
+        if (running := self._running) is not None:
+            running.fail(error)
+        if self.dataset.shards is not None:
+            self.dataset.shards.close()
 
     def _delivered(self) -> int:
         """Batches delivered in the epoch of the next batch."""

@@ -91,6 +91,19 @@ class Prefetcher(Generic[T]):
         self._returned = time.perf_counter()
         return item
 
+    @property
+    def ready_batches(self) -> int:
+        """Batches that are ready to be handed out."""
+        return self._ready_batches
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`: raised by `get`, at once if it waits. From any thread."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._ready.clear()
+            self._ready_batches = self._ready_bytes = 0
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End the thread and forget what is ready. Safe to call twice, and from a forked child."""
         if os.getpid() != self._process:
@@ -122,7 +135,7 @@ class Prefetcher(Generic[T]):
     def _take_ready(self) -> T | None:
         """The next ready item, or None; waits for it while the thread is at work."""
         deadline = time.monotonic() + self._limits.timeout_seconds
-        while not self._ready and self._busy:
+        while not self._ready and self._busy and self._error is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 seconds = self._limits.timeout_seconds

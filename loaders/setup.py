@@ -10,10 +10,11 @@ from shardkit.cache.options import CacheOptions
 from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset, open_dataset
 from shardkit.loaders.config import LoaderConfig, Stream
 from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.telemetry import Source
 from shardkit.order import default_lanes, default_window
 from shardkit.units import format_bytes
 
-__all__ = ["find_eos_id", "open_streams", "shuffle_sizes"]
+__all__ = ["find_eos_id", "open_streams", "shuffle_sizes", "telemetry_sources"]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
 
@@ -98,3 +99,26 @@ def find_eos_id(dataset: Dataset, config: LoaderConfig, token_key: str | None) -
             f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
         )
     return eos_id
+
+
+def telemetry_sources(dataset: Dataset) -> dict[str, Source]:
+    """Where the figures of a remote dataset's cache and store come from; none for a local one."""
+    shards = dataset.shards
+    if shards is None:
+        return {}
+
+    def store() -> dict[str, float | None]:
+        seen = shards.store.metrics.snapshot()
+        return {
+            "requests": sum(seen.requests.values()),
+            "errors": sum(seen.errors.values()),
+            "read_bytes": seen.bytes_read,
+            "retries": seen.retries,
+            "throttled": seen.throttled,
+            "hedges": seen.hedges,
+            "resumed_bodies": seen.resumed_bodies,
+            "first_byte_p50_seconds": seen.first_byte_seconds(0.5),
+            "first_byte_p99_seconds": seen.first_byte_seconds(0.99),
+        }
+
+    return {"cache": shards.counters, "store": store}

@@ -36,6 +36,7 @@ ATTEMPTS = 3  # to get the bytes that the index states, before the object itself
 LEASE_SECONDS = (
     20.0  # a living holder ends or renews nothing: longer than a shard takes at 5 MB/s is "stopped"
 )
+FINISHERS = 2  # threads beside those that hold the connections
 _JOIN_SECONDS = 2.0
 
 
@@ -90,7 +91,8 @@ class Fetcher:
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._streaming = 0  # threads that hold a connection
+        self._arrived: deque[_Job] = deque()  # all bytes have come: to be checked, unpacked and kept
         self._demanded: deque[_Job] = deque()
         self._active: dict[int, _Job] = {}
         self._planning = self._closed = False
@@ -159,8 +161,10 @@ class Fetcher:
             self._closed = True
             threads = self._threads
             for job in [*self._demanded, *self._active.values()]:
+                job.error = job.error or RuntimeError("the loader was closed")
                 if job.download is not None:
-                    job.download.error = job.download.error or RuntimeError("the loader was closed")
+                    job.download.error = job.download.error or job.error
+                job.done.set()  # who waits for it in another thread hears of it at once
             self._changed.notify_all()
         for thread in threads:
             thread.join(_JOIN_SECONDS)
@@ -179,7 +183,7 @@ class Fetcher:
             return job
 
     def _start_threads(self) -> None:
-        while len(self._threads) < self._connections:
+        while len(self._threads) < self._connections + FINISHERS:
             # Daemons: an unfinished fetch must not keep a process alive; its file is cleared away later.
             thread = threading.Thread(target=self._work, name="shardkit-fetch", daemon=True)
             self._threads.append(thread)
@@ -189,23 +193,44 @@ class Fetcher:
         changed = self._changed
         while True:
             with changed:
-                self._idle += 1
                 while not self._closed and (task := self._next_task()) is None:
                     changed.wait()
-                self._idle -= 1
                 if self._closed:
                     return
             assert task is not None
             task()
 
     def _next_task(self) -> Callable[[], None] | None:
-        """What a free thread should do; the lock is held by the caller."""
+        """What a free thread should do; the lock is held by the caller.
+
+        Checking and syncing a shard takes as long as receiving some of it: other threads than those that
+        hold the connections do it.
+        """
+        if self._arrived:
+            return partial(self._end, self._arrived.popleft())
+        if self._streaming >= self._connections:
+            return None
+        task = self._next_transfer()
+        if task is None:
+            return None
+        self._streaming += 1
+        return partial(self._transfer, task)
+
+    def _transfer(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        finally:
+            with self._changed:
+                self._streaming -= 1
+                self._changed.notify_all()
+
+    def _next_transfer(self) -> Callable[[], None] | None:
         for job in sorted(self._active.values(), key=lambda j: not j.urgent):
             part = job.download.take_part() if job.download is not None else None
             if part is not None:
                 return partial(self._run_part, job, part)
         if self._demanded:
-            job = self._demanded.popleft()
+            job = self._demanded.popleft()  # or one that came damaged, to be fetched again
             self._active[job.number] = job
             return partial(self._begin, job)
         planner = self.planner
@@ -274,12 +299,15 @@ class Fetcher:
     def _parts(self, job: _Job) -> int:
         """Threads for one shard: those that have nothing else to do, if someone waits for it."""
         with self._changed:
-            return 1 + self._idle // (1 + len(self._demanded)) if job.urgent else 1
+            idle = self._connections - self._streaming
+            return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
     def _run_part(self, job: _Job, part: tuple[int, int]) -> None:
         assert job.download is not None
         if job.download.fetch_part(part):
-            self._end(job)
+            with self._changed:
+                self._arrived.append(job)
+                self._changed.notify_all()
 
     def _end(self, job: _Job) -> None:
         """All parts have come, or one has failed."""
@@ -292,8 +320,10 @@ class Fetcher:
             self.counts["damaged"] += 1
             self._drop_slot(job, damaged=True)
             if job.attempts < ATTEMPTS:
-                job.download = None
-                self._begin(job)
+                with self._changed:
+                    job.download = None
+                    self._demanded.appendleft(job)
+                    self._changed.notify_all()
                 return
             problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
             job.error = DamagedObjectError(error.file, problem, offset=error.offset)

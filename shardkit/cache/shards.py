@@ -111,6 +111,7 @@ class CachedShards:
             "capacity_bytes": float(self.cache.capacity),
             "row_reads": float(self.rows.count),
             **self.cache.counters(),
+            "quarantined": float(max(counts["damaged"], self.cache.counters()["quarantined"])),
         }
 
     def info(self, number: int) -> ShardInfo:

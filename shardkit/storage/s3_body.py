@@ -1,7 +1,9 @@
 """The body of an S3 answer as a stream of exactly the bytes that were asked for.
 
 Reads return what has arrived (one `recv`, one copy), so a trickling server cannot hold a reader for longer
-than the read timeout; a body that ends early is a TransientError. Where botocore checks a body against a
+than the read timeout. In long bodies the system is asked to wait for 128 KiB at a time (SO_RCVLOWAT): it
+would wake the reader for every few packets otherwise, three times the work; less than that within the read
+timeout counts as silence. A body that ends early is a TransientError. Where botocore checks a body against a
 stored checksum (whole objects, with checksums "when_supported"), it must be read in filled pieces of 64 KiB.
 `close` may come from another thread, and then ends a read that waits.
 """
@@ -9,6 +11,7 @@ stored checksum (whole objects, with checksums "when_supported"), it must be rea
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +23,8 @@ from shardkit.storage.store import ObjectInfo
 __all__ = ["EmptyBody", "S3Body"]
 
 _FILLED_BYTES = 1 << 16  # of a read that waits until its piece is full
+_LOW_WATER_BYTES = 1 << 17
+_TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
 
 
 class S3Body:
@@ -33,6 +38,8 @@ class S3Body:
         self._closed = False
         self._is_checked = hasattr(stream, "checksum")
         self._next = self._reader()
+        self._socket = None if self._is_checked else _socket_of(stream)
+        self._wait_for(_LOW_WATER_BYTES)
 
     def readinto(self, buffer: memoryview, /) -> int:
         piece = self._piece(min(len(buffer), self._left))
@@ -71,6 +78,9 @@ class S3Body:
         try:
             piece = self._next(wanted)
             self._left -= len(piece)
+            if self._socket is not None and self._left < _TAIL_BYTES:
+                self._wait_for(1)  # the end of the body may be less, and the connection is used again
+                self._socket = None
             if not self._left and self._is_checked:
                 self._stream.read(1)  # compares the checksum
         except request_errors() as error:
@@ -82,6 +92,12 @@ class S3Body:
         if self._closed or not piece or self._left < 0:
             raise self._broken(None)
         return piece
+
+    def _wait_for(self, count: int) -> None:
+        """Let the system wake a read of this connection when `count` bytes have come."""
+        if self._socket is not None and self._bytes >= _TAIL_BYTES:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _reader(self) -> Callable[[int], bytes]:
         read1 = getattr(getattr(self._stream, "_raw_stream", None), "read1", None)
@@ -100,6 +116,13 @@ class S3Body:
             return TransientError(self._where, f"the body ended {place}")
         found = translated(self._where, error)
         return type(found)(self._where, f"{found.problem}, {place}", status=found.status)
+
+
+def _socket_of(stream: Any) -> socket.socket | None:
+    """The connection's socket, found through botocore, urllib3 and http.client; None if one has changed."""
+    response = getattr(getattr(stream, "_raw_stream", None), "_fp", None)
+    found = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
+    return found if isinstance(found, socket.socket) else None
 
 
 class EmptyBody:
