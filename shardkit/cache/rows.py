@@ -59,7 +59,7 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     """Where rows are in a shard of that format, if the index tells."""
     sizes = [column.size for column in info.columns]
     total = sum(size or 0 for size in sizes)
-    if not info.samples or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
+    if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
         return None
     if kind == "mds":
         first = info.raw.bytes - info.samples * total  # samples fill the file's end
@@ -80,7 +80,6 @@ class RowReader:
         self._store = store.urgent
         self._manifest = manifest
         self._unproved: dict[int, list[FetchedRows]] = {}
-        self._kept = 0
         self.count = 0
 
     def layout(self, number: int) -> RowLayout | None:
@@ -93,7 +92,7 @@ class RowReader:
         with ThreadPoolExecutor(min(MAX_THREADS, 2 * len(places)), "shardkit-rows") as pool:
             reads = [[pool.submit(self._get, *place) for _ in range(2)] for place in places]
             found = {
-                place: self._agreed(place, pair[0].result(), pair[1].result())
+                place: self._columns(place, self._agreed(place, pair[0].result(), pair[1].result()))
                 for place, pair in zip(places, reads, strict=True)
             }
         self.count += len(places)
@@ -106,16 +105,19 @@ class RowReader:
 
     def _remember(self, number: int, fetched: FetchedRows) -> None:
         """Keep rows to prove them later, but not for ever: shards may never come whole."""
-        self._kept += len(fetched.rows)
         self._unproved.setdefault(number, []).append(fetched)
-        while self._kept > MAX_UNPROVED:
-            oldest = next(iter(self._unproved))
-            self._kept -= sum(len(some.rows) for some in self._unproved.pop(oldest))
+        # Counted again each time: `prove` runs in other threads.
+        kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}
+        excess = sum(kept.values()) - MAX_UNPROVED
+        for oldest, count in kept.items():
+            if excess <= 0:
+                break
+            self._unproved.pop(oldest, None)
+            excess -= count
 
     def prove(self, number: int, raw: Bytes) -> None:
         """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
         for fetched in self._unproved.pop(number, []):
-            self._kept -= len(fetched.rows)
             layout = self.layout(number)
             assert layout is not None
             for row, data in zip(fetched.rows.tolist(), fetched.data, strict=True):
@@ -125,15 +127,10 @@ class RowReader:
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
     def _get(self, number: int, row: int) -> bytes:
-        info, layout = self._manifest.shards[number], self.layout(number)
+        layout = self.layout(number)
         assert layout is not None
         start = layout.first + row * layout.stride
-        data = self._store.get(info.stored.basename, start, start + layout.size)
-        if len(data) != layout.size or not data.startswith(layout.head, layout.head_at):
-            problem = f"row {row:,} is not where the index says"
-            raise ShardError(self._where(number), f"{problem}; run shardkit verify", offset=start)
-        used = sum(column.size or 0 for column in info.columns)
-        return data[layout.columns_at : layout.columns_at + used]
+        return self._store.get(self._manifest.shards[number].stored.basename, start, start + layout.size)
 
     def _agreed(self, place: tuple[int, int], first: bytes, second: bytes) -> bytes:
         seen = [first]
@@ -144,6 +141,17 @@ class RowReader:
             seen.append(second)
             second = self._get(*place)
         return second
+
+    def _columns(self, place: tuple[int, int], data: bytes) -> bytes:
+        """The columns' part of a row, if it is one."""
+        number, row = place
+        layout = self.layout(number)
+        assert layout is not None
+        if len(data) != layout.size or not data.startswith(layout.head, layout.head_at):
+            problem, start = f"row {row:,} is not where the index says", layout.first + row * layout.stride
+            raise ShardError(self._where(number), f"{problem}; run shardkit verify", offset=start)
+        used = sum(column.size or 0 for column in self._manifest.shards[number].columns)
+        return data[layout.columns_at : layout.columns_at + used]
 
     def _where(self, number: int) -> str:
         return f"{self._store.url}/{self._manifest.shards[number].stored.basename}"
