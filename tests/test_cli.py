@@ -111,6 +111,7 @@ def test_errors_are_one_message_without_a_traceback(
     "arguments",
     [
         [], ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
+        ["upload", "a"], ["upload", "a", "b", "--threads", "257"], ["download", "a", "b", "--threads", "0"],
         ["build", "r", "--engine", "spark"], ["build", "r", "--work"], ["verify"], ["info", "a", "b"],
     ],
 )  # fmt: skip

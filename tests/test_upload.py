@@ -383,6 +383,21 @@ def test_a_remote_source_is_refused(tmp_path: Path) -> None:
         upload("memory://somewhere", tmp_path)
 
 
+@pytest.mark.parametrize("threads", [0, -1, 257])
+def test_a_senseless_number_of_threads_is_refused(made: Path, threads: int) -> None:
+    memory = fresh_memory()
+    with pytest.raises(ValueError, match="threads must be from 1 to 256"):
+        upload(made, memory, threads=threads)
+    assert objects(memory) == {}
+
+
+def test_a_file_system_of_fsspec_is_a_target_like_any_other(made: Path, tmp_path: Path) -> None:
+    url = f"local://{tmp_path / 'far'}"
+    send(made, url)
+    assert tree(tmp_path / "far") == tree(made)
+    assert send(made, url, check=True).up_to_date
+
+
 def test_an_empty_folder_holds_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="holds no dataset"):
         send(tmp_path, fresh_memory())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.output import count
+from shardkit.cli.output import count_to
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.cli.transfer_output import progress_of, show
 
@@ -25,7 +25,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("source", metavar="URL", help="where the dataset is, such as s3://bucket/prefix")
     parser.add_argument("target", metavar="DST", help="folder for the dataset; it is made if it is not there")
     parser.add_argument(
-        "--threads", type=count, default=8, metavar="N", help="files fetched at a time (default: 8)"
+        "--threads",
+        type=count_to(256),
+        default=8,
+        metavar="N",
+        help="files fetched at a time, at most 256 (default: 8)",
     )
     parser.add_argument(
         "--replace",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["count", "print_json", "stderr_console", "stdout_console"]
+__all__ = ["count", "count_to", "print_json", "stderr_console", "stdout_console"]
 
 
 def count(text: str) -> int:
@@ -19,6 +19,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
+
+
+def count_to(limit: int) -> Callable[[str], int]:
+    """argparse type: a number from 1 to `limit`."""
+
+    def limited(text: str) -> int:
+        if count(text) > limit:
+            raise argparse.ArgumentTypeError(f"{text} is more than {limit}")
+        return int(text)
+
+    return limited
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from shardkit.upload.progress import Listener, Progress
 
 __all__ = ["Outcome", "Publication", "Settings", "TransferError", "Transport", "finish_publication"]
 
+MAX_THREADS = 256  # each may hold 64 MiB, and a connection or four
 MAX_MARKER_BYTES = 1 << 30  # four million names
 
 
@@ -71,6 +72,10 @@ class Settings:
     dry_run: bool = False
     verify: bool = False
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise ValueError(f"threads must be from 1 to {MAX_THREADS}, not {self.threads}")
+
 
 @dataclass
 class Outcome:
@@ -105,6 +110,7 @@ class Publication:
         self._settings, self._listener = settings, listener
         self._versions: dict[str, str] = {}
         self._outcome = Outcome()
+        self._right: set[str] = set()
 
     def run(self) -> Outcome:
         """All steps. TransferError if files failed; StoreError if something else lies at the target."""
@@ -117,14 +123,15 @@ class Publication:
             self._refuse_others(old_index=bool(old), foreign_marker=foreign_marker)
         named = set(marker.files if marker else ())
         named.update(*(dataset.names for dataset in old))
-        claims = not complete and not settings.dry_run
-        if claims:
-            self._claim(marker, named, index_seen=bool(old))
         listing = Listing.of(self._target, contents.names | named)
         outcome.foreign = listing.other_count
         outcome.deleted = tuple(sorted((named & listing.found.keys()) - contents.names))
-        ours = complete or settings.replace or (marker is not None and not foreign_marker)
-        self._move(listing, may_overwrite=ours)
+        if not complete and marker is None and not settings.replace:
+            self._refuse_unclaimed(listing)
+        claims = not complete and not settings.dry_run
+        if claims:
+            self._claim(marker, named, index_seen=bool(old))
+        self._move(listing)
         if settings.dry_run:
             return outcome
         if settings.verify:
@@ -164,6 +171,28 @@ class Publication:
                 self._target.url, "holds another dataset; use --replace to put this one in its place"
             )
 
+    def _refuse_unclaimed(self, listing: Listing) -> None:
+        """Nobody says that a transfer put these files here: they may stay only if they are the right ones."""
+
+        def check(file: FileInfo) -> None:
+            if self._is_there(file, listing):
+                self._right.add(file.basename)
+            elif file.basename in listing.found:
+                raise StoreError(
+                    f"{self._target.url}/{file.basename}",
+                    "is there with another content; use --replace to overwrite it",
+                )
+
+        errors = run_all(self._contents.files, check, self._settings.threads)
+        if errors:
+            raise errors[0][1]
+
+    def _is_there(self, file: FileInfo, listing: Listing) -> bool:
+        found = listing.found.get(file.basename)
+        if found is None or found.bytes != file.bytes:
+            return False
+        return file.basename in self._right or self._transport.is_there(file, found)
+
     def _claim(self, marker: _Marker | None, named: set[str], *, index_seen: bool) -> None:
         """Put the marker, then take away the old index; StoreError if another dataset came first."""
         names = self._contents.names
@@ -184,21 +213,15 @@ class Publication:
             self._target.delete(MARKER_NAME)
             raise StoreError(self._target.url, "another transfer finished this moment; run this one again")
 
-    def _move(self, listing: Listing, *, may_overwrite: bool) -> None:
+    def _move(self, listing: Listing) -> None:
         outcome, transport = self._outcome, self._transport
 
         def handle(file: FileInfo) -> bool:
             name = file.basename
-            found = listing.found.get(name)
-            if found is not None and found.bytes == file.bytes and transport.is_there(file, found):
+            if self._is_there(file, listing):
                 outcome.skipped[name] = file.bytes
-                self._versions[name] = found.version
+                self._versions[name] = listing.found[name].version
                 return False
-            if found is not None and not may_overwrite:
-                raise StoreError(
-                    f"{self._target.url}/{name}",
-                    "is there with another content; use --replace to overwrite it",
-                )
             if not self._settings.dry_run:
                 placed = transport.place(file)
                 if placed.bytes != file.bytes:
@@ -222,9 +245,9 @@ class Publication:
         )
         if errors:
             count = f"{len(errors):,} of {len(files):,} files failed, " if len(errors) > 1 else ""
-            done = f"{len(outcome.sent):,} files were sent and {len(outcome.skipped):,} were there already"
+            done = f"{len(outcome.sent):,} files were sent and {len(outcome.skipped):,} were there"
             raise TransferError(
-                f"{count}{errors[0][1]}; {done}, no index was put: the same command continues",
+                f"{count}{errors[0][1]}; {done}; the same command continues",
                 tuple(error for _, error in errors),
             )
 
