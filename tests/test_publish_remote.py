@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from killing_server import run_and_kill
+from s3_moto import s3_server
 from small_build import make_corpus, tree
 from small_dataset import make_dataset
 from watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
@@ -17,6 +20,7 @@ from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.storage.errors import ObjectNotFoundError
 from shardkit.storage.memory import MemoryStore
+from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import ObjectInfo, Store
 from shardkit.upload import upload
 from shardkit.upload.contents import MARKER_NAME
@@ -128,6 +132,34 @@ def test_a_publication_killed_at_any_operation_is_gone_on_with(
         assert objects(memory) == local
         sent = [name for name in killed.puts + again.puts if name != MARKER_NAME]
         assert sorted(sent) == sorted(local), limit
+
+
+# Seven writes: the marker, two shards, the provenance, the report, the card and the index.
+@pytest.mark.parametrize(("fatal", "late"), [(1, True), (7, False)], ids=str)
+def test_a_build_process_that_is_killed_while_it_publishes_goes_on_with_the_rest(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path, fatal: int, late: bool
+) -> None:
+    shutil.copytree(corpus.parent / "work", tmp_path / "work")
+    with s3_server() as server:
+        bucket = server.new_bucket()
+        options = ["--output", f"s3://{bucket}/data", "--set", f"work={tmp_path / 'work'}", "--workers", "1"]
+        command = [sys.executable, "-m", "shardkit", "build", str(corpus), *options]
+        run_and_kill(server, command, fatal, late=late)
+        store = S3Store(f"s3://{bucket}/data")
+        before = objects(store).keys()
+        assert len(before) == 1 if late else local.keys() - before == {"index.json"}
+        server.requests.clear()
+        result = build(
+            corpus,
+            output=f"s3://{bucket}/data",
+            overrides=[f"work={tmp_path / 'work'}"],
+            workers=1,
+            progress=False,
+        )
+        assert result.tasks_reused == result.tasks
+        assert objects(store) == local
+        puts = [line.split("/data/")[1] for line in server.requests if line.startswith("PUT ")]
+        assert sorted(puts) == sorted(local.keys() - before)
 
 
 def foreign(folder: Path) -> MemoryStore:

@@ -33,8 +33,10 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Watch = Callable[[int], None]
 
 
-def send(source: Path, store: WatchedStore | MemoryStore, *, replace: bool = False) -> TransferReport:
-    return upload(source, store, threads=1, replace=replace, progress=False)
+def send(
+    source: Path, store: WatchedStore | MemoryStore, *, replace: bool = False, threads: int = 1
+) -> TransferReport:
+    return upload(source, store, threads=threads, replace=replace, progress=False)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -42,12 +44,19 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def killed_at(
-    limit: int, memory: MemoryStore, source: Path, *, late: bool, watch: Watch, replace: bool = False
+    limit: int,
+    memory: MemoryStore,
+    source: Path,
+    *,
+    late: bool,
+    watch: Watch,
+    replace: bool = False,
+    threads: int = 1,
 ) -> list[str] | None:
     """What a killed upload had put, or None if it came to its end."""
     store = WatchedStore(memory, limit=limit, late=late, watch=watch)
     try:
-        send(source, store, replace=replace)
+        send(source, store, replace=replace, threads=threads)
     except PulledPlugError:
         return store.puts
     return None
@@ -70,16 +79,18 @@ def data_files(puts: list[str]) -> list[str]:
     return sorted(name for name in puts if name != MARKER_NAME)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("late", "threads"), [(False, 1), (True, 1), (True, 5)], ids=["before", "after", "after-5-threads"]
+)
 def test_an_upload_killed_at_any_operation_leaves_no_false_index_and_sends_only_what_is_missing(
-    old: Path, late: bool
+    old: Path, late: bool, threads: int
 ) -> None:
     expected = files_of(old)
     counts: set[int] = set()
     for limit in range(1, 1000):
         memory = fresh_memory()
         watch = reader(memory, old)
-        puts = killed_at(limit, memory, old, late=late, watch=watch)
+        puts = killed_at(limit, memory, old, late=late, watch=watch, threads=threads)
         again = WatchedStore(memory, watch=watch)
         send(old, again)
         assert objects(memory) == expected

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from killing_server import run_and_kill
 from s3_moto import S3Server, s3_server
 from servers.bucket import RgwBucket, s3_client
 from small_build import tree
@@ -64,8 +65,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in tree(folder)}
 
 
+def upload_command(source: Path, url: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "shardkit", "upload", str(source), url, "--quiet", *options]
+
+
 def start_upload(source: Path, url: str, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "shardkit", "upload", str(source), url, "--quiet", *options]
+    command = upload_command(source, url, *options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -123,37 +128,7 @@ def test_a_process_that_is_killed_leaves_no_false_index_and_the_same_command_sen
     server: S3Server, bucket: str, made: Path, fatal: int, late: bool
 ) -> None:
     expected = files_of(made)
-    process: list[subprocess.Popen[bytes]] = []
-    started, lock, seen = threading.Event(), threading.Lock(), []
-
-    def kill_at(
-        environ: dict[str, Any], start_response: Callable[..., Any], app: Callable[..., Iterable[bytes]]
-    ) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] != "PUT":
-            return app(environ, start_response)
-        assert started.wait(30)
-        with lock:
-            seen.append(environ["PATH_INFO"])
-            dies = len(seen) == fatal
-            if len(seen) > fatal or (dies and not late):
-                process[0].kill()
-                process[0].wait(30)
-                start_response("500 Internal Server Error", [("Content-Length", "0")])
-                return []
-            answer = list(app(environ, start_response))
-            if dies:
-                process[0].kill()
-                process[0].wait(30)
-            return answer
-
-    server.intercept = kill_at
-    try:
-        process.append(start_upload(made, f"s3://{bucket}/data", "--threads", "2"))
-        started.set()
-        process[0].communicate(timeout=60)
-        assert process[0].returncode == -signal.SIGKILL
-    finally:
-        server.intercept = None
+    run_and_kill(server, upload_command(made, f"s3://{bucket}/data", "--threads", "2"), fatal, late=late)
     before = bytes_in(server.client(), bucket, "data/")
     assert ("index.json" in before) == (late and fatal == 10)
     assert len(before) == (fatal if late else fatal - 1)
