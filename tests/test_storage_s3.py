@@ -408,9 +408,11 @@ def test_closing_a_body_ends_a_read_of_another_thread() -> None:
 
         waiting = pool.submit(read)
         reading.wait(10)
+        began = time.monotonic()
         body.close()
         with pytest.raises(TransientError, match="closed"):
             waiting.result(10)
+        assert time.monotonic() - began < 15  # closing did not wait for the read timeout either
         with pytest.raises(TransientError, match="closed"):
             body.readinto(buffer)
         over.set()

@@ -183,9 +183,8 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             try:
                 done = [future.result() for future in sent]
             except BaseException:
-                pool.shutdown(
-                    cancel_futures=True
-                )  # those on their way end before the abort, or they would stay
+                # Those on their way end before the abort: a part stored after it would stay.
+                pool.shutdown(cancel_futures=True)
                 raise
         parts = [{"ETag": etag, "PartNumber": number} for number, (etag, _) in enumerate(done, 1)]
         answer = client.request(
