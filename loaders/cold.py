@@ -65,7 +65,7 @@ class ColdRows:
             self._left -= count
         if sum(map(len, wanted.values())) > FIRST_ROWS:
             self._start()
-        fetched = shards.rows.read(wanted) if wanted else {}
+        fetched = shards.rows.read(wanted, shards.timeout_seconds) if wanted else {}
         self._start()
         return fetched
 

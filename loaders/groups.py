@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.fetcher import FetchTimeoutError
+from shardkit.cache.waits import FetchTimeoutError
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.prefetch import LoaderTimeoutError
@@ -103,6 +103,7 @@ class GroupMaker:
         most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
         count = max(1, min(most, left))
         self._source.source.advance(position)
+        self._reading = position
         self._planning = f"; planning from position {position:,}"
         steps = self._plan.steps(self._order, position, count)
         cursors = [(after, delivered + number) for number, after in enumerate(steps.after, 1)]

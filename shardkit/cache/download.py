@@ -56,6 +56,11 @@ class Download:
     def where(self) -> str:
         return f"{self._store.url}/{self._file.basename}"
 
+    @property
+    def version(self) -> str | None:
+        """Of the object, once some of it has come."""
+        return self._version
+
     def take_part(self) -> tuple[int, int] | None:
         """A part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
         with self._lock:

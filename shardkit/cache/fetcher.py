@@ -23,12 +23,11 @@ import numpy.typing as npt
 from shardkit.cache.contract import Cache, Contents, Lease, Slot
 from shardkit.cache.download import DamagedObjectError, Download, unpack
 from shardkit.cache.planner import Planner
-from shardkit.errors import ShardkitError
+from shardkit.cache.waits import FetchTimeoutError, arrival
 from shardkit.index import FileInfo, Format, ShardInfo
 from shardkit.storage.store import Store
-from shardkit.units import format_bytes
 
-__all__ = ["FetchTimeoutError", "Fetcher", "Shards"]
+__all__ = ["Fetcher", "Shards"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,10 +37,6 @@ LEASE_SECONDS = (
 )
 FINISHERS = 2  # threads beside those that hold the connections
 _JOIN_SECONDS = 2.0
-
-
-class FetchTimeoutError(ShardkitError, TimeoutError):
-    """A shard did not arrive in time; the message says how much of it had, and what the store last said."""
 
 
 class Shards(Protocol):
@@ -55,6 +50,7 @@ class Shards(Protocol):
     def stored_file(self, number: int) -> FileInfo: ...
     def entry(self, number: int) -> str: ...
     def version(self, number: int) -> str | None: ...
+    def trust(self, number: int, version: str | None) -> None: ...
     def last_status(self) -> int | None: ...
 
 
@@ -166,8 +162,9 @@ class Fetcher:
                     job.download.error = job.download.error or job.error
                 job.done.set()  # who waits for it in another thread hears of it at once
             self._changed.notify_all()
+        deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads:
-            thread.join(_JOIN_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._reset()
 
     def _demand(self, number: int) -> _Job:
@@ -337,6 +334,7 @@ class Fetcher:
         assert job.download is not None
         assert job.target is not None
         shards, info = self._shards, self._shards.info(job.number)
+        shards.trust(job.number, job.download.version)
         self.counts["fetched_bytes"] += len(job.target)
         self.counts["fetched_shards"] += 1
         if job.number in self._fetched:
@@ -382,11 +380,9 @@ class Fetcher:
     def _describe(self, job: _Job) -> str:
         file = self._shards.stored_file(job.number)
         done = job.download.bytes_done if job.download is not None else 0
-        status, free = self._shards.last_status(), self._cache.free_disk_bytes()
-        came = f"{done:,} of {file.bytes:,} bytes came"
-        disk = "no disk used" if free is None else f"free disk {format_bytes(free)}"
-        answer = "none" if status is None else str(status)
-        return f"{self._shards.store.url}/{file.basename}: {came}; last status {answer}; {disk}"
+        free = self._cache.free_disk_bytes()
+        came = arrival(done, file.bytes, self._shards.last_status(), free)
+        return f"{self._shards.store.url}/{file.basename}: {came}"
 
 
 def _least_recent(contents: Contents) -> list[str]:

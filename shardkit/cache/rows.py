@@ -7,16 +7,21 @@ must agree, and is compared again when its shard has come and been proved: a dif
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.waits import FetchTimeoutError, arrival
 from shardkit.errors import ShardError
 from shardkit.index import Manifest, ShardInfo
+from shardkit.storage.errors import ObjectChangedError
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.workers import Workers
 from shardkit.tar.headers import BLOCK, padded
 from shardkit.tar.npy import make_npy_header
 from shardkit.tar.writer import RECORD_BYTES
@@ -29,6 +34,28 @@ MAX_THREADS = 32
 MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 3  # of a row whose two reads differ, before the store is called unreliable
+
+
+class _Batch:
+    """Reads made side by side: each of them, or the first error."""
+
+    def __init__(self, count: int) -> None:
+        self.read: list[bytes | None] = [None] * count
+        self.left = count
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self, index: int, get: Callable[[], bytes]) -> None:
+        try:
+            if self.error is None:
+                self.read[index] = get()
+        except BaseException as error:
+            self.error = self.error or error
+        with self._lock:
+            self.left -= 1
+            if not self.left or self.error is not None:
+                self.finished.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +103,39 @@ def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
 class RowReader:
     """Reads rows of one dataset's shards and remembers them until they are proved."""
 
-    def __init__(self, store: ResilientStore, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        store: ResilientStore,
+        manifest: Manifest,
+        free_disk_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`free_disk_bytes` is for error messages."""
         self._store = store.urgent
+        self._free_disk_bytes = free_disk_bytes
         self._manifest = manifest
+        self._workers = Workers(MAX_THREADS)
         self._unproved: dict[int, list[FetchedRows]] = {}
+        self._versions: dict[int, str] = {}  # of the objects that rows were read from
         self.count = 0
 
     def layout(self, number: int) -> RowLayout | None:
         """Where the rows of a shard are, if they can be read one by one."""
         return row_layout(self._manifest.format, self._manifest.shards[number])
 
-    def read(self, wanted: Mapping[int, npt.NDArray[np.int64]]) -> dict[int, FetchedRows]:
-        """These rows (ascending, by shard) of shards that have a layout, as few rounds of requests."""
+    def read(
+        self, wanted: Mapping[int, npt.NDArray[np.int64]], timeout_seconds: float = 600.0
+    ) -> dict[int, FetchedRows]:
+        """These rows (ascending, by shard) of shards that have a layout, in one round of requests.
+
+        FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
+        """
+        deadline = time.monotonic() + timeout_seconds
         places = [(number, int(row)) for number, rows in wanted.items() for row in rows]
-        with ThreadPoolExecutor(min(MAX_THREADS, 2 * len(places)), "shardkit-rows") as pool:
-            reads = [[pool.submit(self._get, *place) for _ in range(2)] for place in places]
-            found = {
-                place: self._columns(place, self._agreed(place, pair[0].result(), pair[1].result()))
-                for place, pair in zip(places, reads, strict=True)
-            }
+        read = self._get_all([place for place in places for _ in range(2)], deadline)
+        found = {
+            place: self._columns(place, self._agreed(place, [read[2 * i], read[2 * i + 1]], deadline))
+            for i, place in enumerate(places)
+        }
         self.count += len(places)
         fetched = {}
         for number, rows in wanted.items():
@@ -115,6 +156,10 @@ class RowReader:
             self._unproved.pop(oldest, None)
             excess -= count
 
+    def trust(self, number: int, version: str) -> None:
+        """The whole object was proved to be the index's: rows are from now on read of this version."""
+        self._versions[number] = version
+
     def prove(self, number: int, raw: Bytes) -> None:
         """Compare what was read of a shard with its proved bytes; ShardError if a row was wrong."""
         for fetched in self._unproved.pop(number, []):
@@ -126,21 +171,43 @@ class RowReader:
                     problem = f"row {row:,} came damaged, twice alike, by a ranged request, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
+    def _get_all(self, places: list[tuple[int, int]], deadline: float) -> list[bytes]:
+        """The bytes of rows, read side by side; what is not there by the deadline is given up."""
+        batch = _Batch(len(places))
+        for index, place in enumerate(places):
+            self._workers.submit(partial(batch.run, index, partial(self._get, *place)))
+        if not batch.finished.wait(max(0.0, deadline - time.monotonic())):
+            missing = next(place for place, data in zip(places, batch.read, strict=True) if data is None)
+            size = self._manifest.shards[missing[0]].raw.bytes
+            status = self._store.metrics.snapshot().last_status
+            raise FetchTimeoutError(
+                f"{self._where(missing[0])}: row {missing[1]:,} is not here in time; of this batch's rows "
+                f"{len(places) - batch.left} of {len(places)} reads came; "
+                f"{arrival(0, size, status, self._free_disk_bytes())}"
+            )
+        if batch.error is not None:
+            raise batch.error
+        return [data for data in batch.read if data is not None]
+
     def _get(self, number: int, row: int) -> bytes:
         layout = self.layout(number)
         assert layout is not None
         start = layout.first + row * layout.stride
-        return self._store.get(self._manifest.shards[number].stored.basename, start, start + layout.size)
+        key, version = self._manifest.shards[number].stored.basename, self._versions.get(number)
+        with self._store.open(key, start, start + layout.size, version=version) as body:
+            data = body.read()
+        if self._versions.setdefault(number, body.info.version) != body.info.version:
+            raise ObjectChangedError(self._where(number), "was replaced while rows of it were read")
+        return data
 
-    def _agreed(self, place: tuple[int, int], first: bytes, second: bytes) -> bytes:
-        seen = [first]
-        while second not in seen:
+    def _agreed(self, place: tuple[int, int], seen: list[bytes], deadline: float) -> bytes:
+        """What two reads of a row have in common; `seen` are the first two."""
+        while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
-                problem = f"row {place[1]:,} came different at each of {len(seen) + 1} reads"
+                problem = f"row {place[1]:,} came different at each of {len(seen)} reads"
                 raise ShardError(self._where(place[0]), f"{problem}; check the network")
-            seen.append(second)
-            second = self._get(*place)
-        return second
+            seen += self._get_all([place], deadline)
+        return seen[-1]
 
     def _columns(self, place: tuple[int, int], data: bytes) -> bytes:
         """The columns' part of a row, if it is one."""

@@ -57,7 +57,7 @@ class CachedShards:
         ] = {}  # size and version of those that the index says little of
         self._lock = threading.Lock()
         self._fetcher = Fetcher(self, cache, connections=connections)
-        self.rows = RowReader(store, manifest)
+        self.rows = RowReader(store, manifest, cache.free_disk_bytes)
 
     def load(self, number: int) -> Bytes:
         """uint8[raw bytes] of a shard, read-only; waits for it if need be.
@@ -128,6 +128,10 @@ class CachedShards:
     def version(self, number: int) -> str | None:
         known = self._objects.get(number)
         return None if known is None else known[1]
+
+    def trust(self, number: int, version: str | None) -> None:
+        if version is not None:
+            self.rows.trust(number, version)
 
     def last_status(self) -> int | None:
         return self.store.metrics.snapshot().last_status
