@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -503,6 +504,7 @@ def test_a_second_server_runs_beside_and_nothing_of_it_stays_when_its_owner_is_k
         starter.kill()
     if victim == "starter":
         wait_until(lambda: not Path(state["folder"]).exists(), "the folder is still there")
+    shutil.rmtree(state["folder"], ignore_errors=True)
 
 
 @pytest.mark.usefixtures("rgw")
