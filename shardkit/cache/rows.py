@@ -33,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 MAX_THREADS = 32
 MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
-_READS = 3  # of a row whose two reads differ, before the store is called unreliable
+_READS = 4  # of one row, before the store is called unreliable
 
 
 class _Batch:
