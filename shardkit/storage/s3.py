@@ -7,7 +7,7 @@ is there already, the nonce tells whether it is ours: a write whose acknowledgem
 tried again by the same store, or with the same nonce in `metadata`, is a success. Requests are made once:
 retrying is `ResilientStore`'s work.
 
-Costs about a millisecond of CPU per request (botocore), and one copy of the bytes.
+Costs about 2 milliseconds of CPU per request (botocore), and one copy of the bytes.
 """
 
 from __future__ import annotations
