@@ -41,8 +41,9 @@ class Body(Protocol):
     def readinto(self, buffer: memoryview, /) -> int:
         """Fill the start of `buffer` (at least 1 byte long) with what comes next and return how much it was.
 
-        Returns as soon as some bytes are there; 0 only at the end of the range. TransientError if the
-        connection breaks, or nothing arrives within the store's read timeout, before that.
+        Returns as soon as some bytes are there (in bodies over 1 MiB, a store may wait for up to 128 KiB);
+        0 only at the end of the range. TransientError if the connection breaks, or those do not arrive
+        within the store's read timeout, before that.
         """
 
     def close(self) -> None: ...
