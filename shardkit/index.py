@@ -112,7 +112,8 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
     if not isinstance(name, str) or not name or len(name) > MAX_BASENAME_CHARS:
         raise ShardError(index_file, f"a shard's basename must be a non-empty string, not {str(name)[:80]!r}")
     parts = PurePosixPath(name).parts
-    unsafe = name.startswith("/") or "\\" in name or ":" in parts[0] or any(ord(c) < 32 for c in name)
+    drive = bool(parts) and ":" in parts[0]
+    unsafe = name.startswith("/") or "\\" in name or drive or any(ord(c) < 32 for c in name)
     if unsafe or not parts or any(p in ("..", ".") for p in name.split("/")):
         raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; refuse this dataset")
     return name

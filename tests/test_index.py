@@ -67,6 +67,7 @@ def test_names_that_stay_in_the_folder_are_taken(name: str) -> None:
         "a\0b",
         "a\nb",
         "./x",
+        ".",
         "a/.",
         "x" * 2000,
         None,

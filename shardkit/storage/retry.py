@@ -73,6 +73,9 @@ class RetryPolicy:
         return self.deadline_seconds + size / self.floor_bytes_per_second
 
 
+_LEAST_TRY_SECONDS = 0.05
+
+
 class Retries:
     """The tries of one operation: what it is ("open", "put", …), on which object, since when."""
 
@@ -106,7 +109,8 @@ class Retries:
             policy.longest_backoff_seconds, policy.backoff_seconds * 2.0 ** min(self.failures - 1, 60)
         )
         delay = longest * policy.jitter()
-        if self.failures >= policy.attempts or delay >= self.left_seconds:
+        # A try that has no time left would only hide behind its own timeout what the others met.
+        if self.failures >= policy.attempts or delay + _LEAST_TRY_SECONDS >= self.left_seconds:
             raise self.gave_up(error, arrived) from error
         self._metrics.count("retries")
         policy.sleep(delay)
