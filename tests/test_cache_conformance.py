@@ -6,13 +6,14 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ended_threads import ended_threads
 
 from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.entry import sealed_size
@@ -32,6 +33,12 @@ class Kind:
 
     def room_for(self, entries: int) -> Cache:
         return self.make(entries * self.cost(RAW))
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with ended_threads():
+        yield
 
 
 @pytest.fixture(params=["folder", "memory"])

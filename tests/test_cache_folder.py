@@ -9,12 +9,13 @@ import shutil
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ended_threads import ended_threads
 from other_process import SECONDS, OtherProcess
 
 from shardkit.cache import folder as module
@@ -27,6 +28,12 @@ RAW = 10_000
 COST = sealed_size(RAW)
 NOBODY = 65_534
 Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with ended_threads():
+        yield
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ended_threads import ended_threads
 from other_process import SECONDS, OtherProcess
 
 from shardkit.cache import locks
@@ -54,6 +56,12 @@ sys.stdin.readline()
 """
 
 KEEP = pytest.mark.parametrize("keep", [False, True], ids=["removed", "kept"])
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with ended_threads():
+        yield
 
 
 def waiters() -> list[threading.Thread]:
@@ -108,7 +116,6 @@ def test_who_waits_gets_the_lock_when_another_process_releases_it(tmp_path: Path
 
 def test_a_stopped_holder_is_given_up_in_time_once_and_the_late_lock_is_given_back(tmp_path: Path) -> None:
     file = tmp_path / "lock"
-    before = waiters()  # of other tests, about to end
     with OtherProcess(HOLD, file, True) as other:
         assert other.line() == "held"
         other.stop()
@@ -119,7 +126,7 @@ def test_a_stopped_holder_is_given_up_in_time_once_and_the_late_lock_is_given_ba
         for _ in range(20):  # neither waits again nor leaves a thread behind each time
             assert not lock.acquire(SECONDS)
         assert time.monotonic() - began < SECONDS
-        (waiter,) = set(waiters()) - set(before)
+        (waiter,) = waiters()
 
         other.go_on()
         other.tell()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from ended_threads import ended_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit import mds, tar
 from shardkit.cache import rows as module
 from shardkit.cache.rows import FetchedRows, RowReader, row_layout
+from shardkit.cache.waits import FetchTimeoutError
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Format, Manifest, ShardInfo
+from shardkit.storage.errors import ObjectChangedError, ObjectNotFoundError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.tar.shard_list import fixed_size
@@ -70,6 +74,12 @@ def read(rows: RowReader, *wanted: int) -> FetchedRows:
 
 def raw_of(folder: Path, shard: ShardInfo) -> npt.NDArray[np.uint8]:
     return np.fromfile(folder / shard.raw.basename, dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with ended_threads():
+        yield
 
 
 @pytest.fixture(params=["mds", "tar"])
@@ -280,6 +290,46 @@ def test_an_object_shorter_than_the_index_says_is_an_error(kind: Format, tmp_pat
     reading = reader(kind, tmp_path, [shard])
     with pytest.raises(ShardError, match="row 4 is not where the index says"):
         read(reading, 4)
+
+
+def test_rows_that_do_not_come_in_time_are_an_error_that_says_what_did(kind: Format, tmp_path: Path) -> None:
+    shard = write(kind, tmp_path, matrix(9, 50))
+    go_on = threading.Event()
+
+    def corrupt(number: int, data: bytearray) -> None:
+        go_on.wait(60)
+
+    reading = reader(kind, tmp_path, [shard], corrupt)
+    try:
+        with pytest.raises(
+            FetchTimeoutError, match=r"row 4 is not here in time; .* 0 of 4 reads came"
+        ) as info:
+            reading.read({0: np.array([4, 6])}, 0.05)
+        assert shard.raw.basename in str(info.value)
+    finally:
+        go_on.set()
+    assert read(reading, 4).data.shape == (1, 100)
+
+
+def test_the_stores_error_comes_as_it_is(kind: Format, tmp_path: Path) -> None:
+    shard = write(kind, tmp_path, matrix(9, 50))
+    reading = RowReader(ResilientStore(CorruptingStore()), Manifest(kind, [shard]))
+    with pytest.raises(ObjectNotFoundError, match=shard.raw.basename):
+        read(reading, 4)
+
+
+def test_rows_are_of_one_version_of_the_object_until_another_is_proved(kind: Format, tmp_path: Path) -> None:
+    rows = matrix(9, 50)
+    shard = write(kind, tmp_path, rows)
+    store = CorruptingStore()
+    store.put(shard.raw.basename, tmp_path / shard.raw.basename)
+    reading = RowReader(ResilientStore(store), Manifest(kind, [shard]))
+    read(reading, 4)
+    version = store.put(shard.raw.basename, tmp_path / shard.raw.basename).version
+    with pytest.raises(ObjectChangedError):
+        read(reading, 5)
+    reading.trust(0, version)
+    np.testing.assert_array_equal(read(reading, 5).data.view(rows.dtype), rows[[5]])
 
 
 # Proved.

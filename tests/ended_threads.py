@@ -1,0 +1,25 @@
+"""Threads of the package that a test started must not be there in the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from unittest.mock import patch
+
+from shardkit.storage import workers
+
+__all__ = ["ended_threads"]
+
+SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def ended_threads() -> Iterator[None]:
+    """At the end of the block, wait for the threads that were started in it; idle ones end at once."""
+    before = set(threading.enumerate())
+    with patch.object(workers, "_IDLE_SECONDS", 0.01):
+        yield
+        for thread in threading.enumerate():
+            if thread not in before and thread.name.startswith("shardkit"):
+                thread.join(SECONDS)
