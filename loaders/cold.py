@@ -19,7 +19,7 @@ from shardkit.dataset import Dataset
 
 __all__ = ["ColdRows", "waiting_for"]
 
-MAX_ROWS = 64  # of a rank, after each start: two small requests each
+MAX_ROWS = 32  # of a rank, after each start: two small requests each
 FIRST_ROWS = 16  # so many are fetched before anything else; more of them beside the whole shards
 
 

@@ -32,7 +32,10 @@ class Slot(Protocol):
 
     @property
     def data(self) -> Bytes:
-        """uint8[raw bytes], writable."""
+        """uint8[raw bytes], writable: what has been filled so far."""
+
+    def write(self, at: int, piece: memoryview) -> None:
+        """Fill some of it; threads may fill different parts at once."""
 
     def commit(self) -> Bytes:
         """Make it an entry, whole and durable; returns its bytes, read-only, readable for as long as held."""

@@ -1,8 +1,8 @@
 """One shard on its way from a store: in one or several ranges at once, hashed, unpacked, proved.
 
-Bytes go straight to where they will stay (a mapped cache entry, or memory). The hashes that the index states
-are computed while a single range streams in, or over the whole when several ranges came side by side. An
-object that does not match is fetched again, from its beginning, twice; then it is the object that is damaged.
+Bytes go to where they will stay (a file of the cache, or memory) as they come. The hashes that the index
+states are computed while a single range streams in, or over the whole when several ranges came side by side.
+An object that does not match is fetched again, from its beginning, twice; then the object itself is damaged.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,44 @@ from shardkit.compression import decompress
 from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
 from shardkit.index import FileInfo, Format, ShardInfo
+from shardkit.storage.errors import ObjectChangedError
 from shardkit.storage.store import Store
 
-__all__ = ["DamagedObjectError", "Download", "check_hashes", "unpack"]
+__all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_hashes", "unpack"]
 
 Bytes = npt.NDArray[np.uint8]
 
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
+
+
+_threads = threading.local()
+
+
+class Target(Protocol):
+    """Where a download goes: a cache's `Slot`, or memory."""
+
+    @property
+    def data(self) -> Bytes: ...
+    def write(self, at: int, piece: memoryview) -> None: ...
+
+
+class MemoryTarget:
+    """Bytes that no cache has room for."""
+
+    def __init__(self, size: int) -> None:
+        self.data: Bytes = np.empty(size, dtype=np.uint8)
+
+    def write(self, at: int, piece: memoryview) -> None:
+        self.data.data[at : at + len(piece)] = piece
+
+
+def _buffer() -> memoryview:
+    """This thread's buffer."""
+    buffer: memoryview | None = getattr(_threads, "buffer", None)
+    if buffer is None:
+        buffer = _threads.buffer = memoryview(bytearray(READ_BYTES))
+    return buffer
 
 
 class DamagedObjectError(ShardError):
@@ -36,14 +67,14 @@ class Download:
     """The stored bytes of one object, fetched by as many threads as it has parts."""
 
     def __init__(
-        self, store: Store, file: FileInfo, target: Bytes, *, parts: int, version: str | None = None
+        self, store: Store, file: FileInfo, target: Target, *, parts: int, version: str | None = None
     ) -> None:
-        """`target`: uint8[file.bytes], filled by the parts."""
+        """`target` has room for `file.bytes`, and is filled by the parts."""
         self._store, self._file, self._target = store, file, target
         self._version = version
         self._lock = threading.Lock()
-        count = max(1, min(parts, len(target) // MIN_PART_BYTES))
-        edges = [len(target) * i // count for i in range(count + 1)]
+        count = max(1, min(parts, file.bytes // MIN_PART_BYTES))
+        edges = [file.bytes * i // count for i in range(count + 1)]
         self._waiting = list(pairwise(edges))[::-1]
         self._running = 0
         self._hashers: Mapping[str, Hasher] = {}
@@ -88,25 +119,29 @@ class Download:
             found = {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
             _compare(self.where, self._file, found)
         else:
-            check_hashes(self.where, self._file, self._target)
+            check_hashes(self.where, self._file, self._target.data)
 
     def _stream(self, start: int, stop: int) -> None:
-        view = self._target.data
-        whole = start == 0 and stop == len(view)
+        size = self._file.bytes
+        whole = start == 0 and stop == size
         key, end = self._file.basename, None if whole else stop
         with self._store.open(key, start, end, version=self._version) as body:
-            if body.info.bytes != len(view):
-                problem = f"the object has {body.info.bytes:,} bytes, the index states {len(view):,}"
+            if body.info.bytes != size:
+                problem = f"the object has {body.info.bytes:,} bytes, the index states {size:,}"
                 raise DamagedObjectError(self.where, f"{problem}; upload it again")
-            with self._lock:
-                self._version = self._version or body.info.version  # all parts from one version
-            at = start
+            with self._lock:  # all parts from one version
+                self._version = self._version or body.info.version
+            if body.info.version != self._version:
+                raise ObjectChangedError(self.where, "was replaced while it was fetched")
+            at, buffer = start, _buffer()
             while at < stop and self.error is None:
-                count = body.readinto(view[at : min(at + READ_BYTES, stop)])
+                count = body.readinto(buffer[: min(READ_BYTES, stop - at)])
                 if not count:
                     raise DamagedObjectError(self.where, "the store sent fewer bytes than it said", offset=at)
+                piece = buffer[:count]
                 for hasher in self._hashers.values():
-                    hasher.update(view[at : at + count])
+                    hasher.update(piece)
+                self._target.write(at, piece)
                 at += count
                 self.bytes_done += count
 

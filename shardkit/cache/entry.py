@@ -21,7 +21,7 @@ import xxhash
 from shardkit.hashing import HASH_NAMES
 from shardkit.index import ShardInfo
 
-__all__ = ["SEAL_BYTES", "entry_name", "is_sealed", "seal", "sealed_size"]
+__all__ = ["SEAL_BYTES", "entry_name", "is_sealed", "make_seal", "seal", "sealed_size"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -70,10 +70,12 @@ def sealed_size(raw_bytes: int) -> int:
 
 def seal(entry: Bytes, name: str) -> None:
     """Write the seal behind the raw bytes that fill all but the end of `entry`."""
-    raw = entry[:-SEAL_BYTES]
-    entry[-SEAL_BYTES:] = np.frombuffer(
-        _SEAL.pack(_MAGIC, len(raw), _digest(name.encode()), _digest(raw.data)), dtype=np.uint8
-    )
+    entry[-SEAL_BYTES:] = np.frombuffer(make_seal(entry[:-SEAL_BYTES], name), dtype=np.uint8)
+
+
+def make_seal(raw: Bytes, name: str) -> bytes:
+    """The seal of raw bytes under a name."""
+    return _SEAL.pack(_MAGIC, len(raw), _digest(name.encode()), _digest(raw.data))
 
 
 def is_sealed(entry: Bytes, name: str) -> bool:

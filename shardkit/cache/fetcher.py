@@ -9,25 +9,23 @@ read into memory. Every wait has a limit, and its error says what had arrived un
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import Cache, Contents, Lease, Slot
-from shardkit.cache.download import DamagedObjectError, Download, unpack
+from shardkit.cache.contract import Cache, Contents
+from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, unpack
+from shardkit.cache.job import Job, Shards
 from shardkit.cache.planner import Planner
 from shardkit.cache.waits import FetchTimeoutError, arrival
-from shardkit.index import FileInfo, Format, ShardInfo
-from shardkit.storage.store import Store
+from shardkit.storage.forks import remake_after_fork
 
-__all__ = ["Fetcher", "Shards"]
+__all__ = ["Fetcher"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,38 +35,6 @@ LEASE_SECONDS = (
 )
 FINISHERS = 2  # threads beside those that hold the connections
 _JOIN_SECONDS = 2.0
-
-
-class Shards(Protocol):
-    """What a fetcher must know of a dataset."""
-
-    @property
-    def kind(self) -> Format: ...
-    @property
-    def store(self) -> Store: ...
-    def info(self, number: int) -> ShardInfo: ...
-    def stored_file(self, number: int) -> FileInfo: ...
-    def entry(self, number: int) -> str: ...
-    def version(self, number: int) -> str | None: ...
-    def trust(self, number: int, version: str | None) -> None: ...
-    def last_status(self) -> int | None: ...
-
-
-class _Job:
-    """One shard being fetched."""
-
-    def __init__(self, number: int, *, urgent: bool, victims: Callable[[Contents], list[str]]) -> None:
-        self.number = number
-        self.urgent = urgent
-        self.victims = victims
-        self.attempts = 0
-        self.download: Download | None = None
-        self.slot: Slot | None = None
-        self.lease: Lease | None = None
-        self.target: Bytes | None = None
-        self.data: Bytes | None = None
-        self.error: BaseException | None = None
-        self.done = threading.Event()
 
 
 class Fetcher:
@@ -81,25 +47,24 @@ class Fetcher:
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
         self._squeezed: set[int] = set()  # shards that found no room lately
-        self._reset()
+        self.after_fork()
+        remake_after_fork(self)
 
-    def _reset(self) -> None:
-        self._process = os.getpid()
+    def after_fork(self) -> None:
+        """Begin anew, without threads and jobs; those of before that still run see another `_changed`."""
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._streaming = 0  # threads that hold a connection
-        self._arrived: deque[_Job] = deque()  # all bytes have come: to be checked, unpacked and kept
-        self._demanded: deque[_Job] = deque()
-        self._active: dict[int, _Job] = {}
-        self._planning = self._closed = False
+        self._arrived: deque[Job] = deque()  # all bytes have come: to be checked, unpacked and kept
+        self._demanded: deque[Job] = deque()
+        self._active: dict[int, Job] = {}
+        self._planning = False
 
     def load(self, number: int, timeout_seconds: float) -> Bytes:
         """The raw bytes of a shard, read-only.
 
         FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
         """
-        if os.getpid() != self._process:
-            self._reset()  # a forked child: its parent's threads are not here
         deadline = time.monotonic() + timeout_seconds
         waited = False
         while True:
@@ -151,29 +116,26 @@ class Fetcher:
 
     def close(self) -> None:
         """End the threads; one in the middle of a read ends after it."""
-        if os.getpid() != self._process:
-            return
         with self._changed:
-            self._closed = True
-            threads = self._threads
-            for job in [*self._demanded, *self._active.values()]:
-                job.error = job.error or RuntimeError("the loader was closed")
-                if job.download is not None:
-                    job.download.error = job.download.error or job.error
-                job.done.set()  # who waits for it in another thread hears of it at once
-            self._changed.notify_all()
+            changed, threads = self._changed, self._threads
+            unattended = [*self._demanded, *self._arrived]  # all others are in the hands of a thread
+            for job in (*unattended, *self._active.values()):
+                job.stop(RuntimeError("the loader was closed"))
+            self.after_fork()
+            changed.notify_all()
+        for job in unattended:
+            job.let_go()
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._reset()
 
-    def _demand(self, number: int) -> _Job:
+    def _demand(self, number: int) -> Job:
         with self._changed:
             self._start_threads()
             job = self._active.get(number) or next((j for j in self._demanded if j.number == number), None)
             if job is None:
                 victims = self.planner.victims_now if self.planner is not None else _least_recent
-                job = _Job(number, urgent=True, victims=victims)
+                job = Job(number, urgent=True, victims=victims)
                 self._demanded.append(job)
             job.urgent = True
             self._changed.notify_all()
@@ -190,9 +152,9 @@ class Fetcher:
         changed = self._changed
         while True:
             with changed:
-                while not self._closed and (task := self._next_task()) is None:
+                while self._changed is changed and (task := self._next_task()) is None:
                     changed.wait()
-                if self._closed:
+                if self._changed is not changed:
                     return
             assert task is not None
             task()
@@ -211,15 +173,16 @@ class Fetcher:
         if task is None:
             return None
         self._streaming += 1
-        return partial(self._transfer, task)
+        return partial(self._transfer, task, self._changed)
 
-    def _transfer(self, task: Callable[[], None]) -> None:
+    def _transfer(self, task: Callable[[], None], changed: threading.Condition) -> None:
         try:
             task()
         finally:
-            with self._changed:
-                self._streaming -= 1
-                self._changed.notify_all()
+            with changed:
+                if self._changed is changed:
+                    self._streaming -= 1
+                    changed.notify_all()
 
     def _next_transfer(self) -> Callable[[], None] | None:
         for job in sorted(self._active.values(), key=lambda j: not j.urgent):
@@ -235,7 +198,7 @@ class Fetcher:
             return None
         fetch = planner.take(self._active)
         if fetch is not None:
-            job = _Job(fetch.shard, urgent=False, victims=partial(planner.victims_for, fetch))
+            job = Job(fetch.shard, urgent=False, victims=partial(planner.victims_for, fetch))
             self._active[job.number] = job
             return partial(self._begin, job)
         if planner.is_stale():
@@ -247,20 +210,21 @@ class Fetcher:
         try:
             planner.plan(self._cache, [*self._active])
             self._squeezed &= planner.unfit
+        except OSError:
+            pass  # the cache folder is not to be listed: whoever needs a shard finds out why
         finally:
             with self._changed:
                 self._planning = False
                 self._changed.notify_all()
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         """Prepare a job, then fetch its first part."""
         try:
-            if not self._prepare(job):
+            if job.stopped.is_set() or not self._prepare(job) or job.stopped.is_set():
                 self._finish(job)
                 return
         except BaseException as error:
             job.error = error
-            self._drop_slot(job, damaged=False)
             self._finish(job)
             return
         download = job.download
@@ -270,8 +234,10 @@ class Fetcher:
         part = download.take_part()
         if part is not None:
             self._run_part(job, part)
+        elif job.stopped.is_set():
+            self._finish(job)
 
-    def _prepare(self, job: _Job) -> bool:
+    def _prepare(self, job: Job) -> bool:
         """Get lease, room and download ready; False if there is nothing to fetch, or not now."""
         shards, number = self._shards, job.number
         name, info = shards.entry(number), shards.info(number)
@@ -287,26 +253,29 @@ class Fetcher:
             if job.slot is None and not job.urgent:
                 return False
             self._note_room(job)
-        job.target = job.slot.data if job.slot is not None else np.empty(file.bytes, dtype=np.uint8)
+        job.target = job.slot or MemoryTarget(file.bytes)
         job.download = Download(
             shards.store, file, job.target, parts=self._parts(job), version=shards.version(number)
         )
         return True
 
-    def _parts(self, job: _Job) -> int:
+    def _parts(self, job: Job) -> int:
         """Threads for one shard: those that have nothing else to do, if someone waits for it."""
         with self._changed:
             idle = self._connections - self._streaming
             return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
-    def _run_part(self, job: _Job, part: tuple[int, int]) -> None:
+    def _run_part(self, job: Job, part: tuple[int, int]) -> None:
         assert job.download is not None
         if job.download.fetch_part(part):
             with self._changed:
-                self._arrived.append(job)
-                self._changed.notify_all()
+                if not job.stopped.is_set():
+                    self._arrived.append(job)
+                    self._changed.notify_all()
+                    return
+            self._finish(job)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         """All parts have come, or one has failed."""
         assert job.download is not None
         job.attempts += 1
@@ -315,8 +284,8 @@ class Fetcher:
             self._keep(job)
         except DamagedObjectError as error:
             self.counts["damaged"] += 1
-            self._drop_slot(job, damaged=True)
-            if job.attempts < ATTEMPTS:
+            job.drop_slot(damaged=True)
+            if job.attempts < ATTEMPTS and not job.stopped.is_set():
                 with self._changed:
                     job.download = None
                     self._demanded.appendleft(job)
@@ -326,23 +295,23 @@ class Fetcher:
             job.error = DamagedObjectError(error.file, problem, offset=error.offset)
         except BaseException as error:
             job.error = error
-            self._drop_slot(job, damaged=False)
         self._finish(job)
 
-    def _keep(self, job: _Job) -> None:
+    def _keep(self, job: Job) -> None:
         """Put what came into the cache, or at least into the hands of who waits for it."""
         assert job.download is not None
         assert job.target is not None
         shards, info = self._shards, self._shards.info(job.number)
         shards.trust(job.number, job.download.version)
-        self.counts["fetched_bytes"] += len(job.target)
+        size = shards.stored_file(job.number).bytes
+        self.counts["fetched_bytes"] += size
         self.counts["fetched_shards"] += 1
         if job.number in self._fetched:
-            self.counts["refetched_bytes"] += len(job.target)
+            self.counts["refetched_bytes"] += size
         self._fetched.add(job.number)
-        data = job.target
+        data = job.target.data if job.slot is None else None
         if info.compression is not None:
-            data = unpack(shards.kind, info, job.target, job.download.where)
+            data = unpack(shards.kind, info, job.target.data, job.download.where)
             self.counts["decompressed_bytes"] += len(data)
             job.slot = self._cache.reserve(shards.entry(job.number), len(data), job.victims)
             self._note_room(job)
@@ -351,33 +320,27 @@ class Fetcher:
         if job.slot is not None:
             slot, job.slot = job.slot, None
             data = slot.commit()
+        assert data is not None
         if job.urgent:
             data.flags.writeable = False
             job.data = data
 
-    def _note_room(self, job: _Job) -> None:
+    def _note_room(self, job: Job) -> None:
         if job.slot is not None:
             self._squeezed.discard(job.number)
             return
         self.counts["bypassed"] += 1
         self._squeezed.add(job.number)
 
-    def _drop_slot(self, job: _Job, *, damaged: bool) -> None:
-        if job.slot is not None:
-            job.slot.discard(damaged=damaged)
-            job.slot = None
-
-    def _finish(self, job: _Job) -> None:
-        if job.lease is not None:
-            job.lease.release()
-            job.lease = None
-        job.target = None
+    def _finish(self, job: Job) -> None:
+        job.let_go()
         with self._changed:
-            self._active.pop(job.number, None)
+            if self._active.get(job.number) is job:
+                del self._active[job.number]
             job.done.set()
             self._changed.notify_all()
 
-    def _describe(self, job: _Job) -> str:
+    def _describe(self, job: Job) -> str:
         file = self._shards.stored_file(job.number)
         done = job.download.bytes_done if job.download is not None else 0
         free = self._cache.free_disk_bytes()

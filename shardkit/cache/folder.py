@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import Contents, Held
-from shardkit.cache.entry import SEAL_BYTES, is_sealed, seal, sealed_size
+from shardkit.cache.entry import SEAL_BYTES, is_sealed, sealed_size
 from shardkit.cache.locks import FileLock
-from shardkit.errors import ShardkitError
+from shardkit.cache.slot import CacheFolderError, FolderSlot, map_file
 from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["CacheFolder", "CacheFolderError"]
@@ -49,10 +49,6 @@ _KEPT_DAMAGED = 4
 _LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
 _MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
 _numbers = itertools.count()
-
-
-class CacheFolderError(ShardkitError):
-    """The cache folder cannot be used; the message says which and why."""
 
 
 class CacheFolder:
@@ -185,7 +181,7 @@ class CacheFolder:
         status = os.fstat(handle.fileno())
         if status.st_size < SEAL_BYTES:
             raise _NoEntryError
-        data = _map(handle.fileno(), status.st_size, mmap.ACCESS_READ)
+        data = map_file(handle.fileno(), status.st_size, mmap.ACCESS_READ)
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._seen.get(name) != identity:
             if not is_sealed(data, name):
@@ -281,68 +277,6 @@ class CacheFolder:
                 file.unlink(missing_ok=True)
 
 
-class FolderSlot:
-    """Room in a `CacheFolder`: a file of its final size, mapped."""
-
-    def __init__(self, cache: CacheFolder, name: str, folder: Path, size: int) -> None:
-        self._cache, self._name = cache, name
-        self._file, self._descriptor = _create_locked(folder, name)
-        try:
-            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error here, not a SIGBUS later
-            self._entry: Bytes | None = _map(self._descriptor, size, mmap.ACCESS_WRITE)
-        except BaseException:
-            self._end(keep=False)
-            raise
-
-    @property
-    def data(self) -> Bytes:
-        assert self._entry is not None
-        return self._entry[:-SEAL_BYTES]
-
-    def commit(self) -> Bytes:
-        assert self._entry is not None
-        size = len(self._entry)
-        try:
-            seal(self._entry, self._name)
-            os.fsync(self._descriptor)
-            self._entry = None
-            data = _map(self._descriptor, size, mmap.ACCESS_READ)
-            self._cache.enter(self._name, self._file, self._descriptor)
-        except OSError as error:
-            self._end(keep=False)
-            problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
-            raise CacheFolderError(f"{self._file}: {problem}") from error
-        self._end(keep=True)
-        return data[:-SEAL_BYTES]
-
-    def discard(self, *, damaged: bool = False) -> None:
-        if damaged and self._descriptor >= 0:
-            self._cache.set_aside(self._file)
-        self._end(keep=damaged)
-
-    def _end(self, *, keep: bool) -> None:
-        if self._descriptor >= 0:
-            if not keep:
-                self._file.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-        self._entry = None
-
-
-def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
-    """A new file that nobody else can have, flocked."""
-    while True:
-        file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return file, descriptor
-        except BlockingIOError:
-            pass  # taken for abandoned between these two calls
-        os.close(descriptor)
-
-
 def _list(folder: Path) -> dict[str, os.stat_result]:
     listed = {}
     with os.scandir(folder) as entries:
@@ -372,10 +306,6 @@ def _remove(file: Path) -> bool:
     except IsADirectoryError:
         shutil.rmtree(file)
     return True
-
-
-def _map(descriptor: int, size: int, access: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)
 
 
 def _files(folder: Path) -> Iterator[Path]:

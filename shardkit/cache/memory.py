@@ -134,6 +134,9 @@ class MemorySlot:
     def data(self) -> Bytes:
         return self._entry.data
 
+    def write(self, at: int, piece: memoryview) -> None:
+        self._entry.data.data[at : at + len(piece)] = piece
+
     def commit(self) -> Bytes:
         self._cache.finish(self._name, self._entry, keep=True)
         return self._entry.data

@@ -2,14 +2,16 @@
 
 The plan itself is `shardkit.cache.belady`: farthest next use is evicted, earliest deadline is fetched first,
 and no fetch begins before its victims have had their last use. Entries of other jobs and datasets, whose
-future is not known here, give way when nobody has used them for a minute.
+future is not known here, give way when nobody has used them for a minute. A fetch that came to nothing
+(another process is at it, the object is missing, the room was taken) rests before it is planned again.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ __all__ = ["Planner"]
 
 PLANNED = 64  # fetches planned at a time
 IDLE_SECONDS = 60.0  # entries of others, unused for so long, are taken for abandoned
+REST_SECONDS = 5.0  # far more than planning and trying cost, far less than a plan reaches ahead
 _STEPS_AN_EPOCH = 64  # how often a plan that has nothing to do is looked at again
 
 
@@ -28,13 +31,24 @@ class Planner:
     """Plans for one process. `advance` belongs to the training loop, everything else to the fetcher."""
 
     def __init__(
-        self, future: Future, names: Sequence[str], sizes: npt.NDArray[np.int64], samples: int, position: int
+        self,
+        future: Future,
+        names: Sequence[str],
+        sizes: npt.NDArray[np.int64],
+        samples: int,
+        position: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is."""
+        """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
+
+        A name that is not known yet is "": `learn` tells it later.
+        """
         self._future = future
-        self._names = names
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._sizes = sizes
+        self._names = list(names)
+        self._numbers = {name: number for number, name in enumerate(names) if name}
+        self._sizes = sizes.copy()
+        self._clock = clock
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
         self._lock = threading.Lock()
         self._position = position
@@ -42,6 +56,14 @@ class Planner:
         self._wake_at = position
         self.unfit: frozenset[int] = frozenset()  # shards for which the last plan found no room
         self._fruitful = True  # something was fetched since the last plan
+        self._taken: set[int] = set()  # fetches that have begun and may still be going on
+        self._resting: dict[int, float] = {}  # shards whose fetch came to nothing: until when
+
+    def learn(self, number: int, name: str, entry_bytes: int) -> None:
+        """Name and size of a shard's entry, where the index does not state them. From any thread."""
+        self._sizes[number] = entry_bytes
+        self._names[number] = name
+        self._numbers[name] = number
 
     def advance(self, position: int) -> bool:
         """The loop has reached `position`; True if there may be something to do."""
@@ -57,6 +79,7 @@ class Planner:
                 if fetch.shard in active:
                     return self.take(active)
                 self._fruitful = True
+                self._taken.add(fetch.shard)
                 return fetch
         return None
 
@@ -67,6 +90,9 @@ class Planner:
     def plan(self, cache: Cache, active: Iterable[int]) -> None:
         """Plan the next fetches from what the cache holds; shards in `active` are as good as there."""
         position = self._position
+        # Said first: a cache that cannot list its contents would be asked again at once.
+        self._fruitful, self._wake_at = False, position + self._pause
+        active = set(active)
         contents = cache.contents()
         cached: dict[int, int] = {}
         others = 0
@@ -78,16 +104,24 @@ class Planner:
                 others += held.bytes
         for number in active:
             cached.setdefault(number, int(self._sizes[number]))
-        self._fruitful = False
+        resting = self._rest(self._taken - cached.keys())
+        self._taken &= active
         with self._lock:
             fetches = plan_fetches(
                 self._future, position, cached, self._sizes, max(0, cache.capacity - others), PLANNED
             )
-        possible = [fetch for fetch in fetches if fetch.fits]
+        possible = [fetch for fetch in fetches if fetch.fits and fetch.shard not in resting]
         self.unfit = frozenset(fetch.shard for fetch in fetches if not fetch.fits)
         starts = [fetch.start for fetch in possible if fetch.start > position]
         self._wake_at = min([position + self._pause, *starts])
         self._waiting = deque(possible)
+
+    def _rest(self, in_vain: Iterable[int]) -> Container[int]:
+        """The shards that are not to be planned now: those just tried in vain, and some before them."""
+        now = self._clock()
+        self._resting = {number: until for number, until in self._resting.items() if until > now}
+        self._resting |= dict.fromkeys(in_vain, now + REST_SECONDS)
+        return self._resting
 
     def victims_for(self, fetch: Fetch, contents: Contents) -> list[str]:
         """Entries in the order in which they may be evicted for `fetch`."""

@@ -7,7 +7,6 @@ should not wait for whole shards.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,7 +54,6 @@ class CachedShards:
         self._objects: dict[
             int, tuple[int, str]
         ] = {}  # size and version of those that the index says little of
-        self._lock = threading.Lock()
         self._fetcher = Fetcher(self, cache, connections=connections)
         self.rows = RowReader(store, manifest, cache.free_disk_bytes)
 
@@ -82,13 +80,15 @@ class CachedShards:
 
     def follow(self, order: Order, position: int, lanes: range | None) -> None:
         """Fetch ahead of a run that is at `position` and reads these lanes (None: all)."""
-        shards = self._manifest.shards
-        names = [self._known_entry(number) or "" for number in range(len(shards))]
-        sizes = np.array([sealed_size(max(info.raw.bytes, 0)) for info in shards], dtype=np.int64)
+        numbers = range(len(self._manifest.shards))
+        names = [self._known_entry(number) or "" for number in numbers]
+        sizes = np.array([self._known_size(number) for number in numbers], dtype=np.int64)
         samples = self._manifest.samples
         lead = samples * self.cache.capacity // max(1, int(sizes.sum())) // _LEADS_IN_CACHE
         future = Future(order, lanes, lead=min(lead, samples // 2))
         self._fetcher.follow(Planner(future, names, sizes, samples, position))
+        for number in list(self._objects):  # other threads may have asked for some since
+            self._teach(number)
 
     def advance(self, position: int) -> None:
         """The training loop has reached `position`."""
@@ -166,5 +166,20 @@ class CachedShards:
         """(size, version) of a shard's object, asked for once."""
         if number not in self._objects:
             found = self.store.head(self.info(number).stored.basename)
-            self._objects[number] = (found.bytes, found.version)
+            # Of threads that ask at once, the first is right: all are to fetch one version.
+            self._objects.setdefault(number, (found.bytes, found.version))
+            self._teach(number)
         return self._objects[number]
+
+    def _known_size(self, number: int) -> int:
+        """Bytes of a shard's entry, as far as index and object tell."""
+        raw_bytes = self.info(number).raw.bytes
+        if raw_bytes < 0 and number in self._objects:
+            raw_bytes = self._objects[number][0]
+        return sealed_size(max(raw_bytes, 0))
+
+    def _teach(self, number: int) -> None:
+        """Tell the plan what only the object could tell; it would take the entry for somebody else's."""
+        planner, name = self._fetcher.planner, self._known_entry(number)
+        if planner is not None and name is not None:
+            planner.learn(number, name, self._known_size(number))
