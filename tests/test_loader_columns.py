@@ -150,6 +150,6 @@ def test_compressed_shards_get_few_enough_lanes_to_stay_in_memory(
     folder = make_dataset(tmp_path, "mds_zstd")
     assert loader_of(folder, batch_size=12).state_dict()["lanes"] == 12
     largest = max(info.raw.bytes for info in loader_of(folder).dataset.manifest.shards)
-    monkeypatch.setattr("shardkit.loaders.loader.MAX_RESIDENT_BYTES", 4 * largest * 5)
+    monkeypatch.setattr("shardkit.loaders.setup.MAX_RESIDENT_BYTES", 4 * largest * 5)
     assert loader_of(folder, batch_size=12).state_dict()["lanes"] == 4
     assert loader_of(folder, batch_size=12, lanes=6).state_dict()["lanes"] == 6

@@ -51,8 +51,13 @@ class Fetcher:
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """Begin anew, without threads and jobs; those of before that still run see another `_changed`."""
+        """Begin anew in a child: its parent's threads and jobs are not there, their lock may be held."""
         self._changed = threading.Condition()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Without threads and jobs; threads of before end when they see that the run is another."""
+        self._run = object()
         self._threads: list[threading.Thread] = []
         self._streaming = 0  # threads that hold a connection
         self._arrived: deque[Job] = deque()  # all bytes have come: to be checked, unpacked and kept
@@ -117,12 +122,12 @@ class Fetcher:
     def close(self) -> None:
         """End the threads; one in the middle of a read ends after it."""
         with self._changed:
-            changed, threads = self._changed, self._threads
+            threads = self._threads
             unattended = [*self._demanded, *self._arrived]  # all others are in the hands of a thread
             for job in (*unattended, *self._active.values()):
                 job.stop(RuntimeError("the loader was closed"))
-            self.after_fork()
-            changed.notify_all()
+            self._begin_anew()
+            self._changed.notify_all()
         for job in unattended:
             job.let_go()
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -144,17 +149,18 @@ class Fetcher:
     def _start_threads(self) -> None:
         while len(self._threads) < self._connections + FINISHERS:
             # Daemons: an unfinished fetch must not keep a process alive; its file is cleared away later.
-            thread = threading.Thread(target=self._work, name="shardkit-fetch", daemon=True)
+            thread = threading.Thread(
+                target=self._work, args=(self._run,), name="shardkit-fetch", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
-    def _work(self) -> None:
-        changed = self._changed
+    def _work(self, run: object) -> None:
         while True:
-            with changed:
-                while self._changed is changed and (task := self._next_task()) is None:
-                    changed.wait()
-                if self._changed is not changed:
+            with self._changed:
+                while self._run is run and (task := self._next_task()) is None:
+                    self._changed.wait()
+                if self._run is not run:
                     return
             assert task is not None
             task()
@@ -173,16 +179,16 @@ class Fetcher:
         if task is None:
             return None
         self._streaming += 1
-        return partial(self._transfer, task, self._changed)
+        return partial(self._transfer, task, self._run)
 
-    def _transfer(self, task: Callable[[], None], changed: threading.Condition) -> None:
+    def _transfer(self, task: Callable[[], None], run: object) -> None:
         try:
             task()
         finally:
-            with changed:
-                if self._changed is changed:
+            with self._changed:
+                if self._run is run:
                     self._streaming -= 1
-                    changed.notify_all()
+                    self._changed.notify_all()
 
     def _next_transfer(self) -> Callable[[], None] | None:
         for job in sorted(self._active.values(), key=lambda j: not j.urgent):

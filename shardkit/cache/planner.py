@@ -81,6 +81,8 @@ class Planner:
                 self._fruitful = True
                 self._taken.add(fetch.shard)
                 return fetch
+        if self._waiting:
+            self._wake_at = min(fetch.start for fetch in self._waiting)
         return None
 
     def is_stale(self) -> bool:
