@@ -188,10 +188,15 @@ class Dataset:
         return None if layout is None else layout[0]
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Forget the open shards that are not among `numbers`, so that evicted ones free their room."""
+        """Forget the open shards that are not among `numbers`, so that those evicted free their room.
+
+        Those of a cache that has room for the whole dataset stay open until they are evicted for another.
+        """
+        shards = self.shards
         with self._lock:
             for number in [n for n in self._open if n not in numbers]:
-                del self._open[number]
+                if shards is None or not shards.keeps(number):
+                    del self._open[number]
 
     def close(self) -> None:
         """Forget the open shards, stop fetching; the dataset stays usable and opens them again when asked."""

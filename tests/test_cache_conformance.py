@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_what_was_committed_is_found_and_cannot_be_written(kind: Kind) -> None:
         assert data.dtype == np.uint8
         assert not data.flags.writeable
         np.testing.assert_array_equal(data, content("a"))
+
+
+def test_a_touch_finds_entries_only_and_counts_as_a_use(kind: Kind) -> None:
+    cache = kind.room_for(2)
+    assert not cache.touch("a")
+    slot = cache.reserve("a", RAW, nobody)
+    assert slot is not None
+    assert not cache.touch("a")
+    slot.commit()
+    time.sleep(0.05)
+    fill(cache, "b")
+    assert oldest(cache.contents())[0] == "a"
+    assert cache.touch("a")
+    slot = cache.reserve("c", RAW, oldest)
+    assert slot is not None
+    assert cache.touch("a")
+    assert not cache.touch("b")
+    slot.discard()
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 100_003])

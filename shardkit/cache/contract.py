@@ -67,6 +67,9 @@ class Cache(Protocol):
     def has(self, name: str) -> bool:
         """Whether there is such an entry; its bytes are not looked at."""
 
+    def touch(self, name: str) -> bool:
+        """Whether there is such an entry, which counts as used now: its bytes are still being read."""
+
     def contents(self) -> Contents:
         """All entries, and those being filled."""
 

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import Cache, Contents
+from shardkit.cache.contract import Cache, Contents, Slot
 from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, unpack
 from shardkit.cache.job import Job, Shards
 from shardkit.cache.planner import Planner
@@ -47,6 +47,7 @@ class Fetcher:
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
         self._squeezed: set[int] = set()  # shards that found no room lately
+        self._unkept: BaseException | None = None  # why the cache could not keep what was delivered
         self.after_fork()
         remake_after_fork(self)
 
@@ -77,15 +78,18 @@ class Fetcher:
             if data is not None:
                 self.counts["misses" if waited else "hits"] += 1
                 return data
+            if self._unkept is not None:
+                error, self._unkept = self._unkept, None
+                raise error
             job = self._demand(number)
             waited = True
             if not job.done.wait(max(0.0, deadline - time.monotonic())):
                 raise FetchTimeoutError(f"not here after {timeout_seconds:g} s: {self._describe(job)}")
-            if job.error is not None:
-                raise job.error
             if job.data is not None:
                 self.counts["misses"] += 1
                 return job.data
+            if job.error is not None:
+                raise job.error
 
     def is_there(self, number: int) -> bool:
         """Whether a shard could be loaded without waiting."""
@@ -324,12 +328,22 @@ class Fetcher:
             if job.slot is not None:
                 job.slot.data[:] = data
         if job.slot is not None:
-            slot, job.slot = job.slot, None
-            data = slot.commit()
+            data = job.slot.data
         assert data is not None
         if job.urgent:
-            data.flags.writeable = False
-            job.data = data
+            job.deliver(data)
+        if job.slot is not None:
+            slot, job.slot = job.slot, None
+            self._commit(job, slot)
+
+    def _commit(self, job: Job, slot: Slot) -> None:
+        """Make an entry durable, which takes a while: whoever waits has its bytes already."""
+        try:
+            slot.commit()
+        except BaseException as error:
+            if job.data is None:
+                raise
+            self._unkept = error  # for the next who asks: a disk that fails must not stay unnoticed
 
     def _note_room(self, job: Job) -> None:
         if job.slot is not None:

@@ -95,6 +95,17 @@ class CacheFolder:
     def has(self, name: str) -> bool:
         return (self._root / "shards" / name).exists()
 
+    def touch(self, name: str) -> bool:
+        file = self._root / "shards" / name
+        with self._explained():
+            try:
+                modified_ns = file.stat(follow_symlinks=False).st_mtime_ns
+                with contextlib.suppress(PermissionError):  # another user's file
+                    os.utime(file, ns=(time.time_ns(), modified_ns), follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+        return True
+
     def contents(self) -> Contents:
         with self._explained():
             return self._contents(fresh=False)

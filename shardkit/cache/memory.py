@@ -54,6 +54,14 @@ class CacheMemory:
         entry = self._entries.get(name)
         return entry is not None and not entry.filling
 
+    def touch(self, name: str) -> bool:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or entry.filling:
+                return False
+            entry.used = time.monotonic()
+            return True
+
     def contents(self) -> Contents:
         with self._lock:
             return self._contents()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,14 @@ class CachedShards:
     def is_there(self, number: int) -> bool:
         """Whether `load` would not wait."""
         return self._fetcher.is_there(number)
+
+    def keeps(self, number: int) -> bool:
+        """Whether a shard may stay open though it is not needed now: it is not evicted, and need not be.
+
+        Where the cache is smaller than the dataset, an open shard would hold the room of an evicted one.
+        """
+        name = self._known_entry(number)
+        return name is not None and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
 
     def is_squeezed(self, number: int) -> bool:
         """Whether the cache has no room for it among what else is needed: it would be fetched in vain."""
@@ -152,6 +161,11 @@ class CachedShards:
         self.__init__(  # type: ignore[misc]
             state["store"], state["manifest"], state["cache"], connections=state["connections"]
         )
+
+    @cached_property
+    def _total_bytes(self) -> int:
+        """Of all entries, as far as the index tells."""
+        return sum(sealed_size(max(info.raw.bytes, 0)) for info in self._manifest.shards)
 
     def _known_entry(self, number: int) -> str | None:
         known = self._objects.get(number)

@@ -32,6 +32,7 @@ MAX_OBJECT_BYTES = 5 << 40  # S3's limit
 _MAX_REQUEST_BYTES = 5 << 30  # S3's limit
 _MAX_PARTS = 10_000  # S3's limit
 _PART_ALIGNMENT = 1 << 20
+_PIECE_BYTES = 1 << 20  # of a file whose hash is taken alone
 _THREADS = 4
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
 
@@ -45,23 +46,16 @@ class Content:
         self._file: FileIO | None = None
         self.bytes = len(data) if isinstance(data, bytes) else self._open(data)
 
-    def part(self, start: int, stop: int) -> bytes:
+    def part(self, start: int, stop: int) -> bytes | bytearray:
+        """Of a file as a bytearray: botocore sends these as they are, but copies bytes first."""
         if self._file is None:
             assert isinstance(self._data, bytes)
             return self._data[start:stop]
-        pieces, position = [], start
-        while position < stop:
-            try:
-                piece = os.pread(self._file.fileno(), stop - position, position)
-            except OSError as error:
-                raise StoreError(self._where, f"{self._data!s} cannot be read: {error.strerror}") from error
-            if not piece:
-                raise StoreError(self._where, f"{self._data!s} became shorter while it was uploaded")
-            pieces.append(piece)
-            position += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        part = bytearray(stop - start)
+        self._read_into(memoryview(part), start)
+        return part
 
-    def whole(self) -> bytes | FileIO:
+    def whole(self) -> bytes | bytearray | FileIO:
         """All of it, from its start, in a form that can be sent."""
         if self._file is None or self.bytes <= PART_BYTES:
             return self.part(0, self.bytes)
@@ -69,9 +63,14 @@ class Content:
         return self._file
 
     def md5(self) -> bytes:
-        digest = hashlib.md5(usedforsecurity=False)
-        for start in range(0, self.bytes, PART_BYTES):
-            digest.update(self.part(start, min(start + PART_BYTES, self.bytes)))
+        if self._file is None:
+            assert isinstance(self._data, bytes)
+            return _md5(self._data)
+        digest, piece = hashlib.md5(usedforsecurity=False), memoryview(bytearray(_PIECE_BYTES))
+        for start in range(0, self.bytes, _PIECE_BYTES):
+            read = piece[: self.bytes - start]
+            self._read_into(read, start)
+            digest.update(read)
         return digest.digest()
 
     def identity(self) -> str:
@@ -84,6 +83,19 @@ class Content:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill `buffer` from the file."""
+        assert self._file is not None
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._file.fileno(), [buffer[filled:]], position + filled)
+            except OSError as error:
+                raise StoreError(self._where, f"{self._data!s} cannot be read: {error.strerror}") from error
+            if not count:
+                raise StoreError(self._where, f"{self._data!s} became shorter while it was uploaded")
+            filled += count
 
     def _open(self, file: Path) -> int:
         try:
@@ -208,7 +220,7 @@ def part_bytes(total_bytes: int) -> int:
     return max(PART_BYTES, -(-least // _PART_ALIGNMENT) * _PART_ALIGNMENT)
 
 
-def _md5(data: bytes) -> bytes:
+def _md5(data: bytes | bytearray) -> bytes:
     return hashlib.md5(data, usedforsecurity=False).digest()
 
 

@@ -162,6 +162,7 @@ def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, 
         reference = loader(folder, proxy, None, batch_size=64, lanes=4, window=8192)
         epoch_seconds(reference)
         for _ in range(runs):
+            os.sync()  # what earlier runs and the server still have to write is not this one's
             plain.append(plain_gets(proxy, keys, threads))
             cache = Path(tempfile.mkdtemp(dir=folder.parent))
             stream = loader(f"s3://{BUCKET}", proxy, cache, **options)
