@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from shardkit.cache.belady import Fetch, Future, plan_fetches
 from shardkit.cache.contract import Cache, Contents
+from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["Planner"]
 
@@ -50,7 +51,6 @@ class Planner:
         self._sizes = sizes.copy()
         self._clock = clock
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
-        self._lock = threading.Lock()
         self._position = position
         self._waiting: deque[Fetch] = deque()
         self._wake_at = position
@@ -58,6 +58,12 @@ class Planner:
         self._fruitful = True  # something was fetched since the last plan
         self._taken: set[int] = set()  # fetches that have begun and may still be going on
         self._resting: dict[int, float] = {}  # shards whose fetch came to nothing: until when
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a child: a thread of its parent may have held the lock."""
+        self._lock = threading.Lock()  # of the future, which is not for several threads
 
     def learn(self, number: int, name: str, entry_bytes: int) -> None:
         """Name and size of a shard's entry, where the index does not state them. From any thread."""
