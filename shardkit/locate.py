@@ -7,13 +7,14 @@ index and the card, no shard (except to count the samples of tars that no list n
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
-from shardkit.storage.errors import ObjectNotFoundError
+from shardkit.storage.errors import ObjectNotFoundError, StoreError
 from shardkit.storage.store import Store
 
 __all__ = ["CARD_NAME", "Found", "find_local", "find_remote", "is_index_name"]
@@ -22,6 +23,7 @@ MAX_CARD_BYTES = 16 << 20
 CARD_NAME = "dataset.json"
 _INDEX_NAMES = ("index.json", "shards.json")
 _MAGIC = frozenset("*?[")
+_FORBIDDEN = 403
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +50,17 @@ def is_index_name(name: str) -> bool:
 def find_remote(store: Store, index_name: str | None = None) -> Found:
     """The dataset in a store, by one round of requests side by side; `index_name` if the user named one."""
     names = [index_name] if index_name else [*_INDEX_NAMES]
+    keys = [*names, CARD_NAME]
     with ThreadPoolExecutor(3, thread_name_prefix="shardkit-open") as pool:
-        texts = dict(
-            zip([*names, CARD_NAME], pool.map(lambda n: _get(store, n), [*names, CARD_NAME]), strict=True)
-        )
-    there = [name for name in names if texts[name] is not None]
+        answers = dict(zip(keys, pool.map(lambda key: _get(store, key), keys), strict=True))
+    there = {name: text for name in names if isinstance(text := answers[name], bytes)}
     if not there:
-        problem = f"holds no dataset: looked for {' and '.join(names)}"
-        if texts[CARD_NAME] is not None:
-            problem = "is unfinished: it has a card but no index; run the upload or the build again"
-        raise ShardError(
-            store.url, f"{problem} (tars without a list: write one beside them, see shardkit.tar)"
-        )
+        raise _nothing_found(store, names, answers, is_named=index_name is not None)
     if len(there) > 1:
-        raise ShardError(store.url, f"has both {there[0]} and {there[1]}; open the one that is meant")
-    text = texts[there[0]]
-    assert text is not None
-    where = f"{store.url}/{there[0]}"
-    if there[0] == "index.json":
+        raise ShardError(store.url, f"has both {' and '.join(there)}; open the one that is meant")
+    [(name, text)] = there.items()
+    where = f"{store.url}/{name}"
+    if name == "index.json":
         from shardkit import mds
 
         manifest = mds.parse_index(where, text)
@@ -73,15 +68,36 @@ def find_remote(store: Store, index_name: str | None = None) -> Found:
         from shardkit import tar
 
         manifest = tar.parse_shard_list(where, text)
-    card = texts[CARD_NAME]
-    return Found(None, manifest, None if card is None else _parse_card(f"{store.url}/{CARD_NAME}", card))
+    card = answers[CARD_NAME]
+    return Found(
+        None, manifest, _parse_card(f"{store.url}/{CARD_NAME}", card) if isinstance(card, bytes) else None
+    )
 
 
-def _get(store: Store, name: str) -> bytes | None:
+def _get(store: Store, key: str) -> bytes | StoreError:
+    """The object, or why it is not to be had: S3 refuses what is missing to whoever may not list (403)."""
     try:
-        return store.get(name)
-    except ObjectNotFoundError:
-        return None
+        return store.get(key)
+    except StoreError as error:
+        if isinstance(error, ObjectNotFoundError) or error.status == _FORBIDDEN:
+            return error
+        raise
+
+
+def _nothing_found(
+    store: Store, names: list[str], answers: Mapping[str, bytes | StoreError], *, is_named: bool
+) -> Exception:
+    for name in names:
+        error = answers[name]
+        if isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError):
+            return error
+    if is_named:
+        return ShardError(store.url, f"holds no {names[0]}")
+    if isinstance(answers[CARD_NAME], bytes):
+        problem = "is unfinished: it has a card but no index; run the upload or the build again"
+        return ShardError(store.url, problem)
+    problem = f"holds no dataset: looked for {' and '.join(names)}"
+    return ShardError(store.url, f"{problem} (tars without a list: write one beside them, see shardkit.tar)")
 
 
 def _find(path: Path) -> tuple[Path, Manifest]:
