@@ -12,11 +12,13 @@ from shardkit.loaders.config import LoaderConfig, Stream
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.telemetry import Source
 from shardkit.order import default_lanes, default_window
-from shardkit.units import format_bytes
+from shardkit.units import format_bytes, parse_bytes
+from shardkit.uses import lanes_of_part
 
 __all__ = ["find_eos_id", "open_streams", "shuffle_sizes", "telemetry_sources"]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
+MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory, nobody having said how much of it
 
 
 def open_streams(
@@ -49,7 +51,8 @@ def shuffle_sizes(
     lanes = config.lanes or default_lanes(plan.global_batch, nodes)
     budget = DEFAULT_WINDOWS_BYTES
     if dataset.shards is not None:
-        budget = _cache_budget(dataset, lanes, budget)
+        caches = nodes if dataset.shards.cache.is_shared else plan.world_size
+        budget = _cache_budget(dataset, config, lanes, _lanes_served(plan, lanes, caches))
     packed = [info.raw.bytes for info in dataset.manifest.shards if info.compression]
     if packed and dataset.shards is None:
         # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
@@ -61,20 +64,42 @@ def shuffle_sizes(
     return lanes, window
 
 
-def _cache_budget(dataset: Dataset, lanes: int, budget: int) -> int:
-    """Bytes for two windows of all lanes, such that the cache holds them and the shards at their edges."""
+def _lanes_served(plan: BatchPlan, lanes: int, caches: int) -> int:
+    """Lanes that the ranks of one of `caches` caches read, at most."""
+    batch = plan.global_batch
+    parts = [slice(batch * cache // caches, batch * (cache + 1) // caches) for cache in range(caches)]
+    return max(len(lanes_of_part(batch, lanes, part)) for part in parts)
+
+
+def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int, served: int) -> int:
+    """Bytes for two windows of all lanes, such that a cache holds its own and the shards at their edges.
+
+    A capacity counts only if it was given: what is free differs from one machine and moment to the next, and
+    all ranks, and a run started again, must shuffle alike.
+    """
     assert dataset.shards is not None
-    capacity = dataset.shards.cache.capacity
-    largest = max((info.raw.bytes for info in dataset.manifest.shards), default=0)
-    edges = 2 * lanes * largest  # a window begins and ends inside of shards
-    if capacity < edges:
+    cache, given = dataset.shards.cache, config.cache_bytes
+    sizes = [max(info.raw.bytes, 0) for info in dataset.manifest.shards]
+    total, largest = sum(sizes), max(sizes, default=0)
+    needed = 2 * served * largest  # a window begins and ends inside of shards
+    if given is None:
+        budget = DEFAULT_WINDOWS_BYTES if cache.is_shared else MEMORY_WINDOWS_BYTES
+        if config.window is None:
+            needed += budget * served // lanes
+    elif (capacity := parse_bytes(given)) < total:
+        budget = min(DEFAULT_WINDOWS_BYTES, max((capacity - needed) * lanes // served, largest * lanes))
+    else:
+        budget = DEFAULT_WINDOWS_BYTES
+    needed = min(needed, total)
+    if cache.capacity < needed:
         warnings.warn(
-            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(edges)}, two shards for each of "
-            f"{lanes} lanes: rows will be read one by one; give more, fewer lanes, or smaller shards",
+            f"cache_bytes of {format_bytes(cache.capacity)} is below {format_bytes(needed)}, what {served} "
+            "lanes have in use at a time: rows will be read one by one; give more, a smaller window, "
+            "fewer lanes, or smaller shards",
             RuntimeWarning,
             stacklevel=4,
         )
-    return min(budget, max(capacity - edges, largest * lanes))
+    return budget
 
 
 def _largest_divisor(number: int, most: int) -> int:
