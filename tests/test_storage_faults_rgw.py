@@ -5,6 +5,8 @@ Whatever happens, an operation ends in bounded time, with the right bytes or wit
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import random
 import re
@@ -38,6 +40,7 @@ from shardkit.storage import (
     TransientError,
 )
 from shardkit.storage.s3 import S3Store
+from shardkit.storage.s3_client import S3Client
 from shardkit.storage.s3_upload import PART_BYTES
 
 pytest_plugins = ["s3_rgw"]
@@ -418,6 +421,19 @@ def test_a_large_conditional_write_whose_answer_is_lost_is_known_for_ours(
         store.put("conditional", data[::-1], if_absent=True)
     assert direct.get("conditional") == data
     store.close()
+
+
+def test_the_server_refuses_a_body_whose_md5_is_not_the_signed_one(
+    direct: S3Store, rgw_module_bucket: RgwBucket
+) -> None:
+    client = S3Client(rgw_module_bucket.url, StorageOptions(endpoint_url=rgw_module_bucket.endpoint_url))
+    digest = base64.b64encode(hashlib.md5(b"sent").digest()).decode()
+    names = {"Bucket": rgw_module_bucket.name, "Key": "changed on the way"}
+    with pytest.raises(StoreError, match="BadDigest"):
+        client.request("put_object", "where", "write", Body=b"came", ContentMD5=digest, **names)
+    client.close()
+    with pytest.raises(ObjectNotFoundError):
+        direct.head("changed on the way")
 
 
 def test_an_upload_that_fails_for_good_leaves_nothing(

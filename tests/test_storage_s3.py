@@ -455,6 +455,30 @@ def test_every_request_of_an_upload_carries_the_md5_of_its_content(store: S3Stor
     assert sorted(seen[:2], reverse=True) + seen[2:] == expected
 
 
+@pytest.mark.parametrize("stated", [None, "true"])
+def test_bodies_that_carry_their_md5_are_signed_by_it_unless_the_configuration_says_otherwise(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: str | None
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ns3 =\n    payload_signing_enabled = {stated}\n" if stated else "")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    signed: dict[str, set[bool]] = {"PUT": set(), "POST": set(), "GET": set()}
+
+    def watch(environ: dict[str, Any], start_response: Start, app: App) -> Iterable[bytes]:
+        assert environ["REQUEST_METHOD"] != "PUT" or "content-md5" in environ["HTTP_AUTHORIZATION"]
+        is_signed = environ["HTTP_X_AMZ_CONTENT_SHA256"] != "UNSIGNED-PAYLOAD"
+        signed[environ["REQUEST_METHOD"]].add(is_signed)
+        return app(environ, start_response)
+
+    store = S3Store(f"s3://{server.new_bucket()}", StorageOptions(endpoint_url=server.endpoint_url))
+    server.intercept = watch
+    store.put("large", bytes(PART_BYTES + 1))
+    store.put("small", b"small")
+    assert store.get("small") == b"small"
+    store.close()
+    assert signed == {"PUT": {stated is not None}, "POST": {True}, "GET": {True}}
+
+
 @pytest.mark.parametrize("failing", ["upload_part", "complete"])
 def test_an_upload_that_fails_leaves_nothing_behind(store: S3Store, server: S3Server, failing: str) -> None:
     refuse = error_answer(500, "InternalError")

@@ -28,7 +28,7 @@ from shardkit.storage.errors import (
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.s3_body import EmptyBody, S3Body
 from shardkit.storage.s3_client import S3Client
-from shardkit.storage.s3_upload import Content, Target, upload, version_of
+from shardkit.storage.s3_upload import Buffers, Content, Target, upload, version_of
 from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 
 __all__ = ["NONCE", "S3Store"]
@@ -52,6 +52,7 @@ class S3Store:
         self._prefix = f"{checked_key(url, prefix)}/" if prefix else ""
         self._options = options or StorageOptions()
         self._client = S3Client(self.url, self._options)
+        self._buffers = Buffers()
         self._unanswered = _Unanswered()
 
     @property
@@ -100,7 +101,7 @@ class S3Store:
     ) -> ObjectInfo:
         where, names = self._where(key), self._names(key)
         metadata = _checked_metadata(where, metadata or {})
-        content = Content(where, data)
+        content = Content(where, data, self._buffers)
         try:
             if not if_absent:
                 target = Target(where, names, metadata, {})
@@ -150,6 +151,7 @@ class S3Store:
 
     def close(self) -> None:
         self._client.close()
+        self._buffers.close()
 
     def __getstate__(self) -> tuple[str, StorageOptions]:
         return self.url, self._options

@@ -157,7 +157,7 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
 
     def client(default_region: str | None = None, **defaults: Any) -> Any:
         try:
-            return session.create_client(
+            made = session.create_client(
                 "s3",
                 endpoint_url=options.endpoint_url,
                 region_name=options.region or session.get_config_variable("region") or default_region,
@@ -165,12 +165,29 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
             )
         except ValueError as error:  # an endpoint that is no URL
             raise StoreError(url, f"{error}; check --endpoint-url and AWS_ENDPOINT_URL") from error
+        for operation in ("PutObject", "UploadPart"):
+            made.meta.events.register(f"before-sign.s3.{operation}", _sign_md5_alone)
+        return made
 
     if options.endpoint_url is None:
         made = client()
         if _is_aws(made.meta.endpoint_url):
             return made
     return client(_DEFAULT_REGION, **_for_compatible_servers(options, session.get_scoped_config()))
+
+
+def _sign_md5_alone(request: Any, **_: Any) -> None:
+    """Sign the MD5 that a body carries, not its SHA-256 as well: over HTTP as botocore does over HTTPS.
+
+    Unless the AWS configuration has `payload_signing_enabled`. A second hash costs as much as sending.
+    """
+    from botocore.config import Config
+
+    config = request.context.get("client_config")
+    settings = (config.s3 if config else None) or {}
+    if "Content-MD5" in request.headers and settings.get("payload_signing_enabled") is None:
+        unsigned = Config(s3={**settings, "payload_signing_enabled": False})
+        request.context["client_config"] = config.merge(unsigned) if config else unsigned
 
 
 def _is_aws(endpoint_url: str) -> bool:

@@ -1,8 +1,9 @@
 """How an object gets into S3: in one request, or in parts that are put together at the end.
 
-Every request carries the MD5 of its content, which the server compares; the ETag of the whole is compared
-here. A file is read in parts of 16 MiB (more only above 160 GB, so that 10,000 parts suffice), four in
-memory at a time. An upload that fails is aborted: nothing of it stays behind or costs anything.
+Every request carries the MD5 of its content, which is signed and the server compares (over HTTP, too, the
+body itself is not signed: a second hash of it costs a quarter of an upload's CPU); the ETag of the whole is
+compared here. A file is read in parts of 16 MiB (more only above 160 GB, so that 10,000 parts suffice), four
+in memory at a time. An upload that fails is aborted: nothing of it stays behind or costs anything.
 
 What is put only if absent goes in one request up to 5 GiB, streamed from a file that is read twice: some
 servers (Ceph) decide atomically about single requests, but ignore the condition where parts are completed.
@@ -15,7 +16,8 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -25,7 +27,16 @@ from typing import Any
 from shardkit.storage.errors import StoreError, TransientError
 from shardkit.storage.s3_client import S3Client
 
-__all__ = ["MAX_OBJECT_BYTES", "PART_BYTES", "Content", "Target", "part_bytes", "upload", "version_of"]
+__all__ = [
+    "MAX_OBJECT_BYTES",
+    "PART_BYTES",
+    "Buffers",
+    "Content",
+    "Target",
+    "part_bytes",
+    "upload",
+    "version_of",
+]
 
 PART_BYTES = 16 << 20  # also the largest object sent in one request without a condition
 MAX_OBJECT_BYTES = 5 << 40  # S3's limit
@@ -34,33 +45,69 @@ _MAX_PARTS = 10_000  # S3's limit
 _PART_ALIGNMENT = 1 << 20
 _PIECE_BYTES = 1 << 20  # of a file whose hash is taken alone
 _THREADS = 4
+_KEPT_BUFFERS = 8  # 128 MiB; while parts are on their way, hardly any is free
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
+
+
+class Buffers:
+    """Memory for parts, kept for the next ones: to get it from the kernel costs as much as to send it.
+
+    They are bytearrays because botocore sends these as they are; bytes it copies first.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[bytearray] = deque(maxlen=_KEPT_BUFFERS)  # no lock: one step each
+
+    @contextlib.contextmanager
+    def lend(self, size: int) -> Iterator[bytearray]:
+        """`size` bytes of any content; none is waited for."""
+        if size != PART_BYTES:
+            yield bytearray(size)
+            return
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = bytearray(size)
+        try:
+            yield buffer
+        finally:
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        self._free.clear()
 
 
 class Content:
     """What is to be put: bytes, or a file of which only the part in hand is in memory."""
 
-    def __init__(self, where: str, data: bytes | Path) -> None:
+    def __init__(self, where: str, data: bytes | Path, buffers: Buffers) -> None:
         self._where = where
         self._data = data
+        self._buffers = buffers
         self._file: FileIO | None = None
         self.bytes = len(data) if isinstance(data, bytes) else self._open(data)
 
-    def part(self, start: int, stop: int) -> bytes | bytearray:
-        """Of a file as a bytearray: botocore sends these as they are, but copies bytes first."""
+    @contextlib.contextmanager
+    def part(self, start: int, stop: int) -> Iterator[bytes | bytearray]:
+        """Of a file in a buffer that others use afterwards."""
         if self._file is None:
             assert isinstance(self._data, bytes)
-            return self._data[start:stop]
-        part = bytearray(stop - start)
-        self._read_into(memoryview(part), start)
-        return part
+            yield self._data[start:stop]
+            return
+        with self._buffers.lend(stop - start) as part:
+            with memoryview(part) as view:
+                self._read_into(view, start)
+            yield part
 
-    def whole(self) -> bytes | bytearray | FileIO:
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[bytes | bytearray | FileIO]:
         """All of it, from its start, in a form that can be sent."""
         if self._file is None or self.bytes <= PART_BYTES:
-            return self.part(0, self.bytes)
-        self._file.seek(0)
-        return self._file
+            with self.part(0, self.bytes) as part:
+                yield part
+        else:
+            self._file.seek(0)
+            yield self._file
 
     def md5(self) -> bytes:
         if self._file is None:
@@ -154,16 +201,17 @@ def _is_md5(answer: Mapping[str, Any], version: str) -> bool:
 
 def _upload_whole(client: S3Client, target: Target, content: Content) -> tuple[dict[str, Any], str]:
     digest = content.md5()
-    answer = client.request(
-        "put_object",
-        target.where,
-        "write",
-        Body=content.whole(),
-        ContentMD5=_base64(digest),
-        Metadata=dict(target.metadata),
-        **target.names,
-        **target.condition,
-    )
+    with content.whole() as body:
+        answer = client.request(
+            "put_object",
+            target.where,
+            "write",
+            Body=body,
+            ContentMD5=_base64(digest),
+            Metadata=dict(target.metadata),
+            **target.names,
+            **target.condition,
+        )
     return answer, digest.hex()
 
 
@@ -176,17 +224,18 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
     names = {**target.names, "UploadId": begun["UploadId"]}
 
     def send(number: int) -> tuple[str, bytes]:
-        data = content.part(starts[number - 1], min(starts[number - 1] + size, content.bytes))
-        digest = _md5(data)
-        answer = client.request(
-            "upload_part",
-            f"{target.where} (part {number} of {len(starts)})",
-            "write",
-            Body=data,
-            ContentMD5=_base64(digest),
-            PartNumber=number,
-            **names,
-        )
+        start = starts[number - 1]
+        with content.part(start, min(start + size, content.bytes)) as data:
+            digest = _md5(data)
+            answer = client.request(
+                "upload_part",
+                f"{target.where} (part {number} of {len(starts)})",
+                "write",
+                Body=data,
+                ContentMD5=_base64(digest),
+                PartNumber=number,
+                **names,
+            )
         return str(answer["ETag"]), digest
 
     try:
