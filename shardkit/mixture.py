@@ -244,6 +244,25 @@ class Mixture:
             stream[piece], index[piece] = streams[taken], indices[taken]
         return stream, index
 
+    def locate_at(self, positions: _Ints) -> tuple[_Streams, _Ints]:
+        """`locate` for a flat array of positions in any order; a block is worked out for each in use."""
+        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < MAX_POSITION:
+            raise ValueError(f"positions go from 0 to 2**62, not {positions.min():,} to {positions.max():,}")
+        stream, index = np.empty(len(positions), dtype=np.int16), np.empty(len(positions), dtype=np.int64)
+        ascending = np.argsort(positions, kind="stable")
+        edges = [*np.searchsorted(positions, self._starts, sorter=ascending).tolist(), len(positions)]
+        for segment, (low, high) in zip(self._segments, pairwise(edges), strict=True):
+            which = ascending[low:high]
+            slots = (positions[which] - segment.start) % segment.block
+            starts, of_block = np.unique(positions[which] - slots, return_inverse=True)
+            step = max(1, _CHUNK // segment.block)
+            for first in range(0, len(starts), step):
+                streams, indices = self._blocks(segment, starts[first : first + step])
+                own = slice(*np.searchsorted(of_block, [first, first + step]).tolist())
+                places = (of_block[own] - first) * segment.block + slots[own]
+                stream[which[own]], index[which[own]] = streams[places], indices[places]
+        return stream, index
+
     def counts(self, position: int) -> _Ints:
         """int64[S]: samples of each stream before `position`, exact for any from 0 to 2**62."""
         if not 0 <= position <= MAX_POSITION:

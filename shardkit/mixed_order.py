@@ -1,0 +1,226 @@
+"""The order of training samples that come from several streams, or from a stream with rows left out.
+
+    position -> (stream s, index i) by `shardkit.mixture`; index i is position i in stream s's own `Order`
+    the stream's own epoch, lane, shard, row <- Order.locate(i); without exclusions that is all
+    shard and sample number over all streams: those of s follow those of s - 1
+
+A `StreamOrder` is an `Order` of the rows that are kept: each shard counts with its kept samples, and what the
+order finds are kept ids, which rank and select turn into rows of the real dataset. Without exclusions it is
+the order itself. A `MixedOrder` gives the loader what an `Order` gives.
+
+Guarantees. Each stream is delivered in its own order: every kept sample once in each of its own epochs,
+whatever the other streams, weights and schedule. A global batch is a set of consecutive positions, the same
+for any number of ranks. It is sorted by where in its stream's lanes a sample lies, floor(2**16 * lane / L) of
+the stream's L lanes, so that each rank keeps to the same part of every stream's lanes from batch to batch,
+as nearly as the mixture allows; with one lane in all streams it is sorted by position. A mixture of one
+stream is that stream's order.
+
+Costs. Of a global batch's positions a rank works out stream, index and lane, 60-90 ns each; only its own
+part is located (tests/benchmarks/bench_mixture.py). Threads and forked processes may share these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.exclusions import Exclusions
+from shardkit.lanes import MAX_SAMPLES
+from shardkit.mixture import Mixture
+from shardkit.order import Located, Order
+
+__all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
+
+_LANE_BITS = 16  # of a lane's place among its stream's, which NumPy sorts by radix
+
+_Ints = npt.NDArray[np.int64]
+_Streams = npt.NDArray[np.int16]
+
+
+def stream_seed(seed: int, number: int) -> int:
+    """The seed of stream `number`'s own order in a mixture with `seed`: 64 bits."""
+    text = f"{seed}:stream:{number}".encode()
+    digest = hashlib.blake2b(text, digest_size=8, person=b"shardkit.mix.1").digest()
+    return int.from_bytes(digest, "little")
+
+
+class StreamOrder:
+    """An `Order` of the kept rows of a dataset with `shard_samples` samples in each shard.
+
+    `order` must be of `exclusions.kept_of_shards(shard_samples)`. Shards and sample ids are the real
+    dataset's.
+    """
+
+    def __init__(self, order: Order, exclusions: Exclusions | None, shard_samples: npt.ArrayLike) -> None:
+        sizes = np.asarray(shard_samples, dtype=np.int64)
+        kept = sizes if exclusions is None else exclusions.kept_of_shards(sizes)
+        if order.samples != kept.sum():
+            raise ValueError(
+                f"the order is of {order.samples:,} samples, but {kept.sum():,} of the dataset's "
+                f"{sizes.sum():,} are kept"
+            )
+        self.order, self.exclusions = order, exclusions
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+
+    @property
+    def samples(self) -> int:
+        """Samples in an epoch: those that are kept."""
+        return self.order.samples
+
+    @property
+    def shards(self) -> int:
+        """Shards of the dataset, those without kept rows too."""
+        return len(self._starts) - 1
+
+    @property
+    def dataset_samples(self) -> int:
+        """Samples of the dataset, those that are left out too."""
+        return int(self._starts[-1])
+
+    def locate(self, positions: _Ints | tuple[int, int]) -> Located:
+        """As `Order.locate`."""
+        return self._real(self.order.locate(positions))
+
+    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> _Ints:
+        """As `Order.positions_of`; IndexError for a row that is left out."""
+        kept = np.asarray(sample_ids) if self.exclusions is None else self.exclusions.rank(sample_ids)
+        return self.order.positions_of(kept, epoch)
+
+    def global_batch(self, position: int, size: int) -> _Ints:
+        """As `Order.global_batch`."""
+        return self.order.global_batch(position, size)
+
+    def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
+        """As `Order.global_batches`."""
+        return self._real(self.order.global_batches(position, size, count, part=part))
+
+    def _real(self, located: Located) -> Located:
+        """What the order has found, in the real dataset's numbers."""
+        if self.exclusions is None:
+            return located
+        rows = self.exclusions.select(located.sample_id)
+        return replace(located, row=rows - self._starts[located.shard], sample_id=rows)
+
+
+class MixedOrder:
+    """The order of `streams` in a `mixture`; an epoch of `epoch_samples` positions is the caller's choice.
+
+    Shard numbers and sample ids count through all streams' datasets, one after another.
+    """
+
+    def __init__(self, streams: Sequence[StreamOrder], mixture: Mixture, epoch_samples: int) -> None:
+        if len(streams) != mixture.schedule.streams:
+            raise ValueError(
+                f"{len(streams)} streams need as many weights, not {mixture.schedule.streams} of them"
+            )
+        if not 1 <= epoch_samples <= MAX_SAMPLES:
+            raise ValueError(f"epoch_samples must be from 1 to {MAX_SAMPLES:,}, not {epoch_samples:,}")
+        for number, stream in enumerate(streams):
+            used = any(weights[number] for _, weights in mixture.schedule.segments)
+            if used and not stream.samples:
+                raise ValueError(f"stream {number} has weight, but no samples that are kept")
+        self.streams, self.mixture = tuple(streams), mixture
+        self._samples = epoch_samples
+        self.first_shards = _starts([stream.shards for stream in streams])
+        self.first_samples = _starts([stream.dataset_samples for stream in streams])
+        self._lanes = np.array([stream.order.spec.lanes for stream in streams], dtype=np.int64)
+        self._sizes = np.array([max(stream.samples, 1) for stream in streams], dtype=np.int64)
+
+    @property
+    def samples(self) -> int:
+        """Positions in an epoch."""
+        return self._samples
+
+    def locate(self, positions: _Ints | tuple[int, int]) -> Located:
+        """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
+
+        Positions may be in any order and repeat; the result has their shape. `epoch` and `lane` are the
+        stream's own.
+        """
+        if isinstance(positions, tuple):
+            start, count = positions
+            stream, index = self.mixture.locate(start, count)
+            return self._located(np.arange(start, start + count, dtype=np.int64), stream, index)
+        array = np.asarray(positions)
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"positions must be integers, not {array.dtype}")
+        flat = array.astype(np.int64).ravel()
+        stream, index = self.mixture.locate_at(flat)
+        return self._located(flat, stream, index).reshape(*array.shape)
+
+    def position_of(self, sample_id: int, epoch: int) -> int | None:
+        """Where the mixture delivers a sample in its stream's own `epoch`; None if it never does."""
+        if not 0 <= sample_id < self.first_samples[-1]:
+            raise IndexError(f"sample ids go from 0 to {self.first_samples[-1] - 1:,}, not {sample_id:,}")
+        number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
+        index = self.streams[number].positions_of(sample_id - self.first_samples[number], epoch)
+        return self.mixture.position_of(number, int(index))
+
+    def global_batch(self, position: int, size: int) -> _Ints:
+        """int64[size]: the positions from `position` on, sorted by lane; those that tie ascend."""
+        if size < 0:
+            raise ValueError(f"size must not be negative: {size}")
+        stream, index = self.mixture.locate(position, size)
+        batch: _Ints = position + self._by_lane(stream[None], index[None])[0]
+        return batch
+
+    def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
+        """`count` consecutive global batches of `size`, located: arrays of shape (count, size).
+
+        Row i is `global_batch(position + i * size, size)`. `part`, as `rank_slice` gives it, cuts each row
+        before the samples are located.
+        """
+        if size < 0 or count < 0:
+            raise ValueError(f"size and count must not be negative: {size}, {count}")
+        stream, index = self.mixture.locate(position, size * count)
+        own = self._by_lane(stream.reshape(count, size), index.reshape(count, size))[:, part]
+        own = own + np.arange(count, dtype=np.int64)[:, None] * size
+        flat = own.ravel()
+        return self._located(position + flat, stream[flat], index[flat]).reshape(*own.shape)
+
+    def _by_lane(self, stream: _Streams, index: _Ints) -> npt.NDArray[np.intp]:
+        """How to sort each row of samples: by lane over lanes of the stream, equals as they are."""
+        if (self._lanes == 1).all() or not index.size:
+            return np.broadcast_to(np.arange(index.shape[1]), index.shape)
+        lanes = self._lanes[stream]
+        keys = (index % self._sizes[stream] % lanes << _LANE_BITS) // lanes
+        return np.argsort(keys.astype(np.uint16), axis=1, kind="stable")
+
+    def _located(self, positions: _Ints, stream: _Streams, index: _Ints) -> Located:
+        count = len(positions)
+        located = Located(
+            position=positions,
+            epoch=np.empty(count, dtype=np.int64),
+            shard=np.empty(count, dtype=np.int32),
+            row=np.empty(count, dtype=np.int64),
+            lane=np.empty(count, dtype=np.int32),
+            sample_id=np.empty(count, dtype=np.int64),
+        )
+        for number, which in _by_stream(stream):
+            found = self.streams[number].locate(index[which])
+            located.epoch[which], located.lane[which], located.row[which] = (
+                found.epoch,
+                found.lane,
+                found.row,
+            )
+            located.shard[which] = found.shard + self.first_shards[number]
+            located.sample_id[which] = found.sample_id + self.first_samples[number]
+        return located
+
+
+def _starts(sizes: list[int]) -> _Ints:
+    return np.concatenate([[0], np.cumsum(np.array(sizes, dtype=np.int64))])
+
+
+def _by_stream(stream: _Streams) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """(stream, which entries are of it), ascending."""
+    if not stream.size:
+        return
+    by_stream = np.argsort(stream, kind="stable")  # a radix sort, for 16 bits
+    edges = np.flatnonzero(np.diff(stream[by_stream])) + 1
+    for which in np.split(by_stream, edges):
+        yield int(stream[which[0]]), which
