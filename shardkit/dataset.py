@@ -11,9 +11,10 @@ from __future__ import annotations
 import operator
 import resource
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -22,19 +23,20 @@ from typing import TYPE_CHECKING, Protocol, Self, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.options import CacheOptions, open_cache
+from shardkit.cache.options import CacheOptions
 from shardkit.errors import ShardError
 from shardkit.index import Column, Manifest, ShardInfo
 from shardkit.locate import CARD_NAME as CARD_NAME
 from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
-from shardkit.locate import Found, find_local, find_remote, is_index_name
+from shardkit.locate import locate
+from shardkit.opening import open_found
 from shardkit.storage.local import LocalStore
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.store import Store
-from shardkit.storage.url import is_remote, local_path, split_url
 
 if TYPE_CHECKING:
     from shardkit.cache.shards import CachedShards
+    from shardkit.cache.tar_indexes import TarIndexes
 
 __all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
 
@@ -75,13 +77,15 @@ class Dataset:
         card: dict[str, object] | None = None,
         options: ReadOptions | None = None,
         shards: CachedShards | None = None,
+        tar_indexes: TarIndexes | None = None,
     ) -> None:
-        """`folder` of a local dataset, or `shards` of a remote one."""
+        """`folder` of a local dataset, or `shards` of a remote one; `tar_indexes`: what a scan has found."""
         assert (folder is None) != (shards is None)
         self.manifest = manifest
         self.card = card
         self.shards = shards
         self._folder = folder
+        self._tar_indexes = tar_indexes
         self._options = options or ReadOptions()
         self._lock = Lock()
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -240,10 +244,11 @@ class Dataset:
             return mds.open_shard(self.path, info, allow_pickle=allow, verify=options.verify)
         from shardkit import tar
 
+        index = None if self._tar_indexes is None else self._tar_indexes.index(number)
         how = {"allow_pickle": options.allow_pickle, "decode": options.decode}
         if raw is not None:
-            return tar.shard_from_raw(self.where(number), info, raw, **how)
-        return tar.open_shard(self.path, info, verify=options.verify, **how)
+            return tar.shard_from_raw(self.where(number), info, raw, index=index, **how)
+        return tar.open_shard(self.path, info, verify=options.verify, index=index, **how)
 
     def _forget_oldest(self) -> None:
         """Hold the bounds; the lock is held by the caller."""
@@ -276,7 +281,7 @@ def _token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:
 
 
 def open_dataset(
-    path: str | Path,
+    path: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     allow_pickle: bool = False,
     verify: bool = False,
@@ -284,39 +289,31 @@ def open_dataset(
     storage: StorageOptions | None = None,
     cache: CacheOptions | None = None,
 ) -> Dataset:
-    """Open a folder with index.json (MDS) or shards.json (tars), the index itself, a tar, or tars by pattern.
+    """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or tars by name.
 
-    Tars without a list are opened one by one, in the order of their names, to count their samples. A URL
-    (s3://bucket/prefix, or any that fsspec knows) names a folder or an index; its shards come through a
-    cache, as `cache` says, by a store that is reached as `storage` says.
-    `verify` checks each local shard's hashes when it opens (remote ones always are), and the card's
-    fingerprint. `allow_pickle` lets pickled columns run their code. `decode=False` gives members of tars as
-    bytes. ShardError says what is wrong with a dataset, or what was looked for.
+    Names of tars may be brace lists ("s3://bucket/part-{000..099}.tar"), patterns, folders, and lists of
+    these. Tars that no list describes are all scanned when they are first opened, to number their samples;
+    never again if there is a cache folder. Remote shards come through a cache, as `cache` says, by a store
+    that is reached as `storage` says. `verify` checks each local shard's hashes when it opens (remote ones
+    always are), and the card's fingerprint. `allow_pickle` lets pickled columns run their code.
+    `decode=False` gives members of tars as bytes. ShardError says what is wrong with a dataset, or what was
+    looked for.
     """
-    shards = None
-    if is_remote(path):
-        shards, found = _open_remote(str(path), storage, cache or CacheOptions())
-    else:
-        found = find_local(local_path(path))
-    card, manifest = found.card, found.manifest
-    where = shards.store.url if shards is not None else str(found.folder)
+    found = locate(path, storage)
+    opened = open_found(found, cache or CacheOptions())
+    card, manifest = found.card, opened.manifest
+    where = found.store.url if found.store is not None else str(found.folder)
     if verify and card and card.get("fingerprint", manifest.fingerprint) != manifest.fingerprint:
         problem = (
             f"is the card of another dataset: fingerprint {card['fingerprint']}, index {manifest.fingerprint}"
         )
         raise ShardError(f"{where}/{CARD_NAME}", problem)
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode)
-    return Dataset(found.folder, manifest, card=card, options=options, shards=shards)
-
-
-def _open_remote(
-    url: str, storage: StorageOptions | None, options: CacheOptions
-) -> tuple[CachedShards, Found]:
-    from shardkit.cache.shards import CachedShards
-    from shardkit.storage.resilient import connect
-
-    folder, name = split_url(url)
-    is_index = is_index_name(name)
-    store = connect(folder if is_index else url, storage)
-    found = find_remote(store, name if is_index else None)
-    return CachedShards(store, found.manifest, open_cache(options), connections=options.connections), found
+    return Dataset(
+        found.folder,
+        manifest,
+        card=card,
+        options=options,
+        shards=opened.shards,
+        tar_indexes=opened.tar_indexes,
+    )

@@ -1,61 +1,103 @@
 """Where a dataset is and what describes it: the index, the list of tars, or the tars themselves.
 
-Local paths may name a folder, an index, a tar or tars by pattern; remote URLs a folder or an index. Reads the
-index and the card, no shard (except to count the samples of tars that no list names).
+Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
+index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
+`shardkit.opening`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
 from shardkit.storage.errors import ObjectNotFoundError, StoreError
-from shardkit.storage.store import Store
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.url import is_remote, local_path, split_url
 
-__all__ = ["CARD_NAME", "Found", "find_local", "find_remote", "is_index_name"]
+__all__ = ["CARD_NAME", "Found", "find_local", "find_remote", "locate"]
 
 MAX_CARD_BYTES = 16 << 20
 CARD_NAME = "dataset.json"
 _INDEX_NAMES = ("index.json", "shards.json")
-_MAGIC = frozenset("*?[")
 _FORBIDDEN = 403
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A dataset: the folder that shards' names are relative to (None: remote), its manifest and card."""
+    """A dataset: the folder or the store that shards' names are relative to, its manifest and card.
+
+    With `versions`, of tars that nothing describes, the manifest has only their names and sizes.
+    """
 
     folder: Path | None
     manifest: Manifest
-    card: dict[str, object] | None
+    card: dict[str, object] | None = None
+    store: ResilientStore | None = None
+    versions: Sequence[str] | None = None
 
 
-def find_local(path: Path) -> Found:
+def locate(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: StorageOptions | None = None
+) -> Found:
+    """The dataset at a path or URL, or of several that name tars.
+
+    ShardError says what is wrong with it, or what was looked for; StoreError.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return _find_tars([os.fspath(name) for name in path], storage)
+    text = os.fspath(path)
+    if not is_remote(text):
+        return find_local(local_path(text), storage)
+    from shardkit.tar.compressed import is_tar_name
+    from shardkit.tar.names import is_pattern
+
+    folder, name = split_url(text)
+    if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
+        return _find_tars([text], storage)
+    is_index = name.endswith(".json")
+    store = connect(folder if is_index else text, storage)
+    return replace(find_remote(store, name if is_index else None), store=store)
+
+
+def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     """The dataset at a local path; ShardError says what is wrong with it, or what was looked for."""
-    folder, manifest = _find(path)
-    whole = path.is_dir() or path.suffix == ".json"  # a card speaks of a whole dataset, not of some tars
-    return Found(folder, manifest, _read_card(folder / CARD_NAME) if whole else None)
+    from shardkit import tar
+    from shardkit.tar.compressed import is_tar_name
 
+    if path.is_dir():
+        return _find_in_folder(path)
+    if not path.exists() or is_tar_name(path.name):
+        return _find_tars([str(path)], storage)
+    if path.suffix != ".json":
+        raise ShardError(path, "is neither a folder, an index (.json) nor a tar")
+    card = _read_card(path.parent / CARD_NAME)
+    if path.name == "index.json":
+        from shardkit import mds
 
-def is_index_name(name: str) -> bool:
-    """Whether the last part of a URL names an index rather than a folder."""
-    return name.endswith(".json")
+        return Found(path.parent, mds.read_index(path), card)
+    return Found(path.parent, tar.read_shard_list(path), card)
 
 
 def find_remote(store: Store, index_name: str | None = None) -> Found:
-    """The dataset in a store, by one round of requests side by side; `index_name` if the user named one."""
+    """The dataset in a store, by one round of requests side by side; `index_name` if the user named one.
+
+    Where there is no index, the folder's tars are listed.
+    """
     names = [index_name] if index_name else [*_INDEX_NAMES]
     keys = [*names, CARD_NAME]
     with ThreadPoolExecutor(3, thread_name_prefix="shardkit-open") as pool:
         answers = dict(zip(keys, pool.map(lambda key: _get(store, key), keys), strict=True))
     there = {name: text for name in names if isinstance(text := answers[name], bytes)}
     if not there:
-        raise _nothing_found(store, names, answers, is_named=index_name is not None)
+        return _find_in_store(store, names, answers, is_named=index_name is not None)
     if len(there) > 1:
         raise ShardError(store.url, f"has both {' and '.join(there)}; open the one that is meant")
     [(name, text)] = there.items()
@@ -84,56 +126,58 @@ def _get(store: Store, key: str) -> bytes | StoreError:
         raise
 
 
-def _nothing_found(
+def _find_in_store(
     store: Store, names: list[str], answers: Mapping[str, bytes | StoreError], *, is_named: bool
-) -> Exception:
+) -> Found:
+    """The tars of a folder without an index; ShardError if there are none."""
+    from shardkit.tar.find import folder_tars
+
     for name in names:
         error = answers[name]
         if isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError):
-            return error
+            raise error
     if is_named:
-        return ShardError(store.url, f"holds no {names[0]}")
+        raise ShardError(store.url, f"holds no {names[0]}")
     if isinstance(answers[CARD_NAME], bytes):
         problem = "is unfinished: it has a card but no index; run the upload or the build again"
-        return ShardError(store.url, problem)
-    problem = f"holds no dataset: looked for {' and '.join(names)}"
-    return ShardError(store.url, f"{problem} (tars without a list: write one beside them, see shardkit.tar)")
+        raise ShardError(store.url, problem)
+    objects = folder_tars(store)
+    if not objects:
+        raise ShardError(
+            store.url, "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
+        )
+    return _unscanned(None, objects)
 
 
-def _find(path: Path) -> tuple[Path, Manifest]:
-    """The folder that shards' names are relative to, and the manifest."""
+def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
+    """Tars by name; a card speaks of a whole dataset, so some tars have none."""
+    from shardkit.tar.find import expand, local_tars, remote_tars
+
+    if not (len(names) == 1 and Path(names[0]).exists()):  # a file may be called "a{1}.tar"
+        names = expand(names)
+    remote = [is_remote(name) for name in names]
+    if all(remote):
+        store, objects = remote_tars(names, storage)
+        return _unscanned(None, objects, store)
+    if any(remote):
+        raise ShardError(
+            names[remote.index(False)], "is local, others are not; open each, as a stream of its own"
+        )
+    folder, objects = local_tars([str(local_path(name)) for name in names])
+    return _unscanned(folder, objects)
+
+
+def _unscanned(
+    folder: Path | None, objects: Sequence[ObjectInfo], store: ResilientStore | None = None
+) -> Found:
+    from shardkit.tar.find import unscanned
+
+    return Found(folder, unscanned(objects), store=store, versions=[info.version for info in objects])
+
+
+def _find_in_folder(folder: Path) -> Found:
     from shardkit import tar
-    from shardkit.tar.compressed import is_tar_name
-
-    if path.is_dir():
-        return path, _find_in_folder(path)
-    if path.is_file():
-        if is_tar_name(path.name):
-            return path.parent, Manifest("tar", tar.scan_folder(path.parent, [path.name]))
-        if path.name == "index.json":
-            from shardkit import mds
-
-            return path.parent, mds.read_index(path)
-        if path.suffix == ".json":
-            return path.parent, tar.read_shard_list(path)
-        raise ShardError(path, "is neither a folder, an index (.json) nor a tar")
-    if _MAGIC.isdisjoint(str(path)):
-        raise ShardError(path, "there is no such file or folder")
-    parts = path.parts
-    fixed = next(i for i, part in enumerate(parts) if not _MAGIC.isdisjoint(part))
-    folder = Path(*parts[:fixed])
-    names = sorted(
-        p.relative_to(folder).as_posix() for p in folder.glob("/".join(parts[fixed:])) if p.is_file()
-    )
-    if not names or not all(map(is_tar_name, names)):
-        other = next((n for n in names if not is_tar_name(n)), None)
-        found = "no file matches" if other is None else f"it matches {other}, which is no tar"
-        raise ShardError(path, f"a pattern must name .tar files: {found}")
-    return folder, Manifest("tar", tar.scan_folder(folder, names))
-
-
-def _find_in_folder(folder: Path) -> Manifest:
-    from shardkit import tar
+    from shardkit.tar.find import local_objects
     from shardkit.tar.shard_list import LIST_NAME, tar_files
 
     is_mds, is_list = (folder / "index.json").is_file(), (folder / LIST_NAME).is_file()
@@ -142,9 +186,9 @@ def _find_in_folder(folder: Path) -> Manifest:
     if is_mds:
         from shardkit import mds
 
-        return mds.read_index(folder)
+        return Found(folder, mds.read_index(folder), _read_card(folder / CARD_NAME))
     if is_list:
-        return tar.read_shard_list(folder)
+        return Found(folder, tar.read_shard_list(folder), _read_card(folder / CARD_NAME))
     if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
         problem = (
             f"is an unfinished build: neither index.json nor {LIST_NAME} is there yet; run the build again"
@@ -155,7 +199,7 @@ def _find_in_folder(folder: Path) -> Manifest:
         raise ShardError(
             folder, f"holds no dataset: looked for index.json (MDS), {LIST_NAME} and *.tar files"
         )
-    return Manifest("tar", tar.scan_folder(folder, names))
+    return _unscanned(folder, local_objects(folder, names))
 
 
 def _read_card(file: Path) -> dict[str, object] | None:

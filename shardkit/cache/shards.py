@@ -46,15 +46,15 @@ class CachedShards:
         cache: Cache,
         *,
         connections: int = DEFAULT_CONNECTIONS,
+        objects: Mapping[int, tuple[int, str]] | None = None,
     ) -> None:
+        """`objects`: size and version of those known already; no other version of them is read."""
         self.store, self.cache = store, cache
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         self._manifest = manifest
         self._connections = connections
-        self._objects: dict[
-            int, tuple[int, str]
-        ] = {}  # size and version of those that the index says little of
+        self._objects = dict(objects or {})  # size and version of those that the index says little of
         self._fetcher = Fetcher(self, cache, connections=connections)
         self.rows = RowReader(store, manifest, cache.free_disk_bytes)
 
@@ -155,11 +155,16 @@ class CachedShards:
             "manifest": self._manifest,
             "cache": self.cache,
             "connections": self._connections,
+            "objects": self._objects,
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
-            state["store"], state["manifest"], state["cache"], connections=state["connections"]
+            state["store"],
+            state["manifest"],
+            state["cache"],
+            connections=state["connections"],
+            objects=state["objects"],
         )
 
     @cached_property

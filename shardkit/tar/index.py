@@ -41,6 +41,11 @@ class TarIndex:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def fits(self, size: int) -> bool:
+        """Whether all payloads lie in a file of `size` bytes."""
+        ends = self.offsets + self.sizes
+        return not len(ends) or (int(self.offsets.min()) >= 0 and int(ends.max()) <= size)
+
     def members_of(self, extension: str) -> npt.NDArray[np.int64] | None:
         """The member of each sample that has `extension`, or None unless every sample has one."""
         if extension not in self.extensions:

@@ -32,7 +32,7 @@ from shardkit.tar.npy import NpyHeader, parse_npy_header
 from shardkit.tar.shard_list import UNKNOWN, describe_tar, tar_files
 from shardkit.tar.stride import index_constant_stride
 
-__all__ = ["TarShard", "open_shard", "scan_folder", "shard_from_raw", "unpack"]
+__all__ = ["TarShard", "load_raw", "open_shard", "scan_folder", "shard_from_raw", "unpack"]
 
 _CHUNK = 1 << 14  # members compared at a time
 
@@ -60,6 +60,11 @@ class TarShard:
 
     def __len__(self) -> int:
         return len(self._index)
+
+    @property
+    def index(self) -> TarIndex:
+        """Where its members are."""
+        return self._index
 
     def key(self, row: int) -> str:
         """The key of sample `row`: its member names without extensions."""
@@ -212,13 +217,27 @@ def _located(file: str | PathLike[str], offset: int, what: str) -> Iterator[None
 
 
 def open_shard(
-    folder: Path, info: ShardInfo, *, verify: bool = False, allow_pickle: bool = False, decode: bool = True
+    folder: Path,
+    info: ShardInfo,
+    *,
+    verify: bool = False,
+    allow_pickle: bool = False,
+    decode: bool = True,
+    index: TarIndex | None = None,
 ) -> TarShard:
     """The shard that `info` describes; ShardError if the file is missing or not what `info` says.
 
-    `verify` also checks every stated hash. `decode=False` gives members' bytes as they are. The size, the
-    sample count and the columns that `info` states are always checked.
+    `verify` also checks every stated hash. `decode=False` gives members' bytes as they are. `index` is what
+    an earlier scan of the same file found. The size, the sample count and the columns that `info` states are
+    always checked.
     """
+    raw = load_raw(folder, info, verify=verify)
+    file = folder / info.stored.basename
+    return shard_from_raw(file, info, raw, allow_pickle=allow_pickle, decode=decode, index=index)
+
+
+def load_raw(folder: Path, info: ShardInfo, *, verify: bool = False) -> npt.NDArray[np.uint8]:
+    """uint8[raw bytes] of a local tar: a map of the file, or what it decompresses to."""
     file = folder / info.stored.basename
     stored = _map(file)
     if info.stored.bytes not in (UNKNOWN, len(stored)):
@@ -226,8 +245,7 @@ def open_shard(
         raise ShardError(file, problem)
     if verify:
         _verify(stored, info, file)
-    raw = unpack(file, info, stored) if info.compression else stored
-    return shard_from_raw(file, info, raw, allow_pickle=allow_pickle, decode=decode)
+    return unpack(file, info, stored) if info.compression else stored
 
 
 def unpack(
@@ -250,9 +268,11 @@ def shard_from_raw(
     *,
     allow_pickle: bool = False,
     decode: bool = True,
+    index: TarIndex | None = None,
 ) -> TarShard:
     """The tar whose uncompressed bytes are `raw`, wherever they came from; `where` is named in errors."""
-    index = index_constant_stride(raw, where) or group_members(walk_members(raw.data, where), where)
+    if index is None or not index.fits(len(raw)):
+        index = index_constant_stride(raw, where) or group_members(walk_members(raw.data, where), where)
     if info.samples not in (UNKNOWN, len(index)):
         problem = f"has {len(index):,} samples, the index states {info.samples:,}; fetch it again"
         raise ShardError(where, problem)

@@ -1,0 +1,150 @@
+"""The manifest of tars that no list describes: every tar is read through once, in threads.
+
+A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened.
+Where there is a cache folder, `shardkit.cache.tar_indexes` keeps what was found: each tar is scanned by one
+of the processes that open it at once, others wait for it (in bounded time), and later openings scan nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.tar_indexes import TarIndexes
+from shardkit.index import Manifest, ShardInfo
+from shardkit.tar.index_file import Scanned
+from shardkit.tar.shard import shard_from_raw
+
+__all__ = ["scan_tars"]
+
+T = TypeVar("T")
+Load = Callable[[int], npt.NDArray[np.uint8]]
+Tell = Callable[[int], None]
+
+CLAIM_SECONDS = 30.0  # a living scanner needs seconds: whoever holds a tar for longer has been stopped
+_QUIET_SECONDS = 2.0  # shorter scans are not worth a line
+_HEAD_THREADS = 8
+
+
+def scan_tars(
+    manifest: Manifest, load: Load, where: Callable[[int], str], indexes: TarIndexes, *, threads: int
+) -> Manifest:
+    """`manifest` with the samples, sizes and columns of its tars; `load` gives a tar's raw bytes.
+
+    Up to `threads` tars are loaded at a time. ShardError names a tar that is damaged. Scans of more than two
+    seconds are shown on stderr (by the first process of a machine).
+    """
+    shards = manifest.shards
+    found: dict[int, Scanned] = {}
+    numbers = range(len(shards))
+    with ThreadPoolExecutor(min(_HEAD_THREADS, max(1, len(shards)))) as pool:
+        for number, scanned in zip(numbers, pool.map(indexes.scanned, numbers), strict=True):
+            if scanned is not None:
+                found[number] = scanned
+    missing = [number for number in numbers if number not in found]
+    if missing:
+        sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
+        with _shown(sizes) as tell:
+            found |= _scan_all(shards, missing, load, where, indexes, threads=threads, tell=tell)
+        indexes.trim()
+    return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
+
+
+def _scan_all(
+    shards: Iterable[ShardInfo],
+    missing: list[int],
+    load: Load,
+    where: Callable[[int], str],
+    indexes: TarIndexes,
+    *,
+    threads: int,
+    tell: Tell,
+) -> dict[int, Scanned]:
+    infos = dict(enumerate(shards))
+
+    def scan(number: int) -> Scanned:
+        shard = shard_from_raw(where(number), infos[number], load(number))
+        scanned = Scanned(len(shard), shard.info.raw.bytes, shard.columns)
+        indexes.keep(number, scanned, shard.index)
+        return scanned
+
+    if indexes.folder is None:
+        return _side_by_side(scan, missing, threads, tell)
+    claimed = partial(_scan_claimed, scan, indexes)
+    # First those that nobody scans; then whatever others were at, most of which is done by then.
+    first = _side_by_side(partial(claimed, timeout_seconds=0.0), missing, threads, tell)
+    others = [number for number, scanned in first.items() if scanned is None]
+    rest = _side_by_side(partial(claimed, timeout_seconds=CLAIM_SECONDS), others, threads, tell)
+    done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
+    left = [number for number in missing if number not in done]  # their scanner hangs
+    return done | _side_by_side(scan, left, threads, tell)
+
+
+def _scan_claimed(
+    scan: Callable[[int], Scanned], indexes: TarIndexes, number: int, timeout_seconds: float
+) -> Scanned | None:
+    """None if another process is at this tar for all of that time."""
+    claim = indexes.claim(number, timeout_seconds)
+    try:
+        return indexes.scanned(number) or (None if claim is None else scan(number))
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, tell: Tell) -> dict[int, T]:
+    done: dict[int, T] = {}
+    if not numbers:
+        return done
+    with ThreadPoolExecutor(min(threads, len(numbers)), thread_name_prefix="shardkit-scan") as pool:
+        running: dict[Future[T], int] = {pool.submit(work, number): number for number in numbers}
+        try:
+            for future in as_completed(running):
+                number = running[future]
+                done[number] = future.result()
+                if done[number] is not None:
+                    tell(number)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return done
+
+
+def _described(info: ShardInfo, scanned: Scanned) -> ShardInfo:
+    raw = replace(info.raw, bytes=scanned.raw_bytes)
+    return replace(info, raw=raw, samples=scanned.samples, columns=scanned.columns)
+
+
+@contextmanager
+def _shown(sizes: dict[int, int]) -> Iterator[Tell]:
+    """Tells how far a scan is, once it has taken a while."""
+    from shardkit.upload.progress import Listener, Progress, TransferProgress, listen
+
+    began, lock = time.monotonic(), threading.Lock()
+    with ExitStack() as stack:
+        opened: list[Listener] = []
+
+        def hear(report: TransferProgress) -> None:
+            if time.monotonic() - began < _QUIET_SECONDS or os.environ.get("LOCAL_RANK", "0") != "0":
+                return
+            if not opened:
+                opened.append(stack.enter_context(listen(True)))
+            opened[0](report)
+
+        progress = Progress(hear, "scan tars", len(sizes), sum(sizes.values()))
+
+        def tell(number: int) -> None:
+            with lock:
+                progress.add(sizes[number], moved=True)
+
+        yield tell
