@@ -15,8 +15,10 @@ the stream's L lanes, so that each rank keeps to the same part of every stream's
 as nearly as the mixture allows; with one lane in all streams it is sorted by position. A mixture of one
 stream is that stream's order.
 
-Costs. Of a global batch's positions a rank works out stream, index and lane, 60-90 ns each; only its own
-part is located (tests/benchmarks/bench_mixture.py). Threads and forked processes may share these.
+Costs. Of all of a global batch's positions a rank works out stream, index and lane, at 40-60 ns each; it
+locates only its own part. One rank plans a mixture of five streams at about twice the price of one stream,
+160-180 ns a sample against 80 (tests/benchmarks/bench_mixture.py). Threads and forked processes may share
+these.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ import numpy.typing as npt
 
 from shardkit.exclusions import Exclusions
 from shardkit.lanes import MAX_SAMPLES
-from shardkit.mixture import Mixture
+from shardkit.mixture import MAX_POSITION, Mixture
 from shardkit.order import Located, Order
 
 __all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
 
-_LANE_BITS = 16  # of a lane's place among its stream's, which NumPy sorts by radix
+_LANE_BITS = 16  # of a lane's place among its stream's
+_CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
 
 _Ints = npt.NDArray[np.int64]
 _Streams = npt.NDArray[np.int16]
@@ -148,9 +151,8 @@ class MixedOrder:
         array = np.asarray(positions)
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"positions must be integers, not {array.dtype}")
-        flat = array.astype(np.int64).ravel()
-        stream, index = self.mixture.locate_at(flat)
-        return self._located(flat, stream, index).reshape(*array.shape)
+        array = array.astype(np.int64)  # a copy: the result must not change with the caller's array
+        return self._located(array, *self.mixture.locate_at(array.ravel()))
 
     def position_of(self, sample_id: int, epoch: int) -> int | None:
         """Where the mixture delivers a sample in its stream's own `epoch`; None if it never does."""
@@ -162,10 +164,7 @@ class MixedOrder:
 
     def global_batch(self, position: int, size: int) -> _Ints:
         """int64[size]: the positions from `position` on, sorted by lane; those that tie ascend."""
-        if size < 0:
-            raise ValueError(f"size must not be negative: {size}")
-        stream, index = self.mixture.locate(position, size)
-        batch: _Ints = position + self._by_lane(stream[None], index[None])[0]
+        batch: _Ints = self._parts(position, size, 1, slice(None))[0][0]
         return batch
 
     def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
@@ -174,42 +173,53 @@ class MixedOrder:
         Row i is `global_batch(position + i * size, size)`. `part`, as `rank_slice` gives it, cuts each row
         before the samples are located.
         """
+        return self._located(*self._parts(position, size, count, part))
+
+    def _parts(self, position: int, size: int, count: int, part: slice) -> tuple[_Ints, _Streams, _Ints]:
+        """(position, stream, index) of a part of each global batch: arrays of shape (count, len(part))."""
         if size < 0 or count < 0:
             raise ValueError(f"size and count must not be negative: {size}, {count}")
-        stream, index = self.mixture.locate(position, size * count)
-        own = self._by_lane(stream.reshape(count, size), index.reshape(count, size))[:, part]
-        own = own + np.arange(count, dtype=np.int64)[:, None] * size
-        flat = own.ravel()
-        return self._located(position + flat, stream[flat], index[flat]).reshape(*own.shape)
+        if not 0 <= position <= MAX_POSITION - size * count:
+            raise ValueError(f"{size * count:,} positions from {position:,}: positions go from 0 to 2**62")
+        shape = (count, len(range(*part.indices(size))))
+        positions, indices = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        streams = np.empty(shape, dtype=np.int16)
+        rows = max(1, _CHUNK // max(size, 1))
+        for first in range(0, count, rows):
+            piece = slice(first, min(first + rows, count))
+            start, batches = position + first * size, piece.stop - first
+            stream, index = self.mixture.locate(start, batches * size)
+            by_lane = self._by_lane(stream.reshape(batches, size), index.reshape(batches, size))
+            own = by_lane[:, part] + np.arange(batches)[:, None] * size
+            positions[piece], streams[piece], indices[piece] = start + own, stream[own], index[own]
+        return positions, streams, indices
 
     def _by_lane(self, stream: _Streams, index: _Ints) -> npt.NDArray[np.intp]:
         """How to sort each row of samples: by lane over lanes of the stream, equals as they are."""
-        if (self._lanes == 1).all() or not index.size:
+        lanes = self._lanes
+        if (lanes == 1).all() or not index.size:
             return np.broadcast_to(np.arange(index.shape[1]), index.shape)
-        lanes = self._lanes[stream]
-        keys = (index % self._sizes[stream] % lanes << _LANE_BITS) // lanes
+        keys = index % self._sizes[stream]
+        if (lanes == lanes[0]).all():
+            keys %= lanes[0]  # which sorts alike
+        else:
+            lanes = lanes[stream]
+            keys = (keys % lanes << _LANE_BITS) // lanes
+        # uint16 is what NumPy sorts stably by radix, in linear time.
         return np.argsort(keys.astype(np.uint16), axis=1, kind="stable")
 
     def _located(self, positions: _Ints, stream: _Streams, index: _Ints) -> Located:
-        count = len(positions)
-        located = Located(
-            position=positions,
-            epoch=np.empty(count, dtype=np.int64),
-            shard=np.empty(count, dtype=np.int32),
-            row=np.empty(count, dtype=np.int64),
-            lane=np.empty(count, dtype=np.int32),
-            sample_id=np.empty(count, dtype=np.int64),
-        )
+        """All of a mixture's `Located`, in the shape of these arrays."""
+        stream, index, count = stream.ravel(), index.ravel(), positions.size
+        epoch, row, sample_id = (np.empty(count, dtype=np.int64) for _ in range(3))
+        shard, lane = (np.empty(count, dtype=np.int32) for _ in range(2))
         for number, which in _by_stream(stream):
             found = self.streams[number].locate(index[which])
-            located.epoch[which], located.lane[which], located.row[which] = (
-                found.epoch,
-                found.lane,
-                found.row,
-            )
-            located.shard[which] = found.shard + self.first_shards[number]
-            located.sample_id[which] = found.sample_id + self.first_samples[number]
-        return located
+            epoch[which], row[which], lane[which] = found.epoch, found.row, found.lane
+            shard[which] = found.shard + np.int32(self.first_shards[number])
+            sample_id[which] = found.sample_id + self.first_samples[number]
+        located = Located(positions.ravel(), epoch, shard, row, lane, sample_id)
+        return located.reshape(*positions.shape)
 
 
 def _starts(sizes: list[int]) -> _Ints:

@@ -14,7 +14,7 @@ position depends on the seed and on the segments that start at or before it alon
 anywhere, in the middle of a block too, without touching what was before. Integers only; golden vectors and a
 plain-Python reference in the tests pin all of it.
 
-Costs. No memory but for a call's. Seeking costs one block (about 100 microseconds), a position 30-60 ns in
+Costs. No memory but for a call's. Seeking costs one block (about 100 microseconds), a position 30-50 ns in
 calls for thousands (tests/benchmarks/bench_mixture.py). Threads and forked processes may share a `Mixture`.
 """
 
