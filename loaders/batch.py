@@ -12,6 +12,7 @@ batches at once. With eos = 0 a row 5 6 0 7 0 0 0 gives
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,9 @@ Batch = dict[str, Any]
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss ignores it by default
 
 _Array = npt.NDArray[np.generic]
+_Ints = npt.NDArray[np.int64]
+SplitIds = Callable[[_Ints], tuple[_Ints, _Ints]]
+"""Gives (stream, row number in its dataset) of samples that are numbered through all streams."""
 _Bools = npt.NDArray[np.bool_]
 
 
@@ -90,6 +94,7 @@ class BatchMaker:
         *,
         return_ids: bool = False,
         mark_padding: bool = False,
+        split_ids: SplitIds | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.config = config
@@ -97,6 +102,7 @@ class BatchMaker:
         self.eos_id = eos_id
         self.return_ids = return_ids
         self.mark_padding = mark_padding
+        self.split_ids = split_ids
         self._only_columns = not (return_ids or mark_padding or config.document_extras)
 
     def make(self, columns: Columns, sample_ids: npt.NDArray[np.int64]) -> tuple[list[Batch], int]:
@@ -133,6 +139,8 @@ class BatchMaker:
                 extras["document_ids"] = segments.document_ids()
         if self.return_ids:
             extras["sample_id"] = sample_ids
+            if self.split_ids is not None:
+                extras["stream_id"], extras["sample_id"] = self.split_ids(sample_ids)
         if padding is not None:
             extras["is_padding"] = padding
         return extras

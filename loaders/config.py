@@ -7,8 +7,9 @@ names); `LoaderConfig` holds them with their defaults, checked.
 from __future__ import annotations
 
 import difflib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     import torch
 
     from shardkit.dataset import Dataset
+    from shardkit.exclusions import Exclusions
 
-__all__ = ["LoaderConfig", "LoaderOptions", "Stream", "TokenDtype", "output_dtype"]
+__all__ = ["LoaderConfig", "LoaderOptions", "Stream", "TokenDtype", "Weights", "output_dtype"]
 
 TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
+ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
+Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
+"""Of all streams in their order, or by their names; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
 # Types that hold every token id of a stored type although they are signed: ids stay far below 2**31.
@@ -33,14 +38,37 @@ _SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A dataset and its weight among others. Only one stream is supported yet."""
+    """A dataset and its share in a mixture.
+
+    Of every `sum of weights` consecutive samples, exactly `weight` come from this stream. Each stream is
+    shuffled anew whenever it begins again.
+    """
 
     path: str | os.PathLike[str] | Dataset
-    weight: int = 1
+    weight: float = 1
+    """A whole number or a decimal such as 0.7, taken exactly as written; 0: none until a schedule says so."""
+    name: str | None = None
+    """How schedules, errors and figures call it; default: the last part of the path."""
+    repeat: float | None = None
+    """Deliver the dataset at most so many times; None: as often as the weights ask for."""
+    choose: int | None = None
+    """Deliver at most so many samples."""
+    exclude: ExcludedRows = None
+    """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int) or self.weight < 1:
-            raise ValueError(f"a stream's weight must be a whole number of at least 1, not {self.weight!r}")
+        is_number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
+        if not is_number or not 0 <= self.weight < math.inf:
+            raise ValueError(f"a stream's weight must be a number of at least 0, not {self.weight!r}")
+        if self.repeat is not None and not 0 < self.repeat < math.inf:
+            raise ValueError(f"repeat must be above 0, not {self.repeat!r}")
+        if self.choose is not None and (isinstance(self.choose, bool) or self.choose < 1):
+            raise ValueError(f"choose must be a whole number of at least 1, not {self.choose!r}")
+
+    def limit(self, samples: int) -> int | None:
+        """Samples that may be delivered in all, of a dataset that has `samples`; None: any number."""
+        limits = [] if self.repeat is None else [math.floor(self.repeat * samples)]
+        return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -55,6 +83,9 @@ class LoaderOptions(TypedDict, total=False):
     endless: bool
     lanes: int | None
     window: int | None
+    schedule: Sequence[tuple[int, Weights]] | None
+    epoch_samples: int | None
+    mixed_lengths: bool
     prefetch_batches: int
     prefetch_bytes: int | str
     timeout_seconds: float
@@ -88,6 +119,14 @@ class LoaderConfig:
     """Lanes of the window shuffle; default from the first run's batch size, kept in the state."""
     window: int | None = None
     """Samples shuffled together in a lane; default: two of all lanes' hold 4 GiB, kept in the state."""
+    schedule: Sequence[tuple[int, Weights]] | None = None
+    """A mixture's weights from given positions (in samples over all ranks) on, instead of the streams' own.
+
+    For example [(0, {"web": 3, "code": 1}), (81_000_000, {"web": 1, "code": 1})]."""
+    epoch_samples: int | None = None
+    """Samples of a mixture that make an epoch; default: of all streams together, kept in the state."""
+    mixed_lengths: bool = False
+    """Allow streams whose samples differ in shape, for a schedule that changes from some to others."""
     prefetch_batches: int = 64
     """Most batches ready ahead of the training loop; 0: no thread, batches are made when asked for."""
     prefetch_bytes: int | str = "256MiB"
@@ -112,6 +151,8 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
+        if self.epoch_samples is not None and self.epoch_samples < 1:
+            raise ValueError(f"epoch_samples must be at least 1, not {self.epoch_samples}")
         if not 0 <= self.prefetch_batches <= MAX_PREFETCH_BATCHES:
             limits = f"from 0 to {MAX_PREFETCH_BATCHES:,}"
             raise ValueError(f"prefetch_batches must be {limits}, not {self.prefetch_batches}")

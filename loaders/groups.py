@@ -16,23 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.waits import FetchTimeoutError
+from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
-from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.plan import BatchPlan, Cursor
 from shardkit.loaders.prefetch import LoaderTimeoutError
 from shardkit.loaders.rows import Reader
 from shardkit.loaders.sources import SourceInfo
-from shardkit.order import Order
+from shardkit.loaders.streams import Streams
 from shardkit.storage.errors import StoreError
 
-__all__ = ["Cursor", "Group", "GroupMaker"]
+__all__ = ["Group", "GroupMaker"]
 
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
 GROUP_BYTES = 2 << 20
 _GROWTH = 8  # of each plan over the one before
-
-Cursor = tuple[int, int]
-"""(position, batches delivered in its epoch)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +61,39 @@ class GroupMaker:
 
     def __init__(
         self,
-        order: Order,
+        arrangement: Arrangement,
         plan: BatchPlan,
         source: SourceInfo,
         maker: BatchMaker,
         *,
-        shard_names: list[str],
+        streams: Streams,
     ) -> None:
-        self._order, self._plan, self._source, self._maker = order, plan, source, maker
-        self._shard_names = shard_names
+        self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
+        self._streams = streams
+        self._limit = arrangement.limit()
         self._planning, self._reading = "", 0
 
-    def groups(self, cursor: Cursor, *, endless: bool) -> Iterator[Group]:
-        """The batches of the epoch of the next batch; all that follow, if endless."""
+    def groups(
+        self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1
+    ) -> Iterator[Group]:
+        """The batches of the epoch of the next batch; all that follow, if endless.
+
+        Of these batches, number `first` and each `every`-th after it; the others cost nothing.
+        """
+        skip = first
         rows = self._plan.batch_size
         most = max(rows, min(self._source.plan_bytes // self._source.stored_bytes, PLAN_ROWS))
         while True:
             left = self._plan.batches_left(cursor[0])
             while left:
-                planned = self._next_plan(cursor, left, rows)
+                passed = min(skip, left)
+                cursor, skip, left = self._plan.advance(cursor, passed), skip - passed, left - passed
+                if not left:
+                    break
+                planned = self._next_plan(cursor, left, rows, every)
                 yield from self._groups(planned)
-                cursor, left = planned.cursors[-1], left - len(planned.cursors)
+                cursor, skip = planned.cursors[-1], every - 1
+                left -= (len(planned.cursors) - 1) * every + 1
                 # A plan waits for all its shards: where they have to come first, short plans wait for few.
                 is_late = self._source.source.waited
                 rows = max(rows // _GROWTH, self._plan.batch_size) if is_late else min(rows * _GROWTH, most)
@@ -97,17 +107,17 @@ class GroupMaker:
         place = f"rank {plan.rank} of {plan.world_size}, step {step:,} (up to position {position:,})"
         return f"{place}{self._planning}{self._source.source.progress()}"
 
-    def _next_plan(self, cursor: Cursor, left: int, rows: int) -> _Planned:
-        """Plan about `rows` samples, of the `left` batches that the epoch still has."""
+    def _next_plan(self, cursor: Cursor, left: int, rows: int, every: int) -> _Planned:
+        """Plan about `rows` samples, of each `every`-th of the `left` batches that the epoch still has."""
         position, delivered = cursor
         most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
-        count = max(1, min(most, left))
-        self._source.source.advance(position)
+        count = self._allowed(position, max(1, min(most, -(-left // every))), every)
+        self._source.source.advance(self._arrangement.positions(position))
         self._reading = position
         self._planning = f"; planning from position {position:,}"
-        steps = self._plan.steps(self._order, position, count)
-        cursors = [(after, delivered + number) for number, after in enumerate(steps.after, 1)]
-        if count == left:
+        steps = self._plan.steps(self._arrangement.order, position, count, every=every)
+        cursors = [(after, delivered + number * every + 1) for number, after in enumerate(steps.after)]
+        if (count - 1) * every + 1 == left:
             cursors[-1] = (steps.after[-1], 0)
         shard, row, ids = steps.shard.ravel(), steps.row.ravel(), steps.sample_id.ravel()
         real = None
@@ -120,6 +130,17 @@ class GroupMaker:
             reader = self._source.source.reader(shard, row)
         self._planning = ""
         return _Planned(cursors, ids, reader, real)
+
+    def _allowed(self, position: int, count: int, every: int) -> int:
+        """How many of `count` batches the streams' limits allow; StreamExhaustedError if none."""
+        if self._limit is None:
+            return count
+        plan = self._plan
+        batch = min(plan.global_batch, plan.samples - position % plan.samples) if plan.tail == "pad" else 0
+        start = plan.start(position)
+        self._arrangement.check(start + (batch or plan.global_batch), self._limit, plan.global_batch)
+        allowed = (self._limit.position - start) // plan.global_batch
+        return max(1, min(count, -(-allowed // every)))
 
     def _groups(self, planned: _Planned) -> Iterator[Group]:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
@@ -151,4 +172,4 @@ class GroupMaker:
             return "nothing"
         used = np.unique(shard)
         more = f" and {len(used) - 1} more" if len(used) > 1 else ""
-        return f"{self._shard_names[int(used[0])]}{more}"
+        return f"{self._streams.infos[int(used[0])].stored.basename}{more}"

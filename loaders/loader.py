@@ -14,27 +14,31 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack
 
 import torch
 
 from shardkit.dataset import Dataset
+from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
 from shardkit.loaders.distributed import find_place
 from shardkit.loaders.groups import Group, GroupMaker
-from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.opening import named_weights, open_streams
+from shardkit.loaders.plan import BatchPlan, Cursor
 from shardkit.loaders.prefetch import Limits, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
-from shardkit.loaders.setup import find_eos_id, open_streams, shuffle_sizes, telemetry_sources
+from shardkit.loaders.setup import find_eos_id, stream_sizes, telemetry_sources
 from shardkit.loaders.sources import open_source
-from shardkit.loaders.state import LoaderState, OnMismatch, StreamState, Tail, resume
+from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
 from shardkit.loaders.stats import LoaderStats
 from shardkit.loaders.stop_together import PeerError, StopTogether
 from shardkit.loaders.telemetry import Telemetry
-from shardkit.order import Order, OrderSpec, Shuffle
+from shardkit.order import OrderSpec, Shuffle
 from shardkit.units import parse_bytes
 from shardkit.uses import lanes_of_part
 
@@ -44,12 +48,12 @@ __all__ = ["StreamingLoader"]
 class StreamingLoader:
     """Iterates over a dataset's batches: {"tokens": int64[batch_size, length], …}, one epoch per `for`.
 
-    `dataset`: a path, an open `Dataset` or a list of one `Stream`. `batch_size`: sequences per rank and step.
-    `shuffle`: "window" (in bounded runs of every lane), "global" or "none". `tail`: what happens at an
-    epoch's edge: "carry" the batch on into the next epoch, "drop" it, or "pad" it with flagged rows. `rank`
-    and `world_size` default to torch.distributed's, then torchrun's, then 0 of 1. `dtype`: of the tokens;
-    None means as stored. `return_ids` adds `sample_id`, row numbers in dataset order. Further options:
-    see `LoaderConfig`.
+    `dataset`: a path, an open `Dataset` or a list of `Stream`, which are mixed by weight. `batch_size`:
+    sequences per rank and step. `shuffle`: "window" (in bounded runs of every lane), "global" or "none".
+    `tail`: what happens at an epoch's edge: "carry" the batch on into the next epoch, "drop" it, or "pad" it
+    with flagged rows. `rank` and `world_size` default to torch.distributed's, then torchrun's, then 0 of 1.
+    `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`, row numbers in dataset order,
+    and in a mixture `stream_id`, which of the streams they belong to. Further options: see `LoaderConfig`.
 
     Datasets of other columns give numbers and arrays of constant shape as tensors and all else as lists.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1, the label -100.
@@ -72,36 +76,52 @@ class StreamingLoader:
         self.config = LoaderConfig.of(options)
         place = self._place = find_place(rank, world_size)
         self._running: Prefetcher[Group] | None = None
+        self._iteration: object = None
         self._stop_together = StopTogether(grace_seconds=self.config.stop_grace_seconds)
         self._stop_together.on_peer_error(self._interrupt)
-        self._stop_together.watch(place.rank, place.world_size)
-        self.dataset = open_streams(dataset, self.config, place.local_world_size)
-        self._plan = BatchPlan(len(self.dataset), batch_size, place.rank, place.world_size, tail)
-        self._source = open_source(self.dataset, self.config.columns, dtype)
-        lanes, window = shuffle_sizes(
-            self.dataset, self._plan, self.config, place.nodes, self._source.stored_bytes
+        self._watch_peers()
+        self._opened = open_streams(dataset, self.config, place.local_world_size)
+        streams, mixture = self._opened.streams, self._opened.mixture(self.config)
+        samples = sum(self._opened.kept) if mixture is None else mixture.epoch_samples
+        self._plan = BatchPlan(samples, batch_size, place.rank, place.world_size, tail)
+        self._source = open_source(
+            streams, self.config.columns, dtype, mixed_lengths=self.config.mixed_lengths
         )
-        self._state = LoaderState(
-            position=0,
-            epoch_batches=0,
-            order=OrderSpec(seed, lanes, window, shuffle),
-            tail=tail,
-            streams=(StreamState(self.dataset.fingerprint, len(self.dataset)),),
-        )
-        self._order = Order(self.dataset.manifest.shard_samples, self._state.order)
+        lanes, window = stream_sizes(streams, self._plan, self.config, place.nodes, self._source.stored_bytes)
         self._cursor = (0, 0)
+        self._arrange(
+            LoaderState(
+                position=0,
+                epoch_batches=0,
+                order=OrderSpec(seed, lanes, window, shuffle),
+                tail=tail,
+                streams=self._opened.states(),
+                mixture=mixture,
+            )
+        )
         self._maker = BatchMaker(
             batch_size=batch_size,
             config=self.config,
             token_key=self._source.token_key,
-            eos_id=find_eos_id(self.dataset, self.config, self._source.token_key),
+            eos_id=find_eos_id(streams, self.config, self._source.token_key),
             return_ids=return_ids,
             mark_padding=tail == "pad",
+            split_ids=streams.split_ids if len(streams) > 1 else None,
         )
-        self._telemetry = Telemetry(batch_size, sources=telemetry_sources(self.dataset))
+        self._telemetry = Telemetry(batch_size, sources=telemetry_sources(streams))
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": place.rank})
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset, open; the first one of a mixture."""
+        return self.datasets[0]
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """The datasets of all streams, open."""
+        return self._opened.streams.datasets
 
     @property
     def rank(self) -> int:
@@ -122,6 +142,16 @@ class StreamingLoader:
         return self._cursor[0]
 
     @property
+    def cursor(self) -> Cursor:
+        """(`position`, batches delivered in the epoch): what moves in a state."""
+        return self._cursor
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How epochs are cut into batches."""
+        return self._plan
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
         return self._plan.epoch(self.position)
@@ -137,27 +167,39 @@ class StreamingLoader:
         if worker is not None and worker.num_workers > 1:
             raise RuntimeError(
                 f"a StreamingLoader in {worker.num_workers} DataLoader workers would deliver every batch "
-                f"{worker.num_workers} times: iterate over it directly (it prefetches by itself)"
+                f"{worker.num_workers} times: iterate over it directly (it prefetches by itself), or give "
+                "the DataLoader a shardkit.loaders.pytorch.StreamingDataset"
             )
+        return self.iterate()
+
+    def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
+        """The batches that a `for` gives, or of these only number `first` and each `every`-th after it.
+
+        With `every` above 1 the loader does not know what else is delivered: its state is of no use.
+        """
         self._stop()
-        self._stop_together.watch(self.rank, self.world_size)  # the process group may have come since
+        self._watch_peers()  # the process group may have come since
+        self._announce_limit()
+        self._iteration = object()
+        return self._deliver(self._start(first, every), self._iteration)
+
+    def _start(self, first: int = 0, every: int = 1) -> Prefetcher[Group]:
+        """Begin to make batches from the next one on."""
         config = self.config
         maker = GroupMaker(
-            self._order,
-            self._plan,
-            self._source,
-            self._maker,
-            shard_names=[info.stored.basename for info in self.dataset.manifest.shards],
+            self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
         )
-        if self.dataset.shards is not None:
-            self.dataset.shards.timeout_seconds = config.timeout_seconds
-            self._source.source.restart(self._follow)
+        for dataset in self.datasets:
+            if dataset.shards is not None:
+                dataset.shards.timeout_seconds = config.timeout_seconds
+        self._source.source.restart(self._follow)
         limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
         cursor = (self.position, self._delivered())
-        self._running = Prefetcher(maker.groups(cursor, endless=config.endless), limits, maker.describe)
-        return self._deliver(self._running)
+        groups = maker.groups(cursor, endless=config.endless, first=first, every=every)
+        self._running = Prefetcher(groups, limits, maker.describe)
+        return self._running
 
-    def _deliver(self, running: Prefetcher[Group]) -> Iterator[Batch]:
+    def _deliver(self, running: Prefetcher[Group], iteration: object) -> Iterator[Batch]:
         try:
             while (group := self._next_group(running)) is not None:
                 for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
@@ -166,10 +208,13 @@ class StreamingLoader:
                         self._telemetry.more()
                     self._cursor = cursor
                     yield batch
-                    if self._running is not running:
+                    if self._iteration is not iteration or self._running is None:
                         raise RuntimeError(
                             "this iterator has ended: its loader was closed, iterated anew or given a state"
                         )
+                    if self._running is not running:  # the weights that follow have changed
+                        running = self._running
+                        break
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
             raise
@@ -192,8 +237,7 @@ class StreamingLoader:
     def state_dict(self) -> dict[str, object]:
         """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
         position, epoch_batches = self._cursor
-        state = self._state
-        return LoaderState(position, epoch_batches, state.order, state.tail, state.streams).to_dict()
+        return replace(self._state, position=position, epoch_batches=epoch_batches).to_dict()
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken; batch size and world size may differ from that run's.
@@ -201,14 +245,44 @@ class StreamingLoader:
         StateError lists what else differs. "fork" goes on from the position all the same, with this loader's
         own dataset and settings: a new order, on purpose.
         """
-        names = ("lanes", "window")
+        names = ("lanes", "window", "schedule", "epoch_samples")
         fixed = frozenset(name for name in names if getattr(self.config, name) is not None)
         resumed = resume(LoaderState.from_dict(state), self._state, fixed=fixed, on_mismatch=on_mismatch)
         self._stop()
-        if resumed.order != self._order.spec:
-            self._order = Order(self.dataset.manifest.shard_samples, resumed.order)
-        self._state = resumed
+        if replace(resumed, position=0, epoch_batches=0) != self._state:
+            self._arrange(resumed)
         self._cursor = (resumed.position, resumed.epoch_batches)
+
+    def set_weights(self, weights: Weights, *, at_position: int) -> None:
+        """Mix with `weights` from `at_position` on, which must not have been delivered yet.
+
+        Positions count samples over all ranks: step times global batch. The change is part of the state from
+        now on. All ranks must make it, while holding the same batch; a running `for` goes on.
+        """
+        mixture = self._state.mixture
+        if mixture is None:
+            raise ValueError("this loader has one stream only: there is nothing to weigh")
+        if at_position < self.position:
+            raise ValueError(
+                f"position {at_position:,} has been delivered: weights can change from {self.position:,} on"
+            )
+        changed = mixture.schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
+        running, iteration = self._running, self._iteration
+        self._stop()
+        self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
+        if running is not None:
+            self._iteration = iteration
+            self._start()
+
+    def stream_samples(self) -> dict[str, int]:
+        """Samples that each stream has delivered so far, over all ranks and its epochs."""
+        counts = self._arrangement.positions(self.position)
+        return dict(zip(self._opened.streams.names, counts, strict=True))
+
+    def exhausted_at(self) -> int | None:
+        """The first position that the streams' limits do not allow, None if there is none."""
+        limit = self._arrangement.limit()
+        return None if limit is None else limit.position
 
     def close(self) -> None:
         """End prefetching and forget the open shards; batches already handed out stay valid."""
@@ -216,7 +290,7 @@ class StreamingLoader:
         if self._metrics is not None:
             self._metrics.close()
         self._stop_together.close()
-        self.dataset.close()
+        self._opened.streams.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,10 +303,12 @@ class StreamingLoader:
         self.close()
 
     def __repr__(self) -> str:
-        plan, order = self._plan, self._order.spec
+        plan, order = self._plan, self._state.order
+        data = [dataset.location for dataset in self.datasets]
         return (
-            f"StreamingLoader({self.dataset.location!r}, batch_size={plan.batch_size}, seed={order.seed}, "
-            f"shuffle={order.shuffle!r}, tail={plan.tail!r}, rank={plan.rank}, world_size={plan.world_size}, "
+            f"StreamingLoader({data[0] if len(data) == 1 else data!r}, batch_size={plan.batch_size}, "
+            f"seed={order.seed}, shuffle={order.shuffle!r}, tail={plan.tail!r}, rank={plan.rank}, "
+            f"world_size={plan.world_size}, "
             f"lanes={order.lanes}, window={order.window}, position={self.position})"
         )
 
@@ -240,19 +316,46 @@ class StreamingLoader:
         """A peer has failed: whoever waits for a batch here hears of it at once. From any thread."""
         if (running := self._running) is not None:
             running.fail(error)
-        if self.dataset.shards is not None:
-            self.dataset.shards.close()
+        for dataset in self.datasets:
+            if dataset.shards is not None:
+                dataset.shards.close()
+
+    def _watch_peers(self) -> None:
+        """Hear of other ranks' errors; a DataLoader's workers leave that to the process that started them."""
+        if torch.utils.data.get_worker_info() is None:
+            self._stop_together.watch(self._place.rank, self._place.world_size)
 
     def _delivered(self) -> int:
         """Batches delivered in the epoch of the next batch."""
         position, delivered = self._cursor
         return delivered if self._plan.start(position) == position else 0
 
-    def _follow(self) -> None:
-        """Let a remote dataset's shards be fetched ahead of this run."""
-        shards = self.dataset.shards
+    def _arrange(self, state: LoaderState) -> None:
+        """Fix the order that a state's constants make."""
+        self._state = replace(state, position=0, epoch_batches=0)
+        self._plan = replace(self._plan, samples=state.epoch_samples)
+        opened = self._opened
+        self._arrangement = Arrangement(opened.streams, state, opened.exclusions, opened.limits)
+
+    def _announce_limit(self) -> None:
+        """Warn ahead of an end that the streams' limits will make."""
+        limit = self._arrangement.limit()
+        epoch_end = (self.epoch + 1) * self._plan.samples
+        if limit is not None and (self.config.endless or limit.position < epoch_end):
+            warnings.warn(limit.message(self._plan.global_batch), RuntimeWarning, stacklevel=3)
+
+    def _follow(self, stream: int) -> None:
+        """Let a remote stream's shards be fetched ahead of this run."""
+        shards = self.datasets[stream].shards
         assert shards is not None
-        shards.follow(self._order, self.position, self._lanes_of_node(shards.cache.is_shared))
+        others = [d.shards for d in self.datasets if d.shards is not None and d.shards is not shards]
+        shards.follow(
+            self._arrangement.stream_orders[stream],
+            self._arrangement.positions(self.position)[stream],
+            self._lanes_of_node(shards.cache.is_shared),
+            share=self._opened.shares(self._state)[stream] if shards.cache.is_shared else 1.0,
+            beside=others,
+        )
 
     def _lanes_of_node(self, is_shared: bool) -> range:
         """Lanes that this process, or all that share its cache, may read."""
@@ -264,9 +367,10 @@ class StreamingLoader:
                 place.local_world_size,
             )
         part = batch // place.world_size
-        return lanes_of_part(batch, self._order.spec.lanes, slice(first * part, (first + count) * part))
+        return lanes_of_part(batch, self._state.order.lanes, slice(first * part, (first + count) * part))
 
     def _stop(self) -> None:
+        self._iteration = None
         if self._running is not None:
             self._running.close()
             self._running = None

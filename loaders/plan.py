@@ -1,4 +1,4 @@
-"""Which samples make up which batch of which rank: pure arithmetic on top of `shardkit.order`, no I/O.
+"""Which samples make up which batch of which rank: pure arithmetic on top of an order, no I/O.
 
 With N samples, B sequences per rank and R ranks, global batch G = B * R. Position p is sample p % N of epoch
 p // N for every tail and batch size, so both may change between runs. A batch covers positions [p, p + G),
@@ -15,17 +15,30 @@ All ranks plan from the same position, so that they always have the same number 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.loaders.state import Tail
-from shardkit.order import Order, rank_slice
+from shardkit.order import Located, rank_slice
 
-__all__ = ["BatchPlan", "Steps"]
+__all__ = ["BatchPlan", "Cursor", "SampleOrder", "Steps"]
 
 MAX_BATCH = 1 << 24  # sequences per rank and step; far above any training run, below any memory
+
+Cursor = tuple[int, int]
+"""(position, batches delivered in its epoch)."""
+
+
+class SampleOrder(Protocol):
+    """An order of samples: of one dataset (`shardkit.order`) or of several (`shardkit.mixed_order`)."""
+
+    def locate(self, positions: npt.NDArray[np.int64], /) -> Located: ...
+    def global_batch(self, position: int, size: int, /) -> npt.NDArray[np.int64]: ...
+    def global_batches(
+        self, position: int, size: int, count: int, /, *, part: slice, every: int
+    ) -> Located: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class BatchPlan:
         if self.tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}, not {self.tail!r}")
         if self.samples < 1:
-            raise ValueError("the dataset has no samples")
+            raise ValueError("the dataset has no samples, or all are excluded")
         if self.tail == "drop" and self.samples < self.global_batch:
             raise ValueError(
                 f"tail='drop' would deliver nothing: the dataset has {self.samples:,} samples and a batch "
@@ -88,23 +101,35 @@ class BatchPlan:
         left = self.samples - self.start(position) % self.samples
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
-    def steps(self, order: Order, position: int, count: int) -> Steps:
-        """The next `count` batches of this rank, all of one epoch: count <= batches_left(position)."""
-        assert 1 <= count <= self.batches_left(position)
+    def advance(self, cursor: Cursor, batches: int) -> Cursor:
+        """Where the loader is `batches` batches after `cursor`."""
+        position, delivered = cursor
+        while batches:
+            left = self.batches_left(position)
+            passed = min(batches, left)
+            position = self.after(self.start(position) + (passed - 1) * self.global_batch)
+            delivered = delivered + passed if passed < left else 0
+            batches -= passed
+        return position, delivered
+
+    def steps(self, order: SampleOrder, position: int, count: int, *, every: int = 1) -> Steps:
+        """`count` batches of this rank, all of one epoch: the next one and each `every`-th after it."""
+        assert 1 <= (count - 1) * every + 1 <= self.batches_left(position)
         start = self.start(position)
-        after = self._afters(start, count)
-        short = self.tail == "pad" and after[-1] - start < count * self.global_batch
-        whole = count - short
+        after = self._afters(start, count, every)
+        last = start + (count - 1) * every * self.global_batch
+        short = self.tail == "pad" and after[-1] - last < self.global_batch
         part = rank_slice(self.global_batch, self.rank, self.world_size)
-        located = order.global_batches(start, self.global_batch, whole, part=part)
+        located = order.global_batches(start, self.global_batch, count - short, part=part, every=every)
         steps = Steps(located.shard, located.row, located.sample_id, after)
-        return self._with_short_batch(order, steps, start + whole * self.global_batch) if short else steps
+        return self._with_short_batch(order, steps, last) if short else steps
 
-    def _afters(self, start: int, count: int) -> tuple[int, ...]:
-        ends = range(start + self.global_batch, start + count * self.global_batch, self.global_batch)
-        return (*ends, self.after(start + (count - 1) * self.global_batch))
+    def _afters(self, start: int, count: int, every: int) -> tuple[int, ...]:
+        step = every * self.global_batch
+        last = start + (count - 1) * step
+        return (*range(start + self.global_batch, last + self.global_batch, step), self.after(last))
 
-    def _with_short_batch(self, order: Order, steps: Steps, start: int) -> Steps:
+    def _with_short_batch(self, order: SampleOrder, steps: Steps, start: int) -> Steps:
         """`steps` and the epoch's last batch, which starts at `start` and ends before it is full."""
         real = order.global_batch(start, self.samples - start % self.samples)
         low, high = (len(real) * rank // self.world_size for rank in (self.rank, self.rank + 1))

@@ -13,7 +13,7 @@ holds the arrays it draws from, so that their maps outlive it whatever is closed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.rows import FetchedRows
-from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.loaders.cold import ColdRows, waiting_for
+from shardkit.loaders.cold import ColdRows
 from shardkit.loaders.gather import Gather
+from shardkit.loaders.streams import Streams
 
 __all__ = ["Columns", "FixedColumn", "FixedRows", "Reader"]
 
@@ -37,39 +37,40 @@ _MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would 
 
 @dataclass(frozen=True, slots=True)
 class FixedColumn:
-    """A column of constant size: name in the dataset, shape of a row, types as stored and delivered."""
+    """A column of constant size: name in each stream, shape of a row, types as stored and delivered."""
 
-    name: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     stored: np.dtype[np.generic]
     delivered: np.dtype[np.generic]
 
 
 class FixedRows:
-    """Reads datasets of which only columns of constant size are wanted."""
+    """Reads streams of which only columns of constant size are wanted, the same of all."""
 
-    def __init__(self, dataset: Dataset, columns: Mapping[str, FixedColumn]) -> None:
+    def __init__(self, streams: Streams, columns: Mapping[str, FixedColumn]) -> None:
         """`columns`: by the name under which a batch has them."""
-        self._cold = ColdRows(dataset)
-        self._columns = {name: _MappedColumn(dataset, column) for name, column in columns.items()}
+        self._streams = streams
+        self._cold = ColdRows(streams)
+        self._columns = {name: _MappedColumn(streams, column) for name, column in columns.items()}
         self.waited = False
 
-    def restart(self, follow: Callable[[], None]) -> None:
+    def restart(self, follow: Callable[[int], None]) -> None:
         """A run begins, perhaps elsewhere: its first rows may be fetched one by one again."""
         self._cold.restart(follow)
 
-    def advance(self, position: int) -> None:
-        """Everything before `position` has been read."""
-        self._cold.advance(position)
+    def advance(self, positions: Sequence[int]) -> None:
+        """Everything before these positions, one for each stream, has been read."""
+        self._cold.advance(positions)
 
     def progress(self) -> str:
         """What is being waited for, as the end of a sentence; "" if nothing is."""
-        return waiting_for(self._cold.dataset)
+        return self._cold.progress()
 
     def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
         """A reader of samples (shard[i], row[i]); maps the shards it needs, ShardError if one is damaged."""
         # Offsets become addresses: a row that its shard does not have must never get that far.
-        if not ((row >= 0) & (row < self._cold.dataset.manifest.shard_samples[shard])).all():
+        if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
             raise IndexError("a row was asked for that its shard does not have")
         used = np.unique(shard)
         fetched = self._cold.fetch(used, shard, row)
@@ -81,12 +82,12 @@ class FixedRows:
 class _MappedColumn:
     """The maps of one column and where in memory their rows are."""
 
-    def __init__(self, dataset: Dataset, column: FixedColumn) -> None:
-        self._dataset = dataset
+    def __init__(self, streams: Streams, column: FixedColumn) -> None:
+        self._streams = streams
         self._column = column
         self._row_bytes = column.stored.itemsize * prod(column.shape)
         self._gather = Gather(column.shape, column.stored, column.delivered)
-        shards = len(dataset.manifest.shards)
+        shards = len(streams.infos)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
         self._maps: dict[int, npt.NDArray[np.generic]] = {}
@@ -101,7 +102,7 @@ class _MappedColumn:
     ) -> Callable[[int, int], npt.NDArray[np.generic]]:
         """A reader of checked rows; `used` are their shards, of which some have their rows in `fetched`."""
         numbers = used.tolist()
-        # Shards that this plan does not touch are let go; the dataset keeps the recent ones open.
+        # Shards that this plan does not touch are let go; their dataset keeps the recent ones open.
         self._maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
         held = list(self._maps.values())
         if fetched:
@@ -137,9 +138,9 @@ class _MappedColumn:
 
     def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
         """The column in the rows that were fetched one by one: never taken for the shard's map later."""
-        before = 0
-        for column in self._dataset.manifest.shards[number].columns:
-            if column.name == self._column.name:
+        before, name = 0, self._column.names[self._streams.stream_of(number)]
+        for column in self._streams.infos[number].columns:
+            if column.name == name:
                 break
             before += column.size or 0
         values = some.data[:, before : before + self._row_bytes].view(self._column.stored)
@@ -152,14 +153,14 @@ class _MappedColumn:
         if number in self._maps and number not in self._partial:
             return self._maps[number]
         self._partial.discard(number)
-        info = self._dataset.manifest.shards[number]
-        rows = self._dataset.shard(number).fixed_rows(self._column.name)
+        info, name = self._streams.infos[number], self._column.names[self._streams.stream_of(number)]
+        rows = self._streams.shard(number).fixed_rows(name)
         expected = (info.samples, *self._column.shape)
         if rows is None or rows.shape != expected or rows.dtype != self._column.stored:
             found = "none of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"
             raise ShardError(
-                self._dataset.where(number),
-                f"column {self._column.name!r} is {found}, expected {self._column.stored}{list(expected)}",
+                self._streams.where(number),
+                f"column {name!r} is {found}, expected {self._column.stored}{list(expected)}",
             )
         inner = np.empty((0, *self._column.shape), dtype=rows.dtype).strides[1:]
         if rows.strides[1:] != inner or rows.strides[0] < 0:

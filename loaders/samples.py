@@ -7,7 +7,7 @@ of their encoding, so that a key never changes its type from one batch to the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -48,14 +48,15 @@ class DecodedSamples:
         self.waited = False
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
-    def restart(self, follow: Callable[[], None]) -> None:
+    def restart(self, follow: Callable[[int], None]) -> None:
         """A run begins, perhaps elsewhere."""
-        follow()
-
-    def advance(self, position: int) -> None:
-        """Everything before `position` has been read."""
         if self._dataset.shards is not None:
-            self._dataset.shards.advance(position)
+            follow(0)
+
+    def advance(self, positions: Sequence[int]) -> None:
+        """Everything before `positions[0]` has been read."""
+        if self._dataset.shards is not None:
+            self._dataset.shards.advance(positions[0])
 
     def progress(self) -> str:
         """What is being waited for, as the end of a sentence; "" if nothing is."""

@@ -1,47 +1,31 @@
-"""What a loader works out when it is made: the dataset, the shuffle's sizes, the id that ends documents."""
+"""What a loader works out when it is made: the shuffle's sizes, the id that ends documents, its figures."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Sequence
 
-from shardkit.cache.options import CacheOptions
-from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset, open_dataset
-from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
+from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.streams import Streams
 from shardkit.loaders.telemetry import Source
 from shardkit.order import default_lanes, default_window
 from shardkit.units import format_bytes, parse_bytes
 from shardkit.uses import lanes_of_part
 
-__all__ = ["find_eos_id", "open_streams", "shuffle_sizes", "telemetry_sources"]
+__all__ = ["find_eos_id", "shuffle_sizes", "stream_sizes", "telemetry_sources"]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
 MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory, nobody having said how much of it
 
 
-def open_streams(
-    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream], config: LoaderConfig, processes: int
-) -> Dataset:
-    if isinstance(dataset, (str, os.PathLike)):
-        cache = CacheOptions(
-            folder=config.cache_dir,
-            capacity=config.cache_bytes,
-            connections=config.connections,
-            processes=processes,
-        )
-        return open_dataset(os.fspath(dataset), storage=config.storage, cache=cache)
-    if isinstance(dataset, Dataset):
-        return dataset
-    streams = list(dataset)
-    if not streams or not all(isinstance(stream, Stream) for stream in streams):
-        raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
-    if len(streams) > 1:
-        raise NotImplementedError(
-            f"mixtures of several streams are not supported yet ({len(streams)} given): give one"
-        )
-    return open_streams(streams[0].path, config, processes)
+def stream_sizes(
+    streams: Streams, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
+) -> tuple[int, int]:
+    """(lanes, window) for all streams: as configured, else what suits each of them and all together."""
+    found = [shuffle_sizes(dataset, plan, config, nodes, row_bytes) for dataset in streams.datasets]
+    lanes, window = (min(sizes) for sizes in zip(*found, strict=True))
+    return lanes, config.window or max(1, window // len(streams))
 
 
 def shuffle_sizes(
@@ -97,7 +81,7 @@ def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int, served: in
             "lanes have in use at a time: rows will be read one by one; give more, a smaller window, "
             "fewer lanes, or smaller shards",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
     return budget
 
@@ -106,8 +90,29 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def find_eos_id(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
-    """The id that ends documents; ValueError if something asked for needs it and nothing states it."""
+def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -> int | None:
+    """The id that ends documents; ValueError if something asked for needs it and nothing states it.
+
+    Streams whose tokens mean different things are refused.
+    """
+    known = {}
+    for dataset, name in zip(streams.datasets, streams.names, strict=True):
+        tokenizer = (dataset.card or {}).get("tokenizer")
+        if isinstance(tokenizer, dict) and tokenizer.get("digest") is not None:
+            known[str(tokenizer["digest"])] = name
+    if len(known) > 1:
+        raise ValueError(
+            f"streams {' and '.join(map(repr, known.values()))} were made by different tokenizers: the same "
+            "ids would mean different text"
+        )
+    found = [_eos_id_of(dataset, config, token_key) for dataset in streams.datasets]
+    stated = sorted({eos_id for eos_id in found if eos_id is not None})
+    if len(stated) > 1:
+        raise ValueError(f"streams end documents with different ids, {stated}: give eos_id=…")
+    return stated[0] if stated else None
+
+
+def _eos_id_of(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
     tokenizer = (dataset.card or {}).get("tokenizer")
     stated = tokenizer.get("eos_id") if isinstance(tokenizer, dict) else None
     eos_id = config.eos_id if config.eos_id is not None else stated
@@ -126,24 +131,35 @@ def find_eos_id(dataset: Dataset, config: LoaderConfig, token_key: str | None) -
     return eos_id
 
 
-def telemetry_sources(dataset: Dataset) -> dict[str, Source]:
-    """Where the figures of a remote dataset's cache and store come from; none for a local one."""
-    shards = dataset.shards
-    if shards is None:
+def telemetry_sources(streams: Streams) -> dict[str, Source]:
+    """Where the figures of remote streams' caches and stores come from, all together; none for local ones."""
+    remote = [dataset.shards for dataset in streams.datasets if dataset.shards is not None]
+    if not remote:
         return {}
 
+    def cache() -> dict[str, float | None]:
+        counted = [shards.counters() for shards in remote]
+        total: dict[str, float | None] = {name: sum(each[name] for each in counted) for name in counted[0]}
+        if remote[0].cache.is_shared:  # by the streams: each sees all of it
+            total |= {name: counted[0][name] for name in ("used_bytes", "capacity_bytes")}
+        return total
+
     def store() -> dict[str, float | None]:
-        seen = shards.store.metrics.snapshot()
-        return {
-            "requests": sum(seen.requests.values()),
-            "errors": sum(seen.errors.values()),
-            "read_bytes": seen.bytes_read,
-            "retries": seen.retries,
-            "throttled": seen.throttled,
-            "hedges": seen.hedges,
-            "resumed_bodies": seen.resumed_bodies,
-            "first_byte_p50_seconds": seen.first_byte_seconds(0.5),
-            "first_byte_p99_seconds": seen.first_byte_seconds(0.99),
+        seen = [shards.store.metrics.snapshot() for shards in remote]
+        slowest = {
+            f"first_byte_p{round(100 * part)}_seconds": max(
+                (t for each in seen if (t := each.first_byte_seconds(part)) is not None), default=None
+            )
+            for part in (0.5, 0.99)
+        }
+        return slowest | {
+            "requests": sum(sum(each.requests.values()) for each in seen),
+            "errors": sum(sum(each.errors.values()) for each in seen),
+            "read_bytes": sum(each.bytes_read for each in seen),
+            "retries": sum(each.retries for each in seen),
+            "throttled": sum(each.throttled for each in seen),
+            "hedges": sum(each.hedges for each in seen),
+            "resumed_bodies": sum(each.resumed_bodies for each in seen),
         }
 
-    return {"cache": shards.counters, "store": store}
+    return {"cache": cache, "store": store}

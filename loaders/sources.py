@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from shardkit.index import Column
 from shardkit.loaders.config import TokenDtype, output_dtype
 from shardkit.loaders.rows import FixedColumn, FixedRows, Reader
 from shardkit.loaders.samples import DecodedSamples, constant_layout
+from shardkit.loaders.streams import Streams
 
 __all__ = ["Source", "SourceInfo", "open_source"]
 
@@ -28,11 +29,11 @@ class Source(Protocol):
 
     waited: bool
 
-    def restart(self, follow: Callable[[], None]) -> None:
-        """A run on a remote dataset begins, perhaps elsewhere; `follow` starts to fetch ahead of it."""
+    def restart(self, follow: Callable[[int], None]) -> None:
+        """A run begins, perhaps elsewhere; `follow` starts to fetch a remote stream's shards ahead of it."""
 
-    def advance(self, position: int) -> None:
-        """Everything before `position` has been read; called before each plan."""
+    def advance(self, positions: Sequence[int]) -> None:
+        """Everything before these positions, one for each stream, has been read; called before each plan."""
 
     def progress(self) -> str:
         """What is being waited for, as the end of a sentence; "" if nothing is."""
@@ -52,31 +53,121 @@ class SourceInfo:
 
 
 def open_source(
-    dataset: Dataset,
+    streams: Streams,
     columns: Sequence[str] | None,
     dtype: TokenDtype,
+    *,
+    mixed_lengths: bool = False,
 ) -> SourceInfo:
-    """The source of `columns` (None: all); tokens are converted to `dtype`. ValueError for unknown names.
+    """The source of `columns` (None: all); tokens are converted to `dtype`.
 
-    In tars, tokens lie in members called `tokens.npy`; batches call them `tokens` as for MDS.
+    In tars, tokens lie in members called `tokens.npy`; batches call them `tokens` as for MDS. ValueError for
+    unknown names, and for streams whose columns could not be in one batch.
     """
+    each = [_open_one(dataset, columns, dtype) for dataset in streams.datasets]
+    first = each[0]
+    for number, other in enumerate(each[1:], 1):
+        _check_alike(streams, number, first, other, mixed_lengths)
+    return SourceInfo(
+        source=_one_source(streams, each),
+        token_key=first.token_key,
+        stored_bytes=sum(part.stored_bytes for part in each) // len(each),
+        delivered_bytes=first.delivered_bytes
+        if all(part.delivered_bytes == first.delivered_bytes for part in each)
+        else None,
+        plan_bytes=min(part.plan_bytes for part in each),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is read of one stream, and how."""
+
+    dataset: Dataset
+    names: dict[str, str]  # the dataset's by the batch's
+    token_key: str | None
+    delivered: dict[str, np.dtype[np.generic]]  # types of columns that are converted
+    fixed: dict[str, FixedColumn] | None  # all of them, if all have constant size
+    stored_bytes: int
+    plan_bytes: int
+
+    @property
+    def delivered_bytes(self) -> int | None:
+        if self.fixed is None:
+            return None
+        return sum(prod(column.shape) * column.delivered.itemsize for column in self.fixed.values())
+
+
+def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype) -> _Part:
     token_column = dataset.token_column
     names = _batch_names(dataset, columns)
     token_key = next((key for key, name in names.items() if name == token_column), None)
     delivered: dict[str, np.dtype[np.generic]] = {}
     if token_key is not None and dataset.token_dtype is not None:
         delivered[token_key] = output_dtype(dtype, dataset.token_dtype)
-    raw_bytes = sum(info.raw.bytes for info in dataset.manifest.shards)
     plan_bytes = PLAN_BYTES
     if dataset.shards is not None:
         plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // _PLANS_IN_CACHE)
     fixed = _fixed_columns(dataset, names, delivered)
     if fixed is None:
-        mean = max(1, raw_bytes // max(1, len(dataset)))
-        return SourceInfo(DecodedSamples(dataset, names, delivered), token_key, mean, None, plan_bytes)
-    stored_bytes = sum(prod(column.shape) * column.stored.itemsize for column in fixed.values())
-    delivered_bytes = sum(prod(column.shape) * column.delivered.itemsize for column in fixed.values())
-    return SourceInfo(FixedRows(dataset, fixed), token_key, stored_bytes, delivered_bytes, plan_bytes)
+        raw_bytes = sum(info.raw.bytes for info in dataset.manifest.shards)
+        stored_bytes = max(1, raw_bytes // max(1, len(dataset)))
+    else:
+        stored_bytes = sum(prod(column.shape) * column.stored.itemsize for column in fixed.values())
+    return _Part(dataset, names, token_key, delivered, fixed, stored_bytes, plan_bytes)
+
+
+def _one_source(streams: Streams, parts: list[_Part]) -> Source:
+    """One reader for all if their rows look the same in memory, one for each and a copy otherwise."""
+    layouts = [
+        None if part.fixed is None else {k: (c.shape, c.stored, c.delivered) for k, c in part.fixed.items()}
+        for part in parts
+    ]
+    if layouts[0] is not None and all(layout == layouts[0] for layout in layouts):
+        assert parts[0].fixed is not None
+        merged = {
+            key: replace(column, names=tuple(part.names[key] for part in parts))
+            for key, column in parts[0].fixed.items()
+        }
+        return FixedRows(streams, merged)
+    if len(parts) == 1:
+        return DecodedSamples(parts[0].dataset, parts[0].names, parts[0].delivered)
+    from shardkit.loaders.mixed_source import MixedSource
+
+    alone = [Streams([part.dataset], [name]) for part, name in zip(parts, streams.names, strict=True)]
+    return MixedSource(streams, [_one_source(own, [part]) for own, part in zip(alone, parts, strict=True)])
+
+
+def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixed_lengths: bool) -> None:
+    """ValueError unless samples of both can be in one batch, or their lengths alone differ and may."""
+    names = f"streams {streams.names[0]!r} and {streams.names[number]!r}"
+    if first.names.keys() != other.names.keys():
+        raise ValueError(
+            f"{names} have different columns, {', '.join(first.names)} and {', '.join(other.names)}: "
+            "name those that both have with columns=[...]"
+        )
+    if first.token_key != other.token_key:
+        raise ValueError(f"{names} have their tokens in different columns: name one with columns=[...]")
+    if first.delivered != other.delivered:
+        raise ValueError(f"{names} store tokens in different types: give dtype=torch.int64")
+    for key, name in first.names.items():
+        mine, its = _layout(first.dataset, name), _layout(other.dataset, other.names[key])
+        if (mine is None) != (its is None) or (mine is not None and its is not None and mine[0] != its[0]):
+            if key in first.delivered:
+                continue
+            raise ValueError(
+                f"{names} have different types in column {key!r}: leave it out with columns=[...]"
+            )
+        if mine is not None and its is not None and mine[1] != its[1] and not mixed_lengths:
+            raise ValueError(
+                f"{names} have different shapes in column {key!r}, {list(mine[1])} and {list(its[1])}: build "
+                "them alike, or give mixed_lengths=True and a schedule that changes between them"
+            )
+
+
+def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
+    column = next((column for column in dataset.columns if column.name == name), None)
+    return None if column is None else constant_layout(column)
 
 
 def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:
@@ -109,7 +200,7 @@ def _fixed_columns(
         if column is None or layout is None:
             return None
         dtype, shape = layout
-        fixed[key] = FixedColumn(name, shape, dtype, delivered.get(key, dtype.newbyteorder("=")))
+        fixed[key] = FixedColumn((name,), shape, dtype, delivered.get(key, dtype.newbyteorder("=")))
     return fixed if _has_stride(dataset, [by_name[name] for name in names.values()]) else None
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "ShardError",
     "ShardkitError",
     "StateError",
+    "StreamExhaustedError",
 ]
 
 
@@ -58,6 +59,10 @@ class ConservationError(BuildError):
 
 class StateError(ShardkitError):
     """A loader state does not fit the dataset or the settings it is loaded into."""
+
+
+class StreamExhaustedError(ShardkitError):
+    """A stream of a mixture has delivered all that its `repeat` or `choose` allows."""
 
 
 class MissingExtraError(ShardkitError, ImportError):

@@ -265,15 +265,15 @@ def test_padding_rows_are_flagged(data: Path) -> None:
     assert (last["labels"][1:] == -100).all()
 
 
-def test_a_stream_in_a_list_is_the_dataset_and_several_are_refused_for_now(data: Path) -> None:
+def test_a_stream_in_a_list_is_the_dataset(data: Path) -> None:
     streams = [Stream(data, weight=3)]
     assert sum(1 for _ in StreamingLoader(streams, batch_size=4, rank=0, world_size=1)) == 14
-    with pytest.raises(NotImplementedError, match="several streams are not supported yet"):
-        StreamingLoader([Stream(data), Stream(data)], batch_size=4)
     with pytest.raises(TypeError, match="path, a Dataset or a list of Stream"):
         StreamingLoader([str(data)], batch_size=4)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="weight"):
-        Stream(data, weight=0)
+    with pytest.raises(ValueError, match="only stream has weight 0"):
+        StreamingLoader([Stream(data, weight=0)], batch_size=4)
+    with pytest.raises(ValueError, match="belong to mixtures"):
+        StreamingLoader(streams, batch_size=4, epoch_samples=10)
 
 
 def test_cache_arguments_are_accepted_and_leave_a_local_dataset_alone(data: Path, tmp_path: Path) -> None:

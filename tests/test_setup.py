@@ -20,8 +20,10 @@ from shardkit.cache.options import CacheOptions
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.loaders import StreamingLoader, setup
 from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.loaders.opening import Opened, open_streams
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.setup import find_eos_id, open_streams, shuffle_sizes, telemetry_sources
+from shardkit.loaders.setup import find_eos_id, shuffle_sizes, telemetry_sources
+from shardkit.loaders.streams import Streams
 from shardkit.storage.memory import MemoryStore
 
 ROW_BYTES = 16
@@ -184,21 +186,26 @@ def test_local_datasets_are_limited_by_memory_only_if_they_are_compressed(
 # Datasets, ids, figures.
 
 
+def the_one(opened: Opened) -> Dataset:
+    (dataset,) = opened.streams.datasets
+    return dataset
+
+
 def test_a_path_a_stream_and_a_dataset_are_the_same(folder: Path, url: str, tmp_path: Path) -> None:
     config = LoaderConfig()
-    opened = open_streams(folder, config, 1)
-    assert open_streams(opened, config, 1) is opened
-    assert open_streams([Stream(opened)], config, 1) is opened
+    opened = the_one(open_streams(folder, config, 1))
+    assert the_one(open_streams(opened, config, 1)) is opened
+    assert the_one(open_streams([Stream(opened)], config, 1)) is opened
     for where in (str(folder), [Stream(folder)], url, [Stream(url)]):
-        assert open_streams(where, config, 1).fingerprint == opened.fingerprint
+        assert the_one(open_streams(where, config, 1)).fingerprint == opened.fingerprint
     config = LoaderConfig(cache_dir=tmp_path, cache_bytes="3MB")
-    shards = open_streams(url, config, 1).shards
+    shards = the_one(open_streams(url, config, 1)).shards
     assert shards is not None
     assert (shards.cache.capacity, shards.cache.is_shared) == (3_000_000, True)
 
 
 def test_the_processes_of_a_machine_divide_its_memory(url: str) -> None:
-    one, four = (open_streams(url, LoaderConfig(), processes).shards for processes in (1, 4))
+    one, four = (the_one(open_streams(url, LoaderConfig(), processes)).shards for processes in (1, 4))
     assert one is not None
     assert four is not None
     assert isinstance(four.cache, CacheMemory)
@@ -213,24 +220,24 @@ def test_what_is_no_stream_is_refused(wrong: Any) -> None:
 
 def test_the_id_that_ends_documents_is_the_given_one_or_the_cards(folder: Path, tmp_path: Path) -> None:
     dataset = open_dataset(folder)
-    assert find_eos_id(dataset, LoaderConfig(), "tokens") == 7
-    assert find_eos_id(dataset, LoaderConfig(eos_id=9, labels=True), "tokens") == 9
+    assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(), "tokens") == 7
+    assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(eos_id=9, labels=True), "tokens") == 9
     for bad in (None, True, "7"):
         dataset.card = {"tokenizer": {"eos_id": bad}}
         with pytest.raises(ValueError, match=r"states none in dataset\.json"):
-            find_eos_id(dataset, LoaderConfig(labels=True), "tokens")
+            find_eos_id(Streams([dataset], ["data"]), LoaderConfig(labels=True), "tokens")
     with pytest.raises(ValueError, match="need a column of tokens of constant length"):
-        find_eos_id(dataset, LoaderConfig(labels=True, eos_id=1), None)
+        find_eos_id(Streams([dataset], ["data"]), LoaderConfig(labels=True, eos_id=1), None)
     dataset.card = {"tokenizer": "gpt2"}
-    assert find_eos_id(dataset, LoaderConfig(), "tokens") is None
+    assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(), "tokens") is None
 
 
 def test_a_local_dataset_has_no_figures_and_a_remote_one_has_those_of_cache_and_store(
     folder: Path, url: str
 ) -> None:
-    assert telemetry_sources(open_dataset(folder)) == {}
+    assert telemetry_sources(Streams([open_dataset(folder)], ["data"])) == {}
     with open_dataset(url) as dataset:
-        sources = telemetry_sources(dataset)
+        sources = telemetry_sources(Streams([dataset], ["data"]))
         before = sources["store"]()
         dataset[0]
         store, cache = sources["store"](), sources["cache"]()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shardkit.errors import StateError
-from shardkit.loaders.state import LoaderState, StreamState, resume
+from shardkit.loaders.state import LoaderState, MixtureState, StreamState, resume
+from shardkit.mixture import Schedule
 from shardkit.order import OrderSpec
 
 STATE = LoaderState(
@@ -19,11 +20,27 @@ STATE = LoaderState(
     tail="carry",
     streams=(StreamState("aa", 50),),
 )
+ENTRY = {"fingerprint": "aa", "samples": 50, "name": "", "excluded": ""}
+MIXED = replace(
+    STATE,
+    streams=(StreamState("aa", 50, "web"), StreamState("bb", 30, "code")),
+    mixture=MixtureState(Schedule(((0, (3, 1)), (100, (1, 1)), (200, (1, 3)))), 80),
+)
 NOTHING_FIXED: frozenset[str] = frozenset()
 
 
-def test_a_state_survives_json() -> None:
-    assert LoaderState.from_dict(json.loads(json.dumps(STATE.to_dict()))) == STATE
+@pytest.mark.parametrize("state", [STATE, MIXED])
+def test_a_state_survives_json(state: LoaderState) -> None:
+    assert LoaderState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+
+
+def test_a_state_of_version_1_is_read() -> None:
+    data = STATE.to_dict() | {
+        "version": 1,
+        "streams": [{"fingerprint": "aa", "samples": 50, "weight": 3}],
+    }
+    del data["mixture"]
+    assert LoaderState.from_dict(data) == STATE
 
 
 def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
@@ -41,7 +58,7 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"version": None}, "version None"),
         ({"order_version": 9}, "version 9"),
         ({"position": -1}, "position"),
@@ -50,9 +67,18 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"position": 1 << 62}, "position"),
         ({"tail": "keep"}, "tail"),
         ({"lanes": 0}, "lanes"),
-        ({"streams": []}, "one stream"),
-        ({"streams": [{"fingerprint": "aa", "samples": 5}]}, "fingerprint, samples and weight"),
-        ({"streams": [{"fingerprint": 5, "samples": 5, "weight": 1}]}, "fingerprint"),
+        ({"streams": []}, "list of streams"),
+        ({"streams": [{"fingerprint": "aa", "samples": 5}]}, "excluded, fingerprint, name, samples"),
+        ({"streams": [{"fingerprint": 5, "samples": 5, "name": "a", "excluded": ""}]}, "fingerprint"),
+        ({"streams": [ENTRY, ENTRY]}, "mixture if it has several streams"),
+        ({"mixture": {"schedule": [[0, [1]]], "epoch_samples": 50}}, "mixture if it has several streams"),
+        ({"mixture": 5}, "schedule and epoch_samples"),
+        ({"streams": [ENTRY, ENTRY], "mixture": {"schedule": [[0, [1]]], "epoch_samples": 5}}, "of 1 stream"),
+        ({"streams": [ENTRY, ENTRY], "mixture": {"schedule": [[0, [0, 0]]], "epoch_samples": 5}}, "weight"),
+        (
+            {"streams": [ENTRY, ENTRY], "mixture": {"schedule": [[0, [1, 0]]], "epoch_samples": 0}},
+            "epoch_samples",
+        ),
         ({"extra": 1}, "extra"),
     ],
 )
@@ -96,6 +122,60 @@ def test_every_constant_is_compared_and_all_differences_are_listed() -> None:
         "51",
     ):
         assert words in str(caught.value)
+
+
+def with_schedule(*segments: tuple[int, tuple[int, ...]], streams: int = 2) -> LoaderState:
+    more = (StreamState("cc", 20, "more"),) * (streams - 2)
+    mixture = MixtureState(Schedule(segments), 80)
+    return replace(MIXED, position=0, streams=MIXED.streams + more, mixture=mixture)
+
+
+def schedule_of(state: LoaderState) -> list[list[object]]:
+    assert state.mixture is not None
+    return state.mixture.schedule.to_list()
+
+
+def test_a_saved_schedule_is_gone_on_with_if_the_streams_weights_are_those_it_began_with() -> None:
+    assert resume(MIXED, with_schedule((0, (3, 1))), fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
+    with pytest.raises(StateError, match=r"weights before position 120: saved \[\[0, \[3, 1\]\]"):
+        resume(MIXED, with_schedule((0, (2, 1))), fixed=NOTHING_FIXED, on_mismatch="error")
+
+
+def test_a_given_schedule_wins_for_what_follows_the_position_and_must_agree_before_it() -> None:
+    fixed = frozenset({"schedule"})
+    current = with_schedule((0, (3, 1)), (100, (1, 1)), (120, (5, 1)))
+    resumed = resume(MIXED, current, fixed=fixed, on_mismatch="error")
+    assert schedule_of(resumed) == [[0, [3, 1]], [100, [1, 1]], [120, [5, 1]]]
+    assert resumed.position == 120
+    with pytest.raises(StateError, match="weights before position 120"):
+        resume(MIXED, with_schedule((0, (3, 1)), (119, (5, 1))), fixed=fixed, on_mismatch="error")
+    forked = resume(MIXED, with_schedule((0, (3, 1))), fixed=fixed, on_mismatch="fork")
+    assert schedule_of(forked) == [[0, [3, 1]]]
+    assert forked.position == 120
+
+
+def test_streams_may_be_added_behind_the_others() -> None:
+    current = with_schedule((0, (3, 1, 0)), streams=3)
+    resumed = resume(MIXED, current, fixed=NOTHING_FIXED, on_mismatch="error")
+    assert schedule_of(resumed) == [[0, [3, 1, 0]], [100, [1, 1, 0]], [200, [1, 3, 0]]]
+    assert len(resumed.streams) == 3
+    current = with_schedule((0, (3, 1, 1)), streams=3)
+    with pytest.raises(StateError, match="weights before"):
+        resume(MIXED, current, fixed=NOTHING_FIXED, on_mismatch="error")
+    fewer = replace(STATE, streams=MIXED.streams[:1])
+    with pytest.raises(StateError, match=r"stream 1: saved bb .30 samples., loader has none"):
+        resume(MIXED, fewer, fixed=NOTHING_FIXED, on_mismatch="error")
+
+
+def test_excluded_rows_and_the_length_of_an_epoch_are_constants() -> None:
+    excluded = replace(STATE, streams=(StreamState("aa", 50, excluded="0f"),))
+    with pytest.raises(StateError, match="without those of exclusion list 0f"):
+        resume(STATE, excluded, fixed=NOTHING_FIXED, on_mismatch="error")
+    assert MIXED.mixture is not None
+    longer = replace(MIXED, mixture=replace(MIXED.mixture, epoch_samples=90))
+    assert resume(MIXED, longer, fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
+    with pytest.raises(StateError, match="epoch_samples: saved 80, loader has 90"):
+        resume(MIXED, longer, fixed=frozenset({"epoch_samples"}), on_mismatch="error")
 
 
 def test_another_shuffle_is_a_difference() -> None:

@@ -39,12 +39,16 @@ class Planner:
         samples: int,
         position: int,
         *,
+        share: float = 1.0,
+        is_beside: Callable[[str], bool] = lambda name: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
 
-        A name that is not known yet is "": `learn` tells it later.
+        A name that is not known yet is "": `learn` tells it later. `is_beside` knows the entries of other
+        plans of the same run, which leave this one a `share` of the cache.
         """
+        self._share, self._is_beside = share, is_beside
         self._future = future
         self._names = list(names)
         self._numbers = {name: number for number, name in enumerate(names) if name}
@@ -70,6 +74,10 @@ class Planner:
         self._sizes[number] = entry_bytes
         self._names[number] = name
         self._numbers[name] = number
+
+    def knows(self, name: str) -> bool:
+        """Whether an entry is one of this plan's."""
+        return name in self._numbers
 
     def advance(self, position: int) -> bool:
         """The loop has reached `position`; True if there may be something to do."""
@@ -108,7 +116,7 @@ class Planner:
             number = self._numbers.get(name)
             if number is not None:
                 cached[number] = held.bytes
-            elif held.used_seconds_ago < IDLE_SECONDS:
+            elif held.used_seconds_ago < IDLE_SECONDS and not self._is_beside(name):
                 others += held.bytes
         for number in active:
             cached.setdefault(number, int(self._sizes[number]))
@@ -116,7 +124,12 @@ class Planner:
         self._taken &= active
         with self._lock:
             fetches = plan_fetches(
-                self._future, position, cached, self._sizes, max(0, cache.capacity - others), PLANNED
+                self._future,
+                position,
+                cached,
+                self._sizes,
+                int(self._share * max(0, cache.capacity - others)),
+                PLANNED,
             )
         possible = [fetch for fetch in fetches if fetch.fits and fetch.shard not in resting]
         self.unfit = frozenset(fetch.shard for fetch in fetches if not fetch.fits)
@@ -135,14 +148,14 @@ class Planner:
         """Entries in the order in which they may be evicted for `fetch`."""
         planned = [self._names[number] for number in fetch.evict]
         return [
-            *_idle_others(contents, self._numbers),
+            *self._idle_others(contents),
             *planned,
             *self._by_next_use(contents, fetch.deadline),
         ]
 
     def victims_now(self, contents: Contents) -> list[str]:
         """Entries in the order in which they may be evicted for a shard that is needed at once."""
-        return [*_idle_others(contents, self._numbers), *self._by_next_use(contents, self._position)]
+        return [*self._idle_others(contents), *self._by_next_use(contents, self._position)]
 
     def _by_next_use(self, contents: Contents, after: int) -> list[str]:
         """Own entries that are not needed up to `after`, those that are needed last first."""
@@ -155,7 +168,13 @@ class Planner:
         order = np.argsort(-uses, kind="stable")
         return [names[i] for i in order.tolist() if uses[i] > after]
 
-
-def _idle_others(contents: Contents, known: Container[str]) -> list[str]:
-    idle = [n for n, held in contents.items() if n not in known and held.used_seconds_ago >= IDLE_SECONDS]
-    return sorted(idle, key=lambda name: -contents[name].used_seconds_ago)
+    def _idle_others(self, contents: Contents) -> list[str]:
+        """Entries of other runs that nobody has used for long, the longest ago first."""
+        idle = [
+            name
+            for name, held in contents.items()
+            if name not in self._numbers
+            and held.used_seconds_ago >= IDLE_SECONDS
+            and not self._is_beside(name)
+        ]
+        return sorted(idle, key=lambda name: -contents[name].used_seconds_ago)

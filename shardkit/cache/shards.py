@@ -7,7 +7,7 @@ should not wait for whole shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -87,15 +87,28 @@ class CachedShards:
         """What is being waited for, for an error message."""
         return self._fetcher.progress()
 
-    def follow(self, order: Order, position: int, lanes: range | None) -> None:
-        """Fetch ahead of a run that is at `position` and reads these lanes (None: all)."""
+    def follow(
+        self,
+        order: Order,
+        position: int,
+        lanes: range | None,
+        *,
+        share: float = 1.0,
+        beside: Sequence[CachedShards] = (),
+    ) -> None:
+        """Fetch ahead of a run that is at `position` and reads these lanes (None: all).
+
+        `beside`: what shares the cache in the same run; `share`: the part of the cache that is for this.
+        """
         numbers = range(len(self._manifest.shards))
         names = [self._known_entry(number) or "" for number in numbers]
         sizes = np.array([self._known_size(number) for number in numbers], dtype=np.int64)
-        samples = self._manifest.samples
-        lead = samples * self.cache.capacity // max(1, int(sizes.sum())) // _LEADS_IN_CACHE
+        samples = order.samples
+        capacity = int(self.cache.capacity * share)
+        lead = samples * capacity // max(1, int(sizes.sum())) // _LEADS_IN_CACHE
         future = Future(order, lanes, lead=min(lead, samples // 2))
-        self._fetcher.follow(Planner(future, names, sizes, samples, position))
+        planner = Planner(future, names, sizes, samples, position, share=share, is_beside=_any_owns(beside))
+        self._fetcher.follow(planner)
         for number in list(self._objects):  # other threads may have asked for some since
             self._teach(number)
 
@@ -172,6 +185,11 @@ class CachedShards:
         """Of all entries, as far as the index tells."""
         return sum(sealed_size(max(info.raw.bytes, 0)) for info in self._manifest.shards)
 
+    def owns(self, name: str) -> bool:
+        """Whether an entry is one of this dataset's, as far as their names are known."""
+        planner = self._fetcher.planner
+        return planner is not None and planner.knows(name)
+
     def _known_entry(self, number: int) -> str | None:
         known = self._objects.get(number)
         return entry_name(self.info(number), self.store.url, known and known[1])
@@ -202,3 +220,7 @@ class CachedShards:
         planner, name = self._fetcher.planner, self._known_entry(number)
         if planner is not None and name is not None:
             planner.learn(number, name, self._known_size(number))
+
+
+def _any_owns(others: Sequence[CachedShards]) -> Callable[[str], bool]:
+    return lambda name: any(other.owns(name) for other in others)
