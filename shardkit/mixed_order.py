@@ -33,7 +33,7 @@ import numpy.typing as npt
 from shardkit.exclusions import Exclusions
 from shardkit.lanes import MAX_SAMPLES
 from shardkit.mixture import MAX_POSITION, Mixture
-from shardkit.order import Located, Order
+from shardkit.order import MAX_SHARDS, Located, Order
 
 __all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
 
@@ -61,13 +61,13 @@ class StreamOrder:
     def __init__(self, order: Order, exclusions: Exclusions | None, shard_samples: npt.ArrayLike) -> None:
         sizes = np.asarray(shard_samples, dtype=np.int64)
         kept = sizes if exclusions is None else exclusions.kept_of_shards(sizes)
-        if order.samples != kept.sum():
+        if not np.array_equal(order._starts, _starts(kept)):
             raise ValueError(
-                f"the order is of {order.samples:,} samples, but {kept.sum():,} of the dataset's "
-                f"{sizes.sum():,} are kept"
+                f"the order is of {order.samples:,} samples, and not of those that the shards keep: "
+                f"{kept.sum():,} of {sizes.sum():,}"
             )
         self.order, self.exclusions = order, exclusions
-        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._starts = _starts(sizes)
 
     @property
     def samples(self) -> int:
@@ -97,9 +97,11 @@ class StreamOrder:
         """As `Order.global_batch`."""
         return self.order.global_batch(position, size)
 
-    def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
+    def global_batches(
+        self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
+    ) -> Located:
         """As `Order.global_batches`."""
-        return self._real(self.order.global_batches(position, size, count, part=part))
+        return self._real(self.order.global_batches(position, size, count, part=part, every=every))
 
     def _real(self, located: Located) -> Located:
         """What the order has found, in the real dataset's numbers."""
@@ -128,6 +130,12 @@ class MixedOrder:
                 raise ValueError(f"stream {number} has weight, but no samples that are kept")
         self.streams, self.mixture = tuple(streams), mixture
         self._samples = epoch_samples
+        shards, samples = sum(one.shards for one in streams), sum(one.dataset_samples for one in streams)
+        if shards > MAX_SHARDS or samples > MAX_SAMPLES:
+            raise ValueError(
+                f"{shards:,} shards with {samples:,} samples are too many for a mixture: at most "
+                f"{MAX_SHARDS:,} and {MAX_SAMPLES:,} in all streams together"
+            )
         self.first_shards = _starts([stream.shards for stream in streams])
         self.first_samples = _starts([stream.dataset_samples for stream in streams])
         self._lanes = np.array([stream.order.spec.lanes for stream in streams], dtype=np.int64)
@@ -167,31 +175,44 @@ class MixedOrder:
         batch: _Ints = self._parts(position, size, 1, slice(None))[0][0]
         return batch
 
-    def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
-        """`count` consecutive global batches of `size`, located: arrays of shape (count, size).
+    def global_batches(
+        self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
+    ) -> Located:
+        """`count` global batches of `size`, located: arrays of shape (count, size).
 
-        Row i is `global_batch(position + i * size, size)`. `part`, as `rank_slice` gives it, cuts each row
-        before the samples are located.
+        Row i is `global_batch(position + i * every * size, size)`. `part`, as `rank_slice` gives it, cuts
+        each row before the samples are located.
         """
-        return self._located(*self._parts(position, size, count, part))
+        return self._located(*self._parts(position, size, count, part, every))
 
-    def _parts(self, position: int, size: int, count: int, part: slice) -> tuple[_Ints, _Streams, _Ints]:
+    def _parts(
+        self, position: int, size: int, count: int, part: slice, every: int = 1
+    ) -> tuple[_Ints, _Streams, _Ints]:
         """(position, stream, index) of a part of each global batch: arrays of shape (count, len(part))."""
         if size < 0 or count < 0:
             raise ValueError(f"size and count must not be negative: {size}, {count}")
-        if not 0 <= position <= MAX_POSITION - size * count:
-            raise ValueError(f"{size * count:,} positions from {position:,}: positions go from 0 to 2**62")
+        span = size * ((count - 1) * every + 1) if count else 0
+        if not 0 <= position <= MAX_POSITION - span:
+            raise ValueError(f"{span:,} positions from {position:,}: positions go from 0 to 2**62")
         shape = (count, len(range(*part.indices(size))))
         positions, indices = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         streams = np.empty(shape, dtype=np.int16)
         rows = max(1, _CHUNK // max(size, 1))
         for first in range(0, count, rows):
             piece = slice(first, min(first + rows, count))
-            start, batches = position + first * size, piece.stop - first
-            stream, index = self.mixture.locate(start, batches * size)
-            by_lane = self._by_lane(stream.reshape(batches, size), index.reshape(batches, size))
-            own = by_lane[:, part] + np.arange(batches)[:, None] * size
-            positions[piece], streams[piece], indices[piece] = start + own, stream[own], index[own]
+            starts = position + np.arange(first, piece.stop, dtype=np.int64) * (size * every)
+            batches = len(starts)
+            if every == 1:
+                stream, index = self.mixture.locate(int(starts[0]), batches * size)
+            else:
+                stream, index = self.mixture.locate_at((starts[:, None] + np.arange(size)).ravel())
+            by_lane = self._by_lane(stream.reshape(batches, size), index.reshape(batches, size))[:, part]
+            own = by_lane + np.arange(batches)[:, None] * size
+            positions[piece], streams[piece], indices[piece] = (
+                starts[:, None] + by_lane,
+                stream[own],
+                index[own],
+            )
         return positions, streams, indices
 
     def _by_lane(self, stream: _Streams, index: _Ints) -> npt.NDArray[np.intp]:
@@ -222,8 +243,8 @@ class MixedOrder:
         return located.reshape(*positions.shape)
 
 
-def _starts(sizes: list[int]) -> _Ints:
-    return np.concatenate([[0], np.cumsum(np.array(sizes, dtype=np.int64))])
+def _starts(sizes: npt.ArrayLike) -> _Ints:
+    return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))])
 
 
 def _by_stream(stream: _Streams) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:

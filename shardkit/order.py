@@ -218,24 +218,30 @@ class Order:
         batch: _Ints = self._batches(position, size, 1)[0]
         return batch
 
-    def global_batches(self, position: int, size: int, count: int, *, part: slice = slice(None)) -> Located:
-        """`count` consecutive global batches of `size`, located: arrays of shape (count, size).
+    def global_batches(
+        self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
+    ) -> Located:
+        """`count` global batches of `size`, located: arrays of shape (count, size).
 
-        Row i is `global_batch(position + i * size, size)`. `part`, as `rank_slice` gives it, cuts each row
-        before the samples are located, so that a rank pays for its own samples only.
+        Row i is `global_batch(position + i * every * size, size)`. `part`, as `rank_slice` gives it, cuts
+        each row before the samples are located, so that a rank pays for its own samples only.
         """
-        return self.locate(self._batches(position, size, count)[:, part])
+        return self.locate(self._batches(position, size, count, every)[:, part])
 
-    def _batches(self, position: int, size: int, count: int) -> _Ints:
-        if size < 0 or count < 0:
-            raise ValueError(f"size and count must not be negative: {size}, {count}")
-        self._check_range(position, size * count)
-        positions = np.arange(position, position + size * count, dtype=np.int64).reshape(count, size)
+    def _batches(self, position: int, size: int, count: int, every: int = 1) -> _Ints:
+        if size < 0 or count < 0 or every < 1:
+            raise ValueError(
+                f"size and count must not be negative, nor every below 1: {size}, {count}, {every}"
+            )
+        span = size * ((count - 1) * every + 1) if count else 0
+        self._check_range(position, span)
+        starts = position + np.arange(count, dtype=np.int64) * (size * every)
+        positions = starts[:, None] + np.arange(size, dtype=np.int64)
         if self.spec.lanes == 1 or not positions.size:
             return positions
         # Inside an epoch, batches of whole rows of lanes are all sorted alike.
         within = position % self._samples
-        alike = size % self.spec.lanes == 0 and within + size * count <= self._samples
+        alike = size % self.spec.lanes == 0 and within + span <= self._samples
         lanes = positions[:1] if alike else positions
         # uint16 is what NumPy sorts stably by radix, in linear time.
         lanes = (lanes % self._samples % self.spec.lanes).astype(np.uint16)
