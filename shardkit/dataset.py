@@ -33,6 +33,7 @@ from shardkit.opening import open_found
 from shardkit.storage.local import LocalStore
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.store import Store
+from shardkit.tar.decode import checked_decode
 
 if TYPE_CHECKING:
     from shardkit.cache.shards import CachedShards
@@ -63,7 +64,7 @@ class ReadOptions:
 
     allow_pickle: bool = False
     verify: bool = False
-    decode: bool = True
+    decode: bool | str = True
 
 
 class Dataset:
@@ -245,10 +246,12 @@ class Dataset:
         from shardkit import tar
 
         index = None if self._tar_indexes is None else self._tar_indexes.index(number)
-        how = {"allow_pickle": options.allow_pickle, "decode": options.decode}
-        if raw is not None:
-            return tar.shard_from_raw(self.where(number), info, raw, index=index, **how)
-        return tar.open_shard(self.path, info, verify=options.verify, index=index, **how)
+        if raw is None:
+            raw = tar.load_raw(self.path, info, verify=options.verify)
+        allow, decode = options.allow_pickle, options.decode
+        return tar.shard_from_raw(
+            self.where(number), info, raw, allow_pickle=allow, decode=decode, index=index
+        )
 
     def _forget_oldest(self) -> None:
         """Hold the bounds; the lock is held by the caller."""
@@ -285,7 +288,7 @@ def open_dataset(
     *,
     allow_pickle: bool = False,
     verify: bool = False,
-    decode: bool = True,
+    decode: bool | str = True,
     storage: StorageOptions | None = None,
     cache: CacheOptions | None = None,
 ) -> Dataset:
@@ -296,9 +299,11 @@ def open_dataset(
     never again if there is a cache folder. Remote shards come through a cache, as `cache` says, by a store
     that is reached as `storage` says. `verify` checks each local shard's hashes when it opens (remote ones
     always are), and the card's fingerprint. `allow_pickle` lets pickled columns run their code.
-    `decode=False` gives members of tars as bytes. ShardError says what is wrong with a dataset, or what was
-    looked for.
+    `decode` says what members of tars become: True decodes them, images into PIL's; "basic" leaves images as
+    bytes; webdataset's "rgb8", "torchrgb", … give arrays and tensors; False leaves everything as bytes (see
+    `shardkit.tar.decode`). ShardError says what is wrong with a dataset, or what was looked for.
     """
+    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
     found = locate(path, storage)
     opened = open_found(found, cache or CacheOptions())
     card, manifest = found.card, opened.manifest
@@ -308,7 +313,6 @@ def open_dataset(
             f"is the card of another dataset: fingerprint {card['fingerprint']}, index {manifest.fingerprint}"
         )
         raise ShardError(f"{where}/{CARD_NAME}", problem)
-    options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=decode)
     return Dataset(
         found.folder,
         manifest,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardkit.errors import MissingExtraError
-from shardkit.tar.decode import decode_member, encoding_of
+from shardkit.tar.decode import IMAGE_WORDS, checked_decode, decode_member, encoding_of
 
 
 def npy(array: object) -> bytes:
@@ -130,3 +130,82 @@ def test_a_missing_library_is_named_with_the_way_out(monkeypatch: pytest.MonkeyP
 def test_encodings_are_named_in_the_words_of_mds() -> None:
     found = [encoding_of(e) for e in ("txt", "a.cls", "json.gz", "x.npy", "jpg", "pkl", "npz", "")]
     assert found == ["str", "int", "json", "ndarray", "bytes", "pkl", "npz", "bytes"]
+
+
+def image_file(name: str, mode: str = "RGB", size: tuple[int, int] = (5, 3)) -> bytes:
+    from PIL import Image
+
+    pixels = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(stream, format=name)
+    return stream.getvalue()
+
+
+IMAGES = {
+    "jpg": image_file("JPEG"),
+    "left.jpeg": image_file("JPEG", "L"),
+    "seg.png": image_file("PNG", "P"),
+    "webp": image_file("WEBP"),
+    "ppm": image_file("PPM"),
+    "tif": image_file("TIFF", "RGBA"),
+    "png.gz": gzip.compress(image_file("PNG")),
+}
+
+
+@pytest.mark.parametrize("word", ["pil", "pill", "rgb8", "l", "rgba", "torchrgb8", "torchrgb"])
+@pytest.mark.parametrize("extension", IMAGES)
+def test_images_decode_as_webdatasets_word_says(extension: str, word: str) -> None:
+    from webdataset.autodecode import Decoder, gzfilter, imagehandler
+
+    data = IMAGES[extension]
+    expected = Decoder([gzfilter, imagehandler(word)])({"__key__": "", extension: data})[extension]
+    found = decode_member(extension, memoryview(data), decode=word)
+    assert type(found) is type(expected)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize("extension", IMAGES)
+def test_images_keep_their_mode_and_their_bytes_if_nothing_else_is_asked_for(extension: str) -> None:
+    from PIL import Image
+
+    data = IMAGES[extension]
+    with Image.open(io.BytesIO(gzip.decompress(data) if extension.endswith("gz") else data)) as expected:
+        found: object = decode_member(extension, memoryview(data), decode=True)
+        assert isinstance(found, Image.Image)
+        assert (found.mode, found.size, found.tobytes()) == (expected.mode, expected.size, expected.tobytes())
+    assert decode_member(extension, memoryview(data), decode=False) == data
+
+
+@pytest.mark.filterwarnings("ignore:Image size")  # Pillow warns of what is refused here
+@pytest.mark.parametrize("decode", [True, "pil", "rgb8"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x89PNG",
+        IMAGES["jpg"][:100],
+        image_file("EPS"),  # Pillow would start Ghostscript
+        image_file("PNG", size=(300, 300)),
+    ],
+    ids=["cut", "half", "another format", "too large"],
+)
+def test_images_that_should_not_be_opened_are_refused(
+    decode: bool | str, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 80_000)
+    with pytest.raises(ValueError, match=r"image cannot be read|cannot decode"):
+        decode_member("jpg", memoryview(data), decode=decode)
+
+
+def test_every_word_of_webdatasets_is_known_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from webdataset.autodecode import imagespecs
+
+    assert set(imagespecs) == IMAGE_WORDS
+    words: list[bool | str] = [True, False, "basic", *IMAGE_WORDS]
+    for word in words:
+        assert checked_decode(word) == word
+    for word in ("rgb9", "", "PIL"):
+        with pytest.raises(ValueError, match="is none of True"):
+            checked_decode(word)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"shardkit\[formats\]"):
+        decode_member("jpg", memoryview(IMAGES["jpg"]), decode=True)

@@ -33,10 +33,13 @@ __all__ = [
     "encode_png",
     "encode_raw",
     "list_functions",
+    "open_file",
 ]
 
 # What people keep in jpeg and png columns. Pillow knows many more; some of those start other programs.
 _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_MORE_FORMATS = ("PPM", "TIFF")  # that folders of images, and tars made of them, have as well
+_UNREADABLE = "image cannot be read: "
 # Bytes of a pixel in each mode; mode "1" packs eight pixels of a row into a byte.
 _PIXEL_BYTES = {
     "L": 1,
@@ -100,15 +103,27 @@ def encode_png(image: object) -> bytes:
     return _encode_file(_checked(image), "PNG")
 
 
-def decode_file(data: memoryview) -> Image:
+def decode_file(data: memoryview, *, more_formats: bool = False) -> Image:
     """The loaded image of an image file; ValueError if it is damaged, too large or of a strange format."""
+    try:
+        image = open_file(data, more_formats=more_formats)
+        image.load()
+    except MissingExtraError:
+        raise
+    except Exception as error:  # Pillow documents no list of what its decoders raise
+        problem = str(error).removeprefix(_UNREADABLE) or type(error).__name__
+        raise ValueError(f"{_UNREADABLE}{problem}") from error
+    return image
+
+
+def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
+    """An image whose header alone was read, for whoever loads it; ValueError if it should not be loaded."""
     module = _pillow()
     try:
-        image: Image = module.open(io.BytesIO(data), formats=_installed_formats())
+        image: Image = module.open(io.BytesIO(data), formats=_installed_formats(more_formats))
         _check_pixels(*image.size)
-        image.load()
     except Exception as error:  # Pillow documents no list of what its decoders raise
-        raise ValueError(f"image cannot be read: {error or type(error).__name__}") from error
+        raise ValueError(f"{_UNREADABLE}{error or type(error).__name__}") from error
     return image
 
 
@@ -194,11 +209,12 @@ def _encode_file(image: Image, file_format: str) -> bytes:
 
 
 @cache
-def _installed_formats() -> tuple[str, ...]:
+def _installed_formats(more_formats: bool) -> tuple[str, ...]:
     """Pillow may have been built without WebP; naming a format that it lacks is an error."""
     module = _pillow()
     module.init()
-    return tuple(name for name in _FILE_FORMATS if name in module.OPEN)
+    wanted = _FILE_FORMATS + (_MORE_FORMATS if more_formats else ())
+    return tuple(name for name in wanted if name in module.OPEN)
 
 
 def _pillow() -> Any:

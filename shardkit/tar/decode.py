@@ -10,10 +10,13 @@
 | gz                                    | decompressed, then by the part before it |
 | ten, tb, mp, msg, cbor                | through the `webdataset` library (extra `webdataset`) |
 | pyd, pickle, pkl, pth                 | refused unless `allow_pickle`: they can run any code |
-| anything else (images, audio, html …) | bytes |
+| jpg, png, webp, gif, bmp, ppm, tiff … | an image, as `decode` says |
+| anything else (audio, video, html …)  | bytes |
 
-These are the meanings of `webdataset.WebDataset(…).decode()`. Errors are ValueErrors; the reader adds file
-and offset.
+`decode` is True: images are PIL images in the mode of their file, as in MDS columns. "basic": their bytes.
+One of webdataset's words ("pil", "rgb8", "torchrgb", …): what `webdataset.WebDataset(…).decode(word)` makes
+of them. False: every member is its bytes. All else has the meaning of `webdataset.WebDataset(…).decode()`.
+Errors are ValueErrors; the reader adds file and offset.
 """
 
 from __future__ import annotations
@@ -28,10 +31,18 @@ from collections.abc import Callable
 import numpy as np
 
 from shardkit.errors import MissingExtraError
+from shardkit.mds.images import decode_file, open_file
 from shardkit.tar.compressed import gunzip
 from shardkit.tar.npy import decode_npy
 
-__all__ = ["decode_member", "encoding_of"]
+__all__ = ["IMAGE_WORDS", "checked_decode", "decode_member", "encoding_of"]
+
+IMAGE_WORDS = frozenset(
+    f"{library}{mode}{size}"
+    for library in ("", "torch")
+    for mode in ("l", "rgb", "rgba")
+    for size in ("", "8")
+) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
 
 MAX_EXPANDED_BYTES = 1 << 30  # of one .gz or .npz member: a sample larger than this is no sample
 _TEXT = frozenset({"txt", "text", "transcript"})
@@ -39,14 +50,32 @@ _INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
 _JSON = frozenset({"json", "jsn"})
 _PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
 _WEBDATASET = frozenset({"ten", "tb", "mp", "msg", "cbor"})
+_JPEG = frozenset({"jpg", "jpeg", "jpe", "jfif"})
+_IMAGES = _JPEG | {"png", "apng", "webp", "gif", "bmp", "dib", "ppm", "pgm", "pbm", "pnm", "tif", "tiff"}
 
 
-def decode_member(extension: str, payload: memoryview, *, allow_pickle: bool = False) -> object:
+def checked_decode(decode: bool | str) -> bool | str:
+    """`decode` if it means something; ValueError otherwise."""
+    if isinstance(decode, bool) or decode == "basic" or decode in IMAGE_WORDS:
+        return decode
+    words = ", ".join(sorted(IMAGE_WORDS))
+    raise ValueError(f'decode={decode!r} is none of True, False, "basic" and webdataset\'s {words}')
+
+
+def decode_member(
+    extension: str, payload: memoryview, *, decode: bool | str = "basic", allow_pickle: bool = False
+) -> object:
     """The value of a member; ValueError if its bytes are not what the extension says."""
+    if decode is False:
+        return bytes(payload)
     front, _, kind = extension.rpartition(".")
     if kind == "gz":
         inner = memoryview(gunzip(payload, MAX_EXPANDED_BYTES))
-        return decode_member(front, inner, allow_pickle=allow_pickle) if front else bytes(inner)
+        return (
+            decode_member(front, inner, decode=decode, allow_pickle=allow_pickle) if front else bytes(inner)
+        )
+    if kind in _IMAGES and decode != "basic":
+        return _decode_image(kind, payload, decode)
     if kind in _PICKLE:
         return _unpickle(kind, payload, allow_pickle=allow_pickle)
     if kind in _WEBDATASET:
@@ -99,6 +128,15 @@ _DECODERS: dict[str, Callable[[memoryview], object]] = {
 }
 
 
+def _decode_image(kind: str, payload: memoryview, decode: bool | str) -> object:
+    if decode is True:
+        return decode_file(payload, more_formats=True)
+    open_file(
+        payload, more_formats=True
+    )  # Pillow knows formats that start other programs; webdataset asks it
+    return _through_webdataset(kind, payload, str(decode))
+
+
 def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
     if not allow_pickle:
         raise ValueError(
@@ -113,14 +151,15 @@ def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
         raise ValueError(f"cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-def _through_webdataset(kind: str, payload: memoryview) -> object:
+def _through_webdataset(kind: str, payload: memoryview, image_word: str | None = None) -> object:
     try:
-        from webdataset.autodecode import basichandlers
+        from webdataset.autodecode import basichandlers, imagehandler
     except ImportError as error:
         purpose = f"decoding .{kind} members (decode=False gives their bytes)"
         raise MissingExtraError("webdataset", "webdataset", purpose) from error
     try:
-        return basichandlers(f".{kind}", bytes(payload))
+        handler = imagehandler(image_word) if image_word else basichandlers
+        return handler(f".{kind}", bytes(payload))
     except ImportError as error:
         purpose = f"decoding .{kind} members with webdataset (decode=False gives their bytes)"
         raise MissingExtraError(str(error.name), "webdataset", purpose) from error

@@ -48,7 +48,7 @@ class TarShard:
         *,
         file: str | PathLike[str],
         allow_pickle: bool = False,
-        decode: bool = True,
+        decode: bool | str = True,
     ) -> None:
         self.info = info
         self._data = data
@@ -78,11 +78,10 @@ class TarShard:
         for member in range(int(index.starts[row]), int(index.starts[row + 1])):
             extension, offset = index.extensions[index.kinds[member]], int(index.offsets[member])
             payload = self._view[offset : offset + int(index.sizes[member])]
-            if not self._decode:
-                sample[extension] = bytes(payload)
-                continue
             with _located(self._file, offset, f"sample {row} ({index.keys[row][:200]!r}), .{extension}"):
-                sample[extension] = decode_member(extension, payload, allow_pickle=self._allow_pickle)
+                sample[extension] = decode_member(
+                    extension, payload, decode=self._decode, allow_pickle=self._allow_pickle
+                )
         return sample
 
     @cached_property
@@ -222,18 +221,16 @@ def open_shard(
     *,
     verify: bool = False,
     allow_pickle: bool = False,
-    decode: bool = True,
-    index: TarIndex | None = None,
+    decode: bool | str = True,
 ) -> TarShard:
     """The shard that `info` describes; ShardError if the file is missing or not what `info` says.
 
-    `verify` also checks every stated hash. `decode=False` gives members' bytes as they are. `index` is what
-    an earlier scan of the same file found. The size, the sample count and the columns that `info` states are
-    always checked.
+    `verify` also checks every stated hash. `decode` says what becomes of members (see `shardkit.tar.decode`).
+    The size, the sample count and the columns that `info` states are always checked.
     """
     raw = load_raw(folder, info, verify=verify)
     file = folder / info.stored.basename
-    return shard_from_raw(file, info, raw, allow_pickle=allow_pickle, decode=decode, index=index)
+    return shard_from_raw(file, info, raw, allow_pickle=allow_pickle, decode=decode)
 
 
 def load_raw(folder: Path, info: ShardInfo, *, verify: bool = False) -> npt.NDArray[np.uint8]:
@@ -267,10 +264,13 @@ def shard_from_raw(
     raw: npt.NDArray[np.uint8],
     *,
     allow_pickle: bool = False,
-    decode: bool = True,
+    decode: bool | str = True,
     index: TarIndex | None = None,
 ) -> TarShard:
-    """The tar whose uncompressed bytes are `raw`, wherever they came from; `where` is named in errors."""
+    """The tar whose uncompressed bytes are `raw`, wherever they came from; `where` is named in errors.
+
+    `index` is what an earlier scan of the same tar found.
+    """
     if index is None or not index.fits(len(raw)):
         index = index_constant_stride(raw, where) or group_members(walk_members(raw.data, where), where)
     if info.samples not in (UNKNOWN, len(index)):
