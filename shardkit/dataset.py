@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from shardkit.cache.options import CacheOptions
 from shardkit.errors import ShardError
-from shardkit.index import Column, Manifest, ShardInfo
+from shardkit.index import Column, Manifest, ShardInfo, merge_columns
 from shardkit.locate import CARD_NAME as CARD_NAME
 from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
 from shardkit.locate import locate
@@ -153,12 +153,15 @@ class Dataset:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the first shard that has samples, or ().
+        """The columns of the first shard that has samples, or (); of tars, those that others state as well.
 
-        Shards are taken to be alike; `token_column` is the one property checked on all of them.
+        MDS shards are taken to be alike; `token_column` is the one property checked on all of them.
         """
-        filled = np.flatnonzero(self.manifest.shard_samples)
-        return self._columns_of(int(filled[0])) if len(filled) else ()
+        filled = np.flatnonzero(self.manifest.shard_samples).tolist()
+        first = self._columns_of(filled[0]) if filled else ()
+        if self.manifest.format == "mds":
+            return first
+        return merge_columns([first, *(self.manifest.shards[number].columns for number in filled)])
 
     @cached_property
     def token_column(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -20,7 +20,16 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError
 
-__all__ = ["Column", "FileInfo", "Format", "Manifest", "ShardInfo", "checked_basename", "publish_bytes"]
+__all__ = [
+    "Column",
+    "FileInfo",
+    "Format",
+    "Manifest",
+    "ShardInfo",
+    "checked_basename",
+    "merge_columns",
+    "publish_bytes",
+]
 
 Format = Literal["mds", "tar"]
 MAX_BASENAME_CHARS = 1024  # PATH_MAX is 4,096 on Linux; an honest shard name is far below
@@ -42,6 +51,25 @@ class Column:
     name: str
     encoding: str
     size: int | None = None
+
+
+def merge_columns(columns_of_shards: Iterable[Sequence[Column]]) -> tuple[Column, ...]:
+    """All columns of shards that may differ, by first appearance.
+
+    Arrays of other types or lengths in another shard make theirs a column of any arrays.
+    """
+    merged: dict[str, Column] = {}
+    last: Sequence[Column] = ()
+    for columns in columns_of_shards:
+        if columns == last:
+            continue
+        last = columns
+        for column in columns:
+            known = merged.setdefault(column.name, column)
+            if known != column:
+                kind = known.encoding.partition(":")[0]
+                merged[column.name] = Column(column.name, kind)
+    return tuple(merged.values())
 
 
 @dataclass(frozen=True, slots=True)
