@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import resource
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -51,7 +51,7 @@ class ShardReader(Protocol):
     info: ShardInfo
 
     def __len__(self) -> int: ...
-    def sample(self, row: int) -> dict[str, object]: ...
+    def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]: ...
     def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None: ...
     @property
     def columns(self) -> tuple[Column, ...]: ...

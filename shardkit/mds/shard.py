@@ -16,7 +16,7 @@ import json
 import math
 import mmap
 import stat
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,11 @@ class MdsShard:
         """Name, encoding and fixed size of each column, in the order of their bytes."""
         return self.info.columns
 
-    def sample(self, row: int) -> dict[str, object]:
-        """{column: value} of one row; IndexError outside of 0 to len - 1, ShardError if it is damaged."""
+    def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
+        """{column: value} of one row; IndexError outside of 0 to len - 1, ShardError if it is damaged.
+
+        Only `columns` are decoded, if they are given.
+        """
         if not 0 <= row < self.info.samples:
             raise IndexError(f"{self._file}: row {row} of {self.info.samples}")
         begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
@@ -80,7 +83,8 @@ class MdsShard:
                     row, begin, f"column {column.name!r} states {size:,} bytes, beyond its end"
                 )
             try:
-                values[column.name] = encoding.decode(data[position : position + size])
+                if columns is None or column.name in columns:
+                    values[column.name] = encoding.decode(data[position : position + size])
             except ValueError as error:
                 problem = f"column {column.name!r} ({column.encoding}): {error}"
                 raise self._damaged(row, begin + position, problem) from error

@@ -10,7 +10,7 @@ microseconds a member otherwise. Every view handed out keeps its map alive, so c
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -70,13 +70,18 @@ class TarShard:
         """The key of sample `row`: its member names without extensions."""
         return self._index.keys[self._checked(row)]
 
-    def sample(self, row: int) -> dict[str, object]:
-        """{"__key__": key, extension: value}; ShardError if a member is not what its extension says."""
+    def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
+        """{"__key__": key, extension: value}; ShardError if a member is not what its extension says.
+
+        Only members of `columns` are decoded, if they are given.
+        """
         row = self._checked(row)
         index = self._index
         sample: dict[str, object] = {"__key__": index.keys[row]}
         for member in range(int(index.starts[row]), int(index.starts[row + 1])):
             extension, offset = index.extensions[index.kinds[member]], int(index.offsets[member])
+            if columns is not None and extension not in columns:
+                continue
             payload = self._view[offset : offset + int(index.sizes[member])]
             with _located(self._file, offset, f"sample {row} ({index.keys[row][:200]!r}), .{extension}"):
                 sample[extension] = decode_member(
