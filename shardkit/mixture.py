@@ -3,16 +3,16 @@
     segment of `position` (the schedule's), n = position - its start, W = sum of its weights w_1 … w_S
     after n positions: n_S = n, n_j = n_(j+1) * c_j // c_(j+1)      c_j = w_1 + … + w_j, nested floors
     stream j has had n_j - n_(j-1) of them, so the samples of each stream in a block are known at once
-    block = n // M                                  M = W where W <= 1024, else 1024
+    block k begins at n = k * W // B                B = ceil(W / 1024) blocks of one size, or two, in W
     inside a block: its slots, in the order of the upper 54 bits of a hash of (seed, first position of the
     block, slot), take first stream 1, then stream 2, …; each stream's samples then ascend with the position
 
 Guarantees. Each stream's samples come in its own order, 0, 1, 2, …, none left out, through all epochs and
-segments. Proportions are exact at every multiple of W positions of a segment, and where W <= 1024 in each
-block; at the blocks' edges each count is less than S away from its exact share n * w_j / W. What is at a
-position depends on the seed and on the segments that start at or before it alone, so a schedule may change
-anywhere, in the middle of a block too, without touching what was before. Integers only; golden vectors and a
-plain-Python reference in the tests pin all of it.
+segments. Proportions are exact in each run of W positions from the segment's start on, and where W <= 1024
+that is a block; at the other blocks' edges each count is less than S away from its exact share n * w_j / W.
+What is at a position depends on the seed and on the segments that start at or before it alone, so a schedule
+may change anywhere, in the middle of a block too, without touching what was before. Integers only; golden
+vectors and a plain-Python reference in the tests pin all of it.
 
 Costs. No memory but for a call's. Seeking costs one block (about 100 microseconds), a position 30-50 ns in
 calls for thousands (tests/benchmarks/bench_mixture.py). Threads and forked processes may share a `Mixture`.
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd, lcm
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,7 @@ Weights = tuple[int, ...]
 
 _Ints = npt.NDArray[np.int64]
 _Streams = npt.NDArray[np.int16]
+_Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +190,27 @@ class _Segment:
 
     @property
     def total(self) -> int:
+        """W: positions in a period, which gives each stream exactly its weight."""
         return int(self.sums[-1])
 
     @property
-    def block(self) -> int:
-        """Positions in a block."""
-        return min(self.total, _BLOCK)
+    def blocks(self) -> int:
+        """B: blocks in a period."""
+        return -(-self.total // _BLOCK)
+
+    @property
+    def chunk(self) -> int:
+        """How many blocks to work on at once."""
+        return max(1, _CHUNK * self.blocks // self.total)
+
+    def block(self, done: _Number) -> _Number:
+        """The block of the position `done` positions behind the segment's start."""
+        period, rest = done // self.total, done % self.total
+        return period * self.blocks + ((rest + 1) * self.blocks - 1) // self.total
+
+    def edge(self, block: _Number) -> _Number:
+        """How far behind the segment's start a block begins."""
+        return block // self.blocks * self.total + block % self.blocks * self.total // self.blocks
 
     def shares(self, counts: _Ints) -> _Ints:
         """int64[len(counts), len(streams)]: what each stream has of the first `counts` positions."""
@@ -238,8 +255,9 @@ class Mixture:
             raise ValueError(f"{count:,} positions from {start:,}: positions go from 0 to 2**62")
         stream, index = np.empty(count, dtype=np.int16), np.empty(count, dtype=np.int64)
         for segment, begin, end in self._pieces(start, start + count):
-            origin = begin - (begin - segment.start) % segment.block
-            streams, indices = self._blocks(segment, np.arange(origin, end, segment.block, dtype=np.int64))
+            first, last = segment.block(begin - segment.start), segment.block(end - 1 - segment.start)
+            streams, indices = self._blocks(segment, np.arange(first, last + 1, dtype=np.int64))
+            origin = segment.start + segment.edge(first)
             taken, piece = slice(begin - origin, end - origin), slice(begin - start, end - start)
             stream[piece], index[piece] = streams[taken], indices[taken]
         return stream, index
@@ -253,13 +271,15 @@ class Mixture:
         edges = [*np.searchsorted(positions, self._starts, sorter=ascending).tolist(), len(positions)]
         for segment, (low, high) in zip(self._segments, pairwise(edges), strict=True):
             which = ascending[low:high]
-            slots = (positions[which] - segment.start) % segment.block
-            starts, of_block = np.unique(positions[which] - slots, return_inverse=True)
-            step = max(1, _CHUNK // segment.block)
-            for first in range(0, len(starts), step):
-                streams, indices = self._blocks(segment, starts[first : first + step])
-                own = slice(*np.searchsorted(of_block, [first, first + step]).tolist())
-                places = (of_block[own] - first) * segment.block + slots[own]
+            done = positions[which] - segment.start
+            blocks, of_block = np.unique(segment.block(done), return_inverse=True)
+            slots = done - segment.edge(blocks)[of_block]
+            for first in range(0, len(blocks), segment.chunk):
+                numbers = blocks[first : first + segment.chunk]
+                streams, indices = self._blocks(segment, numbers)
+                sizes = segment.edge(numbers + 1) - segment.edge(numbers)
+                own = slice(*np.searchsorted(of_block, [first, first + segment.chunk]).tolist())
+                places = (np.cumsum(sizes) - sizes)[of_block[own] - first] + slots[own]
                 stream[which[own]], index[which[own]] = streams[places], indices[places]
         return stream, index
 
@@ -282,17 +302,17 @@ class Mixture:
         if not column.size:
             return None
         left = index - int(segment.before[stream])
-        low = left // int(segment.weights[column[0]]) * segment.total  # the period that holds it
-        if segment.start + low >= MAX_POSITION:
+        low = left // int(segment.weights[column[0]]) * segment.blocks  # of the period that holds it
+        if segment.start + segment.edge(low) >= MAX_POSITION:
             return None
-        low, high = low // segment.block, (low + segment.total) // segment.block
+        high = low + segment.blocks - 1
         while low < high:  # the last block before which the stream has no more than `left` samples
             middle = (low + high + 1) // 2
-            had = segment.shares(np.array([middle * segment.block]))[0, column[0]]
+            had = segment.shares(np.array([segment.edge(middle)]))[0, column[0]]
             low, high = (middle, high) if had <= left else (low, middle - 1)
-        start = segment.start + low * segment.block
-        streams, indices = self._blocks(segment, np.array([start]))
-        position = start + int(np.flatnonzero((streams == stream) & (indices == index))[0])
+        streams, indices = self._blocks(segment, np.array([low]))
+        slot = int(np.flatnonzero((streams == stream) & (indices == index))[0])
+        position = segment.start + segment.edge(low) + slot
         return position if position < MAX_POSITION else None
 
     def _segment(self, position: int) -> _Segment:
@@ -302,41 +322,56 @@ class Mixture:
         """The positions from `start` to `end`, cut at segments and at blocks, about a chunk each."""
         while start < end:
             segment = self._segment(start)
-            whole = max(1, _CHUNK // segment.block) * segment.block
-            stop = min(end, segment.end, start - (start - segment.start) % segment.block + whole)
+            block = segment.block(start - segment.start)
+            stop = min(end, segment.end, segment.start + segment.edge(block + segment.chunk))
             yield segment, start, stop
             start = stop
 
     def _counts(self, segment: _Segment, position: int) -> _Ints:
         """`counts` at a position of the segment or at its end."""
         done = position - segment.start
-        start = position - done % segment.block
+        block = segment.block(done)
+        edge = segment.edge(block)
         counts = segment.before.copy()
-        counts[segment.streams] += segment.shares(np.array([start - segment.start]))[0]
-        if start < position:
-            streams, _ = self._blocks(segment, np.array([start]))
-            counts += np.bincount(streams[: position - start], minlength=len(counts))
+        counts[segment.streams] += segment.shares(np.array([edge]))[0]
+        if edge < done:
+            streams, _ = self._blocks(segment, np.array([block]))
+            counts += np.bincount(streams[: done - edge], minlength=len(counts))
         return counts
 
-    def _blocks(self, segment: _Segment, starts: _Ints) -> tuple[_Streams, _Ints]:
-        """(stream, index) of all positions of the whole blocks that start at `starts`, one after another."""
-        size = segment.block
-        done = starts - segment.start
-        first = segment.shares(done)
-        counts = segment.shares(done + size) - first
-        keys = mix64(self._key + _GOLDEN * (starts.view(np.uint64) + _ONE))
+    def _blocks(self, segment: _Segment, numbers: _Ints) -> tuple[_Streams, _Ints]:
+        """(stream, index) of all positions of these blocks, one after another."""
+        edges = segment.edge(numbers)
+        first = segment.shares(edges)
+        counts = segment.shares(segment.edge(numbers + 1)) - first
+        sizes = counts.sum(axis=1)
+        size = int(sizes.max())
+        # The samples of a stream before the block, less the ranks that streams before it take.
+        offsets = segment.before[segment.streams] + first - (np.cumsum(counts, axis=1) - counts)
+        keys = mix64(self._key + _GOLDEN * ((segment.start + edges).view(np.uint64) + _ONE))
         hashes = mix64(keys[:, None] + _GOLDEN * (_SLOTS[:size] + _ONE))
+        short = np.flatnonzero(sizes < size)
+        streams_of = segment.streams
+        if short.size:
+            # One slot less: a stream -1 takes the last slot, last of all, and is left out at the end.
+            hashes[short, size - 1] = ~np.uint64(0)
+            counts = np.column_stack([counts, size - sizes])
+            offsets = np.column_stack([offsets, np.zeros_like(sizes)])
+            streams_of = np.append(streams_of, np.int16(-1))
         # A sort by value of what is unique gives the same on every machine, and is faster than an argsort.
         hashes = np.sort(hashes & ~_SLOT_MASK | _SLOTS[:size], axis=1)
-        columns = np.repeat(np.tile(np.arange(counts.shape[1], dtype=np.uint32), len(starts)), counts.ravel())
+        columns = np.repeat(
+            np.tile(np.arange(counts.shape[1], dtype=np.uint32), len(numbers)), counts.ravel()
+        )
         slots = (hashes & _SLOT_MASK).astype(np.uint32)
         slots |= columns.reshape(slots.shape) << np.uint32(_SLOT_BITS)
         slots = np.sort(slots, axis=1) & np.uint32(_BLOCK - 1)  # of each stream, ascending
-        places = (slots + np.arange(len(starts), dtype=np.int64)[:, None] * size).ravel()
-        # The samples that come before the first of this block in the array, and those before in the stream.
-        offsets = segment.before[segment.streams] + first - (np.cumsum(counts, axis=1) - counts)
-        ranks = np.tile(np.arange(size, dtype=np.int64), len(starts))
+        places = (slots + np.arange(len(numbers), dtype=np.int64)[:, None] * size).ravel()
+        ranks = np.tile(np.arange(size, dtype=np.int64), len(numbers))
         streams, indices = np.empty(len(places), dtype=np.int16), np.empty(len(places), dtype=np.int64)
-        streams[places] = segment.streams[columns]
+        streams[places] = streams_of[columns]
         indices[places] = np.repeat(offsets.ravel(), counts.ravel()) + ranks
+        if short.size:
+            kept = streams >= 0
+            return streams[kept], indices[kept]
         return streams, indices
