@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 __all__ = ["common_folder", "expand_braces", "fixed_folder", "is_pattern", "matches", "split_names"]
 
-MAX_NAMES = 1 << 22  # of one brace list: four million tars; a typing mistake should not fill the memory
+MAX_NAMES = 1 << 20  # of one brace list: a million tars; a typing mistake should not fill the memory
 _MAGIC = frozenset("*?[")
 _RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d{1,18}))?")
 
@@ -32,14 +32,21 @@ def is_pattern(name: str) -> bool:
 
 def expand_braces(text: str) -> list[str]:
     """All that a brace list names, in its order; ValueError if braces do not pair, or name too many."""
+    try:
+        return _expand(text)
+    except RecursionError as error:
+        raise ValueError(f"{text[:60]!r}… has too many braces") from error
+
+
+def _expand(text: str) -> list[str]:
     start = text.find("{")
+    if "}" in (text if start < 0 else text[:start]):
+        raise ValueError(f"{text!r} has a '}}' without its '{{'")
     if start < 0:
-        if "}" in text:
-            raise ValueError(f"{text!r} has a '}}' without its '{{'")
         return [text]
     stop = _closing(text, start)
     head, inner = text[:start], text[start + 1 : stop]
-    tails = expand_braces(text[stop + 1 :])
+    tails = _expand(text[stop + 1 :])
     middles = _alternatives(inner)
     if len(middles) * len(tails) > MAX_NAMES:
         raise ValueError(f"{text!r} names more than {MAX_NAMES:,} files")
@@ -67,8 +74,8 @@ def _alternatives(inner: str) -> list[str]:
             start = at + 1
     parts.append(inner[start:])
     if len(parts) == 1:  # no list: bash leaves the braces where they are
-        return [f"{{{name}}}" for name in expand_braces(inner)]
-    return [name for part in parts for name in expand_braces(part)]
+        return [f"{{{name}}}" for name in _expand(inner)]
+    return [name for part in parts for name in _expand(part)]
 
 
 def _range(found: re.Match[str]) -> list[str]:

@@ -1,0 +1,66 @@
+"""Tars as webdataset writes them, of images, JSON and classes, and the samples that are in them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import webdataset
+from PIL import Image
+
+__all__ = ["PARTS", "sample", "samples", "tar_bytes", "tars"]
+
+PARTS = ((0, 7), (7, 8), (8, 8), (8, 19), (19, 23))
+"""First and last + 1 of the samples in each tar; one of them is empty."""
+
+
+def sample(number: int) -> dict[str, Any]:
+    """What is written; every fourth sample has a caption, too, and the keys are nested."""
+    image = Image.new("RGB", (3 + number % 2, 2), (number, 255 - number, 7))
+    label = Image.new("P", image.size, number % 4)
+    label.putpalette(bytes(range(12)))
+    members = {"png": image, "seg.png": label, "json": {"number": number}, "cls": number % 10}
+    caption = {"txt": f"größe {number}"} if number % 4 == 0 else {}
+    return {"__key__": f"part/{number:05d}", **members, **caption}
+
+
+@cache
+def tar_bytes(first: int, last: int) -> bytes:
+    """A tar of samples `first` to `last` - 1."""
+    stream = io.BytesIO()
+    with webdataset.TarWriter(stream, mtime=1) as writer:
+        for number in range(first, last):
+            writer.write({name: _encoded(value) for name, value in sample(number).items()})
+    return stream.getvalue()
+
+
+def _encoded(value: Any) -> Any:
+    """Files of images: webdataset's writer would make RGB of every mode."""
+    if not isinstance(value, Image.Image):
+        return value
+    stream = io.BytesIO()
+    value.save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def tars(parts: Sequence[tuple[int, int]] = PARTS) -> dict[str, bytes]:
+    """{"part-000.tar": its bytes, …}"""
+    return {f"part-{i:03d}.tar": tar_bytes(*part) for i, part in enumerate(parts)}
+
+
+def samples(dataset: Any) -> list[int]:
+    """The numbers of a dataset's samples, in its order, each sample checked against what was written."""
+    numbers = []
+    for found in dataset:
+        number = found["json"]["number"]
+        expected = sample(number)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if name.endswith("png"):
+                assert (found[name].mode, found[name].tobytes()) == (value.mode, value.tobytes())
+            else:
+                assert found[name] == value
+        numbers.append(number)
+    return numbers
