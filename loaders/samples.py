@@ -40,6 +40,7 @@ class DecodedSamples:
         """`names`: dataset's column name by the batch's. `delivered`: types of columns that are converted."""
         self._dataset = dataset
         self._names = dict(names)
+        self._wanted = frozenset(names.values())
         self._delivered = dict(delivered)
         by_name = {column.name: column for column in dataset.columns}
         layouts = {
@@ -73,7 +74,9 @@ class DecodedSamples:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
             # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
             by_shard = np.argsort(shard[low:high], kind="stable").tolist()
-            found = {i: self._dataset.shard(places[i][0]).sample(places[i][1]) for i in by_shard}
+            found = {
+                i: self._dataset.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
+            }
             samples = [found[i] for i in range(len(places))]
             return {name: self._column(name, samples, places) for name in self._names}
 
