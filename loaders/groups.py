@@ -73,9 +73,7 @@ class GroupMaker:
         self._limit = arrangement.limit()
         self._planning, self._reading = "", 0
 
-    def groups(
-        self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1
-    ) -> Iterator[Group]:
+    def groups(self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1) -> Iterator[Group]:
         """The batches of the epoch of the next batch; all that follow, if endless.
 
         Of these batches, number `first` and each `every`-th after it; the others cost nothing.

@@ -124,6 +124,11 @@ class StreamingLoader:
         return self._opened.streams.datasets
 
     @property
+    def streams(self) -> list[Stream]:
+        """The streams as they were given, their datasets open: another loader's first argument."""
+        return [replace(s, path=d) for s, d in zip(self._opened.specs, self.datasets, strict=True)]
+
+    @property
     def rank(self) -> int:
         return self._plan.rank
 

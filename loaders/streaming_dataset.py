@@ -1,0 +1,308 @@
+"""`StreamingDataset`: batches for a DataLoader, of which each worker makes its part.
+
+A worker makes a loader of its own, because threads, locks and connections do not survive a fork. Where its
+iteration begins it learns from `shardkit.loaders.shared_cursor`; all else is arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack, cast
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from shardkit.dataset import Dataset
+from shardkit.errors import StateError
+from shardkit.loaders.batch import Batch
+from shardkit.loaders.config import LoaderOptions, Stream, TokenDtype
+from shardkit.loaders.loader import StreamingLoader
+from shardkit.loaders.plan import BatchPlan, Cursor
+from shardkit.loaders.shared_cursor import SharedCursor, Worker
+from shardkit.loaders.state import LoaderState, OnMismatch, Tail
+from shardkit.order import Shuffle
+
+__all__ = ["State", "StreamingDataset", "state_of"]
+
+State = dict[str, object]
+_WORKER = "worker"  # the key that a worker's state has besides those of a loader's
+
+
+class StreamingDataset(IterableDataset[Batch]):
+    """Batches for `DataLoader(dataset, batch_size=None, num_workers=…)`; arguments as of `StreamingLoader`.
+
+    Give `batch_size=None` to the DataLoader, or it makes batches of batches. Pickles; a copy is on its own.
+    """
+
+    def __init__(
+        self,
+        dataset: str | os.PathLike[str] | Dataset | Sequence[Stream],
+        *,
+        batch_size: int,
+        seed: int = 17,
+        shuffle: Shuffle = "window",
+        tail: Tail = "carry",
+        rank: int | None = None,
+        world_size: int | None = None,
+        dtype: TokenDtype = torch.int64,
+        return_ids: bool = False,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        self._arguments: dict[str, Any] = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "tail": tail,
+            "dtype": dtype,
+            "return_ids": return_ids,
+            **options,
+        }
+        loader = StreamingLoader(dataset, rank=rank, world_size=world_size, **self._arguments)
+        self._arguments |= {"rank": loader.rank, "world_size": loader.world_size}
+        self._loader: StreamingLoader | _Closed = loader
+        self._inherited: object = None
+        self._process: int | None = os.getpid()
+        self._shared = SharedCursor((0, 0), self._settings())
+        self._began: Cursor = (0, 0)  # where the last iteration without workers did
+        self._share: _Share | None = None  # in a worker
+        self._saved: _Share | None = None  # in a worker: what it is to continue
+        self._round = 0
+        self.loads = 0
+        """How often a state was loaded."""
+
+    @property
+    def loader(self) -> StreamingLoader:
+        """The loader of this process; another process needs threads, locks and connections of its own."""
+        if self._process != os.getpid():
+            state, arguments = self._loader.state_dict(), dict(self._arguments)
+            if get_worker_info() is not None:
+                arguments["metrics_file"] = None  # workers would overwrite each other's
+            loader = StreamingLoader(_own_copies(self._loader.streams), **arguments)
+            loader.load_state_dict(state)
+            # Kept: taking apart what a forked child has inherited could wait for its parent's threads.
+            self._inherited, self._loader, self._process = self._loader, loader, os.getpid()
+        assert isinstance(self._loader, StreamingLoader)
+        return self._loader
+
+    def __len__(self) -> int:
+        """Batches of the epoch of the next batch, those already delivered included; equal on all ranks."""
+        return self.epoch_batches(self.next)
+
+    def epoch_batches(self, cursor: Cursor) -> int:
+        """`len` at (position, batches delivered in its epoch)."""
+        if self.loader.config.endless:
+            raise TypeError("an endless loader has no length")
+        plan, (position, delivered) = self.loader.plan, cursor
+        return (delivered if plan.start(position) == position else 0) + plan.batches_left(position)
+
+    def state_at(self, cursor: Cursor) -> State:
+        """The state at (position, batches delivered in its epoch)."""
+        return _moved(self.loader, cursor)
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        if info is None:
+            return self._iterate()
+        self._round += 1
+        try:
+            return self._iterate_share(Worker(info.id, info.num_workers, info.seed - info.id, self._round))
+        except Exception as error:
+            # A worker that persists dies of what iter() raises; what next() raises reaches the loop.
+            return map(_raise, (error,))
+
+    def state_dict(self, num_batches: int | None = None) -> State:
+        """The state in which `num_batches` batches have been received since the iteration began.
+
+        By default, all that was handed out: a DataLoader with workers must be told, for only the loop
+        knows (ValueError otherwise). Ask for 0 before an iteration, not at its beginning.
+        In a worker: where that is, for torchdata's StatefulDataLoader; `state_of` reads it.
+        """
+        if self._share is not None:
+            return self._share.state(self.loader)
+        plan, shared = self.loader.plan, self._shared.read()
+        if num_batches is None:
+            if shared.by_workers:
+                raise ValueError(
+                    "a dataset does not see what its workers deliver: give state_dict the number of batches "
+                    "that the loop has received since it began, or use StreamingDataLoader"
+                )
+            return _moved(self.loader, self.loader.cursor)
+        if not num_batches:
+            return _moved(self.loader, self.next)
+        start = shared.start if shared.by_workers else self._began
+        if not self.loader.config.endless and num_batches > plan.batches_left(start[0]):
+            raise ValueError(f"the iteration has {plan.batches_left(start[0])} batches, not {num_batches}")
+        return _moved(self.loader, plan.advance(start, num_batches))
+
+    def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
+        """Continue where `state` was taken, as `StreamingLoader.load_state_dict`.
+
+        A DataLoader whose workers persist must be made anew if the state changes lanes, window or weights.
+        """
+        if get_worker_info() is not None:
+            self._saved = self._saved_share(state)
+            return
+        if _WORKER in state:
+            raise StateError(
+                "this is one worker's state: give load_state_dict what state_of makes of them all"
+            )
+        self.loader.load_state_dict(state, on_mismatch=on_mismatch)
+        self.loads += 1
+        self.start_at(self.loader.cursor)
+
+    def start_at(self, cursor: Cursor) -> None:
+        """The next iteration, by workers or not, starts at (position, batches delivered in its epoch)."""
+        if cursor != self.loader.cursor:
+            self.loader.load_state_dict(_moved(self.loader, cursor))
+        self._began = cursor
+        self._shared.begin(cursor, self._settings())
+
+    def close(self) -> None:
+        """End prefetching and forget the open shards."""
+        self.loader.close()
+
+    @property
+    def next(self) -> Cursor:
+        """Where the next iteration starts: (position, batches delivered in its epoch)."""
+        shared = self._shared.read()
+        return shared.next if shared.by_workers else self.loader.cursor
+
+    def _settings(self) -> int:
+        """A digest of all that batches depend on besides the cursor and what is given to the constructor."""
+        text = json.dumps(_moved(self.loader, (0, 0)), sort_keys=True)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def _iterate(self) -> Iterator[Batch]:
+        self.start_at(self.next)
+        return self._deliver(self.loader.iterate())
+
+    def _deliver(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        settings = self._settings()
+        for batch in batches:
+            self._shared.begin(self.loader.cursor, settings)
+            yield batch
+
+    def _iterate_share(self, worker: Worker) -> Iterator[Batch]:
+        loader, saved = self.loader, self._saved
+        self._saved = None
+        iteration, start = self._shared.enter(worker, self._settings(), saved.start if saved else None)
+        self._share = share = _Share(worker, start, saved.made if saved else 0)
+        loader.load_state_dict(_moved(loader, start))
+        left = None if loader.config.endless else loader.plan.batches_left(start[0])
+        most = None if left is None else max(0, -(-(left - worker.number) // worker.count))
+        if left is not None and share.made >= cast(int, most):
+            self._shared.made_all(worker, iteration, loader.plan.advance(start, left))
+
+        def deliver(batches: Iterator[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                share.made += 1
+                if left is not None and share.made == most:
+                    self._shared.made_all(worker, iteration, loader.plan.advance(start, left))
+                yield batch
+
+        first = worker.number + share.made * worker.count
+        return deliver(loader.iterate(first=first, every=worker.count))
+
+    def _saved_share(self, state: Mapping[str, object]) -> _Share:
+        """In a worker: what the state of this worker says that it is to continue."""
+        info = get_worker_info()
+        assert info is not None
+        share = cast(dict[str, int], state.get(_WORKER, {}))
+        self.loader.load_state_dict({name: value for name, value in state.items() if name != _WORKER})
+        expected = {
+            "number": info.id,
+            "count": info.num_workers,
+            "global_batch": self.loader.plan.global_batch,
+        }
+        if share and expected != {name: share.get(name) for name in expected}:
+            raise StateError(
+                f"the state is of worker {share}, this is {expected}: to go on with another number of "
+                "workers or batch size, give load_state_dict what state_of makes of the whole state"
+            )
+        return _Share(Worker(info.id, info.num_workers, 0, 0), self.loader.cursor, share.get("made", 0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        loader = self._loader
+        return self.__dict__ | {
+            "_loader": _Closed(loader.streams, loader.state_dict()),
+            "_inherited": None,
+            "_process": None,
+            "_share": None,
+            "_saved": None,
+            "_round": 0,
+        }
+
+
+def state_of(state: Mapping[str, Any]) -> State:
+    """The plain state in one that torchdata's StatefulDataLoader gives for a `StreamingDataset`.
+
+    `StreamingLoader`, `StreamingDataLoader` and the dataset itself load it, with any number of workers.
+    StateError if there is none in it.
+    """
+    try:
+        if "_snapshot" not in state:
+            return dict(state["dataset_state"])
+        snapshot = state["_snapshot"]
+        saved = snapshot["_worker_snapshots"]["worker_0"]["dataset_state"]
+        share = saved[_WORKER]
+        batches = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
+    except (KeyError, TypeError) as error:
+        raise StateError(
+            "not a state of a StatefulDataLoader (torchdata 0.11) over a StreamingDataset: "
+            f"{type(error).__name__} {error}"
+        ) from error
+    plain = {name: value for name, value in saved.items() if name != _WORKER}
+    loaded = LoaderState.from_dict(plain)
+    plan = BatchPlan(loaded.epoch_samples, share["global_batch"], 0, 1, loaded.tail)
+    position, epoch_batches = plan.advance((loaded.position, loaded.epoch_batches), batches)
+    return replace(loaded, position=position, epoch_batches=epoch_batches).to_dict()
+
+
+@dataclass(slots=True)
+class _Share:
+    """A worker's part of an iteration: `made` batches of those that are its own."""
+
+    worker: Worker
+    start: Cursor
+    made: int
+
+    def state(self, loader: StreamingLoader) -> State:
+        share = {
+            "number": self.worker.number,
+            "count": self.worker.count,
+            "made": self.made,
+            "global_batch": loader.plan.global_batch,
+        }
+        return _moved(loader, self.start) | {_WORKER: share}
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """What is left of a loader in a pickle."""
+
+    streams: list[Stream]
+    state: State
+
+    def state_dict(self) -> State:
+        return self.state
+
+
+def _own_copies(streams: Sequence[Stream]) -> list[Stream]:
+    """The same with locks and threads of their own; one dataset in several streams stays one."""
+    copies = {id(stream.path): copy.copy(cast(Dataset, stream.path)) for stream in streams}
+    return [replace(stream, path=copies[id(stream.path)]) for stream in streams]
+
+
+def _raise(error: Exception) -> Batch:
+    raise error
+
+
+def _moved(loader: StreamingLoader, cursor: Cursor) -> State:
+    """The loader's state, elsewhere."""
+    position, epoch_batches = cursor
+    return loader.state_dict() | {"position": position, "epoch_batches": epoch_batches}
