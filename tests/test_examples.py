@@ -1,12 +1,18 @@
-"""Every training example survives SIGKILL: same samples and same losses as a run that was never killed."""
+"""Every training example survives SIGKILL: same samples and same losses as a run that was never killed.
+
+The runs that are never killed, and those that torchrun has to end, are started as users do; the others are
+forked from a process that has torch.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset
+from script_server import ScriptServer
+from train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset, script_server
 
 pytestmark = pytest.mark.slow
 KILL_STEP = 2 * CHECKPOINT_EVERY + 2  # between two checkpoints
@@ -18,12 +24,20 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("examples") / "data")
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptServer]:
+    with script_server(
+        "torch._dynamo", "torchvision_guard", "lightning", "shardkit.loaders.loader"
+    ) as running:
+        yield running
+
+
 @pytest.mark.parametrize("script", ["train_plain.py", "train_lightning.py"])
 def test_a_killed_run_continues_with_the_same_samples_and_losses(
-    script: str, dataset: Path, tmp_path: Path
+    server: ScriptServer, script: str, dataset: Path, tmp_path: Path
 ) -> None:
     arguments = ["--data", str(dataset), "--batch-size", "4", "--inside-documents"]
-    killed = Training(script, tmp_path / "killed", arguments)
+    killed = Training(script, tmp_path / "killed", arguments, server=server)
     stop = max(killed.run_until_killed_between_checkpoints(KILL_STEP), SAMPLES // 4) + 2  # in the next epoch
     last_step = stop + 2
     for steps in (stop, last_step):  # the second run goes on where the first one ended by itself
@@ -38,14 +52,16 @@ def test_a_killed_run_continues_with_the_same_samples_and_losses(
     assert len(set(first_epoch)) == len(first_epoch), "a sample came twice within the first epoch"
 
 
-def test_a_run_on_two_ranks_continues_on_two_ranks_and_on_one(dataset: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_continues_on_two_ranks_and_on_one(
+    server: ScriptServer, dataset: Path, tmp_path: Path
+) -> None:
     arguments = ["--data", str(dataset), "--global-batch-size", "8"]
-    killed = Training("train_ddp.py", tmp_path / "killed", arguments, ranks=2)
+    killed = Training("train_ddp.py", tmp_path / "killed", arguments, ranks=2)  # torchrun ends the other rank
     last_step = killed.run_until_killed(KILL_STEP) + 4
     for copy in ("two", "one"):
         shutil.copytree(killed.folder, tmp_path / copy)
-    two = Training("train_ddp.py", tmp_path / "two", arguments, ranks=2)
-    one = Training("train_ddp.py", tmp_path / "one", arguments, ranks=1)
+    two = Training("train_ddp.py", tmp_path / "two", arguments, ranks=2, server=server)
+    one = Training("train_ddp.py", tmp_path / "one", arguments, ranks=1, server=server)
     whole = Training("train_ddp.py", tmp_path / "whole", arguments, ranks=2)
     for training in (two, one, whole):
         training.run(last_step)
