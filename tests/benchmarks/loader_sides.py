@@ -1,0 +1,170 @@
+"""One loader of `bench_loaders.py`, in a process of its own: `python loader_sides.py SIDE FOLDER`.
+
+Each line on stdin asks for one epoch; the answer on stdout is its figures as JSON. Imports nothing but what
+its side needs, so that a peer may live in an environment without shardkit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTH = 4096
+BATCH = 8
+STREAMS = 5
+
+Epoch = Callable[[], Iterable[Any]]
+
+
+def gather(folder: Path) -> Epoch:
+    """Rows of one file, by shuffled number, into a fresh array a batch: what there is to reach."""
+    rows = np.memmap(folder / "whole.bin", dtype=np.uint32, mode="r").reshape(-1, LENGTH)
+    generator = np.random.default_rng(0)
+
+    def epoch() -> Iterator[Any]:
+        order = generator.permutation(len(rows))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            yield rows[order[start : start + BATCH]]
+
+    return epoch
+
+
+def shardkit_loader(folder: Path, kind: str = "mds", **options: Any) -> Epoch:
+    from shardkit.loaders import Stream, StreamingLoader
+
+    data: Any = folder / kind
+    if kind == "mixture":
+        data = [Stream(folder / "streams" / str(i), weight=w) for i, w in enumerate((5, 3, 2, 1, 1))]
+    loader = StreamingLoader(data, batch_size=BATCH, dtype="stored", rank=0, world_size=1, **options)
+    return lambda: loader
+
+
+def shardkit_thread(folder: Path) -> Epoch:
+    """Every batch made by the background thread, as beside a loop that trains."""
+    import shardkit.loaders.prefetch
+
+    shardkit.loaders.prefetch.BUSY_SECONDS = -1.0
+    return shardkit_loader(folder)
+
+
+def shardkit_workers(folder: Path) -> Epoch:
+    from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(folder / "mds", batch_size=BATCH, dtype="stored", rank=0, world_size=1)
+    loader = StreamingDataLoader(dataset, num_workers=2, persistent_workers=True)
+    return lambda: loader
+
+
+def mosaicml(folder: Path, **options: Any) -> Epoch:
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):
+            library.define(f"{operator}(Tensor a, Tensor b, float c) -> Tensor")  # type: ignore[no-untyped-call]
+    import streaming
+
+    streaming.base.util.clean_stale_shared_memory()
+    dataset = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH, **options)
+
+    def epoch() -> Iterator[Any]:
+        batch = []
+        for sample in dataset:
+            batch.append(sample["tokens"])
+            if len(batch) == BATCH:
+                yield np.stack(batch)
+                batch = []
+
+    epoch.keep = library  # type: ignore[attr-defined]  # an operator lives as long as its library
+    return epoch
+
+
+def litdata(folder: Path, workers: int = 0) -> Epoch:
+    import torch
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+
+    def make() -> Any:
+        loader = TokensLoader(block_size=LENGTH)
+        return StreamingDataset(str(folder / "litdata"), item_loader=loader, shuffle=True)
+
+    if workers:
+        loader = StreamingDataLoader(make(), batch_size=BATCH, num_workers=workers, persistent_workers=True)
+        return lambda: loader
+    dataset = make()
+
+    def epoch() -> Iterator[Any]:
+        batch = []
+        for sample in dataset:
+            batch.append(sample)
+            if len(batch) == BATCH:
+                yield torch.stack(batch)
+                batch = []
+
+    return epoch
+
+
+def webdataset(folder: Path) -> Epoch:
+    import webdataset as wds
+
+    shards = sorted(str(file) for file in (folder / "tar").glob("*.tar"))
+    pipeline = wds.WebDataset(shards, shardshuffle=len(shards), seed=0).shuffle(1000).decode()
+    return lambda: pipeline.to_tuple("tokens.npy").batched(BATCH)
+
+
+SIDES: dict[str, Callable[[Path], Epoch]] = {
+    "gather": gather,
+    "shardkit": shardkit_loader,
+    "shardkit_thread": shardkit_thread,
+    "shardkit_workers": shardkit_workers,
+    "shardkit_tar": lambda folder: shardkit_loader(folder, "tar"),
+    "shardkit_mixture": lambda folder: shardkit_loader(folder, "mixture"),
+    "mosaicml": mosaicml,
+    "mosaicml_tuned": lambda folder: mosaicml(folder, predownload=1 << 20),
+    "litdata": litdata,
+    "litdata_workers": lambda folder: litdata(folder, 2),
+    "webdataset": webdataset,
+}
+
+
+def timed(epoch: Epoch, most_seconds: float) -> dict[str, float]:
+    """One epoch, or as much of it as `most_seconds` allow: samples a second and the waits for a batch."""
+    waits, began = [], time.perf_counter()
+    before, cpu = began, time.process_time()
+    for _ in epoch():
+        now = time.perf_counter()
+        waits.append(now - before)
+        before = now
+        if now - began > most_seconds:
+            break
+    seconds = time.perf_counter() - began
+    first, rest = waits[0], waits[1:]
+    steady = sum(rest)  # what a worker or a plan costs before the first batch is told apart
+    return {
+        "samples_per_s": BATCH * len(rest) / steady,
+        "first_batch_s": first,
+        "p99_ms": 1e3 * float(np.quantile(rest, 0.99)),
+        "cpu_us_per_sample": 1e6 * (time.process_time() - cpu) / (BATCH * len(waits)),
+        "peak_rss_MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    side, folder, most_seconds = SIDES[sys.argv[1]], Path(sys.argv[2]), float(sys.argv[3])
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # peers print
+        epoch = side(folder)
+        for _ in sys.stdin:
+            print(json.dumps(timed(epoch, most_seconds)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
