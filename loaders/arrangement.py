@@ -14,6 +14,7 @@ from shardkit.exclusions import Exclusions
 from shardkit.loaders.state import LoaderState
 from shardkit.loaders.streams import Streams
 from shardkit.mixed_order import MixedOrder, StreamOrder, stream_seed
+from shardkit.mixed_uses import MixedUses
 from shardkit.mixture import Mixture
 from shardkit.order import Order
 
@@ -73,6 +74,17 @@ class Arrangement:
             return [position]
         counts: list[int] = self._mixture.counts(position).tolist()
         return counts
+
+    def uses(self, streams: Sequence[int]) -> Order | MixedUses:
+        """When the shards of a dataset are needed that these streams draw on, and nobody else.
+
+        Of one stream by its own positions, of several by the mixture's.
+        """
+        if len(streams) == 1 or self._mixture is None:
+            return self.stream_orders[streams[0]]
+        return MixedUses(
+            {stream: self.stream_orders[stream] for stream in streams}, self._mixture, self.order.samples
+        )
 
     def limit(self) -> Limit | None:
         """Where the run ends because a stream may not deliver more; None: nowhere."""

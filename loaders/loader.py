@@ -103,12 +103,12 @@ class StreamingLoader:
             batch_size=batch_size,
             config=self.config,
             token_key=self._source.token_key,
-            eos_id=find_eos_id(streams, self.config, self._source.token_key),
+            eos_id=find_eos_id(streams.once, self.config, self._source.token_key),
             return_ids=return_ids,
             mark_padding=tail == "pad",
             split_ids=streams.split_ids if len(streams) > 1 else None,
         )
-        self._telemetry = Telemetry(batch_size, sources=telemetry_sources(streams))
+        self._telemetry = Telemetry(batch_size, sources=telemetry_sources(streams.once))
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": place.rank})
@@ -309,7 +309,7 @@ class StreamingLoader:
 
     def __repr__(self) -> str:
         plan, order = self._plan, self._state.order
-        data = [dataset.location for dataset in self.datasets]
+        data = [dataset.location for dataset in self._opened.streams.once.datasets]
         return (
             f"StreamingLoader({data[0] if len(data) == 1 else data!r}, batch_size={plan.batch_size}, "
             f"seed={order.seed}, shuffle={order.shuffle!r}, tail={plan.tail!r}, rank={plan.rank}, "
@@ -349,16 +349,18 @@ class StreamingLoader:
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warnings.warn(limit.message(self._plan.global_batch), RuntimeWarning, stacklevel=3)
 
-    def _follow(self, stream: int) -> None:
-        """Let a remote stream's shards be fetched ahead of this run."""
-        shards = self.datasets[stream].shards
+    def _follow(self, number: int) -> None:
+        """Let the shards of a remote dataset, of `Streams.once`, be fetched ahead of this run."""
+        streams = self._opened.streams
+        shards, who = streams.once.datasets[number].shards, streams.sharing[number]
         assert shards is not None
-        others = [d.shards for d in self.datasets if d.shards is not None and d.shards is not shards]
+        others = [d.shards for d in streams.once.datasets if d.shards is not None and d.shards is not shards]
+        positions, shares = self._arrangement.positions(self.position), self._opened.shares(self._state)
         shards.follow(
-            self._arrangement.stream_orders[stream],
-            self._arrangement.positions(self.position)[stream],
+            self._arrangement.uses(who),
+            positions[who[0]] if len(who) == 1 else self.position,
             self._lanes_of_node(shards.cache.is_shared),
-            share=self._opened.shares(self._state)[stream] if shards.cache.is_shared else 1.0,
+            share=sum(shares[stream] for stream in who) if shards.cache.is_shared else 1.0,
             beside=others,
         )
 

@@ -49,8 +49,13 @@ class Opened:
         if state.mixture is None:
             return [1.0]
         weights = [max(each) for each in zip(*(w for _, w in state.mixture.schedule.segments), strict=True)]
+        sample_bytes = {
+            id(dataset): sum(max(info.raw.bytes, 0) for info in dataset.manifest.shards)
+            / max(1, len(dataset))
+            for dataset in self.streams.once.datasets
+        }
         flows = [
-            weight * sum(max(info.raw.bytes, 0) for info in dataset.manifest.shards) / max(1, len(dataset))
+            weight * sample_bytes[id(dataset)]
             for weight, dataset in zip(weights, self.streams.datasets, strict=True)
         ]
         return [0.5 / len(flows) + 0.5 * flow / (sum(flows) or 1) for flow in flows]
@@ -99,13 +104,11 @@ def open_streams(
         specs = tuple(dataset)
         if not specs or not all(isinstance(spec, Stream) for spec in specs):
             raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
-    cache = _cache_options(config, processes, len(specs))
-    datasets = [
-        spec.path
-        if isinstance(spec.path, Dataset)
-        else open_dataset(os.fspath(spec.path), storage=config.storage, cache=cache)
-        for spec in specs
-    ]
+    paths = [spec.path if isinstance(spec.path, Dataset) else os.fspath(spec.path) for spec in specs]
+    to_open = dict.fromkeys(path for path in paths if not isinstance(path, Dataset))
+    cache = _cache_options(config, processes, max(1, len(to_open)))
+    opened = {path: open_dataset(path, storage=config.storage, cache=cache) for path in to_open}
+    datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
     exclusions = [_exclusions(spec.exclude, found) for spec, found in zip(specs, datasets, strict=True)]
     return Opened(Streams(datasets, _names(specs, datasets)), specs, tuple(exclusions))
 

@@ -23,9 +23,22 @@ def stream_sizes(
     streams: Streams, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
 ) -> tuple[int, int]:
     """(lanes, window) for all streams: as configured, else what suits each of them and all together."""
-    found = [shuffle_sizes(dataset, plan, config, nodes, row_bytes) for dataset in streams.datasets]
+    found = [shuffle_sizes(dataset, plan, config, nodes, row_bytes) for dataset in streams.once.datasets]
     lanes, window = (min(sizes) for sizes in zip(*found, strict=True))
-    return lanes, config.window or max(1, window // len(streams))
+    # Streams of one dataset pass through its shards in orders of their own: of many, all shards are in use
+    # whatever the window. It is divided among them only where a cache must do with less than the dataset.
+    parts = sum(
+        len(who) if _is_larger(dataset, config) else 1
+        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True)
+    )
+    return lanes, config.window or max(1, window // parts)
+
+
+def _is_larger(dataset: Dataset, config: LoaderConfig) -> bool:
+    """Whether a dataset is larger than the cache that was given for it."""
+    if dataset.shards is None or config.cache_bytes is None:
+        return False
+    return sum(max(info.raw.bytes, 0) for info in dataset.manifest.shards) > parse_bytes(config.cache_bytes)
 
 
 def shuffle_sizes(

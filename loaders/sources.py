@@ -25,12 +25,15 @@ _PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early 
 
 
 class Source(Protocol):
-    """Gives readers of planned samples; `waited`: the last one needed shards that were not here yet."""
+    """Gives readers of planned samples; `waited`: the last one needed shards that were not here yet.
+
+    `follow` is given the number of a dataset, of those that the streams draw on (`Streams.once`).
+    """
 
     waited: bool
 
     def restart(self, follow: Callable[[int], None]) -> None:
-        """A run begins, perhaps elsewhere; `follow` starts to fetch a remote stream's shards ahead of it."""
+        """A run begins, perhaps elsewhere; `follow` starts to fetch a remote dataset's shards ahead of it."""
 
     def advance(self, positions: Sequence[int]) -> None:
         """Everything before these positions, one for each stream, has been read; called before each plan."""
@@ -64,12 +67,18 @@ def open_source(
     In tars, tokens lie in members called `tokens.npy`; batches call them `tokens` as for MDS. ValueError for
     unknown names, and for streams whose columns could not be in one batch.
     """
-    each = [_open_one(dataset, columns, dtype) for dataset in streams.datasets]
+    once = streams.once
+    each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
     first = each[0]
     for number, other in enumerate(each[1:], 1):
-        _check_alike(streams, number, first, other, mixed_lengths)
+        _check_alike(once, number, first, other, mixed_lengths)
+    source = _one_source(once, each)
+    if once is not streams:
+        from shardkit.loaders.shared_datasets import SharedDatasets
+
+        source = SharedDatasets(streams, source)
     return SourceInfo(
-        source=_one_source(streams, each),
+        source=source,
         token_key=first.token_key,
         stored_bytes=sum(part.stored_bytes for part in each) // len(each),
         delivered_bytes=first.delivered_bytes

@@ -1,14 +1,17 @@
 """The datasets of a loader, seen as one: shards numbered through, stream after stream.
 
 So one reader gathers the rows of all streams at once, and one plan names them. Samples are numbered through
-in the same way (`split_ids` gives them back to their streams).
+in the same way (`split_ids` gives them back to their streams). Streams may be parts of one dataset: then its
+shards have a number for each of them, and `once` numbers them without repetition.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +22,30 @@ from shardkit.index import ShardInfo
 __all__ = ["Streams"]
 
 
+class _Joined(Sequence[ShardInfo]):
+    """Sequences as one, without a copy: a thousand classes of ten thousand shards would be large."""
+
+    def __init__(self, parts: Sequence[Sequence[ShardInfo]]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, number: int) -> ShardInfo: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[ShardInfo]: ...
+    def __getitem__(self, number: int | slice) -> ShardInfo | Sequence[ShardInfo]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        part = bisect_right(self._starts, number) - 1
+        return self._parts[part][number - self._starts[part]]
+
+
 class Streams:
-    """One or more open datasets."""
+    """One or more open datasets, of which some may be the same."""
 
     def __init__(self, datasets: Sequence[Dataset], names: Sequence[str]) -> None:
         assert datasets
@@ -28,14 +53,40 @@ class Streams:
         self.names = tuple(names)
         shards = [dataset.manifest.shards for dataset in datasets]
         self._first_shards = [0, *accumulate(map(len, shards))]
+        self.infos: Sequence[ShardInfo] = shards[0] if len(shards) == 1 else _Joined(shards)
         self._first_samples = np.array([0, *accumulate(map(len, datasets))], dtype=np.int64)
-        self.infos: Sequence[ShardInfo] = shards[0] if len(shards) == 1 else [i for s in shards for i in s]
-        self.shard_samples: npt.NDArray[np.int64] = np.concatenate(
-            [dataset.manifest.shard_samples for dataset in datasets]
-        )
 
     def __len__(self) -> int:
         return len(self.datasets)
+
+    @cached_property
+    def shard_samples(self) -> npt.NDArray[np.int64]:
+        """int64[shards]: samples of each shard."""
+        return np.concatenate([dataset.manifest.shard_samples for dataset in self.datasets])
+
+    @cached_property
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """The streams that draw on each dataset of `once`."""
+        found: dict[int, list[int]] = {}
+        for number, dataset in enumerate(self.datasets):
+            found.setdefault(id(dataset), []).append(number)
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
+    def once(self) -> Streams:
+        """Each dataset once, in the order of the first streams that draw on them; this if none is shared."""
+        if len(self.sharing) == len(self):
+            return self
+        names = [
+            self.names[who[0]] if len(who) == 1 else self.datasets[who[0]].location for who in self.sharing
+        ]
+        return Streams([self.datasets[who[0]] for who in self.sharing], names)
+
+    def in_datasets(self, shards: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The numbers in `once` of shards."""
+        stream = np.searchsorted(np.array(self._first_shards), shards, side="right") - 1
+        numbers: npt.NDArray[np.int32] = shards + self._shifts[stream]
+        return numbers
 
     def stream_of(self, shard: int) -> int:
         """The stream that a shard belongs to."""
@@ -69,5 +120,14 @@ class Streams:
         return stream, np.where(stream < 0, -1, sample_ids - self._first_samples[stream])
 
     def close(self) -> None:
-        for dataset in self.datasets:
+        for dataset in self.once.datasets:
             dataset.close()
+
+    @cached_property
+    def _shifts(self) -> npt.NDArray[np.int32]:
+        """int32[streams]: from a stream's shards' numbers to those of `once`."""
+        shifts = np.zeros(len(self), dtype=np.int32)
+        for number, who in enumerate(self.sharing):
+            for stream in who:
+                shifts[stream] = self.once.first_shard(number) - self._first_shards[stream]
+        return shifts

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.mixed_uses import MixedUses
 from shardkit.order import Order
 from shardkit.uses import ShardUses, shard_uses
 
@@ -62,10 +63,11 @@ class Future:
     Positions may go forth and back; each new epoch costs a sort. Not for several threads at once.
     """
 
-    def __init__(self, order: Order, lanes: range | None = None, lead: int = 0) -> None:
+    def __init__(self, order: Order | MixedUses, lanes: range | None = None, lead: int = 0) -> None:
         if lead < 0:
             raise ValueError(f"lead must not be negative: {lead}")
         self._order = order
+        self._shards = order.shards if isinstance(order, MixedUses) else len(order._starts) - 1
         self._lead = lead
         self._lanes = lanes
         self._epoch = -1  # nothing is loaded before the first position is known
@@ -121,7 +123,7 @@ class Future:
         self._ends = np.append(uses.end, NEVER)
         self._uses = ShardUses(uses.shard, self._begins[:-1], self._ends[:-1])
         self._by_shard = np.append(by_shard, count)  # numbers of `_uses`, shard after shard
-        counts = np.bincount(uses.shard, minlength=len(self._order._starts) - 1)
+        counts = np.bincount(uses.shard, minlength=self._shards)
         self._first = np.concatenate([[0], np.cumsum(counts)])  # where each shard's numbers begin there
         self._most = int(counts.max(initial=0))
         same = uses.shard[by_shard[:-1]] == uses.shard[by_shard[1:]]
@@ -315,9 +317,12 @@ def min_fetched_bytes(requests: Sequence[Collection[int]], sizes: Sequence[int],
     return fetched
 
 
-def _joined(order: Order, epochs: range, lanes: range | None) -> ShardUses:
+def _joined(order: Order | MixedUses, epochs: range, lanes: range | None) -> ShardUses:
     """The uses of consecutive epochs: sorted, for an epoch ends before the next begins."""
-    parts = [shard_uses(order, epoch, lanes) for epoch in epochs]
+    if isinstance(order, MixedUses):
+        parts = [order.uses(epoch, lanes) for epoch in epochs]
+    else:
+        parts = [shard_uses(order, epoch, lanes) for epoch in epochs]
     return ShardUses(
         np.concatenate([part.shard for part in parts]),
         np.concatenate([part.begin for part in parts]),

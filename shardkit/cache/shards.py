@@ -22,6 +22,7 @@ from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.planner import Planner
 from shardkit.cache.rows import RowReader
 from shardkit.index import FileInfo, Manifest, ShardInfo
+from shardkit.mixed_uses import MixedUses
 from shardkit.order import Order
 from shardkit.storage.resilient import ResilientStore
 
@@ -89,14 +90,14 @@ class CachedShards:
 
     def follow(
         self,
-        order: Order,
+        order: Order | MixedUses,
         position: int,
         lanes: range | None,
         *,
         share: float = 1.0,
         beside: Sequence[CachedShards] = (),
     ) -> None:
-        """Fetch ahead of a run that is at `position` and reads these lanes (None: all).
+        """Fetch ahead of a run that is at `position` of `order` and reads these lanes (None: all).
 
         `beside`: what shares the cache in the same run; `share`: the part of the cache that is for this.
         """
