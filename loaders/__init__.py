@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardkit.loaders.balanced import balanced_streams as balanced_streams
+    from shardkit.loaders.balanced import weighted_streams as weighted_streams
     from shardkit.loaders.config import Stream as Stream
     from shardkit.loaders.loader import StreamingLoader as StreamingLoader
 
-__all__ = ["Stream", "StreamingLoader"]
+__all__ = ["Stream", "StreamingLoader", "balanced_streams", "weighted_streams"]
 
 
 def __getattr__(name: str) -> object:
@@ -21,4 +23,8 @@ def __getattr__(name: str) -> object:
         from shardkit.loaders.config import Stream
 
         return Stream
+    if name in ("balanced_streams", "weighted_streams"):
+        from shardkit.loaders import balanced
+
+        return getattr(balanced, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ from shardkit.index import Manifest, ShardInfo
 from shardkit.tar.index_file import Scanned
 from shardkit.tar.shard import shard_from_raw
 
-__all__ = ["scan_tars"]
+__all__ = ["scan_tars", "shown"]
 
 T = TypeVar("T")
 Load = Callable[[int], npt.NDArray[np.uint8]]
@@ -54,7 +54,7 @@ def scan_tars(
     missing = [number for number in numbers if number not in found]
     if missing:
         sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
-        with _shown(sizes) as tell:
+        with shown("scan tars", sizes) as tell:
             found |= _scan_all(shards, missing, load, where, indexes, threads=threads, tell=tell)
         indexes.trim()
     return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
@@ -126,8 +126,8 @@ def _described(info: ShardInfo, scanned: Scanned) -> ShardInfo:
 
 
 @contextmanager
-def _shown(sizes: dict[int, int]) -> Iterator[Tell]:
-    """Tells how far a scan is, once it has taken a while."""
+def shown(step: str, sizes: dict[int, int]) -> Iterator[Tell]:
+    """Tells on stderr how far a read of files of these `sizes` is, once it has taken a while."""
     from shardkit.upload.progress import Listener, Progress, TransferProgress, listen
 
     began, lock = time.monotonic(), threading.Lock()
@@ -141,7 +141,7 @@ def _shown(sizes: dict[int, int]) -> Iterator[Tell]:
                 opened.append(stack.enter_context(listen(True)))
             opened[0](report)
 
-        progress = Progress(hear, "scan tars", len(sizes), sum(sizes.values()))
+        progress = Progress(hear, step, len(sizes), sum(sizes.values()))
 
         def tell(number: int) -> None:
             with lock:

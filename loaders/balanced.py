@@ -1,0 +1,284 @@
+"""Balanced sampling: streams of a labelled dataset, one for each class or for each weight, to be mixed.
+
+    loader = StreamingLoader(balanced_streams("photos", "label"), batch_size=32, return_ids=True)
+
+A class is a `Stream` over the whole dataset that leaves out the rows of all other classes. So everything that
+holds for mixtures holds for classes: shares are exact in every block, a schedule may change them, resuming is
+arithmetic, and each class goes through all of its samples, shuffled anew each time, before one comes again.
+(torch's WeightedRandomSampler draws with replacement: in as many draws as there are samples, e^-1 of them do
+not come at all, and neither its place nor the samples to come are part of a state.)
+
+All streams share one open dataset. Where shards come from a bucket, one plan fetches for all of its classes;
+but each class passes through the shards in an order of its own, so a cache should have room for the dataset
+(rows of constant size are read one by one where it has none).
+
+Costs: one pass over the column, of columns of constant size in shards without others by one copy a shard;
+32 bytes a sample for as long as the streams live; about 150 bytes a stream in a state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+from math import gcd, lcm
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.options import CacheOptions
+from shardkit.dataset import Dataset, open_dataset
+from shardkit.errors import ShardError
+from shardkit.exclusions import Exclusions
+from shardkit.loaders.config import Stream
+from shardkit.mixture import MAX_STREAMS, MAX_WEIGHT
+from shardkit.storage.options import StorageOptions
+from shardkit.tar.scan import shown
+from shardkit.tar.shard import TarShard
+
+__all__ = ["Label", "balanced_streams", "weighted_streams"]
+
+Label: TypeAlias = int | str | bytes
+_Codes = npt.NDArray[np.int16]
+
+_READERS = 8  # shards of a bucket that are fetched side by side while a column is read
+_ROUNDED = MAX_WEIGHT // 2  # sum of weights that had to be rounded; each may be one more than its share
+
+
+def balanced_streams(
+    dataset: str | os.PathLike[str] | Dataset,
+    column: str,
+    *,
+    weights: Mapping[Label, float] | None = None,
+    storage: StorageOptions | None = None,
+    cache: CacheOptions | None = None,
+) -> list[Stream]:
+    """A stream for each value of `column`, ascending and called by its value, for a `StreamingLoader`.
+
+    Classes come equally often; with `weights`, as often as those say, and never if they are not named there.
+    Values are whole numbers, strings or bytes, at most 4,096 different ones. The column is read once, here;
+    the streams may be used any number of times. With `return_ids`, a batch's `stream_id` numbers the classes
+    as they are listed, and `sample_id` is the row in the dataset.
+
+    A path is opened as `storage` and `cache` say, which hold for the loader then instead of its own options.
+    ValueError for an unknown column, for values that are no classes, and for weights of classes that do not
+    occur.
+    """
+    opened = _open(dataset, storage, cache)
+    labels, codes = _read_classes(opened, column)
+    if opened is not dataset:
+        opened.close()  # of what was opened for this; it opens again when asked
+    shares = [Fraction(1)] * len(labels)
+    if weights is not None:
+        if unknown := [label for label in weights if label not in labels]:
+            listed = ", ".join(map(repr, labels[:20])) + (", …" if len(labels) > 20 else "")
+            raise ValueError(
+                f"{opened.location} has no {unknown[0]!r} in column {column!r}; its classes are {listed}"
+            )
+        shares = [_exact(weights.get(label, 0)) for label in labels]
+    return _streams(opened, codes, list(map(_name, labels)), shares)
+
+
+def weighted_streams(
+    dataset: str | os.PathLike[str] | Dataset,
+    weights: npt.ArrayLike,
+    *,
+    levels: int = 256,
+    storage: StorageOptions | None = None,
+    cache: CacheOptions | None = None,
+) -> list[Stream]:
+    """Streams that deliver each sample as often as its weight says, for a `StreamingLoader`.
+
+    `weights`: float64[samples], as WeightedRandomSampler takes them; of every n samples delivered,
+    n * weight / sum(weights) are expected to be this one; 0: never. Samples of equal weight form a stream, by
+    ascending weight, and each of them comes once before one of them comes again.
+
+    Up to `levels` different weights are taken as they are. More are put into `levels` geometric steps, and
+    each sample gets the mean weight of its step: the steps' totals stay exact, and a sample's weight changes
+    by less than the factor (largest / smallest weight above 0) ** (1 / levels), which is 2.8 % for weights
+    that differ a thousandfold. Totals that are no small whole numbers are rounded to 2**-30 of their sum.
+    """
+    opened = _open(dataset, storage, cache)
+    each = np.asarray(weights, dtype=np.float64)
+    if each.shape != (len(opened),):
+        raise ValueError(
+            f"{opened.location} has {len(opened):,} samples: weights are one number for each, "
+            f"not {list(each.shape)}"
+        )
+    if not (np.isfinite(each) & (each >= 0)).all() or not each.any():
+        raise ValueError("weights are numbers of at least 0, and at least one is above 0")
+    if not 1 <= levels <= MAX_STREAMS:
+        raise ValueError(f"levels must be from 1 to {MAX_STREAMS:,}, not {levels}")
+    is_wanted = each > 0
+    values, which, counts = np.unique(each[is_wanted], return_inverse=True, return_counts=True)
+    codes = np.full(len(each), -1, dtype=np.int16)
+    if len(values) <= levels:
+        codes[is_wanted] = which
+        names = [repr(value) for value in values.tolist()]
+        shares = [_exact(v) * n for v, n in zip(values.tolist(), counts.tolist(), strict=True)]
+        return _streams(opened, codes, names, shares)
+    steps = _geometric_steps(values, levels)
+    codes[is_wanted] = steps[which]
+    totals = np.bincount(steps, values * counts).tolist()
+    sizes = np.bincount(steps, counts).tolist()
+    names = [repr(total / size) for total, size in zip(totals, sizes, strict=True)]
+    return _streams(opened, codes, names, [Fraction(total) for total in totals])
+
+
+def _open(
+    dataset: str | os.PathLike[str] | Dataset, storage: StorageOptions | None, cache: CacheOptions | None
+) -> Dataset:
+    if isinstance(dataset, Dataset):
+        return dataset
+    return open_dataset(os.fspath(dataset), storage=storage, cache=cache)
+
+
+def _geometric_steps(values: npt.NDArray[np.float64], levels: int) -> npt.NDArray[np.int16]:
+    """Which of at most `levels` geometric steps each of ascending values is on, not counting empty ones."""
+    logs = np.log(values)
+    steps = np.floor((logs - logs[0]) * (levels / (logs[-1] - logs[0])))
+    _, found = np.unique(np.minimum(steps, levels - 1), return_inverse=True)
+    return np.asarray(found, dtype=np.int16)
+
+
+def _streams(
+    dataset: Dataset, codes: _Codes, names: Sequence[str], shares: Sequence[Fraction]
+) -> list[Stream]:
+    """Streams of the rows with code 0, 1, …; rows with code -1 are in none."""
+    by_code = np.argsort(codes, kind="stable")
+    edges = np.searchsorted(codes[by_code], np.arange(len(names) + 1))
+    rows_of = (by_code[low:high] for low, high in pairwise(edges.tolist()))
+    return [
+        Stream(dataset, weight=weight, name=name, exclude=_all_but(rows, len(codes)))
+        for name, weight, rows in zip(names, _whole(shares), rows_of, strict=True)
+    ]
+
+
+def _all_but(rows: npt.NDArray[np.intp], samples: int) -> Exclusions:
+    """What is left out of 0 … samples - 1 to keep these ascending rows."""
+    begins, ends = np.append(0, rows + 1), np.append(rows, samples)
+    gaps = begins < ends
+    return Exclusions(np.stack([begins[gaps], ends[gaps]], axis=1))
+
+
+def _exact(weight: float) -> Fraction:
+    """A weight as the decimal that it is written as; ValueError if it is none."""
+    if not isinstance(weight, (int, float, np.integer, np.floating)) or not 0 <= weight < float("inf"):
+        raise ValueError(f"weights are numbers of at least 0, not {weight!r}")
+    return Fraction(str(float(weight))) if isinstance(weight, (float, np.floating)) else Fraction(int(weight))
+
+
+def _whole(shares: Sequence[Fraction]) -> list[int]:
+    """Whole numbers in the same proportions: exactly if they are small enough for a mixture, else rounded.
+
+    What is above 0 stays so.
+    """
+    if not any(shares):
+        raise ValueError("at least one weight must be above 0")
+    scale = lcm(*(share.denominator for share in shares))
+    whole = [int(share * scale) for share in shares]
+    divisor = gcd(*whole)
+    if sum(whole) // divisor <= MAX_WEIGHT:
+        return [weight // divisor for weight in whole]
+    total = sum(whole)
+    return [max(1, (weight * _ROUNDED + total // 2) // total) if weight else 0 for weight in whole]
+
+
+def _name(label: Label) -> str:
+    """What a class is called: no two alike, and never ""."""
+    if isinstance(label, bytes):
+        return repr(label)[2:-1] or "b''"
+    return str(label) or "''"
+
+
+def _read_classes(dataset: Dataset, column: str) -> tuple[list[Label], _Codes]:
+    """(the values of a column, ascending; int16[samples], which of them each sample has)."""
+    known = [each.name for each in dataset.columns]
+    if column not in known and f"{column}.npy" not in known:
+        raise ValueError(f"{dataset.location} has no column {column!r}; it has {', '.join(known)}")
+    numbers: dict[Label, int] = {}
+    codes = np.empty(len(dataset), dtype=np.int16)
+    starts = dataset.manifest.shard_starts
+    for shard, (labels, which) in enumerate(_read_shards(dataset, column)):
+        own = [numbers.setdefault(label, len(numbers)) for label in labels]
+        if len(numbers) > MAX_STREAMS:
+            raise ValueError(
+                f"column {column!r} of {dataset.location} has more than {MAX_STREAMS:,} different values: "
+                "make fewer classes of them, or give each sample a weight (weighted_streams)"
+            )
+        codes[starts[shard] : starts[shard + 1]] = np.array(own, dtype=np.int16)[which]
+    kinds = sorted({type(label).__name__ for label in numbers})
+    if len(kinds) > 1:
+        raise ValueError(f"column {column!r} of {dataset.location} has values of types {', '.join(kinds)}")
+    if not numbers:
+        raise ValueError(f"{dataset.location} has no samples")
+    ascending = sorted(numbers)
+    rank = np.empty(len(numbers), dtype=np.int16)
+    rank[[numbers[label] for label in ascending]] = np.arange(len(numbers))
+    return ascending, rank[codes]
+
+
+_Labels = tuple[list[Label], npt.NDArray[np.intp]]
+
+
+def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
+    """(different values, which of them each row has) of every shard, in order, a few read ahead."""
+    infos = dataset.manifest.shards
+    sizes = {number: max(info.stored.bytes, 0) for number, info in enumerate(infos)}
+    readers = 1 if dataset.shards is None else _READERS
+    waiting: deque[tuple[int, Future[_Labels]]] = deque()
+    with ThreadPoolExecutor(readers) as pool, shown(f"read {column}", sizes) as tell:
+        numbers = iter(range(len(infos)))
+        while True:
+            while len(waiting) < 2 * readers and (number := next(numbers, None)) is not None:
+                waiting.append((number, pool.submit(_read_shard, dataset, column, number)))
+            if not waiting:
+                return
+            number, future = waiting.popleft()
+            yield future.result()
+            tell(number)
+            if dataset.shards is not None:  # open shards would hold the room of those that are evicted
+                dataset.keep_only({number for number, _ in waiting})
+
+
+def _read_shard(dataset: Dataset, column: str, number: int) -> _Labels:
+    if not dataset.manifest.shards[number].samples:
+        return [], np.empty(0, dtype=np.intp)
+    shard = dataset.shard(number)
+    name = column if any(each.name == column for each in shard.columns) else f"{column}.npy"
+    if all(each.name != name for each in shard.columns):
+        raise ShardError(dataset.where(number), f"has no column {column!r}")
+    rows = shard.fixed_rows(name)
+    if rows is None and isinstance(shard, TarShard) and (found := shard.offset_rows(name)) is not None:
+        rows = found[0][found[1]]
+    if rows is not None:
+        if rows.dtype.kind not in "biuSU" or rows.size != len(rows):
+            raise _no_class(dataset.where(number), column, f"{rows.dtype}{list(rows.shape[1:])}")
+        values, which = np.unique(rows.reshape(len(rows)), return_inverse=True)
+        return values.tolist(), which
+    own: dict[Label, int] = {}
+    label = partial(_label, dataset.where(number), column)
+    samples: Iterable[dict[str, object]] = (shard.sample(row, (name,)) for row in range(len(shard)))
+    codes = [own.setdefault(label(row, sample.get(name)), len(own)) for row, sample in enumerate(samples)]
+    return list(own), np.array(codes, dtype=np.intp)
+
+
+def _label(where: str, column: str, row: int, value: object) -> Label:
+    if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
+        value = value.item()
+    if value is None:
+        raise ShardError(where, f"sample {row:,} has no {column!r}")
+    if not isinstance(value, (int, str, bytes)):
+        raise _no_class(where, column, f"{type(value).__name__} (sample {row:,})")
+    return value
+
+
+def _no_class(where: str, column: str, found: str) -> ValueError:
+    return ValueError(
+        f"{where}: values of column {column!r} are {found}: classes are whole numbers, strings or bytes"
+    )
