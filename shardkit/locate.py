@@ -64,16 +64,17 @@ def locate(
         return _find_tars([text], storage)
     is_index = name.endswith(".json")
     store = connect(folder if is_index else text, storage)
-    return replace(find_remote(store, name if is_index else None), store=store)
+    found = find_remote(store, name if is_index else None, storage)
+    return found if found.store is not None else replace(found, store=store)
 
 
 def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     """The dataset at a local path; ShardError says what is wrong with it, or what was looked for."""
-    from shardkit import tar
     from shardkit.tar.compressed import is_tar_name
+    from shardkit.tar.shard_list import read_list
 
     if path.is_dir():
-        return _find_in_folder(path)
+        return _find_in_folder(path, storage)
     if not path.exists() or is_tar_name(path.name):
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
@@ -83,10 +84,26 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         from shardkit import mds
 
         return Found(path.parent, mds.read_index(path), card)
-    return Found(path.parent, tar.read_shard_list(path), card)
+    return _listed(path, read_list(path), path.parent, card, storage)
 
 
-def find_remote(store: Store, index_name: str | None = None) -> Found:
+def _listed(
+    where: str | os.PathLike[str],
+    text: bytes,
+    folder: Path | None,
+    card: dict[str, object] | None,
+    storage: StorageOptions | None,
+) -> Found:
+    """The tars of a list, in its folder or where its URLs say."""
+    from shardkit.tar.shard_list import parse_listing
+
+    base, manifest = parse_listing(where, text)
+    if base is None:
+        return Found(folder, manifest, card)
+    return Found(None, manifest, card, connect(base, storage))
+
+
+def find_remote(store: Store, index_name: str | None = None, storage: StorageOptions | None = None) -> Found:
     """The dataset in a store, by one round of requests side by side; `index_name` if the user named one.
 
     Where there is no index, the folder's tars are listed.
@@ -101,19 +118,13 @@ def find_remote(store: Store, index_name: str | None = None) -> Found:
     if len(there) > 1:
         raise ShardError(store.url, f"has both {' and '.join(there)}; open the one that is meant")
     [(name, text)] = there.items()
-    where = f"{store.url}/{name}"
-    if name == "index.json":
-        from shardkit import mds
+    where, answer = f"{store.url}/{name}", answers[CARD_NAME]
+    card = _parse_card(f"{store.url}/{CARD_NAME}", answer) if isinstance(answer, bytes) else None
+    if name != "index.json":
+        return _listed(where, text, None, card, storage)
+    from shardkit import mds
 
-        manifest = mds.parse_index(where, text)
-    else:
-        from shardkit import tar
-
-        manifest = tar.parse_shard_list(where, text)
-    card = answers[CARD_NAME]
-    return Found(
-        None, manifest, _parse_card(f"{store.url}/{CARD_NAME}", card) if isinstance(card, bytes) else None
-    )
+    return Found(None, mds.parse_index(where, text), card)
 
 
 def _get(store: Store, key: str) -> bytes | StoreError:
@@ -175,10 +186,9 @@ def _unscanned(
     return Found(folder, unscanned(objects), store=store, versions=[info.version for info in objects])
 
 
-def _find_in_folder(folder: Path) -> Found:
-    from shardkit import tar
+def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
     from shardkit.tar.find import local_objects
-    from shardkit.tar.shard_list import LIST_NAME, tar_files
+    from shardkit.tar.shard_list import LIST_NAME, read_list, tar_files
 
     is_mds, is_list = (folder / "index.json").is_file(), (folder / LIST_NAME).is_file()
     if is_mds and is_list:
@@ -188,7 +198,8 @@ def _find_in_folder(folder: Path) -> Found:
 
         return Found(folder, mds.read_index(folder), _read_card(folder / CARD_NAME))
     if is_list:
-        return Found(folder, tar.read_shard_list(folder), _read_card(folder / CARD_NAME))
+        file = folder / LIST_NAME
+        return _listed(file, read_list(file), folder, _read_card(folder / CARD_NAME), storage)
     if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
         problem = (
             f"is an unfinished build: neither index.json nor {LIST_NAME} is there yet; run the build again"

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from remote_harness import fresh_url
 
 from shardkit import tar
+from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo
+from shardkit.storage import open_store
 from shardkit.tar.shard_list import describe_tar, fixed_size
 
 SHARDS = [
@@ -59,7 +62,10 @@ BAD: dict[str, object] = {
     "no object": [],
     "no list": {"shardlist": {}},
     "counts of another tool": {"000000": {"num_samples": 47}},
-    "several datasets": {"shardlist": [GOOD], "datasets": [{"shardlist": []}]},
+    "a dataset elsewhere": {"shardlist": [GOOD], "datasets": [{"source_url": "other.json"}]},
+    "datasets that are no list": {"shardlist": [GOOD], "datasets": 7},
+    "a base outside": {"shardlist": [GOOD], "base": "../x"},
+    "a base that is no text": {"shardlist": [GOOD], "base": ["s3://b"]},
     "another version": {"shardlist": [GOOD], "wids_version": 2},
     "an entry that is no object": {"shardlist": ["a.tar"]},
     "a name outside": {"shardlist": [{**GOOD, "url": "../a.tar"}]},
@@ -91,6 +97,46 @@ def test_lists_that_are_no_json_are_refused(tmp_path: Path, text: str) -> None:
         tar.read_shard_list(tmp_path)
     with pytest.raises(ShardError, match="cannot be read"):
         tar.read_shard_list(tmp_path / "other.json")
+
+
+WHOLE = {
+    "whole URLs": {"shardlist": [{**GOOD, "url": "{url}/a.tar"}, {**GOOD, "url": "{url}/b/c.tar"}]},
+    "a base": {"shardlist": [GOOD, {**GOOD, "url": "b/c.tar"}], "base": "{url}/"},
+    "datasets": {
+        "shardlist": [],
+        "datasets": [
+            {"name": "x", "base": "{url}", "shardlist": [GOOD]},
+            {"name": "y", "shardlist": [{**GOOD, "url": "{url}/b/c.tar"}]},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("place", ["local", "remote"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_lists_of_others_may_say_where_their_tars_are(tmp_path: Path, name: str, place: str) -> None:
+    url, elsewhere = fresh_url(), fresh_url()
+    text = json.dumps(WHOLE[name]).replace("{url}", url)
+    for key, start in (("a.tar", 0), ("b/c.tar", 5)):
+        rows = np.arange(start, start + 1, dtype=np.uint16).reshape(1, 1)
+        tar.write_rows_shard(tmp_path, "made.tar", rows, key_start=start)
+        open_store(url).put(key, tmp_path / "made.tar")
+    list_store = open_store(elsewhere if place == "remote" else tmp_path)
+    for file in ("train.json", "shards.json"):
+        list_store.put(file, text.encode())
+    for path in (list_store.url, f"{list_store.url}/train.json"):
+        with open_dataset(path) as dataset:
+            assert dataset.location == url
+            assert [info.stored.basename for info in dataset.manifest.shards] == ["a.tar", "b/c.tar"]
+            assert [int(str(sample["__key__"])) for sample in dataset] == [0, 5]
+
+
+@pytest.mark.parametrize("other", ["a.tar", "s3://bucket/a.tar", "memory://another/a.tar"])
+def test_lists_of_several_places_are_refused(tmp_path: Path, other: str) -> None:
+    urls = ["memory://one/a.tar", other]
+    (tmp_path / "x.json").write_text(json.dumps({"shardlist": [{**GOOD, "url": url} for url in urls]}))
+    with pytest.raises(ShardError, match=r"x\.json: lists tars of different places, memory://one/a\.tar and"):
+        open_dataset(tmp_path / "x.json")
 
 
 def test_row_sizes_follow_from_encodings() -> None:

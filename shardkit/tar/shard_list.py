@@ -6,7 +6,8 @@
 
 `url`, `nsamples`, `filesize` and `md5sum` are wids' words; `hashes`, `columns` and `raw_bytes` (of a
 compressed tar) are ours and optional, so lists made by `wids-index` are readable too. URLs are relative to
-the list's folder. The list is published last: its presence means that the dataset is complete.
+the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
+The list is published last: its presence means that the dataset is complete.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.storage.url import is_remote
 from shardkit.tar.compressed import is_tar_name, tar_compression
+from shardkit.tar.names import common_folder, fixed_folder
 
 __all__ = [
     "LIST_NAME",
     "UNKNOWN",
     "describe_tar",
     "fixed_size",
+    "parse_listing",
     "parse_shard_list",
     "read_shard_list",
     "shard_list_bytes",
@@ -84,33 +89,80 @@ def tar_files(folder: Path) -> list[str]:
 def read_shard_list(path: Path) -> Manifest:
     """The manifest of a folder with shards.json, or of that file; ShardError if it is not sound."""
     file = path / LIST_NAME if path.is_dir() else path
+    return parse_shard_list(file, read_list(file))
+
+
+def read_list(file: Path) -> bytes:
+    """The bytes of a list; ShardError if it cannot be read, or is too large to be one."""
     try:
         if file.stat().st_size > MAX_LIST_BYTES:
             raise ShardError(file, f"larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
-        text = file.read_bytes()
+        return file.read_bytes()
     except OSError as error:
         raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
-    return parse_shard_list(file, text)
 
 
 def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
-    """The manifest in the bytes of a list; ShardError, naming `file`, if it is not sound."""
+    """The manifest in the bytes of a list of one folder's tars; ShardError, naming `file`, if it is none."""
+    base, manifest = parse_listing(file, text)
+    if base is not None:
+        raise ShardError(file, f"lists tars elsewhere, at {base}; list those of its own folder")
+    return manifest
+
+
+def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, Manifest]:
+    """(URL that names are relative to, manifest) in the bytes of any list; None: the list's own folder.
+
+    ShardError, naming `file`, if it is not sound.
+    """
     try:
         listing = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ShardError(file, f"is no JSON: {error}") from error
     if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
         raise ShardError(file, 'is no list of tar shards: an object with a "shardlist" is expected')
-    if listing.get("wids_version", 1) != 1 or listing.get("datasets") or listing.get("base"):
-        raise ShardError(
-            file, "is a list of another version, of several datasets or with a base; list one folder"
-        )
-    return Manifest("tar", tuple(_read_entry(entry, file) for entry in listing["shardlist"]))
+    if listing.get("wids_version", 1) != 1:
+        raise ShardError(file, "is a list of another version than 1")
+    entries = _rebased(listing, listing.get("base"), file)
+    parts = listing.get("datasets") or []
+    for part in parts if isinstance(parts, list) else [parts]:
+        if not isinstance(part, dict) or not isinstance(part.get("shardlist"), list):
+            raise ShardError(file, 'has a dataset without a "shardlist"; open the lists that it names')
+        entries += _rebased(part, part.get("base", listing.get("base")), file)
+    base = _common_base([url for entry in entries if isinstance(url := entry.get("url"), str)], file)
+    if base is not None:
+        entries = [entry | {"url": str(entry.get("url"))[len(base) + 1 :]} for entry in entries]
+    return base, Manifest("tar", tuple(_read_entry(entry, file) for entry in entries))
 
 
-def _read_entry(entry: object, file: str | PathLike[str]) -> ShardInfo:
-    if not isinstance(entry, dict):
-        raise ShardError(file, f"an entry that is no object: {str(entry)[:80]!r}")
+def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The entries of a part of a list, with whole URLs if they have a base."""
+    if base is not None and not isinstance(base, str):
+        raise ShardError(file, f"a base that is no URL: {str(base)[:80]!r}")
+    entries = []
+    for entry in part["shardlist"]:
+        if not isinstance(entry, dict):
+            raise ShardError(file, f"an entry that is no object: {str(entry)[:80]!r}")
+        url = entry.get("url")
+        if base and isinstance(url, str) and not is_remote(url):
+            entry = entry | {"url": f"{base.rstrip('/')}/{url}"}
+        entries.append(entry)
+    return entries
+
+
+def _common_base(urls: list[str], file: str | PathLike[str]) -> str | None:
+    """The folder that whole URLs share; None if all are relative."""
+    remote = [url for url in urls if is_remote(url)]
+    if not remote:
+        return None
+    base = common_folder([fixed_folder(url) for url in urls])
+    if base.count("/") < 2 or base.endswith("://"):
+        other = next((url for url in urls if not is_remote(url)), urls[-1])
+        raise ShardError(file, f"lists tars of different places, {remote[0]} and {other}; list one bucket's")
+    return base
+
+
+def _read_entry(entry: dict[str, Any], file: str | PathLike[str]) -> ShardInfo:
     name = checked_basename(entry.get("url"), file)
     hashes, columns = entry.get("hashes", {}), entry.get("columns", {})
     for what, table in (("hashes", hashes), ("columns", columns)):
