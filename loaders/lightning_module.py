@@ -1,0 +1,317 @@
+"""`ShardDataModule`: shards for Lightning's Trainer, with a state that is exact at every checkpoint.
+
+    data = ShardDataModule("out", val="out-val", global_batch_size=64, labels=True)
+    Trainer(max_steps=10_000, callbacks=[DataMonitor()]).fit(model, data, ckpt_path="last.ckpt")
+
+The state is in the data module's part of the checkpoint. It is the same on every rank, so it is enough that
+Lightning saves rank 0's and gives it to all. `lightning_batches` says what makes it exact.
+
+Lightning's samplers find nothing here to replace (use_distributed_sampler does nothing): a StreamingLoader
+knows its part of every batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, Unpack
+
+import torch
+
+from shardkit.dataset import Dataset
+from shardkit.errors import MissingExtraError
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
+from shardkit.loaders.lightning_batches import (
+    EvaluationBatches,
+    Trainer,
+    TrainingBatches,
+    find_replica,
+    trained_batches,
+)
+from shardkit.loaders.loader import StreamingLoader
+from shardkit.loaders.state import OnMismatch, Tail
+from shardkit.loaders.stats import LoaderStats
+from shardkit.order import Shuffle
+
+try:
+    import lightning.pytorch as pl
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "lightning":
+        raise
+    raise MissingExtraError("lightning", "lightning", "ShardDataModule") from error
+
+__all__ = ["DataMonitor", "ShardDataModule"]
+
+DataSource: TypeAlias = "str | os.PathLike[str] | Dataset | Sequence[Stream]"
+EvaluationSource: TypeAlias = "DataSource | Mapping[str, DataSource]"
+
+logger = logging.getLogger(__name__)
+
+
+class DataOptions(LoaderOptions, total=False):
+    """`StreamingLoader`'s keyword arguments, without rank and world size, which Lightning knows."""
+
+    seed: int
+    shuffle: Shuffle
+    tail: Tail
+    dtype: TokenDtype
+    return_ids: bool
+    on_mismatch: OnMismatch
+    """For a checkpoint made with other data or settings: "error", or "fork" to go on from its position."""
+
+
+_NOT_IN_CONFIG = DataOptions.__annotations__.keys() - LoaderOptions.__annotations__.keys()
+# These shape training's order; evaluation has one of its own, and must not write training's file.
+_NOT_IN_EVALUATION = {
+    *("seed", "shuffle", "tail", "endless", "lanes", "window", "schedule", "epoch_samples"),
+    *("metrics_file", "on_mismatch"),
+}
+
+
+class ShardDataModule(pl.LightningDataModule):
+    """Feeds a Trainer from `train`, `val`, `test` and `predict`: paths, URLs, Datasets or lists of `Stream`.
+
+    Sequences per step: `batch_size` on each device, or `global_batch_size` on all together, which keeps every
+    step's samples when the number of devices changes. `val_batch_size`: on each device in evaluation;
+    default: as in training. All further options are `StreamingLoader`'s.
+
+    A Lightning epoch is as many batches as one pass over `train` needs. With tail="carry" (the default) its
+    last batch is filled up from the next pass, and the next epoch goes on from there. limit_train_batches
+    makes epochs shorter; the data goes on all the same. With endless=True there are no epochs, and no length.
+
+    `val`, `test` and `predict` may also be dicts of datasets: one Lightning loader each. Every sample comes
+    once over all ranks; what fills up the last batch is marked in `is_padding`, its labels are -100.
+    """
+
+    def __init__(
+        self,
+        train: DataSource | None,
+        *,
+        val: EvaluationSource | None = None,
+        test: EvaluationSource | None = None,
+        predict: EvaluationSource | None = None,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        val_batch_size: int | None = None,
+        **options: Unpack[DataOptions],
+    ) -> None:
+        super().__init__()
+        if (batch_size is None) == (global_batch_size is None):
+            raise ValueError("give either batch_size (on each device) or global_batch_size (on all together)")
+        given: dict[str, Any] = dict(options)
+        LoaderConfig.of({name: given[name] for name in given if name not in _NOT_IN_CONFIG})  # type: ignore[arg-type]
+        self.options = given
+        self.train, self.val, self.test, self.predict = train, val, test, predict
+        self.batch_size, self.global_batch_size = batch_size, global_batch_size
+        self.val_batch_size = val_batch_size
+        self._training: TrainingBatches | None = None
+        self._evaluating: dict[str, list[EvaluationBatches]] = {}
+        self._state: dict[str, Any] | None = (
+            None  # where training begins, or ended; None: at the first sample
+        )
+        self._loaded = False  # whether someone gave that, instead of a run before
+
+    @property
+    def train_loader(self) -> StreamingLoader | None:
+        """The loader that training reads from, while it does; its own `position` may be a batch ahead."""
+        return None if self._training is None else self._training.loader
+
+    @property
+    def position(self) -> int:
+        """Samples trained on so far, over all ranks and epochs."""
+        if self._training is not None:
+            return self._training.cursor()[0]
+        return 0 if self._state is None else int(self._state["position"])
+
+    def stats(self) -> LoaderStats:
+        """What this rank has waited for since training's first batch, and a verdict; empty before that."""
+        return LoaderStats() if self._training is None else self._training.loader.stats()
+
+    def set_weights(self, weights: Weights, *, at_position: int) -> None:
+        """Mix with `weights` from `at_position` on: see `StreamingLoader.set_weights`. For all ranks."""
+        if self._training is None:
+            raise RuntimeError("there is no training to set weights for: give schedule=… before it")
+        self._training.loader.set_weights(weights, at_position=at_position)
+
+    # Lightning calls what follows.
+
+    def setup(self, stage: str) -> None:
+        # A new Trainer without a checkpoint starts anew; one that has trained goes on where it was.
+        if stage == "fit" and not self._loaded and trained_batches(self.trainer) == 0:
+            self._state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self._state if self._training is None else self._training.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if (trainer := self.trainer) is not None and (trainer.evaluating or trainer.predicting):
+            return  # Trainer.validate(ckpt_path=…) wants weights: a later fit must not begin there
+        self._state, self._loaded = state_dict["loader"], True
+        if self._training is not None:
+            self._training.load(self._state)
+
+    def train_dataloader(self) -> TrainingBatches:
+        if self.train is None:
+            raise ValueError("ShardDataModule was given no dataset to train on: train=…")
+        self._close_training()  # reload_dataloaders_every_n_epochs: what the user has changed counts
+        if self._state is None and not self._loaded and trained_batches(self.trainer):
+            warnings.warn(
+                "the checkpoint has no state of ShardDataModule (another class, or another name, saved it): "
+                "training goes on from the first sample of the data",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._loaded = False
+        options = {name: value for name, value in self.options.items() if name != "on_mismatch"}
+        loader = self._open(self.train, self._train_batch_size(), **{**options, "endless": True})
+        if self._state is not None:
+            loader.load_state_dict(self._state, on_mismatch=self.options.get("on_mismatch", "error"))
+        self._training = TrainingBatches(loader, self.trainer, endless=self.options.get("endless", False))
+        return self._training
+
+    def val_dataloader(self) -> Any:
+        return self._evaluation_batches("val") if self.val is not None else []
+
+    def test_dataloader(self) -> Any:
+        return self._evaluation_batches("test")
+
+    def predict_dataloader(self) -> Any:
+        return self._evaluation_batches("predict")
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._training is not None and not isinstance(exception, SystemExit):
+            # Leaving a loader with an error tells the other ranks, which may be waiting for this one.
+            self._training.loader.__exit__(type(exception), exception, exception.__traceback__)
+        self._close()
+
+    def teardown(self, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._close_training()
+        for name in list(self._evaluating):
+            self._close_evaluation(name)
+
+    def _close_training(self) -> None:
+        if self._training is not None:
+            self._state = self._training.state()
+            self._training.loader.close()
+            self._training = None
+
+    def _close_evaluation(self, name: str) -> None:
+        for batches in self._evaluating.pop(name, []):
+            batches.loader.close()
+
+    def _train_batch_size(self) -> int:
+        """Sequences per step on each device."""
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.global_batch_size is not None
+        _, world_size = find_replica(self.trainer)
+        size, rest = divmod(self.global_batch_size, world_size or 1)
+        if rest:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} does not divide by {world_size} devices"
+            )
+        return size
+
+    def _evaluation_batches(self, name: str) -> Any:
+        source: EvaluationSource | None = getattr(self, name)
+        if source is None:
+            raise ValueError(f"ShardDataModule was given no dataset for this: {name}=…")
+        self._close_evaluation(name)
+        options = {key: value for key, value in self.options.items() if key not in _NOT_IN_EVALUATION}
+        size = self.val_batch_size or self._train_batch_size()
+
+        def opened(one: DataSource) -> EvaluationBatches:
+            if not isinstance(one, (str, os.PathLike, Dataset)) and len(one) > 1:
+                raise ValueError(
+                    f"{name} is a mixture, whose weights would decide which samples are evaluated how often: "
+                    "give a dict of datasets instead"
+                )
+            batches = EvaluationBatches(self._open(one, size, shuffle="none", tail="pad", **options))
+            self._evaluating.setdefault(name, []).append(batches)
+            return batches
+
+        return (
+            {key: opened(one) for key, one in source.items()}
+            if isinstance(source, Mapping)
+            else opened(source)
+        )
+
+    def _open(self, source: DataSource, batch_size: int, **options: Any) -> StreamingLoader:
+        rank, world_size = find_replica(self.trainer)
+        return StreamingLoader(source, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+
+
+class DataMonitor(pl.Callback):
+    """Logs how well a ShardDataModule feeds training, every `every_n_batches` (default: log_every_n_steps).
+
+    data/wait_s: mean wait for a batch, on the rank that waits longest. data/samples_per_s, data/tokens_per_s:
+    over all ranks, with what fills up batches but without the time of validation. data/position: samples
+    trained on so far. The loader's verdict goes to Python's log (`shardkit.loaders.lightning_module`) when
+    it changes between "fed" and "input-bound", as a warning if it is the latter.
+    """
+
+    def __init__(self, every_n_batches: int | None = None) -> None:
+        if every_n_batches is not None and every_n_batches < 1:
+            raise ValueError(f"every_n_batches must be at least 1, not {every_n_batches}")
+        self.every_n_batches = every_n_batches
+        self._said = ""
+        self._last = 0.0
+        self._begin()
+
+    def _begin(self, stats: LoaderStats | None = None) -> None:
+        self._before = stats or LoaderStats()
+        self._batches = self._samples = self._tokens = 0
+        self._seconds = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(getattr(trainer, "datamodule", None), ShardDataModule):
+            raise ValueError("DataMonitor needs Trainer.fit(model, datamodule=ShardDataModule(…))")
+
+    def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin()
+        self._last = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self._seconds += time.perf_counter() - self._last
+
+    def on_validation_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        self._seconds, self._last = self._seconds + now - self._last, now
+        data = trainer.datamodule
+        self._batches += 1
+        self._samples += data.train_loader.batch_size
+        if isinstance(batch, Mapping) and isinstance(tokens := batch.get("tokens"), torch.Tensor):
+            self._tokens += tokens.numel()
+        if self._batches == (self.every_n_batches or trainer.log_every_n_steps):
+            self._log(trainer, data)
+
+    def _log(self, trainer: Trainer, data: ShardDataModule) -> None:
+        stats = data.stats()
+        before = self._before if self._before.steps <= stats.steps else LoaderStats()  # or reloaded
+        wait = (stats.wait_seconds - before.wait_seconds) / max(1, stats.steps - before.steps)
+        waits = trainer.strategy.all_gather(torch.tensor(wait, device=trainer.strategy.root_device))
+        replicas = find_replica(trainer)[1] or 1
+        rates = {"samples": self._samples, "tokens": self._tokens}
+        metrics = {
+            f"data/{name}_per_s": replicas * count / self._seconds for name, count in rates.items() if count
+        }
+        metrics |= {"data/wait_s": float(waits.max()), "data/position": float(data.position)}
+        for sink in trainer.loggers:
+            sink.log_metrics(metrics, step=trainer.global_step)
+        kind = stats.verdict.partition(":")[0]
+        if kind != self._said and (kind != "fed" or trainer.is_global_zero):
+            level = logging.INFO if kind == "fed" else logging.WARNING
+            logger.log(level, "rank %d: %s", trainer.global_rank, stats.verdict)
+        self._said = kind
+        self._begin(stats)
