@@ -30,11 +30,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardkit.loaders.batch import Batch
+from shardkit.loaders.map_dataset import MapDataset
 from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.stop_together import StopTogether
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 
-__all__ = ["StreamingDataLoader", "StreamingDataset", "state_of", "unchanged"]
+__all__ = ["MapDataset", "StreamingDataLoader", "StreamingDataset", "state_of", "unchanged"]
 
 
 def unchanged(batch: Batch) -> Batch:

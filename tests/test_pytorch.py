@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from loader_data import make_dataset
+from remote_harness import fresh_url, make_remote_kind, put_folder
 from resume import Batch, State, assert_equal
 from torch.utils.data import DataLoader, get_worker_info
 
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
+from shardkit.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -125,6 +127,19 @@ def test_ranks_and_mixtures_are_divided_among_workers_too(data: dict[str, Path])
     place = {"rank": 1, "world_size": 2}
     got = list(plain_loader(StreamingDataset(streams, **arguments(**place)), 2))
     assert_same(got, reference(streams, len(got), **place), "rank 1 of a mixture")
+
+
+def test_workers_read_a_remote_dataset_through_one_cache(tmp_path: Path) -> None:
+    """While the process that started them has threads at work on it, too."""
+    url, folder = fresh_url(), make_remote_kind(tmp_path / "made", "mds_zstd")
+    put_folder(folder, MemoryStore(url))
+    expected = reference(folder, 18)
+    dataset = StreamingDataset(url, **arguments(cache_dir=tmp_path / "cache", connections=2))
+    loader = exact_loader(dataset, 2)
+    with StreamingLoader(dataset.loader.dataset, **arguments()) as other:
+        next(iter(other))
+        assert_same(list(islice(endless(loader), 18)), expected, "remote")
+    loader.close()
 
 
 class SlowStart:
