@@ -18,6 +18,7 @@ import numpy.typing as npt
 from shardkit.cache.waits import FetchTimeoutError
 from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
+from shardkit.loaders.mixed_source import MixedShapesError
 from shardkit.loaders.plan import BatchPlan, Cursor
 from shardkit.loaders.prefetch import LoaderTimeoutError
 from shardkit.loaders.rows import Reader
@@ -160,6 +161,8 @@ class GroupMaker:
             yield
         except FetchTimeoutError as error:
             raise LoaderTimeoutError(f"{self.describe()}: {error}") from error
+        except MixedShapesError as error:
+            raise MixedShapesError(f"{self.describe()}: {error}") from error
         except StoreError as error:
             raise type(error)(
                 error.where, f"{error.problem}; {self.describe()}", status=error.status
