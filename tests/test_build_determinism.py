@@ -21,7 +21,8 @@ VARIANTS = {
     "wds best_fit": ["output.format=wds"],
 }
 
-WORKERS = {"mds best_fit": (1, 2, 5), "mds concat zstd": (3, 1), "wds best_fit": (1, 2)}
+# Each worker is a process that takes a second to start.
+WORKERS = {"mds best_fit": (1, 4), "mds concat zstd": (2, 1), "wds best_fit": (1, 2)}
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("many_tasks")
 def test_all_files_are_the_same_for_any_workers_and_folder(tmp_path: Path, variant: str) -> None:
     trees = []
-    for workers, place in zip(WORKERS[variant], ("a", "some/where/else", "b"), strict=False):
+    for workers, place in zip(WORKERS[variant], ("a", "some/where/else"), strict=True):
         recipe = make_corpus(tmp_path / place)
         result = build(recipe, workers=workers, overrides=VARIANTS[variant], progress=False)
         assert result.tasks > 30
@@ -93,7 +94,7 @@ POINTS = [
 
 @pytest.mark.slow
 def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path: Path, many_tasks: None) -> None:
-    expected = tree(build(make_corpus(tmp_path / "whole"), workers=2, progress=False).output)
+    expected = tree(build(make_corpus(tmp_path / "whole"), workers=1, progress=False).output)
     recipe = make_corpus(tmp_path / "killed")
     output = tmp_path / "killed" / "out"
 

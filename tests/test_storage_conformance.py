@@ -88,8 +88,9 @@ def make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Ite
     elif kind == "fsspec":
         yield lambda: FsspecStore(f"file://{tmp_path / 'store'}")
     elif kind == "s3-real":
-        with real_bucket() as bucket:
-            yield lambda: S3Store(f"s3://{bucket}/some/prefix")
+        with real_environment():
+            url = f"s3://{request.getfixturevalue('real_bucket')}/{uuid.uuid4().hex}/some/prefix"
+            yield lambda: S3Store(url)
     else:
         url = f"memory://{uuid.uuid4().hex}/some/prefix"
         wrap = WRAPPERS.get(kind)
@@ -104,24 +105,29 @@ def store(make_store: Maker) -> Iterator[Store]:
 
 
 @contextlib.contextmanager
-def real_bucket() -> Iterator[str]:
-    import boto3
-
-    assert ENDPOINT is not None
+def real_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         aws_environment(patch, ENDPOINT)
         for name, value in ENDPOINT_KEYS.items():
             patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def real_bucket() -> Iterator[str]:
+    """One for all tests, each of which has a prefix of its own: to make one takes longer than a test."""
+    import boto3
+
+    assert ENDPOINT is not None
+    with real_environment():
         client = boto3.Session().client("s3", region_name="us-east-1")
         bucket = f"shardkit-{uuid.uuid4().hex}"
         client.create_bucket(Bucket=bucket)
-        try:
-            yield bucket
-        finally:
-            for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
-                for entry in page.get("Contents", ()):
-                    client.delete_object(Bucket=bucket, Key=entry["Key"])
-            client.delete_bucket(Bucket=bucket)
+    yield bucket
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+        keys = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
+        client.delete_objects(Bucket=bucket, Delete={"Objects": keys})
+    client.delete_bucket(Bucket=bucket)
 
 
 def content(size: int, seed: int = 0) -> bytes:
