@@ -15,6 +15,7 @@ from ended_threads import ended_threads
 from remote_harness import Remote, fresh_url, make_remote_kind, put_folder
 
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.planner import Planner
 from shardkit.loaders import StreamingLoader, cold
 from shardkit.loaders.prefetch import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
@@ -183,3 +184,28 @@ def test_without_room_each_shard_is_fetched_whole_once_and_read_by_rows_from_the
     counters = remote.shards.counters()
     assert counters["bypassed"] == whole == SHARDS
     assert counters["row_reads"] >= len(rows) - whole * (SAMPLES // SHARDS + 2)
+
+
+@pytest.mark.parametrize("room", ["for all", "for one", "for none", "for what others fetch"])
+def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
+    opened: Open, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[int] = []
+    plan = Planner.plan
+
+    def counted(planner: Planner, *arguments: Any) -> None:
+        plans.append(planner._position)
+        plan(planner, *arguments)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    _, remote = opened(cache=CacheMemory({"for one": 700, "for none": 1}.get(room, 1 << 20)))
+    leases = [remote.shards.cache.lease(remote.shards.entry(number)) for number in (3, 4)]
+    if room != "for what others fetch":
+        for lease in leases:
+            assert lease is not None
+            lease.release()
+    with loader_of(remote) as loader:
+        assert ids(loader, 2) == list(range(8))
+        wait_until(lambda: bool(plans))
+        time.sleep(0.2)  # a loop that spins would plan hundreds of times
+        assert len(plans) <= 3 * SHARDS

@@ -15,6 +15,7 @@ from s3_moto import S3Server, s3_server
 from small_dataset import make_dataset
 
 from shardkit import locate
+from shardkit.cache.options import CacheOptions
 from shardkit.cli.info import describe
 from shardkit.cli.main import main
 from shardkit.dataset import open_dataset
@@ -110,10 +111,16 @@ def remove(store: Store, key: str) -> None:
 
 
 HARMS = [flip, cut, extend, empty, remove]
+ON_S3 = [flip, cut, remove]  # what a server answers otherwise than memory does
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize(("where", "kind"), [*(("memory", kind) for kind in KINDS), ("s3", "mds")])
+@pytest.mark.parametrize(
+    ("where", "kind", "harm"),
+    [
+        *(("memory", kind, harm) for kind in KINDS for harm in HARMS),
+        *(("s3", "mds", harm) for harm in ON_S3),
+    ],
+)
 def test_a_shard_that_is_not_the_indexs_is_named(
     upload: Upload, where: str, kind: str, harm: Callable[[Store, str], None]
 ) -> None:
@@ -125,8 +132,9 @@ def test_a_shard_that_is_not_the_indexs_is_named(
     assert [problem.file for problem in quick.problems] == ([] if harm is flip else [name])
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("where", ["memory", "s3"])
+@pytest.mark.parametrize(
+    ("where", "harm"), [*(("memory", harm) for harm in HARMS), *(("s3", harm) for harm in ON_S3)]
+)
 def test_a_file_beside_the_shards_that_is_not_the_cards_is_named(
     upload: Upload, where: str, harm: Callable[[Store, str], None]
 ) -> None:
@@ -336,3 +344,39 @@ def test_a_dataset_without_a_card_has_none(upload: Upload) -> None:
     found = find_remote(MemoryStore(store.url))
     assert (found.card, found.folder) == (None, None)
     assert found.manifest.samples == 40
+
+
+def test_tars_without_a_list_are_found_in_a_bucket(
+    folders: dict[str, Path], server: S3Server, tmp_path: Path
+) -> None:
+    store = open_store(f"s3://{server.new_bucket()}/some/prefix")
+    for file in sorted(folders["tar"].glob("*.tar")):
+        store.put(f"tars/{file.name}", file)
+    listing_is_forbidden = False
+
+    def intercept(
+        environ: dict[str, Any], start_response: Callable[..., Any], app: Callable[..., Iterable[bytes]]
+    ) -> Iterable[bytes]:
+        if listing_is_forbidden and "list-type" in environ["QUERY_STRING"]:
+            body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            start_response("403 Forbidden", [("Content-Length", str(len(body)))])
+            return [body]
+        return app(environ, start_response)
+
+    server.intercept = intercept
+    expected = open_dataset(folders["tar"])
+    options = CacheOptions(folder=tmp_path)
+    try:
+        for name in ("", "/*.tar", "/shard-{00000..00004}.tar"):
+            server.requests.clear()
+            with open_dataset(f"{store.url}/tars{name}", cache=options) as dataset:
+                assert [int(str(s["__key__"])) for s in dataset] == [int(str(s["__key__"])) for s in expected]
+                fetched = [line for line in server.requests if line.startswith("GET") and ".tar" in line]
+                assert len(fetched) == (0 if name else 5), "what was scanned once is known"
+        listing_is_forbidden = True
+        with open_dataset(f"{store.url}/tars/shard-{{00000..00004}}.tar", cache=options) as dataset:
+            assert len(dataset) == 40
+        with pytest.raises(StoreError, match="status 403"):
+            open_dataset(f"{store.url}/tars/*.tar")
+    finally:
+        server.intercept = None
