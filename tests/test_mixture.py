@@ -302,6 +302,13 @@ def test_a_sample_that_is_never_delivered_has_no_position() -> None:
     assert Mixture(1, Schedule.of((1, 2))).position_of(0, 2**62) is None
 
 
+def test_the_last_samples_are_those_before_the_last_position() -> None:
+    mixture = Mixture(1, Schedule.of((1, 2)))  # 2**62 is no multiple of 3
+    for stream, count in enumerate(mixture.counts(2**62).tolist()):
+        assert mixture.position_of(stream, count - 1) in range(2**62 - 4, 2**62)
+        assert mixture.position_of(stream, count) is None
+
+
 # Surface
 
 
