@@ -53,7 +53,7 @@ class CudaPrefetcher:
             raise ValueError(f"device must be a CUDA device or the CPU, not {self.device}")
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
-            if self.device.index is None:  # "the one in use" must not change with what is in use later
+            if self.device == torch.device("cuda"):  # the one in use now, whichever is in use later
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._depth = depth

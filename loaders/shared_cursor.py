@@ -22,12 +22,13 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,13 +135,13 @@ class SharedCursor:
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
-            return {"file": DupFd(self._file.fileno())}
+            return {"file": DupFd(self._descriptor)}
         with self._locked() as numbers:
             return {"numbers": numbers.tobytes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "file" in state:
-            self._map(os.fdopen(state["file"].detach(), "r+b", buffering=0), process=None)
+            self._map(state["file"].detach(), process=None)
         else:
             self._create(state["numbers"])
 
@@ -148,20 +149,21 @@ class SharedCursor:
     def _locked(self) -> Iterator[npt.NDArray[np.void]]:
         if self._process != os.getpid() and get_worker_info() is None:
             self._create(self._numbers.tobytes())
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
         try:
             yield self._numbers
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     def _create(self, numbers: bytes = bytes(_NUMBERS.itemsize)) -> None:
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (it lives as long as this object)
-        file.write(numbers)
-        self._map(file, process=os.getpid())
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(numbers)
+            self._map(os.dup(file.fileno()), process=os.getpid())
 
-    def _map(self, file: BinaryIO, process: int | None) -> None:
-        self._file, self._process = file, process
-        memory = mmap.mmap(file.fileno(), _NUMBERS.itemsize)
+    def _map(self, descriptor: int, process: int | None) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor, self._process = descriptor, process
+        memory = mmap.mmap(descriptor, _NUMBERS.itemsize)
         self._numbers: npt.NDArray[np.void] = np.ndarray((), dtype=_NUMBERS, buffer=memory)
 
 
