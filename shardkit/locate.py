@@ -207,9 +207,13 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
         raise ShardError(folder, problem)
     names = tar_files(folder)
     if not names:
-        raise ShardError(
-            folder, f"holds no dataset: looked for index.json (MDS), {LIST_NAME} and *.tar files"
-        )
+        problem = f"holds no dataset: looked for index.json (MDS), {LIST_NAME} and *.tar files"
+        parts = sorted(file.parent.name for file in folder.glob("*/index.json"))[:3]
+        if parts:
+            problem += (
+                f"; its sub-folders do ({', '.join(parts)}, …): give each as a Stream, or merge their indexes"
+            )
+        raise ShardError(folder, problem)
     return _unscanned(folder, local_objects(folder, names))
 
 

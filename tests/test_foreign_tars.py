@@ -413,3 +413,15 @@ def test_tars_whose_members_vary_have_all_columns(tmp_path: Path) -> None:
     columns = opened(tmp_path).columns
     assert columns[0] == Column("tokens.npy", "ndarray")
     assert [column.name for column in columns[1:]] == ["cls", "json", "png", "seg.png", "txt"]
+
+
+def test_folders_that_hold_datasets_of_their_own_are_named(tmp_path: Path) -> None:
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(ShardError, match=r"its sub-folders do \(code, web, …\): give each as a Stream"):
+        opened(tmp_path)
+    with pytest.raises(
+        ShardError, match=r"web: is an MDS dataset of its own; give several datasets as streams"
+    ):
+        opened([tmp_path / "web", tmp_path / "code"])

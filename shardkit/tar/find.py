@@ -29,6 +29,7 @@ MAX_LISTED = 1 << 20  # objects looked through for tars: a listing of a whole bu
 _MAX_HEADS = 64  # objects asked for one by one; more are cheaper to list, a thousand a request
 _THREADS = 16
 _FORBIDDEN = 403
+_OTHER_DATASET = "is an MDS dataset of its own; give several datasets as streams: [Stream(…), Stream(…)]"
 
 
 def expand(names: Sequence[str]) -> list[str]:
@@ -76,6 +77,8 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
     """(a folder above them, the tars) that a path stands for."""
     if path.is_dir():
         files = [path / name for name in tar_files(path)]
+        if (path / "index.json").is_file():
+            raise ShardError(path, _OTHER_DATASET)
         if not files:
             raise ShardError(path, "holds no tars")
         return path, files

@@ -31,7 +31,9 @@ T = TypeVar("T")
 Load = Callable[[int], npt.NDArray[np.uint8]]
 Tell = Callable[[int], None]
 
-CLAIM_SECONDS = 30.0  # a living scanner needs seconds: whoever holds a tar for longer has been stopped
+# A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
+CLAIM_SECONDS = 30.0
+_FLOOR_BYTES_PER_SECOND = 10e6
 _QUIET_SECONDS = 2.0  # shorter scans are not worth a line
 _HEAD_THREADS = 8
 
@@ -80,11 +82,16 @@ def _scan_all(
 
     if indexes.folder is None:
         return _side_by_side(scan, missing, threads, tell)
-    claimed = partial(_scan_claimed, scan, indexes)
+
+    def wait(number: int) -> Scanned | None:
+        seconds = CLAIM_SECONDS + infos[number].stored.bytes / _FLOOR_BYTES_PER_SECOND
+        return _scan_claimed(scan, indexes, number, seconds)
+
     # First those that nobody scans; then whatever others were at, most of which is done by then.
-    first = _side_by_side(partial(claimed, timeout_seconds=0.0), missing, threads, tell)
+    at_once = partial(_scan_claimed, scan, indexes, timeout_seconds=0.0)
+    first = _side_by_side(at_once, missing, threads, tell)
     others = [number for number, scanned in first.items() if scanned is None]
-    rest = _side_by_side(partial(claimed, timeout_seconds=CLAIM_SECONDS), others, threads, tell)
+    rest = _side_by_side(wait, others, threads, tell)
     done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
     left = [number for number in missing if number not in done]  # their scanner hangs
     return done | _side_by_side(scan, left, threads, tell)
