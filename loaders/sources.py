@@ -21,6 +21,7 @@ __all__ = ["Source", "SourceInfo", "open_source"]
 
 
 PLAN_BYTES = 1 << 30
+_UNKNOWN_BYTES = 1 << 16  # of a sample, where a list does not state the sizes of its tars
 _PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
 
 
@@ -119,8 +120,9 @@ def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype
         plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // _PLANS_IN_CACHE)
     fixed = _fixed_columns(dataset, names, delivered)
     if fixed is None:
-        raw_bytes = sum(info.raw.bytes for info in dataset.manifest.shards)
-        stored_bytes = max(1, raw_bytes // max(1, len(dataset)))
+        sizes = [info.raw.bytes for info in dataset.manifest.shards]
+        mean = sum(sizes) // max(1, len(dataset))
+        stored_bytes = _UNKNOWN_BYTES if any(size < 0 for size in sizes) else max(1, mean)
     else:
         stored_bytes = sum(prod(column.shape) * column.stored.itemsize for column in fixed.values())
     return _Part(dataset, names, token_key, delivered, fixed, stored_bytes, plan_bytes)

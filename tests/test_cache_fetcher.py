@@ -414,14 +414,9 @@ def test_a_wait_that_is_too_long_says_how_much_came_the_last_status_and_the_disk
     assert isinstance(waiters.results()[0], np.ndarray)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="what goes wrong while a damaged file is set aside ends the thread, and nobody is told",
-)
 def test_a_shard_that_comes_damaged_after_the_cache_folder_was_removed_is_fetched_again(
-    folders: dict[str, Path], opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], opened: Open, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     rule = FaultRule(fault="corrupt", operation="open", key="00003", count=1)
     store = Doors(folders["mds"], 3)
     shards = opened(store, CacheFolder(tmp_path, 1 << 20), rule)
@@ -436,10 +431,6 @@ def test_a_shard_that_comes_damaged_after_the_cache_folder_was_removed_is_fetche
     assert found.tobytes() == raw_of(folders["mds"], 3)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a job between two parts is in no thread's hands, so that close() lets nothing of it go",
-)
 def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
     folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

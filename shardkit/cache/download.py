@@ -100,6 +100,12 @@ class Download:
             self._running += 1
             return self._waiting.pop()
 
+    def stop(self, error: BaseException) -> bool:
+        """End it at its next piece; True if it has parts to fetch and nobody is at one."""
+        with self._lock:
+            self.error = self.error or error
+            return bool(self._waiting) and not self._running
+
     def fetch_part(self, part: tuple[int, int]) -> bool:
         """Fetch it; True for the thread that ends the download, by its last part or after an error."""
         try:

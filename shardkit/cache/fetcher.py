@@ -43,7 +43,6 @@ class Fetcher:
     def __init__(self, shards: Shards, cache: Cache, *, connections: int) -> None:
         self._shards, self._cache = shards, cache
         self._connections = connections
-        self.planner: Planner | None = None
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
         self._squeezed: set[int] = set()  # shards that found no room lately
@@ -65,6 +64,7 @@ class Fetcher:
         self._demanded: deque[Job] = deque()
         self._active: dict[int, Job] = {}
         self._planning = False
+        self.planner: Planner | None = None
 
     def load(self, number: int, timeout_seconds: float) -> Bytes:
         """The raw bytes of a shard, read-only.
@@ -102,7 +102,8 @@ class Fetcher:
     def progress(self) -> str:
         """What is being waited for, with how much of it has come; "" if nothing is."""
         with self._changed:
-            jobs = [job for job in (*self._active.values(), *self._demanded) if job.urgent]
+            known = (*self._active.values(), *self._demanded)
+            jobs = [job for job in known if job.urgent and not job.done.is_set()]
         return self._describe(jobs[0]) if jobs else ""
 
     def follow(self, planner: Planner | None) -> None:
@@ -127,9 +128,10 @@ class Fetcher:
         """End the threads; one in the middle of a read ends after it."""
         with self._changed:
             threads = self._threads
-            unattended = [*self._demanded, *self._arrived]  # all others are in the hands of a thread
+            unattended = [*self._demanded, *self._arrived]
             for job in (*unattended, *self._active.values()):
-                job.stop(RuntimeError("the loader was closed"))
+                if job.stop(RuntimeError("the loader was closed")):
+                    unattended.append(job)  # between two parts; all others are in the hands of a thread
             self._begin_anew()
             self._changed.notify_all()
         for job in unattended:
@@ -294,18 +296,28 @@ class Fetcher:
             self._keep(job)
         except DamagedObjectError as error:
             self.counts["damaged"] += 1
-            job.drop_slot(damaged=True)
-            if job.attempts < ATTEMPTS and not job.stopped.is_set():
-                with self._changed:
-                    job.download = None
-                    self._demanded.appendleft(job)
-                    self._changed.notify_all()
+            if self._try_again(job):
                 return
             problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
-            job.error = DamagedObjectError(error.file, problem, offset=error.offset)
+            job.error = job.error or DamagedObjectError(error.file, problem, offset=error.offset)
         except BaseException as error:
             job.error = error
         self._finish(job)
+
+    def _try_again(self, job: Job) -> bool:
+        """Whether what came damaged will be fetched again."""
+        try:
+            job.drop_slot(damaged=True)
+        except BaseException as error:
+            job.error = error
+            return False
+        with self._changed:
+            if job.attempts >= ATTEMPTS or job.stopped.is_set():
+                return False
+            job.download = None
+            self._demanded.appendleft(job)
+            self._changed.notify_all()
+            return True
 
     def _keep(self, job: Job) -> None:
         """Put what came into the cache, or at least into the hands of who waits for it."""
@@ -353,7 +365,10 @@ class Fetcher:
         self._squeezed.add(job.number)
 
     def _finish(self, job: Job) -> None:
-        job.let_go()
+        try:
+            job.let_go()
+        except OSError as error:  # the cache folder is gone; whoever waits must hear all the same
+            job.error = job.error or error
         with self._changed:
             if self._active.get(job.number) is job:
                 del self._active[job.number]

@@ -163,9 +163,10 @@ class CacheFolder:
         folder = self._root / "damaged"
         with contextlib.suppress(FileNotFoundError):
             file.rename(folder / f"{file.name.partition('~')[0]}~{time.time_ns()}")
-        kept = sorted(_files(folder), key=lambda f: f.name.rpartition("~")[2])
-        for old in kept[:-_KEPT_DAMAGED]:
-            _remove(old)
+        with contextlib.suppress(FileNotFoundError):  # someone has removed the folder
+            kept = sorted(_files(folder), key=lambda f: f.name.rpartition("~")[2])
+            for old in kept[:-_KEPT_DAMAGED]:
+                _remove(old)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -50,14 +50,15 @@ class Job:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.stopped = threading.Event()
+        self._lock = threading.Lock()  # a job that is stopped may be let go by two threads
 
-    def stop(self, error: BaseException) -> None:
-        """Tell whoever waits, and let the download end at its next piece."""
+    def stop(self, error: BaseException) -> bool:
+        """Tell whoever waits, and let the download end at its next piece; True if nobody is at a piece."""
         self.stopped.set()
         self.error = self.error or error
-        if self.download is not None:
-            self.download.error = self.download.error or error
+        is_idle = self.download is not None and self.download.stop(error)
         self.done.set()
+        return is_idle
 
     def deliver(self, data: Bytes) -> None:
         """Hand the shard to whoever waits for it."""
@@ -67,14 +68,16 @@ class Job:
 
     def drop_slot(self, *, damaged: bool) -> None:
         """Give back the room in the cache."""
-        if self.slot is not None:
+        with self._lock:
             slot, self.slot = self.slot, None
+        if slot is not None:
             slot.discard(damaged=damaged)
 
     def let_go(self) -> None:
         """Give back what is still held: room, lease, memory."""
         self.drop_slot(damaged=False)
-        if self.lease is not None:
+        with self._lock:
             lease, self.lease = self.lease, None
+        if lease is not None:
             lease.release()
         self.target = None

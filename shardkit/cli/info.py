@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.output import print_json, stdout_console
@@ -54,8 +55,8 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
             "samples": len(dataset),
             "shards": len(manifest.shards),
             "samples_per_shard": [int(samples.min()), int(samples.max())] if len(samples) else None,
-            "bytes": sum(shard.raw.bytes for shard in manifest.shards),
-            "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
+            "bytes": _total(shard.raw.bytes for shard in manifest.shards),
+            "stored_bytes": _total(shard.stored.bytes for shard in manifest.shards),
             "compression": sorted({shard.compression for shard in manifest.shards if shard.compression}),
             "hashes": sorted({name for shard in manifest.shards for name in shard.stored.hashes}),
             "columns": {column.name: column.encoding for column in dataset.columns},
@@ -64,6 +65,16 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
             "dtype": None if dtype is None else dtype.name,
             "card": dataset.card,
         }
+
+
+def _total(sizes: Iterable[int]) -> int | None:
+    """The sum; None if the index does not state all sizes."""
+    known = list(sizes)
+    return None if any(size < 0 for size in known) else sum(known)
+
+
+def _size(count: int | None) -> str:
+    return "sizes not stated" if count is None else format_bytes(count)
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -79,9 +90,9 @@ def _show(facts: dict[str, Any]) -> None:
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each line for people."""
-    size = format_bytes(facts["stored_bytes"])
+    size = _size(facts["stored_bytes"])
     if facts["compression"]:
-        size += f" ({', '.join(facts['compression'])}; {format_bytes(facts['bytes'])} raw)"
+        size += f" ({', '.join(facts['compression'])}; {_size(facts['bytes'])} raw)"
     lines = [
         ("format", facts["format"]),
         ("fingerprint", facts["fingerprint"]),
