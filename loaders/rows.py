@@ -162,7 +162,8 @@ class _MappedColumn:
                 self._streams.where(number),
                 f"column {name!r} is {found}, expected {self._column.stored}{list(expected)}",
             )
-        inner = np.empty((0, *self._column.shape), dtype=rows.dtype).strides[1:]
+        # Of one row, not of none: NumPy gives all arrays without elements the strides 0.
+        inner = np.empty((1, *self._column.shape), dtype=rows.dtype).strides[1:]
         if rows.strides[1:] != inner or rows.strides[0] < 0:
             rows = np.ascontiguousarray(rows)
         self._starts[number] = rows.__array_interface__["data"][0]
