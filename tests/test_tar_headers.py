@@ -104,6 +104,22 @@ def test_checksums_summed_with_signs_are_accepted_as_tarfile_does() -> None:
     assert contents(bytes(block) + END) == [("é.txt", b"a")]
 
 
+@pytest.mark.parametrize("filled", [0, 200, 500])
+@pytest.mark.parametrize("wrong_by", [1, -1, 256, 65_521, -65_521])
+def test_no_other_checksum_passes_however_full_the_header_is(filled: int, wrong_by: int) -> None:
+    block = bytearray(member(b"a.txt", b""))
+    for at in [*range(6, 100), *range(157, 257), *range(265, 512)][:filled]:
+        block[at] = 0x7F if at < 345 else 0x61
+    block[:100] = b"a.txt".ljust(100, b"\0")
+    right = sum(block[:148] + block[156:]) + 8 * 32
+    block[148:156] = b"%06o\0 " % right
+    assert walk(bytes(block) + END)[0].header == 0
+    if right + wrong_by >= 0:
+        block[148:156] = b"%06o\0 " % (right + wrong_by)
+        with pytest.raises(ShardError, match="checksum"):
+            walk(bytes(block) + END)
+
+
 def pax(*records: bytes, kind: bytes = b"x") -> bytes:
     body = b""
     for record in records:

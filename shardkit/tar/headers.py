@@ -10,6 +10,7 @@ them, so absolute names and `..` are harmless. Costs a few microseconds a member
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from os import PathLike
 from typing import NamedTuple
@@ -84,7 +85,7 @@ def walk_members(data: memoryview, file: Path) -> Iterator[Member]:
                 raise ShardError(file, "an extension header without a member", offset=start)
             check_end(data, position, file)
             return
-        overrides = {**shared, **own}
+        overrides = {**shared, **own} if shared else own
         size = _payload_size(header, overrides, file, position)
         offset = position + BLOCK
         if offset + padded(size) > len(data):
@@ -120,11 +121,7 @@ def _read_header(data: memoryview, position: int, file: Path) -> _Header | None:
         if not any(block):
             return None
         raise ShardError(file, "the file ends inside a tar header; it is cut short", offset=position)
-    field = block[148:156]
-    unsigned = sum(block) - sum(field) + 8 * 32
-    stored = _number(field, "checksum", file, position)
-    if stored != unsigned and stored != unsigned - 256 * sum(1 for c in block[:148] + block[156:] if c > 127):
-        raise ShardError(file, f"tar header checksum is {unsigned}, stated {stored}", offset=position)
+    _check_sum(block, file, position)
     kind = block[156]
     name = _up_to_nul(block[:100])
     if block[257:263] == b"ustar\0" and block[345]:
@@ -132,8 +129,25 @@ def _read_header(data: memoryview, position: int, file: Path) -> _Header | None:
     return _Header(kind, _number(block[124:136], "size", file, position), name)
 
 
+def _check_sum(block: bytes, file: Path, position: int) -> None:
+    """ShardError unless the checksum is that of the header, summed without or with signs."""
+    field = block[148:156]
+    stored = _number(field, "checksum", file, position)
+    instead = sum(field) - 8 * 32  # the field counts as spaces
+    # The low half of adler32 is 1 + the sum of all bytes modulo 65,521: the sum itself where at least half of
+    # the bytes are zero, and five times faster than `sum`.
+    if 2 * block.count(0) >= BLOCK and 1 + stored + instead == zlib.adler32(block) & 0xFFFF:
+        return
+    unsigned = sum(block) - instead
+    if stored != unsigned and stored != unsigned - 256 * sum(1 for c in block[:148] + block[156:] if c > 127):
+        raise ShardError(file, f"tar header checksum is {unsigned}, stated {stored}", offset=position)
+
+
 def _number(field: bytes, what: str, file: Path, position: int) -> int:
     """An octal or base-256 number that is not negative."""
+    digits = field.rstrip(b"\0 ")
+    if digits.isdigit() and b"8" not in digits and b"9" not in digits:
+        return int(digits, 8)
     if field[0] & 0x80:
         value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
         if field[0] & 0x40:  # two's complement: a negative number
