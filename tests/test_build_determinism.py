@@ -33,7 +33,14 @@ def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardkit.writers.exact_dedup.partitions_for", lambda documents, memory: 3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "mds best_fit",
+        pytest.param("mds concat zstd", marks=pytest.mark.extended),
+        pytest.param("wds best_fit", marks=pytest.mark.extended),
+    ],
+)
 @pytest.mark.usefixtures("many_tasks")
 def test_all_files_are_the_same_for_any_workers_and_folder(tmp_path: Path, variant: str) -> None:
     trees = []

@@ -15,7 +15,13 @@ SEED = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compressed", "kills"), [(False, 5), (True, 3)], ids=["raw", "zstd"])
+@pytest.mark.parametrize(
+    ("compressed", "kills"),
+    [
+        pytest.param(False, 5, id="raw"),
+        pytest.param(True, 3, id="zstd", marks=pytest.mark.extended),
+    ],
+)
 def test_killed_ranks_leave_no_wrong_byte_no_hang_and_no_file_behind(
     tmp_path: Path, compressed: bool, kills: int
 ) -> None:

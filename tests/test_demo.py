@@ -42,7 +42,7 @@ def demo(home: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.extended  # the demo itself is the first command of CI
 def test_every_claim_is_proved_on_a_small_corpus(demo: dict[str, Any]) -> None:
     assert demo["passed"] is True
     assert [proof["passed"] for proof in demo["proofs"]] == [True] * 5
@@ -61,7 +61,7 @@ def test_every_claim_is_proved_on_a_small_corpus(demo: dict[str, Any]) -> None:
     assert exact["last_loss"] < exact["first_loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended  # the demo itself is the first command of CI
 def test_the_figures_add_up(demo: dict[str, Any]) -> None:
     funnel = demo["funnel"]
     out = [funnel["kept"], *funnel["dropped"].values(), *funnel["quarantined"].values()]
@@ -73,7 +73,7 @@ def test_the_figures_add_up(demo: dict[str, Any]) -> None:
     assert demo["loader"]["copy_tokens_per_second"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended  # the demo itself is the first command of CI
 def test_nothing_is_left_outside_the_folder_and_no_process_behind(demo: dict[str, Any], home: Path) -> None:
     output = home / "cwd" / "shardkit-demo"
     assert Path(demo["output"]) == output

@@ -24,8 +24,8 @@ GLOBAL_BATCH = 120
 SAMPLES = {"mds": 400, "mds_zstd": 250, "tar": 310, "foreign_tar": 130}
 CHANGE = 5 * GLOBAL_BATCH + 50  # inside of a batch
 KINDS = [*SAMPLES, "mixture"]
-WORLDS_BEFORE = (1, 2, 3, 4, 8)
-WORLDS_AFTER = (1, 2, 3, 5, 8)
+WORLDS_BEFORE = [2, 8, *(pytest.param(size, marks=pytest.mark.extended) for size in (1, 3, 4))]
+WORLDS_AFTER = [1, 5, *(pytest.param(size, marks=pytest.mark.extended) for size in (2, 3, 8))]
 STEPS = 16
 
 Ids = list[tuple[int, int]]

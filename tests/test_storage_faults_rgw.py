@@ -577,7 +577,7 @@ def test_a_server_that_stays_away_ends_an_operation_by_its_deadline(
 # The contract.
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.usefixtures("rgw_module_bucket")  # for the credentials, in the environment
 def test_the_store_keeps_its_contract_on_a_real_server(rgw: RgwServer) -> None:
     """All of the suite for stores but what never reaches a server."""

@@ -122,7 +122,13 @@ def test_a_bucket_that_is_not_there_is_one_clear_error(
 
 # The marker, eight files, the index: killed when a request arrives, and when its answer is about to leave.
 @pytest.mark.parametrize(
-    ("fatal", "late"), [(1, False), (6, False), (10, False), (2, True), (10, True)], ids=str
+    ("fatal", "late"),
+    [
+        (6, False),
+        (10, True),
+        *(pytest.param(*point, marks=pytest.mark.extended) for point in ((1, False), (10, False), (2, True))),
+    ],
+    ids=str,
 )
 def test_a_process_that_is_killed_leaves_no_false_index_and_the_same_command_sends_the_rest(
     server: S3Server, bucket: str, made: Path, fatal: int, late: bool
