@@ -60,12 +60,14 @@ def balanced_streams(
 ) -> list[Stream]:
     """A stream for each value of `column`, ascending and called by its value, for a `StreamingLoader`.
 
-    Classes come equally often; with `weights`, as often as those say, and never if they are not named there.
+    Classes come equally often: all in the same number in each batch over all ranks, if its size is a multiple
+    of their number. With `weights` they come as often as those say, and never if they are not named there.
     Values are whole numbers, strings or bytes, at most 4,096 different ones. The column is read once, here;
     the streams may be used any number of times. With `return_ids`, a batch's `stream_id` numbers the classes
     as they are listed, and `sample_id` is the row in the dataset.
 
-    A path is opened as `storage` and `cache` say, which hold for the loader then instead of its own options.
+    A path is opened as `storage` and `cache` say, which hold for the loader then instead of its own options;
+    an open dataset is read as it was opened.
     ValueError for an unknown column, for values that are no classes, and for weights of classes that do not
     occur.
     """
