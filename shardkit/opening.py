@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from shardkit.cache.options import CacheOptions, open_cache
 from shardkit.index import Manifest
 from shardkit.locate import Found
 from shardkit.storage.resilient import ResilientStore
+from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.cache.shards import CachedShards
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Opened", "open_found"]
 
 _MAX_THREADS = 16
+_UNREMEMBERED_BYTES = 1 << 30  # of tars that may be scanned at every opening without a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +87,13 @@ def _scan_local(folder: Path, manifest: Manifest, versions: Sequence[str], optio
 def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> TarIndexes:
     from shardkit.cache.tar_indexes import TarIndexes
 
+    size = sum(info.stored.bytes for info in manifest.shards)
+    if options.folder is None and size > _UNREMEMBERED_BYTES:
+        warnings.warn(
+            f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
+            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
     return TarIndexes.beside(options.folder, list(zip(names, versions, strict=True)))

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,18 @@ def test_without_a_cache_folder_every_opening_scans(tmp_path: Path) -> None:
         with opened(url) as dataset:
             assert samples(dataset) == list(range(7))
             assert read_bytes(dataset) == len(tar_bytes(0, 7))
+
+
+def test_scans_that_are_not_kept_are_warned_of_where_they_are_long(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardkit.opening._UNREMEMBERED_BYTES", 1000)
+    with pytest.warns(RuntimeWarning, match=r"133 KB of tars without a list .* give cache_dir") as caught:
+        opened(place)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened(place, tmp_path / "cache")
 
 
 # What is kept of a scan.
