@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "next_token_loss"]
+__all__ = ["GPT", "GPTConfig", "next_token_labels", "next_token_loss"]
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,35 @@ class GPTConfig:
     width: int = 256
 
 
-def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross entropy of each token given those before it in its row.
+def next_token_labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """What follows each token but the last of its row, -100 where nothing is to be learnt: int64[B, L - 1].
 
-    With `document_ids`, `position_ids` and `labels` in the batch (the loader's options of these names): given
-    those before it in its document. Padding and the first token of a document are then not learnt.
+    With `document_ids` and `labels` in the batch (the loader's options of these names) that is padding, and
+    the first token of a document.
     """
-    inputs, labels = batch["tokens"][:, :-1], batch.get("labels", batch["tokens"])[:, 1:]
+    labels = batch.get("labels", batch["tokens"])[:, 1:]
     if "document_ids" in batch:
         documents = batch["document_ids"]
         labels = labels.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
-        logits = model(inputs, batch["position_ids"][:, :-1], documents[:, :-1])
+    return labels
+
+
+def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor], scored: Tensor | None = None) -> Tensor:
+    """Mean cross entropy of each token given those before it in its row, or in its document if known.
+
+    `scored`: what to divide the sum by instead of this batch's own number of labels. Ranks that give the mean
+    over all of them get gradients that, averaged, are those of the whole batch: documents and padding leave
+    some ranks with fewer labels than others.
+    """
+    inputs, labels = batch["tokens"][:, :-1], next_token_labels(batch)
+    if "document_ids" in batch:
+        logits = model(inputs, batch["position_ids"][:, :-1], batch["document_ids"][:, :-1])
     else:
         logits = model(inputs)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return total / ((labels != -100).sum() if scored is None else scored)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
