@@ -1,12 +1,11 @@
 """Every training example survives SIGKILL: same samples and same losses as a run that was never killed.
 
-The runs that are never killed, and those that torchrun has to end, are started as users do; the others are
-forked from a process that has torch.
+The runs that are never killed are started as users do; the others are forked from a process that has torch.
+`test_training_runs.py` has the examples for several ranks.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,28 +49,3 @@ def test_a_killed_run_continues_with_the_same_samples_and_losses(
     assert len(whole.records()) == last_step
     first_epoch = [i for record in whole.records()[: SAMPLES // 4] for i in record["sample_ids"]]
     assert len(set(first_epoch)) == len(first_epoch), "a sample came twice within the first epoch"
-
-
-def test_a_run_on_two_ranks_continues_on_two_ranks_and_on_one(
-    server: ScriptServer, dataset: Path, tmp_path: Path
-) -> None:
-    arguments = ["--data", str(dataset), "--global-batch-size", "8"]
-    killed = Training("train_ddp.py", tmp_path / "killed", arguments, ranks=2)  # torchrun ends the other rank
-    last_step = killed.run_until_killed(KILL_STEP) + 4
-    for copy in ("two", "one"):
-        shutil.copytree(killed.folder, tmp_path / copy)
-    two = Training("train_ddp.py", tmp_path / "two", arguments, ranks=2, server=server)
-    one = Training("train_ddp.py", tmp_path / "one", arguments, ranks=1, server=server)
-    whole = Training("train_ddp.py", tmp_path / "whole", arguments, ranks=2)
-    for training in (two, one, whole):
-        training.run(last_step)
-
-    expected = by_step(whole.records())
-    assert by_step(two.records()) == expected
-    before = len(killed.records())
-    resumed = one.records()[before:]
-    assert [record["step"] for record in resumed] == list(range(resumed[0]["step"], last_step + 1))
-    for record in resumed:
-        twin = expected[record["step"]]
-        assert set(record["sample_ids"]) == set(twin["sample_ids"])
-        assert record["loss"] == pytest.approx(twin["loss"], abs=1e-4)

@@ -1,17 +1,20 @@
 """Runs training scripts as users do, kills them at a step, starts them again, and reads their logs.
 
 A run that is to be killed is given far more steps than it can reach, and how far it came is read from its
-log afterwards, so that no assertion depends on timing.
+log afterwards, so that no assertion depends on timing. Most runs are forks of a process that has imported
+torch (`script_server.py`); a few are programs, and torchrun.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,13 @@ VOCABULARY = 64
 SEQUENCE_LENGTH = 64
 CHECKPOINT_EVERY = 5
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+Record = dict[str, Any]  # of the log: step, loss, sample ids in rank order
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--vocabulary", str(VOCABULARY)]
 
 
-def make_dataset(folder: Path, samples: Sequence[int] = (23, 17, 30)) -> Path:
+def make_dataset(folder: Path, samples: Sequence[int] = (23, 17, 30), seed: int = 5) -> Path:
     """A small MDS dataset of rows whose documents end in token 0; one shard for each of `samples`."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     folder.mkdir()
     shards = []
     for number, count in enumerate(samples):
@@ -54,37 +58,28 @@ def script_server(*modules: str) -> ScriptServer:
     return ScriptServer(modules, path=EXAMPLES, environment=ENVIRONMENT)
 
 
-class Ranks:
-    """The processes of one run."""
-
-    def __init__(self, processes: Sequence[subprocess.Popen[str]] | Sequence[ForkedScript]) -> None:
-        self.processes = processes
-
-    def poll(self) -> int | None:
-        """The exit code of the first that has failed, 0 if all have ended well."""
-        codes = [process.poll() for process in self.processes]
-        return next((code for code in codes if code), None if None in codes else 0)
-
-    def wait(self, seconds: float) -> int:
-        """The first exit code that is not 0, once all have ended."""
-        codes = [process.wait(seconds) for process in self.processes]
-        return next((code for code in codes if code), 0)
-
-
 @dataclass(frozen=True)
 class Training:
-    """One training job: a script, its arguments, and the folder with its checkpoint and its log."""
+    """One training job: a script, its arguments, and the folder with its checkpoints and its log."""
 
     script: str
     folder: Path
     arguments: Sequence[str]
     ranks: int | None = None  # None: plain python; a number: torchrun with so many processes
     server: ScriptServer | None = None  # runs the script in forks of it, torchrun's ranks without torchrun
+    torchrun: Sequence[str] = ()  # further options of it
+
+    def copy(self, name: str, ranks: int | None, server: ScriptServer, *arguments: str) -> Training:
+        """The job as it is now in another folder, to be continued there by forks, with further arguments."""
+        folder = self.folder.with_name(name)
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return Training(self.script, folder, [*self.arguments, *arguments], ranks, server)
 
     def command(self, steps: int) -> list[str]:
         launcher = [sys.executable]
         if self.ranks is not None:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+            size = ["--standalone", "--nproc-per-node", str(self.ranks)]
+            launcher += ["-m", "torch.distributed.run", *size, *self.torchrun]
         return [*launcher, *self.script_command(steps)]
 
     def script_command(self, steps: int) -> list[str]:
@@ -92,10 +87,10 @@ class Training:
         every = ["--checkpoint-every", str(CHECKPOINT_EVERY), "--steps", str(steps)]
         return [str(EXAMPLES / self.script), *self.arguments, *SIZES, *files, *every]
 
-    def start(self, steps: int) -> Ranks:
+    def start(self, steps: int) -> Run:
         self.folder.mkdir(exist_ok=True)
         if self.server is not None:
-            return self._fork(self.server, steps)
+            return Run(self, self._fork(self.server, steps))
         with (self.folder / "output.txt").open("a") as output:
             process = subprocess.Popen(
                 self.command(steps),
@@ -105,42 +100,27 @@ class Training:
                 cwd=self.folder,
                 env=os.environ | ENVIRONMENT,
             )
-        return Ranks([process])
+        return Run(self, [process])
 
-    def _fork(self, server: ScriptServer, steps: int) -> Ranks:
+    def _fork(self, server: ScriptServer, steps: int) -> list[ForkedScript]:
         count = self.ranks or 1
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(count)}
         places = [{"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(count)} for n in range(count)]
         command, output = self.script_command(steps), self.folder / "output.txt"
         environments = [{}] if self.ranks is None else [group | place for place in places]
-        return Ranks(
-            [server.start(command, cwd=self.folder, output=output, environment=e) for e in environments]
-        )
+        return [server.start(command, cwd=self.folder, output=output, environment=e) for e in environments]
 
     def run(self, steps: int) -> None:
         """Train until `steps`; the script must end by itself and well."""
-        process = self.start(steps)
-        try:
-            assert process.wait(RUN_SECONDS) == 0, self.output()
-        finally:
-            end_tree(process)
+        with self.start(steps) as run:
+            run.wait()
 
-    def run_until_killed(self, step: int) -> int:
-        """Train; once `step` is logged, kill with SIGKILL (the last rank, under torchrun); the last step."""
-        process = self.start(FAR_STEPS)
-        deadline = time.monotonic() + RUN_SECONDS
-        try:
-            while self.last_step() < step:
-                assert process.poll() is None, self.output()
-                assert time.monotonic() < deadline, f"step {step} was not reached: {self.output()}"
-                time.sleep(POLL_SECONDS)
-            victim = psutil.Process(process.processes[0].pid)
-            if self.ranks is not None:  # torchrun's last rank; it ends the others
-                victim = max(victim.children(), key=lambda child: child.pid)
-            victim.kill()
-            assert process.wait(RUN_SECONDS) != 0
-        finally:
-            end_tree(process)
+    def run_until_killed(self, step: int, rank: int = -1) -> int:
+        """Train; once `step` is logged, kill a rank with SIGKILL; the last step that was logged."""
+        with self.start(FAR_STEPS) as run:
+            run.wait_for(lambda: self.last_step() >= step, f"step {step}")
+            run.kill(rank)
+            run.wait_for_end()
         return self.last_step()
 
     def run_until_killed_between_checkpoints(self, step: int) -> int:
@@ -149,7 +129,7 @@ class Training:
             step = last + 2
         return last
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Record]:
         log = self.folder / "log.jsonl"
         text = log.read_text() if log.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -161,21 +141,70 @@ class Training:
         return (self.folder / "output.txt").read_text()[-4000:]
 
 
-def end_tree(ranks: Ranks) -> None:
-    """Leave none of the processes behind that we started."""
-    for process in ranks.processes:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for child in children:
-            child.kill()
-        psutil.wait_procs(children, timeout=10)
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+class Run:
+    """The processes of one run: its only one, forked ranks, or torchrun. None is left behind."""
+
+    def __init__(
+        self, training: Training, processes: Sequence[subprocess.Popen[str]] | Sequence[ForkedScript]
+    ) -> None:
+        self.training, self.processes = training, processes
+        self._deadline = time.monotonic() + RUN_SECONDS
+
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def wait(self) -> None:
+        """Wait until all have ended; AssertionError unless all end well."""
+        self.wait_for(lambda: not any(code is None for code in self.codes()), "the end", ended_well=True)
+
+    def wait_for(self, condition: Callable[[], bool], wanted: str, *, ended_well: bool = False) -> None:
+        """Wait for a condition; AssertionError if a process fails before, or ends although it should not."""
+        while not condition():
+            fine = {None, 0} if ended_well else {None}
+            codes = self.codes()
+            assert fine.issuperset(codes), f"exit codes {codes} before {wanted}: {self.training.output()}"
+            self._pause(wanted)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL for a rank. What torchrun does to the other ranks then, it does itself, or we do."""
+        victim = self.processes[0].pid
+        if self.training.server is not None:
+            victim = self.processes[rank].pid
+        elif self.training.ranks is not None:
+            workers = psutil.Process(victim).children()
+            victim = sorted(workers, key=lambda worker: int(worker.environ()["RANK"]))[rank].pid
+        os.kill(victim, signal.SIGKILL)
+        for process in self.processes:
+            if self.training.server is not None and process.pid != victim and process.poll() is None:
+                os.kill(process.pid, signal.SIGTERM)
+
+    def wait_for_end(self) -> None:
+        """Wait until all have ended; AssertionError if all end well."""
+        while None in self.codes():
+            self._pause("the end of all processes")
+        assert any(self.codes())
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            for child in children:
+                child.kill()
+            psutil.wait_procs(children, timeout=10)
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _pause(self, wanted: str) -> None:
+        assert time.monotonic() < self._deadline, f"waited too long for {wanted}: {self.training.output()}"
+        time.sleep(POLL_SECONDS)
 
 
-def by_step(records: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def by_step(records: Sequence[Record]) -> dict[int, Record]:
     """One record a step; a step logged twice (repeated after a resume) must have been logged alike."""
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, Record] = {}
     for record in records:
         assert steps.setdefault(record["step"], record) == record, "a repeated step came out differently"
     assert sorted(steps) == list(range(1, len(steps) + 1))
