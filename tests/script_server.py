@@ -11,6 +11,7 @@ what Python does at its own end, so that each script should also be run once as 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -136,4 +137,6 @@ if __name__ == "__main__":
     sys.path.insert(1, sys.argv[1])
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy the pages of all that was imported
     serve()
+    os._exit(0)  # taking torch apart takes seconds
