@@ -36,6 +36,7 @@ class TrainingBatches:
         self._live: Iterator[Batch] | None = None
         self._start = loader.cursor
         self._trained_at_start: int | None = None  # Lightning's count there; None: no batch was asked for yet
+        self._mended = False
         self._repeated: int | None = None  # overfit_batches: the first so many batches over and over
 
     def __len__(self) -> int:
@@ -46,10 +47,15 @@ class TrainingBatches:
     def __iter__(self) -> Iterator[Batch]:
         # A generator, because Lightning also calls iter() only to see whether it can.
         self._begin()
+        ahead = self._endless and not isinstance(getattr(self._trainer, "limit_train_batches", None), int)
+        if not ahead:
+            self._mend_counts()
         end = None if self._repeated is None else self.loader.plan.advance(_ORIGIN, self._repeated)
         while True:
             assert self._live is not None
             yield next(self._live)
+            if not self._mended:  # Lightning has fetched the first batch before its loop began
+                self._mend_counts()
             if self.loader.cursor == end:
                 self._seek(_ORIGIN)
 
@@ -83,6 +89,7 @@ class TrainingBatches:
         pass
 
     def _begin(self) -> None:
+        self._mended = False
         self._start = self.cursor()
         if self._trainer is not None:
             self._trained_at_start = trained_batches(self._trainer)
@@ -92,6 +99,20 @@ class TrainingBatches:
                     self._start = _ORIGIN
         if self._live is None or self.loader.cursor != self._start:
             self._seek(self._start)
+
+    def _mend_counts(self) -> None:
+        """Let Lightning's counts be what they are in a run that was never resumed, before a batch is trained on.
+
+        Lightning 2.6 keeps a failed batch of the run before among those that were begun, and does not
+        begin an epoch after a checkpoint of an epoch's last batch. Its next checkpoint would be misread.
+        """
+        self._mended = True
+        if self._trainer is not None:
+            loop = self._trainer.fit_loop
+            batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
+            batches.total.ready = batches.total.started = batches.total.processed
+            for count in (epochs.total, epochs.current):
+                count.ready = count.started = count.processed + 1
 
     def _seek(self, cursor: Cursor) -> None:
         if self.loader.cursor != cursor:
