@@ -2,17 +2,14 @@
 
     python examples/train_lightning.py --data shardkit-demo/mds --steps 200
 
-Lightning fetches a batch ahead of the one that it trains on, so the loader's own state is ahead too. The data
-module below therefore sends each batch through Lightning together with the state that follows it, and
-stores the state of the batch that arrived last at the model. It is the same on every rank, so it is
-enough that Lightning stores rank 0's.
+`ShardDataModule` keeps the place in the data in Lightning's checkpoints. Kill the script at any time and run
+it again; with another `--devices`, too, if `--batch-size` changes so that their product stays the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +21,7 @@ import torch
 from gpt import GPT, GPTConfig, next_token_loss
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from shardkit.loaders import StreamingLoader
-
-
-class BatchesWithState:
-    """The loader's batches, each with the loader state from which training continues after it."""
-
-    def __init__(self, loader: StreamingLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.loader:
-            yield {**batch, "loader_state": self.loader.state_dict()}
-
-
-class PackedData(lightning.LightningDataModule):
-    """Feeds packed rows; its part of a checkpoint says which of them were trained on."""
-
-    def __init__(self, path: str, batch_size: int, seed: int, inside_documents: bool) -> None:
-        super().__init__()
-        self.path, self.batch_size, self.seed = path, batch_size, seed
-        self.inside_documents = inside_documents
-        self.trained_state: dict[str, Any] | None = None
-
-    def train_dataloader(self) -> BatchesWithState:
-        loader = StreamingLoader(
-            self.path,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            endless=True,
-            return_ids=True,
-            labels=self.inside_documents,
-            position_ids=self.inside_documents,
-            document_ids=self.inside_documents,
-        )
-        if self.trained_state is not None:
-            loader.load_state_dict(self.trained_state)
-        return BatchesWithState(loader)
-
-    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
-        # Lightning calls this when a batch's turn has come, not when it is fetched.
-        self.trained_state = batch.pop("loader_state")
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loader": self.trained_state}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.trained_state = state_dict["loader"]
+from shardkit.loaders.lightning_module import DataMonitor, ShardDataModule
 
 
 class LightningGPT(lightning.LightningModule):
@@ -127,20 +77,29 @@ def main() -> None:
         devices=args.devices,
         max_steps=args.steps,
         deterministic=not torch.cuda.is_available(),
-        use_distributed_sampler=False,
         logger=False,
         callbacks=[
+            DataMonitor(),  # says, and with a logger records, whether training waits for data
             ModelCheckpoint(
                 dirpath=checkpoint.parent,
                 filename=checkpoint.stem,
                 every_n_train_steps=args.checkpoint_every,
                 enable_version_counter=False,  # one file, replaced as a whole each time
-            )
+            ),
         ],
     )
     config = GPTConfig(args.vocabulary, args.layers, args.heads, args.width)
     model = LightningGPT(config, args.learning_rate, Path(args.log_file))
-    data = PackedData(args.data, args.batch_size, args.seed, args.inside_documents)
+    data = ShardDataModule(
+        args.data,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        endless=True,
+        return_ids=True,
+        labels=args.inside_documents,
+        position_ids=args.inside_documents,
+        document_ids=args.inside_documents,
+    )
     trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
     trainer.save_checkpoint(checkpoint)
 
