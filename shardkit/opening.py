@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.cache.shards import CachedShards
     from shardkit.cache.tar_indexes import TarIndexes
+    from shardkit.tar.index import TarIndex
+    from shardkit.tar.index_file import Scanned
 
 __all__ = ["Opened", "open_found"]
 
@@ -53,15 +56,27 @@ def _open_remote(
     if versions is None:
         return Opened(manifest, CachedShards(store, manifest, cache, connections=connections))
     from shardkit.tar.scan import scan_tars
+    from shardkit.tar.skim import skim_tar
 
     sizes = [info.stored.bytes for info in manifest.shards]
     objects = dict(enumerate(zip(sizes, versions, strict=True)))
     shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
     indexes = _indexes(store.url, manifest, versions, options)
-    # Each thread holds a tar: together no more than the cache has room for.
-    threads = min(connections, max(1, cache.capacity // max(1, *sizes)))
+    held = min(
+        connections, max(1, cache.capacity // max([1, *sizes]))
+    )  # together, what the cache has room for
+    infos, before = manifest.shards, list(accumulate(sizes, initial=0))
+
+    def skim(number: int) -> tuple[Scanned, TarIndex] | None:
+        """Of tars that the cache has room for, whole ones are wanted: they are read again soon."""
+        if before[number + 1] <= cache.capacity:
+            return None
+        return skim_tar(store, infos[number], versions[number])
+
     try:
-        manifest = scan_tars(manifest, shards.load, shards.where, indexes, threads=threads)
+        manifest = scan_tars(
+            manifest, shards.load, shards.where, indexes, threads=connections, held=held, skim=skim
+        )
     finally:
         shards.close()
     shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)

@@ -2,8 +2,8 @@
 
 One name for the format: `shard` (one open tar), `headers` and `index` (members and samples), `stride` (tars
 as matrices), `npy` and `decode` (values), `compressed`, `shard_list` (shards.json), `writer`; `names` and
-`find` (tars by name), `scan` and `index_file` (what they hold, found once). Whatever is
-damaged or hostile raises ShardError with the file and, where known, the byte.
+`find` (tars by name), `scan`, `skim` and `index_file` (what they hold, found once). Whatever is damaged or
+hostile raises ShardError with the file and, where known, the byte.
 """
 
 from shardkit.tar.shard import TarShard, load_raw, open_shard, scan_folder, shard_from_raw, unpack

@@ -13,11 +13,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from os import PathLike
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardkit.errors import ShardError
 
-__all__ = ["BLOCK", "Member", "check_end", "padded", "walk_members"]
+__all__ = ["BLOCK", "Bytes", "Member", "check_end", "padded", "walk_members"]
 
 BLOCK = 512
 MAX_EXTENSION_HEADERS = 16  # before one member; honest writers use at most x + L + K + g
@@ -53,7 +53,14 @@ def padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def walk_members(data: memoryview, file: Path) -> Iterator[Member]:
+class Bytes(Protocol):
+    """What a walk needs of a tar's bytes: slices, each at or behind the start of the one before."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, span: slice, /) -> bytes | memoryview: ...
+
+
+def walk_members(data: Bytes, file: Path) -> Iterator[Member]:
     """The regular members of a tar in order; folders, links and devices are passed over.
 
     `file` is for messages. Stops at the end marker or, where a tar has none, at the end of the data.
@@ -100,7 +107,7 @@ def walk_members(data: memoryview, file: Path) -> Iterator[Member]:
         position = offset + padded(size)
 
 
-def check_end(data: memoryview, position: int, file: Path) -> None:
+def check_end(data: Bytes, position: int, file: Path) -> None:
     """ShardError unless everything from the end marker at `position` on is zeros."""
     for at in range(position, len(data), _END_PIECE):
         piece = bytes(data[at : at + _END_PIECE])
@@ -112,7 +119,7 @@ def check_end(data: memoryview, position: int, file: Path) -> None:
             raise ShardError(file, problem, offset=at + len(piece) - len(piece.lstrip(b"\0")))
 
 
-def _read_header(data: memoryview, position: int, file: Path) -> _Header | None:
+def _read_header(data: Bytes, position: int, file: Path) -> _Header | None:
     """The header at `position`, or None at the end of the archive."""
     block = bytes(data[position : position + BLOCK])
     if not block or block == _ZEROS:
@@ -167,7 +174,7 @@ def _up_to_nul(field: bytes) -> bytes:
     return field.split(b"\0", 1)[0]
 
 
-def _extension_body(data: memoryview, position: int, header: _Header, file: Path) -> bytes:
+def _extension_body(data: Bytes, position: int, header: _Header, file: Path) -> bytes:
     limit = MAX_NAME_BYTES if header.kind in b"LK" else MAX_EXTENSION_BYTES
     if header.size > limit:
         problem = f"an extension header of {header.size:,} bytes; the limit is {limit:,}"

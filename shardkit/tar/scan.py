@@ -1,4 +1,4 @@
-"""The manifest of tars that no list describes: every tar is read through once, in threads.
+"""The manifest of tars that no list describes: every tar is looked through once, in threads.
 
 A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened.
 Where there is a cache folder, `shardkit.cache.tar_indexes` keeps what was found: each tar is scanned by one
@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from threading import Semaphore
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from shardkit.cache.tar_indexes import TarIndexes
 from shardkit.index import Manifest, ShardInfo
+from shardkit.tar.index import TarIndex
 from shardkit.tar.index_file import Scanned
 from shardkit.tar.shard import shard_from_raw
 
@@ -29,6 +31,7 @@ __all__ = ["scan_tars", "shown"]
 
 T = TypeVar("T")
 Load = Callable[[int], npt.NDArray[np.uint8]]
+Skim = Callable[[int], "tuple[Scanned, TarIndex] | None"]
 Tell = Callable[[int], None]
 
 # A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
@@ -39,12 +42,20 @@ _HEAD_THREADS = 8
 
 
 def scan_tars(
-    manifest: Manifest, load: Load, where: Callable[[int], str], indexes: TarIndexes, *, threads: int
+    manifest: Manifest,
+    load: Load,
+    where: Callable[[int], str],
+    indexes: TarIndexes,
+    *,
+    threads: int,
+    held: int | None = None,
+    skim: Skim = lambda number: None,
 ) -> Manifest:
-    """`manifest` with the samples, sizes and columns of its tars; `load` gives a tar's raw bytes.
+    """`manifest` with the samples, sizes and columns of its tars.
 
-    Up to `threads` tars are loaded at a time. ShardError names a tar that is damaged. Scans of more than two
-    seconds are shown on stderr (by the first process of a machine).
+    `load` gives a tar's raw bytes; `skim`, which is tried first, may find what they hold without them. Up to
+    `threads` tars are scanned, and `held` of them loaded, at a time. ShardError names a tar that is damaged.
+    Scans of more than two seconds are shown on stderr (by the first process of a machine).
     """
     shards = manifest.shards
     found: dict[int, Scanned] = {}
@@ -57,34 +68,48 @@ def scan_tars(
     if missing:
         sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
         with shown("scan tars", sizes) as tell:
-            found |= _scan_all(shards, missing, load, where, indexes, threads=threads, tell=tell)
+            scan = _Scan(shards, load, skim, where, indexes, Semaphore(held or threads))
+            found |= _scan_all(scan, missing, sizes, indexes, threads=threads, tell=tell)
         indexes.trim()
     return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
 
 
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """Looks into one tar, and keeps what is found; `room` is for tars that are held whole."""
+
+    infos: Sequence[ShardInfo]
+    load: Load
+    skim: Skim
+    where: Callable[[int], str]
+    indexes: TarIndexes
+    room: Semaphore
+
+    def __call__(self, number: int) -> Scanned:
+        found = self.skim(number) or self._read(number)
+        self.indexes.keep(number, *found)
+        return found[0]
+
+    def _read(self, number: int) -> tuple[Scanned, TarIndex]:
+        with self.room:
+            shard = shard_from_raw(self.where(number), self.infos[number], self.load(number))
+            return Scanned(len(shard), shard.info.raw.bytes, shard.columns), shard.index
+
+
 def _scan_all(
-    shards: Iterable[ShardInfo],
+    scan: Callable[[int], Scanned],
     missing: list[int],
-    load: Load,
-    where: Callable[[int], str],
+    sizes: Mapping[int, int],
     indexes: TarIndexes,
     *,
     threads: int,
     tell: Tell,
 ) -> dict[int, Scanned]:
-    infos = dict(enumerate(shards))
-
-    def scan(number: int) -> Scanned:
-        shard = shard_from_raw(where(number), infos[number], load(number))
-        scanned = Scanned(len(shard), shard.info.raw.bytes, shard.columns)
-        indexes.keep(number, scanned, shard.index)
-        return scanned
-
     if indexes.folder is None:
         return _side_by_side(scan, missing, threads, tell)
 
     def wait(number: int) -> Scanned | None:
-        seconds = CLAIM_SECONDS + infos[number].stored.bytes / _FLOOR_BYTES_PER_SECOND
+        seconds = CLAIM_SECONDS + sizes[number] / _FLOOR_BYTES_PER_SECOND
         return _scan_claimed(scan, indexes, number, seconds)
 
     # First those that nobody scans; then whatever others were at, most of which is done by then.
