@@ -6,10 +6,10 @@ numbers lie in memory that all of them share, changed under a lock:
     start   where the iteration began that is running or was the last one
     next    where the next one begins: `start`, until all workers have made the last batch of their share
 
-The first worker of an iteration moves `start` to `next`, the others find it moved. `next` waits for all
-workers, so it stands still while one of them has yet to come: however slowly workers start, they begin at the
-same place. Workers tell iterations apart by the DataLoader's seed and by how often they have been iterated;
-where a seed repeats, by having come before.
+The first worker of an iteration moves `start` to `next`; the others, however late they come, find it moved.
+`next` moves when all workers are done, so an iteration that a loop leaves before that starts again. Workers
+tell iterations apart by the DataLoader's seed and by how often they have been iterated; where a seed repeats,
+by having come before. A worker that is done after another iteration has begun changes nothing.
 
 The memory is a file without a name: forked workers inherit it, spawned ones are handed its descriptor, and
 nothing is left behind however the processes end. A copy that is no worker's (by pickle, or in a process that

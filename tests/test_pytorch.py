@@ -196,6 +196,7 @@ def test_a_dataset_goes_on_from_a_number_of_batches(data: dict[str, Path], worke
         for received, _ in enumerate(loader, 1):
             step = epoch * lengths[0] + received
             assert dataset.state_dict(received) == expected[step - 1][1]
+        assert dataset.state_dict(0) == dataset.state_dict(length) == expected[step - 1][1]
         with pytest.raises(ValueError, match=f"has {length} batches"):
             dataset.state_dict(length + 1)
     for step in (5, lengths[0], lengths[0] + 2):
