@@ -9,6 +9,8 @@ import os
 import pickle
 import sys
 
+import cbor  # type: ignore[import-untyped]
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
@@ -39,6 +41,8 @@ MEMBERS: dict[str, bytes] = {
     "meta.jsn": b'"x"',
     "npy": npy(np.arange(3)),
     "left.npy": npy(np.eye(2)),
+    "mp": msgpack.packb({"a": [1, None]}),
+    "meta.cbor": cbor.dumps({"a": [1.5, b"x"]}),
     "txt.gz": gzip.compress(b"packed"),
     "json.gz": gzip.compress(b"[1]"),
     "png": b"\x89PNG",
