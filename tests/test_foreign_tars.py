@@ -438,3 +438,20 @@ def test_folders_that_hold_datasets_of_their_own_are_named(tmp_path: Path) -> No
         ShardError, match=r"web: is an MDS dataset of its own; give several datasets as streams"
     ):
         opened([tmp_path / "web", tmp_path / "code"])
+
+
+def test_an_error_does_not_wait_for_the_tars_that_still_load(tmp_path: Path) -> None:
+    may_go_on = threading.Event()
+
+    def load(number: int) -> Any:
+        if number == 1:
+            raise KeyboardInterrupt
+        assert may_go_on.wait(30)
+        return np.frombuffer(tar_bytes(0, 7), dtype=np.uint8)
+
+    manifest = unscanned([ObjectInfo(name, 0, "v") for name in tars()])
+    indexes = TarIndexes.beside(tmp_path, [(name, "v") for name in tars()])
+    with pytest.raises(KeyboardInterrupt):
+        scan.scan_tars(manifest, load, str, indexes, threads=2)
+    assert not may_go_on.is_set()
+    may_go_on.set()

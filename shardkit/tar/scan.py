@@ -138,17 +138,17 @@ def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, te
     done: dict[int, T] = {}
     if not numbers:
         return done
-    with ThreadPoolExecutor(min(threads, len(numbers)), thread_name_prefix="shardkit-scan") as pool:
+    pool = ThreadPoolExecutor(min(threads, len(numbers)), thread_name_prefix="shardkit-scan")
+    try:
         running: dict[Future[T], int] = {pool.submit(work, number): number for number in numbers}
-        try:
-            for future in as_completed(running):
-                number = running[future]
-                done[number] = future.result()
-                if done[number] is not None:
-                    tell(number)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for future in as_completed(running):
+            number = running[future]
+            done[number] = future.result()
+            if done[number] is not None:
+                tell(number)
+    finally:
+        # After an error or Ctrl-C, what still loads is ended by whoever closes what it loads from.
+        pool.shutdown(wait=False, cancel_futures=True)
     return done
 
 
