@@ -14,7 +14,7 @@ saved one), and streams may be added behind the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
@@ -83,7 +83,7 @@ class LoaderState:
             "order_version": order.pop("version"),
             **order,
             "tail": self.tail,
-            "streams": [asdict(stream) for stream in self.streams],
+            "streams": [_stream_dict(stream) for stream in self.streams],
             "mixture": None if self.mixture is None else _mixture_dict(self.mixture),
         }
 
@@ -232,6 +232,16 @@ def _stream(entry: object) -> StreamState:
         name=entry["name"],
         excluded=entry["excluded"],
     )
+
+
+def _stream_dict(stream: StreamState) -> dict[str, object]:
+    # dataclasses.asdict would take most of the time of a state, which some loops take at every step.
+    return {
+        "fingerprint": stream.fingerprint,
+        "samples": stream.samples,
+        "name": stream.name,
+        "excluded": stream.excluded,
+    }
 
 
 def _mixture_dict(mixture: MixtureState) -> dict[str, object]:
