@@ -124,27 +124,36 @@ def test_it_goes_over_a_dataloader_with_workers(path: Path, device: str) -> None
 
 
 class Breaks:
-    """Gives three batches, an error, and on the next time the rest."""
+    """Gives batches 1 to 6; before the fourth, two errors."""
 
     def __init__(self) -> None:
-        self.given = 0
+        self.given = self.errors = 0
 
     def __iter__(self) -> Iterator[Batch]:
         while self.given < 6:
-            if self.given == 3:
-                self.given += 1
+            if self.given == 3 and self.errors < 2:
+                self.errors += 1
                 raise OSError("the network is down")
             self.given += 1
             yield {"number": self.given}
+
+    def state_dict(self) -> State:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError
 
 
 def test_an_error_of_the_loader_loses_no_batch() -> None:
     ahead = CudaPrefetcher(Breaks(), "cpu", depth=2)
     iterator = iter(ahead)
     assert [next(iterator)["number"], next(iterator)["number"]] == [1, 2]
-    with pytest.raises(OSError, match="network"):
-        next(iterator)
-    assert [batch["number"] for batch in ahead] == [3, 5, 6]
+    for _ in range(2):
+        with pytest.raises(OSError, match="network"):
+            next(iterator)
+        assert ahead.state_dict() == {"given": 2}
+        iterator = iter(ahead)
+    assert [batch["number"] for batch in iterator] == [3, 4, 5, 6]
 
 
 def test_what_cannot_work_is_refused(path: Path) -> None:

@@ -119,3 +119,11 @@ def test_a_remote_dataset_is_read_by_number_in_forked_workers_too(tmp_path: Path
         sampler=list(range(SAMPLES))[::-1],
     )
     assert torch.equal(torch.cat([batch["tokens"] for batch in loader]), rows.flip(0))
+
+
+def test_a_lock_that_is_held_while_a_worker_is_forked_does_not_stop_it(datasets: dict[str, Path]) -> None:
+    dataset = MapDataset(datasets["mds"])
+    with dataset._dataset._lock:
+        loader = DataLoader(dataset, batch_size=8, num_workers=1, multiprocessing_context="fork", timeout=60)
+        first = [int(i) for batch in loader for i in batch["tokens"][:, 0]]
+    assert first == list(range(1, SAMPLES + 1))

@@ -142,6 +142,13 @@ def test_workers_read_a_remote_dataset_through_one_cache(tmp_path: Path) -> None
     loader.close()
 
 
+def test_a_lock_that_is_held_while_workers_are_forked_does_not_stop_them(data: dict[str, Path]) -> None:
+    dataset = StreamingDataset(data["mds"], **arguments())
+    with dataset.loader.dataset._lock:
+        got = list(plain_loader(dataset, 1, timeout=60))
+    assert_same(got, reference(data["mds"], len(got)), "forked under a lock")
+
+
 class SlowStart:
     """Lets workers come late, each by its number of milliseconds."""
 
