@@ -129,11 +129,13 @@ _DECODERS: dict[str, Callable[[memoryview], object]] = {
 
 
 def _decode_image(kind: str, payload: memoryview, decode: bool | str) -> object:
-    if decode is True:
-        return decode_file(payload, more_formats=True)
-    open_file(
-        payload, more_formats=True
-    )  # Pillow knows formats that start other programs; webdataset asks it
+    try:
+        if decode is True:
+            return decode_file(payload, more_formats=True)
+        # Pillow knows formats that start other programs; webdataset opens whatever Pillow opens.
+        open_file(payload, more_formats=True)
+    except ValueError as error:
+        raise ValueError(f'{error}; decode="basic" leaves images as bytes') from error
     return _through_webdataset(kind, payload, str(decode))
 
 
