@@ -31,7 +31,7 @@ class TrainingBatches:
 
     def __init__(self, loader: StreamingLoader, trainer: Trainer | None, *, endless: bool) -> None:
         self.loader = loader
-        self._trainer = trainer
+        self.trainer = trainer
         self._endless = endless
         self._live: Iterator[Batch] | None = None
         self._start = loader.cursor
@@ -47,7 +47,7 @@ class TrainingBatches:
     def __iter__(self) -> Iterator[Batch]:
         # A generator, because Lightning also calls iter() only to see whether it can.
         self._begin()
-        ahead = self._endless and not isinstance(getattr(self._trainer, "limit_train_batches", None), int)
+        ahead = self._endless and not isinstance(getattr(self.trainer, "limit_train_batches", None), int)
         if not ahead:
             self._mend_counts()
         end = None if self._repeated is None else self.loader.plan.advance(_ORIGIN, self._repeated)
@@ -61,11 +61,11 @@ class TrainingBatches:
 
     def cursor(self) -> Cursor:
         """What has been trained on, as `StreamingLoader.cursor`, whatever has been fetched."""
-        if self._trainer is None:
+        if self.trainer is None:
             return self.loader.cursor
         if self._trained_at_start is None:
             return self._start
-        batches = trained_batches(self._trainer) - self._trained_at_start
+        batches = trained_batches(self.trainer) - self._trained_at_start
         if self._repeated is None:
             return self.loader.plan.advance(self._start, batches)
         return self.loader.plan.advance(_ORIGIN, (self._start[1] + batches) % self._repeated)
@@ -91,24 +91,24 @@ class TrainingBatches:
     def _begin(self) -> None:
         self._mended = False
         self._start = self.cursor()
-        if self._trainer is not None:
-            self._trained_at_start = trained_batches(self._trainer)
-            if self._trainer.overfit_batches > 0:
-                self._repeated = int(self._trainer.num_training_batches)
+        if self.trainer is not None:
+            self._trained_at_start = trained_batches(self.trainer)
+            if self.trainer.overfit_batches > 0:
+                self._repeated = int(self.trainer.num_training_batches)
                 if self.loader.plan.epoch(self._start[0]) or self._start[1] >= self._repeated:
                     self._start = _ORIGIN
         if self._live is None or self.loader.cursor != self._start:
             self._seek(self._start)
 
     def _mend_counts(self) -> None:
-        """Let Lightning's counts be what they are in a run that was never resumed, before a batch is trained on.
+        """Let Lightning's counts be what they would be in a run that was never resumed.
 
         Lightning 2.6 keeps a failed batch of the run before among those that were begun, and does not
         begin an epoch after a checkpoint of an epoch's last batch. Its next checkpoint would be misread.
         """
         self._mended = True
-        if self._trainer is not None:
-            loop = self._trainer.fit_loop
+        if self.trainer is not None:
+            loop = self.trainer.fit_loop
             batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
             batches.total.ready = batches.total.started = batches.total.processed
             for count in (epochs.total, epochs.current):

@@ -17,6 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, TypeAlias, Unpack
 
 import torch
@@ -108,10 +109,9 @@ class ShardDataModule(pl.LightningDataModule):
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self.val_batch_size = val_batch_size
         self._training: TrainingBatches | None = None
-        self._evaluating: dict[str, list[EvaluationBatches]] = {}
-        self._state: dict[str, Any] | None = (
-            None  # where training begins, or ended; None: at the first sample
-        )
+        self._evaluating: dict[str, dict[str, EvaluationBatches]] = {}
+        self._opened_from: dict[str, object] = {}
+        self._state: dict[str, Any] | None = None  # where training begins or ended; None: at the first sample
         self._loaded = False  # whether someone gave that, instead of a run before
 
     @property
@@ -125,6 +125,9 @@ class ShardDataModule(pl.LightningDataModule):
         if self._training is not None:
             return self._training.cursor()[0]
         return 0 if self._state is None else int(self._state["position"])
+
+    def __str__(self) -> str:  # Lightning's would open every loader
+        return f"ShardDataModule(train={self.train!r}, position={self.position:,})"
 
     def stats(self) -> LoaderStats:
         """What this rank has waited for since training's first batch, and a verdict; empty before that."""
@@ -141,6 +144,7 @@ class ShardDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         # A new Trainer without a checkpoint starts anew; one that has trained goes on where it was.
         if stage == "fit" and not self._loaded and trained_batches(self.trainer) == 0:
+            self._close()
             self._state = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,7 +160,11 @@ class ShardDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> TrainingBatches:
         if self.train is None:
             raise ValueError("ShardDataModule was given no dataset to train on: train=…")
-        self._close_training()  # reload_dataloaders_every_n_epochs: what the user has changed counts
+        size = self._train_batch_size()
+        origin = self._origin(self.train, size)
+        if self._training is not None and self._opened_from.get("train") == origin:
+            return self._training
+        self._close_training()
         if self._state is None and not self._loaded and trained_batches(self.trainer):
             warnings.warn(
                 "the checkpoint has no state of ShardDataModule (another class, or another name, saved it): "
@@ -164,12 +172,13 @@ class ShardDataModule(pl.LightningDataModule):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._loaded = False
+        self._loaded = self._loaded and self.trainer is None
         options = {name: value for name, value in self.options.items() if name != "on_mismatch"}
-        loader = self._open(self.train, self._train_batch_size(), **{**options, "endless": True})
+        loader = self._open(self.train, size, **{**options, "endless": True})
         if self._state is not None:
             loader.load_state_dict(self._state, on_mismatch=self.options.get("on_mismatch", "error"))
         self._training = TrainingBatches(loader, self.trainer, endless=self.options.get("endless", False))
+        self._opened_from["train"] = origin
         return self._training
 
     def val_dataloader(self) -> Any:
@@ -196,14 +205,25 @@ class ShardDataModule(pl.LightningDataModule):
             self._close_evaluation(name)
 
     def _close_training(self) -> None:
+        self._opened_from.pop("train", None)
         if self._training is not None:
-            self._state = self._training.state()
+            if self._training.trainer is not None:  # else someone had a look at the data, by hand
+                self._state = self._training.state()
             self._training.loader.close()
             self._training = None
 
     def _close_evaluation(self, name: str) -> None:
-        for batches in self._evaluating.pop(name, []):
+        self._opened_from.pop(name, None)
+        for batches in self._evaluating.pop(name, {}).values():
             batches.loader.close()
+
+    def _origin(self, source: EvaluationSource, batch_size: int) -> object:
+        """What loaders are opened from: they are in use until it changes.
+
+        Lightning asks anew with reload_dataloaders_every_n_epochs; users do to take a length.
+        """
+        copied = source if isinstance(source, (str, os.PathLike, Dataset)) else copy(source)
+        return self.trainer, copied, batch_size, dict(self.options)
 
     def _train_batch_size(self) -> int:
         """Sequences per step on each device."""
@@ -222,25 +242,26 @@ class ShardDataModule(pl.LightningDataModule):
         source: EvaluationSource | None = getattr(self, name)
         if source is None:
             raise ValueError(f"ShardDataModule was given no dataset for this: {name}=…")
-        self._close_evaluation(name)
-        options = {key: value for key, value in self.options.items() if key not in _NOT_IN_EVALUATION}
         size = self.val_batch_size or self._train_batch_size()
+        origin = self._origin(source, size)
+        if self._opened_from.get(name) != origin:
+            self._close_evaluation(name)
+            self._evaluating[name] = {}
+            several = source if isinstance(source, Mapping) else {"": source}
+            for key, one in several.items():
+                self._evaluating[name][key] = self._open_evaluation(f"{name} {key}".strip(), one, size)
+            self._opened_from[name] = origin
+        opened = self._evaluating[name]
+        return opened if isinstance(source, Mapping) else opened[""]
 
-        def opened(one: DataSource) -> EvaluationBatches:
-            if not isinstance(one, (str, os.PathLike, Dataset)) and len(one) > 1:
-                raise ValueError(
-                    f"{name} is a mixture, whose weights would decide which samples are evaluated how often: "
-                    "give a dict of datasets instead"
-                )
-            batches = EvaluationBatches(self._open(one, size, shuffle="none", tail="pad", **options))
-            self._evaluating.setdefault(name, []).append(batches)
-            return batches
-
-        return (
-            {key: opened(one) for key, one in source.items()}
-            if isinstance(source, Mapping)
-            else opened(source)
-        )
+    def _open_evaluation(self, name: str, source: DataSource, batch_size: int) -> EvaluationBatches:
+        if not isinstance(source, (str, os.PathLike, Dataset)) and len(source) > 1:
+            raise ValueError(
+                f"{name} is a mixture, whose weights would decide which samples are evaluated how often: "
+                "give a dict of datasets instead"
+            )
+        options = {key: value for key, value in self.options.items() if key not in _NOT_IN_EVALUATION}
+        return EvaluationBatches(self._open(source, batch_size, shuffle="none", tail="pad", **options))
 
     def _open(self, source: DataSource, batch_size: int, **options: Any) -> StreamingLoader:
         rank, world_size = find_replica(self.trainer)
