@@ -7,6 +7,7 @@ The runs that are never killed are started as users do; the others are forked fr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from script_server import ScriptServer
 from train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset, script_server
 
 pytestmark = pytest.mark.slow
+TRANSFORMERS = ["transformers.trainer", "transformers.models.llama.modeling_llama"]
 KILL_STEP = 2 * CHECKPOINT_EVERY + 2  # between two checkpoints
 SAMPLES = 70  # of make_dataset: a batch of 4 meets its first epoch's end at step 18
 
@@ -44,8 +46,25 @@ def test_a_killed_run_continues_with_the_same_samples_and_losses(
     whole = Training(script, tmp_path / "whole", arguments)
     whole.run(last_step)
 
+    assert_exact(killed, whole, last_step)
+    first_epoch = [i for record in whole.records()[: SAMPLES // 4] for i in record["sample_ids"]]
+    assert len(set(first_epoch)) == len(first_epoch), "a sample came twice within the first epoch"
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+def test_a_killed_trainer_continues_with_the_same_samples_and_losses(dataset: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(dataset), "--global-batch-size", "4"]
+    with script_server("torch._dynamo", "torchvision_guard", *TRANSFORMERS) as server:
+        killed = Training("train_hf.py", tmp_path / "killed", arguments, server=server)
+        last_step = max(killed.run_until_killed_between_checkpoints(KILL_STEP), SAMPLES // 4) + 4
+        killed.run(last_step)
+        whole = Training("train_hf.py", tmp_path / "whole", arguments, server=server)
+        whole.run(last_step)
+    assert_exact(killed, whole, last_step)
+
+
+def assert_exact(killed: Training, whole: Training, last_step: int) -> None:
     assert len(killed.records()) > last_step, "no step was repeated"
     assert by_step(killed.records()) == by_step(whole.records())
     assert len(whole.records()) == last_step
-    first_epoch = [i for record in whole.records()[: SAMPLES // 4] for i in record["sample_ids"]]
-    assert len(set(first_epoch)) == len(first_epoch), "a sample came twice within the first epoch"
