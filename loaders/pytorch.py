@@ -22,6 +22,7 @@ Remote datasets: give `cache_dir`, which workers share. In memory, each worker w
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -143,7 +144,7 @@ class _Delivery:
     def __next__(self) -> Batch:
         if self.source is None:
             raise RuntimeError(
-                "this iterator has ended: its loader was closed, iterated anew or given a state"
+                "this iterator has ended: it failed, or its loader was closed, iterated anew or given a state"
             )
         owner = self._owner
         plan = owner._batches.loader.plan
@@ -153,7 +154,10 @@ class _Delivery:
         except StopIteration:
             raise
         except Exception as error:
+            self.source = None  # torch's iterator would go on behind the batch that is missing
             if owner.num_workers:
+                # Else the traceback keeps it, and its workers, until garbage is collected, by force.
+                traceback.clear_frames(error.__traceback__)
                 owner._stop_together.report(error, owner._cursor[0] // plan.global_batch)
             raise
         owner._cursor = plan.advance(owner._cursor, 1)

