@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import struct
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ _NUMBERS = np.dtype(
         ("made", "i8", (MAX_WORKERS,)),  # and the one of which it has made all batches
     ]
 )
+_CURSORS = struct.Struct("qqqq")  # start and next
+_OFFSET: int = _NUMBERS.fields["start"][1] if _NUMBERS.fields else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ class SharedCursor:
             numbers["workers"] = 0
             numbers["start"] = numbers["next"] = cursor
             numbers["settings"] = settings
+
+    def move(self, cursor: Cursor) -> None:
+        """An iteration that `begin` began has come here. Once a batch, so without the lock."""
+        _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
 
     def read(self) -> Shared:
         """What is known now."""
@@ -163,7 +170,7 @@ class SharedCursor:
     def _map(self, descriptor: int, process: int | None) -> None:
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._process = descriptor, process
-        memory = mmap.mmap(descriptor, _NUMBERS.itemsize)
+        self._memory = memory = mmap.mmap(descriptor, _NUMBERS.itemsize)
         self._numbers: npt.NDArray[np.void] = np.ndarray((), dtype=_NUMBERS, buffer=memory)
 
 

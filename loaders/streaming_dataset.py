@@ -182,9 +182,9 @@ class StreamingDataset(IterableDataset[Batch]):
         return self._deliver(self.loader.iterate())
 
     def _deliver(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        settings = self._settings()
+        loader, shared = self.loader, self._shared
         for batch in batches:
-            self._shared.begin(self.loader.cursor, settings)
+            shared.move(loader.cursor)
             yield batch
 
     def _iterate_share(self, worker: Worker) -> Iterator[Batch]:

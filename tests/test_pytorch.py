@@ -225,6 +225,8 @@ def test_a_dataset_without_workers_is_a_streaming_loader(data: dict[str, Path]) 
     assert_same(list(islice(dataset, 3)), expected[:3], "left early")
     assert dataset.state_dict() == expected[2][1]
     copied = pickle.loads(pickle.dumps(dataset))
+    assert_same(list(islice(plain_loader(dataset, 1), 2)), expected[3:5], "gone on by a worker")
+    dataset.load_state_dict(expected[2][1])
     assert_same(list(islice(endless(dataset), 17)), expected[3:], "gone on")
     assert_same(list(islice(endless(copied), 17)), expected[3:], "a copy is on its own")
 

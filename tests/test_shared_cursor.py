@@ -73,6 +73,13 @@ def test_workers_that_continue_a_saved_iteration_start_where_it_did() -> None:
         cursor.enter(workers(turn=2)[1], 0, LATER)
 
 
+def test_workers_start_where_an_iteration_without_them_has_come_to() -> None:
+    cursor = SharedCursor(START, 0)
+    cursor.move(NEXT)
+    assert cursor.read() == Shared(NEXT, NEXT, by_workers=False)
+    assert cursor.enter(workers()[2], 0, None)[1] == NEXT
+
+
 def test_a_worker_with_other_settings_is_refused() -> None:
     cursor = SharedCursor(START, 7)
     with pytest.raises(StateError, match="new DataLoader"):
