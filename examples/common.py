@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shardkit.loaders import Stream, StreamingLoader
 
-__all__ = ["gathered", "model_config", "open_loader", "parse_arguments", "start_distributed"]
+__all__ = ["gathered", "gathered_ids", "model_config", "open_loader", "parse_arguments", "start_distributed"]
 
 
 def parse_arguments(description: str, checkpoint: str) -> argparse.Namespace:
@@ -88,3 +89,12 @@ def gathered(values: Tensor) -> list[Any]:
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, values)
     return [value for part in parts for value in part.tolist()]
+
+
+def gathered_ids(batch: Mapping[str, Tensor]) -> list[Any]:
+    """The sample ids of all ranks, in rank order; in a mixture "stream:row"."""
+    rows = gathered(batch["sample_id"])
+    if "stream_id" not in batch:
+        return rows
+    streams = gathered(batch["stream_id"])
+    return [f"{stream}:{row}" for stream, row in zip(streams, rows, strict=True)]

@@ -1,6 +1,6 @@
 """Train a small GPT on several processes with FSDP2 and torch.distributed.checkpoint, on any number of them.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_fsdp.py --data shardkit-demo/mds --steps 200
+    torchrun --nproc-per-node 2 examples/train_fsdp.py --data shardkit-demo/mds --steps 200
 
 Every rank holds, and writes, its part of the weights and of the optimizer's state; the loader is one more
 entry of the checkpoint, equal on all ranks. A checkpoint is a folder, and `last` points to the newest whole
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import gathered, model_config, open_loader, parse_arguments, start_distributed
+from common import gathered, gathered_ids, model_config, open_loader, parse_arguments, start_distributed
 from gpt import GPT, next_token_labels, next_token_loss
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -90,7 +90,7 @@ def main() -> None:
         trained.optimizer.step()
         trained.step = step
 
-        losses, sample_ids = gathered(loss.detach()[None]), gathered(batch["sample_id"])
+        losses, sample_ids = gathered(loss.detach()[None]), gathered_ids(batch)
         if log is not None:
             record = {"step": step, "loss": sum(losses) / world_size, "sample_ids": sample_ids}
             log.write(json.dumps(record) + "\n")

@@ -45,6 +45,14 @@ def assert_alike(records: list[Record], expected: dict[int, Record]) -> None:
         assert record["loss"] == pytest.approx(twin["loss"], rel=MOST_DIFFERENCE), where
 
 
+def leave_half_a_checkpoint(training: Training) -> None:
+    """What a kill in the middle of writing the next checkpoint would leave."""
+    step = (training.last_step() // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY
+    folder = training.folder / f"checkpoint.ckpt/step-{step:08d}"
+    folder.mkdir(exist_ok=True)
+    (folder / ".metadata").write_bytes(b"half")
+
+
 def restarts(training: Training) -> list[int]:
     """Numbers of the records before which the run was started again: steps repeat there."""
     steps = [record["step"] for record in training.records()]
@@ -75,7 +83,11 @@ def test_a_run_killed_at_any_step_goes_on_with_as_many_ranks_or_others(
 
     for before, after in WORLD_CHANGES:
         run = killed[before].copy(f"{before}-{after}", after, server, *then)
+        if mixed:
+            leave_half_a_checkpoint(run)
         run.run(last_step)
+        if mixed:
+            assert (run.folder / "checkpoint.ckpt/last").resolve().name == f"step-{last_step:08d}"
         resumed = run.records()[len(killed[before].records()) :]
         first = resumed[0]["step"]
         assert first > CHECKPOINT_EVERY, "it began anew"
