@@ -1,10 +1,10 @@
 """Train a small GPT on several processes with DistributedDataParallel, and resume on any number of them.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_ddp.py --data shardkit-demo/mds --steps 200
+    torchrun --nproc-per-node 2 examples/train_ddp.py --data shardkit-demo/mds --steps 200
 
-`--global-batch-size` fixes what a step trains on; each rank takes its equal share. Kill any rank: torchrun
-starts them all again, and they go on after the last checkpoint. Kill torchrun and start it again with another
-`--nproc-per-node`: the samples of every later step stay the same.
+`--global-batch-size` fixes what a step trains on; each rank takes its equal share. Kill any rank and run the
+same command again, or another `--nproc-per-node`: the samples of every later step stay the same. With
+`--max-restarts` torchrun starts killed ranks again by itself (README.md says what that needs).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import gathered, model_config, open_loader, parse_arguments, start_distributed
+from common import gathered, gathered_ids, model_config, open_loader, parse_arguments, start_distributed
 from gpt import GPT, next_token_labels, next_token_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,7 +60,7 @@ def main() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-        losses, sample_ids = gathered(loss.detach()[None]), gathered(batch["sample_id"])
+        losses, sample_ids = gathered(loss.detach()[None]), gathered_ids(batch)
         if log is None:
             continue
         record = {"step": step, "loss": sum(losses) / world_size, "sample_ids": sample_ids}

@@ -33,7 +33,11 @@ POLL_SECONDS = 0.005
 VOCABULARY = 64
 SEQUENCE_LENGTH = 64
 CHECKPOINT_EVERY = 5
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks read killed ones' addresses
+}
 Record = dict[str, Any]  # of the log: step, loss, sample ids in rank order
 SIZES = ["--layers", "1", "--heads", "2", "--width", "16", "--vocabulary", str(VOCABULARY)]
 
