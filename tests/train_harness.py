@@ -169,6 +169,10 @@ class Run:
             assert fine.issuperset(codes), f"exit codes {codes} before {wanted}: {self.training.output()}"
             self._pause(wanted)
 
+    def workers(self) -> set[int]:
+        """Process ids of torchrun's ranks."""
+        return {child.pid for child in psutil.Process(self.processes[0].pid).children()}
+
     def kill(self, rank: int) -> None:
         """SIGKILL for a rank. What torchrun does to the other ranks then, it does itself, or we do."""
         victim = self.processes[0].pid
