@@ -461,6 +461,20 @@ def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
     assert shards.cache.lease(shards.entry(0)) is not None
 
 
+def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
+    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.02)
+    shards = opened(Doors(folders["mds"]), connections=3)
+    before = fetch_threads()
+    for number in (0, 1):
+        assert shards.load(number).tobytes() == raw_of(folders["mds"], number)
+        wait_until(lambda: set(fetch_threads()) <= set(before))
+    shards.follow(order_of(shards), 0, None)
+    wait_until(lambda: len(shards.cache.contents()) == SHARDS)
+    wait_until(lambda: set(fetch_threads()) <= set(before))
+
+
 # Forks, leases, room.
 
 

@@ -43,7 +43,7 @@ def drain(prefetcher: Prefetcher[Item], pause: float = 0.0) -> list[int]:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("shardkit")]
+    return [thread for thread in threading.enumerate() if thread.name == "shardkit-prefetch"]
 
 
 @pytest.mark.parametrize("pause", [0.0, SLOW])

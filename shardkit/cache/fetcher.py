@@ -30,10 +30,9 @@ __all__ = ["Fetcher"]
 Bytes = npt.NDArray[np.uint8]
 
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
-LEASE_SECONDS = (
-    20.0  # a living holder ends or renews nothing: longer than a shard takes at 5 MB/s is "stopped"
-)
+LEASE_SECONDS = 20.0  # longer than a shard takes at 5 MB/s: who holds a lease for so long has been stopped
 FINISHERS = 2  # threads beside those that hold the connections
+IDLE_SECONDS = 10.0  # without anything to do, after which a thread ends; the next need starts another
 _JOIN_SECONDS = 2.0
 
 
@@ -117,6 +116,7 @@ class Fetcher:
         """Tell how far the training loop is; cheap."""
         if self.planner is not None and self.planner.advance(position):
             with self._changed:
+                self._start_threads()
                 self._changed.notify_all()
 
     @property
@@ -164,12 +164,23 @@ class Fetcher:
     def _work(self, run: object) -> None:
         while True:
             with self._changed:
-                while self._run is run and (task := self._next_task()) is None:
-                    self._changed.wait()
-                if self._run is not run:
-                    return
-            assert task is not None
+                task = self._awaited_task(run)
+            if task is None:
+                return
             task()
+
+    def _awaited_task(self, run: object) -> Callable[[], None] | None:
+        """What a free thread should do, None: end; the lock is held by the caller."""
+        is_idle = False
+        while self._run is run:
+            task = self._next_task()
+            if task is None and is_idle:
+                # Threads would keep a fetcher alive that nobody has any more.
+                self._threads.remove(threading.current_thread())
+            if task is not None or is_idle:
+                return task
+            is_idle = not self._changed.wait(IDLE_SECONDS)
+        return None
 
     def _next_task(self) -> Callable[[], None] | None:
         """What a free thread should do; the lock is held by the caller.
