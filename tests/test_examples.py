@@ -51,6 +51,7 @@ def test_a_killed_run_continues_with_the_same_samples_and_losses(
     assert len(set(first_epoch)) == len(first_epoch), "a sample came twice within the first epoch"
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 def test_a_killed_trainer_continues_with_the_same_samples_and_losses(dataset: Path, tmp_path: Path) -> None:
