@@ -142,6 +142,9 @@ class ShardDataModule(pl.LightningDataModule):
     # Lightning calls what follows.
 
     def setup(self, stage: str) -> None:
+        callbacks: list[pl.Callback] = getattr(self.trainer, "callbacks", [])
+        if not any(isinstance(callback, _StopPeersFirst) for callback in callbacks):
+            callbacks.insert(0, _StopPeersFirst())
         # A new Trainer without a checkpoint starts anew; one that has trained goes on where it was.
         if stage == "fit" and not self._loaded and trained_batches(self.trainer) == 0:
             self._close()
@@ -191,6 +194,7 @@ class ShardDataModule(pl.LightningDataModule):
         return self._evaluation_batches("predict")
 
     def on_exception(self, exception: BaseException) -> None:
+        # Lightning comes here after its callbacks, `_StopPeersFirst` before them.
         if self._training is not None and not isinstance(exception, SystemExit):
             # Leaving a loader with an error tells the other ranks, which may be waiting for this one.
             self._training.loader.__exit__(type(exception), exception, exception.__traceback__)
@@ -266,6 +270,14 @@ class ShardDataModule(pl.LightningDataModule):
     def _open(self, source: DataSource, batch_size: int, **options: Any) -> StreamingLoader:
         rank, world_size = find_replica(self.trainer)
         return StreamingLoader(source, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+
+
+class _StopPeersFirst(pl.Callback):
+    """Tells other ranks of an error before a callback waits for them, as one that saves a checkpoint does."""
+
+    def on_exception(self, trainer: Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(trainer.datamodule, ShardDataModule):
+            trainer.datamodule.on_exception(exception)
 
 
 class DataMonitor(pl.Callback):

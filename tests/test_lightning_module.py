@@ -165,6 +165,11 @@ def test_a_sanity_check_takes_nothing_from_the_validation_after_it(data: Data) -
 class Kept(OnExceptionCheckpoint):
     """Keeps what it saves; Lightning's removes that when a later run ends well."""
 
+    def on_exception(self, trainer: Any, *_: Any, **__: Any) -> None:
+        # Saving waits for all ranks: those that wait for this one must know of the error by now.
+        assert trainer.datamodule.train_loader is None
+        super().on_exception(trainer)
+
     def teardown(self, *_: Any, **__: Any) -> None:
         pass
 
