@@ -17,13 +17,13 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.options import CacheOptions
+from shardkit.closing import Closing
 from shardkit.errors import ShardError
 from shardkit.index import Column, Manifest, ShardInfo, merge_columns
 from shardkit.locate import CARD_NAME as CARD_NAME
@@ -67,7 +67,7 @@ class ReadOptions:
     decode: bool | str = True
 
 
-class Dataset:
+class Dataset(Closing):
     """The samples of a dataset, by number, in the order of its manifest."""
 
     def __init__(
@@ -212,14 +212,6 @@ class Dataset:
             self._open.clear()
         if self.shards is not None:
             self.shards.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_open")}

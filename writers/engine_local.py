@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from shardkit.closing import Closing
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.journal import Commit, Task, run_task
 
@@ -76,7 +77,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class LocalEngine:
+class LocalEngine(Closing):
     """Up to `workers` processes, started when there is work and kept until the engine is closed."""
 
     workers: int
@@ -85,14 +86,6 @@ class LocalEngine:
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
             raise BuildError(f"{self.workers} workers: between 1 and {MAX_WORKERS} are possible")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the workers at once. Unfinished tasks leave a temporary folder that the next build removes."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.output import count_to
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
-from shardkit.cli.transfer_output import progress_of, show
+from shardkit.cli.transfer import add_transfer_arguments, progress_of, show, transfer_options
 
 __all__ = ["add_parser", "run"]
 
@@ -28,26 +26,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "target", metavar="URL", help="where the dataset's files go, such as s3://bucket/prefix"
     )
     parser.add_argument(
-        "--threads",
-        type=count_to(256),
-        default=8,
-        metavar="N",
-        help="files sent at a time, at most 256 (default: 8)",
-    )
-    parser.add_argument(
-        "--replace",
-        action="store_true",
-        help="put this dataset in the place of another one (default: refuse)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="tell what would be done (default: do it)")
-    parser.add_argument(
         "--verify",
         action="store_true",
         help="read everything back before the index is put (default: trust the store's answers and listing)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON (default: lines)")
-    add_storage_arguments(parser)
+    add_transfer_arguments(parser, "sent")
     parser.set_defaults(run=run)
 
 
@@ -58,12 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     report = upload(
         arguments.source,
         arguments.target,
-        storage=storage_options(arguments),
-        threads=arguments.threads,
-        replace=arguments.replace,
-        dry_run=arguments.dry_run,
         verify=arguments.verify,
         progress=progress_of(arguments),
+        **transfer_options(arguments),
     )
     show(report, "sent", json=arguments.json)
     return 0

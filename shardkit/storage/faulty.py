@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import xxhash
 
+from shardkit.closing import Closing
 from shardkit.storage.errors import StoreError, ThrottledError, TransientError
 from shardkit.storage.store import Body, ObjectInfo, Store
 
@@ -220,7 +220,7 @@ class FaultyStore:
         return f"{self.url}/{key}"
 
 
-class FaultyBody:
+class FaultyBody(Closing):
     """A body that meets its rule's fault after so many bytes."""
 
     def __init__(
@@ -252,14 +252,6 @@ class FaultyBody:
 
     def close(self) -> None:
         self._body.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _corrupted(self, buffer: memoryview, left: int) -> int:
         count = self._body.readinto(buffer)

@@ -17,9 +17,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from shardkit.closing import Closing
 from shardkit.errors import MissingExtraError
 from shardkit.storage.errors import (
     ObjectChangedError,
@@ -217,7 +217,7 @@ class FsspecStore:
         return f"{self._url}/{key}"
 
 
-class FsspecBody:
+class FsspecBody(Closing):
     """A range, fetched block by block."""
 
     def __init__(self, store: FsspecStore, info: ObjectInfo, start: int, stop: int) -> None:
@@ -248,14 +248,6 @@ class FsspecBody:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _text(fact: Any) -> str:

@@ -12,9 +12,9 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
+from shardkit.closing import Closing
 from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 
@@ -132,7 +132,7 @@ class LocalStore:
         return self._folder / checked_key(self.url, key)
 
 
-class LocalBody:
+class LocalBody(Closing):
     """An open file, read from where it stands for a number of bytes."""
 
     def __init__(self, handle: BinaryIO, info: ObjectInfo, left: int) -> None:
@@ -160,14 +160,6 @@ class LocalBody:
 
     def close(self) -> None:
         self._handle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _info(key: str, file: Path, status: os.stat_result) -> ObjectInfo:

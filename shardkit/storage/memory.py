@@ -6,9 +6,8 @@ import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from shardkit.closing import Closing
 from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 
@@ -103,7 +102,7 @@ class MemoryStore:
         return f"{self._url}/{key}"
 
 
-class MemoryBody:
+class MemoryBody(Closing):
     """A view that is read from its start to its end."""
 
     def __init__(self, info: ObjectInfo, view: memoryview) -> None:
@@ -123,11 +122,3 @@ class MemoryBody:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -13,9 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
+from shardkit.closing import Closing
 from shardkit.storage.calls import Calls, Operation
 from shardkit.storage.errors import ObjectChangedError, StoreError, TransientError
 from shardkit.storage.gate import Ticket
@@ -27,7 +26,7 @@ __all__ = ["ResilientBody"]
 _REPORT_BYTES = 1 << 20  # how much may be read before the metrics know of it
 
 
-class ResilientBody:
+class ResilientBody(Closing):
     """Bytes `start` to `stop` of what `raw` is a body of; `reopen` opens them from another start on."""
 
     def __init__(
@@ -92,14 +91,6 @@ class ResilientBody:
         self._let_go()
         self._report()
         self._readinto = _refuse
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _look_up(self) -> None:
         """After some bytes or some time: are we done, and if not, are we fast enough?"""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from shardkit.closing import Closing
 from shardkit.storage.errors import TransientError
 from shardkit.storage.s3_errors import request_errors, translated
 from shardkit.storage.store import ObjectInfo
@@ -27,7 +28,7 @@ _LOW_WATER_BYTES = 1 << 17
 _TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
 
 
-class S3Body:
+class S3Body(Closing):
     """`bytes_left` bytes from botocore's `stream`."""
 
     def __init__(self, where: str, info: ObjectInfo, stream: Any, bytes_left: int) -> None:
@@ -62,14 +63,6 @@ class S3Body:
                     shutdown()
         with contextlib.suppress(*request_errors()):
             self._stream.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _piece(self, wanted: int) -> bytes:
         """What comes next, 1 to `wanted` bytes; nothing at the end."""

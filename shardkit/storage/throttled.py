@@ -10,9 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from shardkit.closing import Closing
 from shardkit.storage.store import Body, ObjectInfo, Store
 
 __all__ = ["ThrottledStore"]
@@ -98,7 +97,7 @@ class ThrottledStore:
             self._sleep(count / self._bytes_per_second)
 
 
-class ThrottledBody:
+class ThrottledBody(Closing):
     """A body that hands out no more than its bandwidth allows."""
 
     def __init__(
@@ -125,11 +124,3 @@ class ThrottledBody:
 
     def close(self) -> None:
         self._body.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

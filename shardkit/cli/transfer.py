@@ -1,18 +1,59 @@
-"""What `upload` and `download` say: progress on stderr, and what was done on stdout."""
+"""What `upload` and `download` share: flags, progress on stderr, and what was done on stdout."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
-from shardkit.cli.output import print_json, stdout_console
+from shardkit.cli.output import count_to, print_json, stdout_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
+    from shardkit.storage.options import StorageOptions
     from shardkit.upload import TransferReport
     from shardkit.upload.progress import Listener
 
-__all__ = ["progress_of", "show"]
+__all__ = ["add_transfer_arguments", "progress_of", "show", "transfer_options"]
+
+
+class TransferOptions(TypedDict):
+    """What uploads and downloads are told alike."""
+
+    storage: StorageOptions | None
+    threads: int
+    replace: bool
+    dry_run: bool
+
+
+def add_transfer_arguments(parser: argparse.ArgumentParser, done: str) -> None:
+    """The flags that uploads and downloads share; `done` says what becomes of files ("sent")."""
+    parser.add_argument(
+        "--threads",
+        type=count_to(256),
+        default=8,
+        metavar="N",
+        help=f"files {done} at a time, at most 256 (default: 8)",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="put this dataset in the place of another one (default: refuse)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="tell what would be done (default: do it)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON (default: lines)")
+    add_storage_arguments(parser)
+
+
+def transfer_options(arguments: argparse.Namespace) -> TransferOptions:
+    """What those flags say."""
+    return {
+        "storage": storage_options(arguments),
+        "threads": arguments.threads,
+        "replace": arguments.replace,
+        "dry_run": arguments.dry_run,
+    }
 
 
 def progress_of(arguments: argparse.Namespace) -> bool | Listener:
