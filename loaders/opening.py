@@ -50,8 +50,7 @@ class Opened:
             return [1.0]
         weights = [max(each) for each in zip(*(w for _, w in state.mixture.schedule.segments), strict=True)]
         sample_bytes = {
-            id(dataset): sum(max(info.raw.bytes, 0) for info in dataset.manifest.shards)
-            / max(1, len(dataset))
+            id(dataset): int(dataset.manifest.raw_bytes.clip(0).sum()) / max(1, len(dataset))
             for dataset in self.streams.once.datasets
         }
         flows = [

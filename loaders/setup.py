@@ -38,7 +38,7 @@ def _is_larger(dataset: Dataset, config: LoaderConfig) -> bool:
     """Whether a dataset is larger than the cache that was given for it."""
     if dataset.shards is None or config.cache_bytes is None:
         return False
-    return sum(max(info.raw.bytes, 0) for info in dataset.manifest.shards) > parse_bytes(config.cache_bytes)
+    return int(dataset.manifest.raw_bytes.clip(0).sum()) > parse_bytes(config.cache_bytes)
 
 
 def shuffle_sizes(
@@ -50,11 +50,10 @@ def shuffle_sizes(
     if dataset.shards is not None:
         caches = nodes if dataset.shards.cache.is_shared else plan.world_size
         budget = _cache_budget(dataset, config, lanes, _lanes_served(plan, lanes, caches))
-    packed = [info.raw.bytes for info in dataset.manifest.shards if info.compression]
-    if packed and dataset.shards is None:
+    if dataset.shards is None and any(kind.compression for kind in dataset.manifest.kinds):
         # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
         budget = MAX_RESIDENT_BYTES
-        most = max(1, budget // (4 * max(packed)))
+        most = max(1, budget // (4 * max(1, int(dataset.manifest.raw_bytes.max()))))
         if config.lanes is None and lanes > most:
             lanes = default_lanes(_largest_divisor(plan.global_batch, most))
     window = config.window or default_window(lanes, row_bytes, budget)
@@ -76,8 +75,8 @@ def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int, served: in
     """
     assert dataset.shards is not None
     cache, given = dataset.shards.cache, config.cache_bytes
-    sizes = [max(info.raw.bytes, 0) for info in dataset.manifest.shards]
-    total, largest = sum(sizes), max(sizes, default=0)
+    sizes = dataset.manifest.raw_bytes.clip(0)
+    total, largest = int(sizes.sum()), int(sizes.max(initial=0))
     needed = 2 * served * largest  # a window begins and ends inside of shards
     if given is None:
         budget = DEFAULT_WINDOWS_BYTES if cache.is_shared else MEMORY_WINDOWS_BYTES

@@ -120,9 +120,9 @@ def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype
         plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // _PLANS_IN_CACHE)
     fixed = _fixed_columns(dataset, names, delivered)
     if fixed is None:
-        sizes = [info.raw.bytes for info in dataset.manifest.shards]
-        mean = sum(sizes) // max(1, len(dataset))
-        stored_bytes = _UNKNOWN_BYTES if any(size < 0 for size in sizes) else max(1, mean)
+        sizes = dataset.manifest.raw_bytes
+        mean = int(sizes.sum()) // max(1, len(dataset))
+        stored_bytes = _UNKNOWN_BYTES if (sizes < 0).any() else max(1, mean)
     else:
         stored_bytes = sum(prod(column.shape) * column.stored.itemsize for column in fixed.values())
     return _Part(dataset, names, token_key, delivered, fixed, stored_bytes, plan_bytes)
@@ -217,15 +217,10 @@ def _fixed_columns(
 
 def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
     """Whether every shard has these very columns, a constant distance apart from row to row."""
-    seen: tuple[Column, ...] | None = None
-    for number, info in enumerate(dataset.manifest.shards):
-        columns = info.columns or dataset.shard(number).columns
-        if columns is seen or columns == seen:
-            continue
+    for columns in dataset.shard_columns():
         if not set(wanted) <= set(columns):
             return False
         # In MDS, one column of varying size shifts all others; tars state sizes only of strided columns.
         if dataset.manifest.format == "mds" and any(column.size is None for column in columns):
             return False
-        seen = columns
     return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import resource
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from shardkit.cache.options import CacheOptions
 from shardkit.closing import Closing
 from shardkit.errors import ShardError
-from shardkit.index import Column, Manifest, ShardInfo, merge_columns
+from shardkit.index import Column, Manifest, ShardInfo, Summed, merge_columns
 from shardkit.locate import CARD_NAME as CARD_NAME
 from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
 from shardkit.locate import locate
@@ -175,13 +175,22 @@ class Dataset(Closing):
         column = next(iter(preferred or candidates.values()), None)
         if column is None or (not preferred and len(candidates) > 1):
             return None
-        known: set[tuple[Column, ...]] = set()
-        for number in np.flatnonzero(self.manifest.shard_samples):
-            columns = self._columns_of(int(number))
-            if columns not in known and column not in columns:
-                return None
-            known.add(columns)
-        return column.name
+        return column.name if all(column in columns for columns in self.shard_columns()) else None
+
+    def shard_columns(self) -> Iterator[tuple[Column, ...]]:
+        """The columns of the shards that have samples, those that are alike once.
+
+        Tars whose list does not state columns are opened for this, each once.
+        """
+        seen: set[tuple[Column, ...]] = set()
+        if isinstance(self.manifest.shards, Summed):
+            found: Iterable[tuple[Column, ...]] = (kind.columns for kind in self.manifest.kinds)
+        else:
+            found = map(self._columns_of, np.flatnonzero(self.manifest.shard_samples).tolist())
+        for columns in found:
+            if columns not in seen:
+                seen.add(columns)
+                yield columns
 
     @property
     def sequence_length(self) -> int | None:

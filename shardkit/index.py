@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ __all__ = [
     "Format",
     "Manifest",
     "ShardInfo",
+    "Summed",
     "checked_basename",
     "merge_columns",
     "publish_bytes",
@@ -93,6 +94,20 @@ class ShardInfo:
         return self.raw if self.zip is None else self.zip
 
 
+@runtime_checkable
+class Summed(Protocol):
+    """Shards that know what would take long to work out one by one (`shardkit.shard_table`)."""
+
+    @property
+    def samples(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def raw_bytes(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def kinds(self) -> Sequence[ShardInfo]: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The ordered shards of a dataset."""
@@ -103,7 +118,23 @@ class Manifest:
     @cached_property
     def shard_samples(self) -> npt.NDArray[np.int64]:
         """int64[K]: samples of each shard, in manifest order."""
+        if isinstance(self.shards, Summed):
+            return self.shards.samples
         return np.fromiter((s.samples for s in self.shards), dtype=np.int64, count=len(self.shards))
+
+    @cached_property
+    def raw_bytes(self) -> npt.NDArray[np.int64]:
+        """int64[K]: size of each shard as readers see it; -1 where the index does not say."""
+        if isinstance(self.shards, Summed):
+            return self.shards.raw_bytes
+        return np.fromiter((s.raw.bytes for s in self.shards), dtype=np.int64, count=len(self.shards))
+
+    @cached_property
+    def kinds(self) -> Sequence[ShardInfo]:
+        """A shard of each kind: for any shard, one here has the same columns, compression and limit."""
+        if isinstance(self.shards, Summed):
+            return self.shards.kinds
+        return list({(s.columns, s.compression, s.size_limit): s for s in self.shards}.values())
 
     @cached_property
     def shard_starts(self) -> npt.NDArray[np.int64]:
@@ -123,6 +154,8 @@ class Manifest:
 
         `hash` is the first of the raw file's hashes by name (of the stored file's when the raw has none).
         """
+        if isinstance(self.shards, Summed):
+            return self.shards.fingerprint
         state = hashlib.blake2b(digest_size=16, person=b"shardkit-fp-v1")
         for shard in self.shards:
             hashes = shard.raw.hashes or shard.stored.hashes

@@ -1,0 +1,234 @@
+"""Large indexes as arrays: the same shards, from index.bin too, and nothing unsound from anyone's."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit import mds
+from shardkit.dataset import open_dataset
+from shardkit.index import FileInfo, Manifest, ShardInfo, Summed
+from shardkit.loaders import StreamingLoader
+from shardkit.mds import index_table
+from shardkit.mds.index import _EntryParser, index_bytes, make_columns, read_index, write_index
+from shardkit.shard_table import ShardTable, table_of
+
+COLUMNS = make_columns({"tokens": "ndarray:uint16:8"})
+OTHERS = make_columns({"tokens": "ndarray:uint16:8", "label": "int"})
+
+names = st.from_regex(r"[a-z0-9_-][a-z0-9_.-]{0,9}(/[a-z0-9_-][a-z0-9_.-]{0,5})?", fullmatch=True)
+digests = st.binary(min_size=8, max_size=8).map(bytes.hex)
+
+
+@st.composite
+def shard_lists(draw: st.DrawFn) -> list[ShardInfo]:
+    count = draw(st.integers(1, 12))
+    chosen = draw(st.lists(names, min_size=2 * count, max_size=2 * count, unique=True))
+    hashed, packed = draw(st.booleans()), draw(st.booleans())
+
+    def file(name: str) -> FileInfo:
+        hashes = {"xxh64": draw(digests), "md5": draw(digests) * 2} if hashed else {}
+        return FileInfo(name, draw(st.integers(1000, 1 << 31)), hashes)
+
+    return [
+        ShardInfo(
+            file(chosen[2 * number]),
+            draw(st.integers(0, 200)),
+            draw(st.sampled_from([COLUMNS, OTHERS])),
+            file(chosen[2 * number + 1]) if packed else None,
+            "zstd" if packed else None,
+            draw(st.sampled_from([None, 1 << 26])),
+        )
+        for number in range(count)
+    ]
+
+
+def fingerprint(shards: list[ShardInfo]) -> str:
+    return Manifest("mds", shards).fingerprint
+
+
+@settings(deadline=None, max_examples=60)
+@given(shard_lists())
+def test_a_table_is_the_list_that_it_was_made_of(shards: list[ShardInfo]) -> None:
+    table = table_of(shards, fingerprint(shards))
+    assert table is not None
+    for one in (table, pickle.loads(pickle.dumps(table))):
+        assert list(one) == shards
+        assert one == shards
+        assert one[-1] == shards[-1]
+        assert one[1:5:2] == shards[1:5:2]
+        ours, plain = Manifest("mds", one), Manifest("mds", shards)
+        assert ours.fingerprint == plain.fingerprint
+        assert ours.shard_samples.tolist() == plain.shard_samples.tolist()
+        assert ours.raw_bytes.tolist() == plain.raw_bytes.tolist()
+        kinds = {(kind.columns, kind.compression, kind.size_limit) for kind in ours.kinds}
+        assert kinds == {(kind.columns, kind.compression, kind.size_limit) for kind in plain.kinds}
+    with pytest.raises(IndexError):
+        table[len(shards)]
+
+
+@pytest.mark.parametrize(
+    ("name", "hashes"),
+    [
+        ("../x", {"xxh64": "00" * 8}),
+        ("a//b", {"xxh64": "00" * 8}),
+        ("/x", {"xxh64": "00" * 8}),
+        (".x", {"xxh64": "00" * 8}),
+        ("x/", {"xxh64": "00" * 8}),
+        ("", {"xxh64": "00" * 8}),
+        ("é", {"xxh64": "00" * 8}),
+        ("a\nb", {"xxh64": "00" * 8}),
+        ("first", {"xxh64": "00" * 8}),  # a second of this name
+        ("longer-name", {}),
+        ("longer-name", {"xxh64": "AB" * 8}),
+        ("longer-name", {"xxh64": "zz" * 8}),
+        ("longer-name", {"xxh64": "00" * 4}),
+        ("longer-name", {"md5": "00" * 16}),
+    ],
+)
+def test_what_does_not_fit_stays_a_list(name: str, hashes: dict[str, str]) -> None:
+    one = ShardInfo(FileInfo("first", 1000, {"xxh64": "00" * 8}), 5, COLUMNS)
+    assert table_of([one], "aa") is not None
+    assert table_of([one, ShardInfo(FileInfo(name, 1000, hashes), 5, COLUMNS)], "aa") is None
+
+
+def many(count: int = 40) -> list[ShardInfo]:
+    return [
+        ShardInfo(FileInfo(f"shard.{i:05d}.mds", 2000 + i, {"xxh64": f"{i:016x}"}), 7 + i % 3, COLUMNS)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the index of a dataset that counts as large."""
+    for module in ("shardkit.mds.index", "shardkit.mds.index_table"):
+        monkeypatch.setattr(f"{module}.TABLE_SHARDS", 20)
+    write_index(tmp_path, many())
+    return tmp_path
+
+
+def test_index_bin_is_read_in_place_of_the_index(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (large / "index.json").read_bytes() == index_bytes(many())
+    with monkeypatch.context() as patch:
+        patch.setattr("shardkit.mds.index.parse_index", None)
+        manifest = read_index(large)
+    assert isinstance(manifest.shards, ShardTable)
+    assert isinstance(manifest.shards, Summed)
+    assert manifest.shards == many()
+    assert manifest.fingerprint == fingerprint(many())
+
+
+def test_the_same_shards_give_the_same_file(large: Path, tmp_path: Path) -> None:
+    first = (large / "index.bin").read_bytes()
+    write_index(large, read_index(large).shards)
+    assert (large / "index.bin").read_bytes() == first
+
+
+def test_without_it_a_large_index_becomes_a_table_too(large: Path) -> None:
+    (large / "index.bin").unlink()
+    assert isinstance(read_index(large).shards, ShardTable)
+    assert read_index(large).shards == many()
+
+
+def test_it_goes_with_a_dataset_that_is_not_large_any_more(large: Path) -> None:
+    write_index(large, many(5))
+    assert not (large / "index.bin").exists()
+    assert list(read_index(large).shards) == many(5)
+
+
+def test_it_counts_only_for_the_index_that_it_was_made_of(large: Path) -> None:
+    other = many()
+    other[3] = ShardInfo(FileInfo("shard.00003.mds", 2003, {"xxh64": "f" * 16}), 7, COLUMNS)
+    (large / "index.json").write_bytes(index_bytes(other))
+    assert list(read_index(large).shards) == other
+
+
+def changed(
+    header: Callable[[dict[str, Any]], object] | None = None, **arrays: Any
+) -> Callable[[bytes], bytes]:
+    """A file like index.bin with other contents."""
+
+    def change(data: bytes) -> bytes:
+        with np.load(io.BytesIO(data)) as loaded:
+            found = dict(loaded)
+        if header is not None:
+            text = json.loads(found["header"].tobytes())
+            header(text)
+            found["header"] = np.frombuffer(json.dumps(text).encode(), dtype=np.uint8)
+        for name, change_array in arrays.items():
+            found[name] = change_array(found[name])
+        buffer = io.BytesIO()
+        np.savez(buffer, **found)
+        return buffer.getvalue()
+
+    return change
+
+
+def named(name: bytes) -> Callable[[Any], Any]:
+    """The first shard called otherwise, in as many bytes."""
+    return lambda names: np.concatenate([np.frombuffer(name, dtype=np.uint8), names[len(name) :]])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-30],
+        lambda data: b"PK" + b"\0" * 100,
+        lambda data: data[:900] + bytes([data[900] ^ 1]) + data[901:],
+        changed(lambda header: header.update(version=2)),
+        changed(lambda header: header.update(kinds=[])),
+        changed(lambda header: header.update(kinds=[{"format": "mds"}])),
+        changed(lambda header: header.update(hashes={"raw": ["crc"]})),
+        changed(lambda header: header.update(fingerprint=5)),
+        changed(samples=lambda a: a * 1000),
+        changed(samples=lambda a: -a),
+        changed(samples=lambda a: a[:-1]),
+        changed(samples=lambda a: a.astype(float)),
+        changed(kind=lambda a: a + 1),
+        changed(kind=lambda a: a - 1),
+        changed(raw_sizes=lambda a: a - 5000),
+        changed(raw_sizes=lambda a: a + (1 << 40)),
+        changed(raw_xxh64=lambda a: a[:-1]),
+        changed(raw_names=lambda a: a[:-1]),
+        changed(raw_names=named(b"../")),
+        changed(raw_names=named(b"/x")),
+        changed(raw_names=named(b"shard.00001.mds")),
+        changed(raw_names=lambda a: np.array([object()] * len(a))),
+    ],
+)
+def test_a_damaged_or_hostile_one_is_passed_over(large: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = large / "index.bin"
+    file.write_bytes(damage(file.read_bytes()))
+    found = index_table.read_table(large / "index.json", _EntryParser("index.json").parse)
+    assert found is None or found == many(), "what is not sound must not be used"
+    assert list(read_index(large).shards) == many()
+
+
+def test_a_loader_reads_a_large_dataset_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.arange(8 * 60, dtype=np.uint16).reshape(60, 8)
+    infos = [mds.write_rows_shard(tmp_path, f"shard.{i:05d}.mds", rows[2 * i : 2 * i + 2]) for i in range(30)]
+
+    def run() -> list[list[list[int]]]:
+        loader = StreamingLoader(open_dataset(tmp_path), batch_size=6, rank=0, world_size=1, window=4)
+        return [batch["tokens"].tolist() for batch in loader]
+
+    mds.write_index(tmp_path, infos)
+    assert not (tmp_path / "index.bin").exists()
+    expected = run()
+    for module in ("shardkit.mds.index", "shardkit.mds.index_table"):
+        monkeypatch.setattr(f"{module}.TABLE_SHARDS", 20)
+    mds.write_index(tmp_path, infos)
+    assert (tmp_path / "index.bin").exists()
+    assert isinstance(open_dataset(tmp_path).manifest.shards, ShardTable)
+    assert run() == expected
