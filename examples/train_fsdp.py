@@ -98,6 +98,8 @@ def main() -> None:
             save(state, folder, step)
             if rank == 0:
                 print(f"step {step}: loss {record['loss']:.4f}")
+    # Its threads may still hold tensors of ours, which gloo then waits for with Python's lock in its hands.
+    dist.barrier()
     dist.destroy_process_group()
 
 
