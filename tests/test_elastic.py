@@ -19,6 +19,7 @@ from resume import State, batches
 
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 
 GLOBAL_BATCH = 120
 SAMPLES = {"mds": 400, "mds_zstd": 250, "tar": 310, "foreign_tar": 130}
@@ -41,8 +42,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     }
 
 
-def maker(datasets: dict[str, Dataset], kind: str, **options: Any) -> Maker:
-    """Makes the loader of a rank; "mixture" has all kinds, changing weights and rows left out."""
+def arguments_of(datasets: dict[str, Dataset], kind: str, **options: Any) -> dict[str, Any]:
+    """A loader's, but for batch size and rank; "mixture" has all kinds, changing weights, rows left out."""
     data: Dataset | list[Stream] = datasets["mds" if kind == "mixture" else kind]
     if kind == "mixture":
         weights = {"mds": 5, "mds_zstd": 3, "tar": 1, "foreign_tar": 0.5}
@@ -52,18 +53,16 @@ def maker(datasets: dict[str, Dataset], kind: str, **options: Any) -> Maker:
         ]
         options["schedule"] = [(0, weights), (CHANGE, {"mds": 1, "foreign_tar": 4})]
         options["epoch_samples"] = 700
+    return {"dataset": data, "return_ids": True, "window": 20, "prefetch_batches": 0, **options}
+
+
+def maker(datasets: dict[str, Dataset], kind: str, **options: Any) -> Maker:
+    """Makes the loader of a rank."""
+    arguments = arguments_of(datasets, kind, **options)
 
     def make(rank: int, world_size: int) -> StreamingLoader:
-        return StreamingLoader(
-            data,
-            batch_size=GLOBAL_BATCH // world_size,
-            rank=rank,
-            world_size=world_size,
-            return_ids=True,
-            window=20,
-            prefetch_batches=0,
-            **options,
-        )
+        size = GLOBAL_BATCH // world_size
+        return StreamingLoader(batch_size=size, rank=rank, world_size=world_size, **arguments)
 
     return make
 
@@ -83,6 +82,24 @@ def run_of(make: Maker, world_size: int, state: State | None, steps: int) -> lis
         states = [state for _, state in step]
         assert all(other == states[0] for other in states), "all ranks must keep the same state"
         found.append(([sample for ids, _ in step for sample in ids], states[0]))
+    return found
+
+
+def run_with_workers(
+    arguments: dict[str, Any], workers: int, state: State | None, steps: int
+) -> list[tuple[Ids, State]]:
+    """The same of one rank, by the workers of a DataLoader."""
+    dataset = StreamingDataset(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **arguments)
+    loader = StreamingDataLoader(dataset, num_workers=workers)
+    if state is not None:
+        loader.load_state_dict(state)
+    found: list[tuple[Ids, State]] = []
+    while len(found) < steps:
+        for batch in loader:
+            found.append((ids_of(batch), plain(loader.state_dict())))
+            if len(found) == steps:
+                break
+    dataset.close()
     return found
 
 
@@ -167,6 +184,17 @@ def test_a_run_goes_on_exactly_on_any_number_of_ranks(
     run = run_of(make, world_size, reference[done - 1][1], STEPS - done)
     assert sets(run) == sets(reference[done:])
     assert states(run) == states(reference[done:])
+
+
+@pytest.mark.parametrize("workers", [0, 2, pytest.param(1, marks=pytest.mark.extended)])
+def test_workers_of_a_dataloader_make_the_same_batches_and_states_from_anywhere(
+    datasets: dict[str, Dataset], reference: list[tuple[Ids, State]], kind: str, workers: int
+) -> None:
+    arguments = arguments_of(datasets, kind)
+    assert run_with_workers(arguments, workers, None, STEPS) == reference
+    for done in (1, 2, CHANGE // GLOBAL_BATCH + 1, STEPS - 2):
+        rest = run_with_workers(arguments, workers, reference[done - 1][1], STEPS - done)
+        assert rest == reference[done:]
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
