@@ -18,7 +18,8 @@ SEED = 20
 @pytest.mark.parametrize(
     ("compressed", "kills"),
     [
-        pytest.param(False, 5, id="raw"),
+        pytest.param(False, 2, id="raw"),
+        pytest.param(False, 5, id="raw-longer", marks=pytest.mark.extended),
         pytest.param(True, 3, id="zstd", marks=pytest.mark.extended),
     ],
 )

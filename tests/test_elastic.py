@@ -186,7 +186,8 @@ def test_a_run_goes_on_exactly_on_any_number_of_ranks(
     assert states(run) == states(reference[done:])
 
 
-@pytest.mark.parametrize("workers", [0, 2, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_workers_of_a_dataloader_make_the_same_batches_and_states_from_anywhere(
     datasets: dict[str, Dataset], reference: list[tuple[Ids, State]], kind: str, workers: int
 ) -> None:

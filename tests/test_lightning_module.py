@@ -174,7 +174,7 @@ class Kept(OnExceptionCheckpoint):
         pass
 
 
-@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("endless", [False, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
     ("where", "batch"), [("start", 6), ("step", 6), ("end", 6), ("step", 0), ("end", 13), ("validation", 14)]
 )
@@ -454,6 +454,7 @@ def run_two_ranks(train: Path, val: Path, folder: Path) -> dict[str, Any]:
     return records
 
 
+@pytest.mark.extended
 def test_two_ranks_resume_exactly_and_one_goes_on_where_they_were(
     data: Data, train: Path, val: Path, tmp_path: Path
 ) -> None:

@@ -231,7 +231,7 @@ def test_a_dataset_without_workers_is_a_streaming_loader(data: dict[str, Path]) 
     assert_same(list(islice(endless(copied), 17)), expected[3:], "a copy is on its own")
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 1, pytest.param(3, marks=pytest.mark.extended)])
 def test_a_streaming_dataloader_resumes_exactly_at_every_step(data: dict[str, Path], workers: int) -> None:
     """Left in the middle again and again, its state right with each batch, across epochs."""
     expected = reference(data["mds"], 29)

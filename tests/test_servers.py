@@ -28,6 +28,7 @@ from servers.rgw import RgwServer
 
 pytest_plugins = ["s3_rgw"]
 
+pytestmark = pytest.mark.extended  # as what uses these servers
 TESTS = Path(__file__).resolve().parent
 SECONDS = 10.0  # the longest any single answer may take
 Connection = http.client.HTTPConnection

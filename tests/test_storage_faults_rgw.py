@@ -47,6 +47,8 @@ pytest_plugins = ["s3_rgw"]
 
 DATA = random.Random(1).randbytes(2_000_000)
 LARGE = random.Random(2).randbytes(40 << 20)  # more than the sockets between reader and server can hold
+pytestmark = pytest.mark.extended  # moto is the quick server; the real one is for CI
+
 WAKING_BYTES = 128 << 10  # a reader of a long body is woken for so many at a time
 SHORT_BYTES = 500_000
 READ_TIMEOUT_SECONDS = 0.7
@@ -577,7 +579,6 @@ def test_a_server_that_stays_away_ends_an_operation_by_its_deadline(
 # The contract.
 
 
-@pytest.mark.extended
 @pytest.mark.usefixtures("rgw_module_bucket")  # for the credentials, in the environment
 def test_the_store_keeps_its_contract_on_a_real_server(rgw: RgwServer) -> None:
     """All of the suite for stores but what never reaches a server."""

@@ -90,9 +90,8 @@ def test_a_run_killed_at_any_step_goes_on_with_as_many_ranks_or_others(
             assert by_step(run.records()) == expected, "rank by rank and bit by bit"
 
 
-@pytest.mark.parametrize(
-    "script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_torchrun_starts_killed_ranks_again_and_they_go_on(
     script: str, server: ScriptServer, data: list[str], tmp_path: Path
 ) -> None:
