@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from shardkit.errors import StreamExhaustedError
 from shardkit.exclusions import Exclusions
 from shardkit.loaders.state import LoaderState
 from shardkit.loaders.streams import Streams
@@ -86,6 +86,7 @@ class Arrangement:
             {stream: self.stream_orders[stream] for stream in streams}, self._mixture, self.order.samples
         )
 
+    @cached_property
     def limit(self) -> Limit | None:
         """Where the run ends because a stream may not deliver more; None: nowhere."""
         found = []
@@ -96,8 +97,3 @@ class Arrangement:
             if position is not None:
                 found.append(Limit(position, self._names[stream], most))
         return min(found, key=lambda limit: limit.position, default=None)
-
-    def check(self, position: int, limit: Limit | None, global_batch: int) -> None:
-        """StreamExhaustedError if what lies before `position` cannot all be delivered."""
-        if limit is not None and position > limit.position:
-            raise StreamExhaustedError(limit.message(global_batch))

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.waits import FetchTimeoutError
+from shardkit.errors import StreamExhaustedError
 from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.mixed_source import MixedShapesError
@@ -71,7 +72,6 @@ class GroupMaker:
     ) -> None:
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
         self._streams = streams
-        self._limit = arrangement.limit()
         self._planning, self._reading = "", 0
 
     def groups(self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1) -> Iterator[Group]:
@@ -132,13 +132,15 @@ class GroupMaker:
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """How many of `count` batches the streams' limits allow; StreamExhaustedError if none."""
-        if self._limit is None:
+        limit, plan = self._arrangement.limit, self._plan
+        if limit is None:
             return count
-        plan = self._plan
-        batch = min(plan.global_batch, plan.samples - position % plan.samples) if plan.tail == "pad" else 0
-        start = plan.start(position)
-        self._arrangement.check(start + (batch or plan.global_batch), self._limit, plan.global_batch)
-        allowed = (self._limit.position - start) // plan.global_batch
+        start, batch = plan.start(position), plan.global_batch
+        if plan.tail == "pad":  # an epoch's last batch draws on less
+            batch = min(batch, plan.samples - start % plan.samples)
+        if start + batch > limit.position:
+            raise StreamExhaustedError(limit.message(plan.global_batch))
+        allowed = (limit.position - start) // plan.global_batch
         return max(1, min(count, -(-allowed // every)))
 
     def _groups(self, planned: _Planned) -> Iterator[Group]:

@@ -194,7 +194,7 @@ class StreamingLoader:
         maker = GroupMaker(
             self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
         )
-        for dataset in self.datasets:
+        for dataset in self._opened.streams.once.datasets:
             if dataset.shards is not None:
                 dataset.shards.timeout_seconds = config.timeout_seconds
         self._source.source.restart(self._follow)
@@ -286,7 +286,7 @@ class StreamingLoader:
 
     def exhausted_at(self) -> int | None:
         """The first position that the streams' limits do not allow, None if there is none."""
-        limit = self._arrangement.limit()
+        limit = self._arrangement.limit
         return None if limit is None else limit.position
 
     def close(self) -> None:
@@ -321,7 +321,7 @@ class StreamingLoader:
         """A peer has failed: whoever waits for a batch here hears of it at once. From any thread."""
         if (running := self._running) is not None:
             running.fail(error)
-        for dataset in self.datasets:
+        for dataset in self._opened.streams.once.datasets:
             if dataset.shards is not None:
                 dataset.shards.close()
 
@@ -344,7 +344,7 @@ class StreamingLoader:
 
     def _announce_limit(self) -> None:
         """Warn ahead of an end that the streams' limits will make."""
-        limit = self._arrangement.limit()
+        limit = self._arrangement.limit
         epoch_end = (self.epoch + 1) * self._plan.samples
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warnings.warn(limit.message(self._plan.global_batch), RuntimeWarning, stacklevel=3)
