@@ -1,0 +1,1 @@
+"""Removal of repeated documents: equal ones, and near-duplicates that are verified."""

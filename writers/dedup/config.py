@@ -1,0 +1,150 @@
+"""The settings of duplicate removal, as a recipe holds them under `dedup`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shardkit.writers.filters.config import Ratio, StrictModel
+
+__all__ = [
+    "DedupConfig",
+    "ExactDedupConfig",
+    "LinesDedupConfig",
+    "MeasureConfig",
+    "MinHashConfig",
+    "NearDedupConfig",
+]
+
+MAX_PERMUTATIONS = 1024
+
+
+class ExactDedupConfig(StrictModel):
+    """Of documents with the same text, the one of the first input, then of the lowest document id stays."""
+
+    text: Literal["raw", "normalized"] = Field(
+        default="raw",
+        description="raw: equal UTF-8 bytes; normalized: equal words whatever their case and what is between.",
+    )
+
+
+class LinesDedupConfig(StrictModel):
+    """Lines (or paragraphs) that stand in other documents already are cut out of later ones."""
+
+    unit: Literal["line", "paragraph"] = Field(
+        default="line", description="line: between line ends (LF); paragraph: between blank lines."
+    )
+    min_characters: int = Field(
+        default=30, ge=1, description="Shorter ones are never cut, counted without white space at both ends."
+    )
+    keep: int = Field(default=1, ge=1, description="So many documents keep a line that many have.")
+
+
+class MinHashConfig(StrictModel):
+    """How a document becomes a MinHash signature; signatures compare only where all of this is the same."""
+
+    unit: Literal["words", "characters"] = Field(
+        default="words",
+        description="n-grams of words, or of the normalized text's characters (scripts without spaces).",
+    )
+    ngram: int = Field(default=5, ge=1, le=64, description="Units in one n-gram (shingle).")
+    permutations: int = Field(
+        default=112, ge=8, le=MAX_PERMUTATIONS, description="Hash functions: values in one signature."
+    )
+    scheme: Literal["shardkit", "datasketch"] = Field(
+        default="shardkit",
+        description="shardkit: fast 32-bit hashes; datasketch: the values of datasketch.MinHash with xxh32.",
+    )
+    seed: int = Field(default=1, ge=0, lt=1 << 32, description="Seed of the hash functions.")
+
+
+class MeasureConfig(StrictModel):
+    """Synthetic near-duplicates that measure what was found; they are never written."""
+
+    planted: int = Field(default=2000, ge=0, le=1_000_000, description="Copies planted, at known similarity.")
+    checked: int = Field(
+        default=500, ge=0, le=1_000_000, description="Removed documents whose words are compared again."
+    )
+
+
+class NearDedupConfig(StrictModel):
+    """A document goes if and only if one that stays, of higher priority, verifies as similar to it."""
+
+    similarity: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="Least Jaccard similarity of the sets of n-grams."
+    )
+    containment: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Also remove when so much of the smaller set lies in the other one; null: never.",
+    )
+    minhash: MinHashConfig = Field(default=MinHashConfig(), description="Signatures.")
+    bands: int | None = Field(
+        default=14, ge=1, description="Bands of the signature; null (with rows): best for the similarity."
+    )
+    rows: int | None = Field(default=8, ge=1, description="Values in a band; bands x rows <= permutations.")
+    scope: Literal["global", "source"] = Field(
+        default="global", description="global: among all inputs; source: within each input alone."
+    )
+    small_shingles: int = Field(
+        default=20, ge=0, description="Documents with fewer distinct n-grams are compared more strictly,"
+    )
+    small_repetition: float = Field(
+        default=10.0,
+        ge=1,
+        description="and those whose n-grams occur so often on average (few words, much text):",
+    )
+    small_similarity: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.95, description="the least similarity if either document is such a one."
+    )
+    against: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        strict=False,
+        max_length=256,
+        description="Indexes of `shardkit dedup-index` whose documents win over all inputs.",
+    )
+    measure: MeasureConfig | None = Field(
+        default=None, description="{}: plant near-duplicates and report what share was found; null: do not."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: Any) -> Any:
+        """Bands and rows go together: one of them alone cannot be null."""
+        if isinstance(data, dict) and ("bands" in data) != ("rows" in data):
+            raise ValueError("bands and rows are set together, or neither")
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.bands is None) != (self.rows is None):
+            raise ValueError("bands and rows are both numbers, or both null")
+        if self.bands and self.rows and self.bands * self.rows > self.minhash.permutations:
+            needed = self.bands * self.rows
+            raise ValueError(
+                f"{self.bands} bands x {self.rows} rows need {needed} permutations, minhash.permutations is "
+                f"{self.minhash.permutations}"
+            )
+        if self.against and self.scope == "source":
+            raise ValueError(
+                "against compares with other corpora, which have other sources: use scope: global"
+            )
+        return self
+
+
+class DedupConfig(StrictModel):
+    """Removal of repeated documents."""
+
+    exact: ExactDedupConfig | None = Field(
+        default=None, description="{}: remove equal texts; null: keep them."
+    )
+    lines: LinesDedupConfig | None = Field(
+        default=None, description="{}: cut repeated lines out of documents; null: do not."
+    )
+    near: NearDedupConfig | None = Field(
+        default=None, description="{}: remove near-duplicates; null: keep them."
+    )
+    max_removed_fraction: Ratio = Field(
+        default=0.9,
+        description="A build stops when an input of 1,000 documents or more loses more than this of them.",
+    )

@@ -1,0 +1,131 @@
+"""The documents that near-duplicate removal compares, numbered through: what the stages agree on.
+
+A *part* is a folder of files with one row a document, in the same order: a split of the inputs, planted
+copies, or an index of another corpus. Documents are numbered through all parts (`number`); a number is a
+handle and never decides who wins. Priority does: documents of an index come before all others, then the
+lowest source, the longest text, the lowest document id; planted copies come last.
+
+    documents.npy    DOCUMENT, as many rows as the part has documents
+    signatures.npy   uint32[n, permutations]
+    bands.bin        BAND entries in runs, each sorted by (key, document)
+    bands.npy        int64[runs + 1]: where the runs of bands.bin begin and end, in entries
+    keys.npy         KEY_DTYPE (shardkit.writers.dedup.exact): the hash of the normalized words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BAND",
+    "BANDS_FILE",
+    "BAND_RUNS_FILE",
+    "DOCUMENT",
+    "DOCUMENTS_FILE",
+    "PAIR",
+    "SIGNATURES_FILE",
+    "Part",
+    "Population",
+    "open_array",
+    "open_signatures",
+    "priority",
+]
+
+DOCUMENTS_FILE = "documents.npy"
+SIGNATURES_FILE = "signatures.npy"
+BANDS_FILE = "bands.bin"
+BAND_RUNS_FILE = "bands.npy"
+
+DOCUMENT = np.dtype(
+    [
+        ("id", "u1", (16,)),
+        ("row", "<i8"),  # in the split's documents.arrow
+        ("bytes", "<i8"),  # of UTF-8 text
+        ("copies", "<i4"),  # documents with the very same text, this one included
+        ("source", "<i4"),
+    ]
+)
+BAND = np.dtype([("key", "<u8"), ("document", "<u4")])  # document: the row in the part's documents.npy
+PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
+
+Kind = Literal["input", "planted", "index"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One folder of documents."""
+
+    folder: Path
+    documents: int
+    kind: Kind = "input"
+
+
+@dataclass(frozen=True)
+class Population:
+    """All parts in order: inputs (one a split, in the order of splits), then planted copies, then indexes."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        kinds = [part.kind for part in self.parts]
+        assert kinds == sorted(kinds, key=("input", "planted", "index").index), kinds
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """int64[parts + 1]: the number of each part's first document; the last is the number of documents."""
+        return np.cumsum([0, *(part.documents for part in self.parts)], dtype=np.int64)
+
+    def count(self, *kinds: Kind) -> int:
+        """Documents of these kinds."""
+        return sum(part.documents for part in self.parts if part.kind in kinds)
+
+    @property
+    def planted(self) -> range:
+        """The numbers of planted copies."""
+        first = self.count("input")
+        return range(first, first + self.count("planted"))
+
+    @property
+    def indexed(self) -> range:
+        """The numbers of the documents of indexes."""
+        first = self.count("input", "planted")
+        return range(first, first + self.count("index"))
+
+    def locate(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(part, row in the part) of each number."""
+        numbers = numbers.astype(np.int64)
+        parts = np.searchsorted(self.starts, numbers, side="right") - 1
+        return parts, numbers - self.starts[parts]
+
+
+def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint64]:
+    """uint64[n, 3]: rows of DOCUMENT as keys that sort the highest priority first.
+
+    (source and inverse length, first half of the id, second half): equal only for the same document.
+    """
+    first = {"input": 1, "planted": 1 << 20, "index": 0}[kind]
+    keys = np.empty((len(documents), 3), np.uint64)
+    sources = np.full(len(documents), first) if kind != "input" else documents["source"].astype(np.int64) + 1
+    lengths = (1 << 40) - 1 - np.minimum(documents["bytes"], (1 << 40) - 1)
+    keys[:, 0] = sources.astype(np.uint64) << np.uint64(40) | lengths.astype(np.uint64)
+    keys[:, 1:] = np.ascontiguousarray(documents["id"]).view(">u8").reshape(-1, 2)
+    return keys
+
+
+def open_array(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[np.void]:
+    """A .npy file, mapped; an empty array if it has no rows."""
+    array: npt.NDArray[np.void] = np.load(path, mmap_mode="r")
+    assert array.dtype == dtype, path
+    return array
+
+
+def open_signatures(parts: Sequence[Part]) -> list[npt.NDArray[np.uint32]]:
+    """uint32[n, permutations] of each part, mapped: reading a row is reading a page."""
+    return [np.load(part.folder / SIGNATURES_FILE, mmap_mode="r") for part in parts]
