@@ -25,7 +25,7 @@ class ExactDedupConfig(StrictModel):
 
     text: Literal["raw", "normalized"] = Field(
         default="raw",
-        description="raw: equal UTF-8 bytes; normalized: equal words whatever their case and what is between.",
+        description="raw: equal UTF-8; normalized: equal words, whatever their case and what is between.",
     )
 
 
