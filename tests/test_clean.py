@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
 from shardkit.writers.clean import clean_split
+from shardkit.writers.dedup.exact import KEY_DTYPE
 from shardkit.writers.documents import DOCUMENT_SCHEMA
-from shardkit.writers.exact_dedup import KEY_DTYPE
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.scan import scan_inputs

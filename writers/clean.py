@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
-from shardkit.writers.exact_dedup import KEY_DTYPE, KeyFile
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine, check_bad_fraction

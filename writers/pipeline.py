@@ -22,8 +22,9 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.index import Manifest
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers import exact_dedup, scan, spill, stages
+from shardkit.writers import scan, spill, stages
 from shardkit.writers.clean import QUARANTINE_FILE
+from shardkit.writers.dedup import exact as exact_dedup
 from shardkit.writers.engine_local import LocalEngine, default_workers
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.input_digest import describe_inputs, file_state

@@ -23,7 +23,7 @@ from shardkit.errors import MissingExtraError
 from shardkit.hashing import digest_of
 from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
-from shardkit.writers.exact_dedup import find_losers
+from shardkit.writers.dedup.exact import find_losers
 from shardkit.writers.input_digest import file_state, hash_split
 from shardkit.writers.journal import Commit, Task
 from shardkit.writers.provenance import renumber

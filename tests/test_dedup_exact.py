@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
-from shardkit.writers.exact_dedup import KEY_DTYPE, KeyFile, find_losers, partitions_for
+from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile, find_losers, partitions_for
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
 
