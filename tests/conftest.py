@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture
+def heeded_ctrl_c() -> Iterator[None]:
+    """What the test starts heeds SIGINT, even if this run does not: a script's `pytest &` ignores it, and so
+    does every process that inherits that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -211,6 +211,7 @@ def test_of_two_processes_with_different_datasets_one_wins_on_a_real_server(
     assert bytes_in(client, rgw_bucket.name, "contested/") == files_of(winner)
 
 
+@pytest.mark.usefixtures("heeded_ctrl_c")
 def test_ctrl_c_ends_an_upload_at_once_even_if_the_server_hangs(
     server: S3Server, bucket: str, made: Path
 ) -> None:
@@ -221,15 +222,15 @@ def test_ctrl_c_ends_an_upload_at_once_even_if_the_server_hangs(
     ) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(".mds"):
             hanging.set()
-            release.wait(60)
+            release.wait(300)
         return app(environ, start_response)
 
     server.intercept = hang
     process = start_upload(made, f"s3://{bucket}/data")
     try:
-        assert hanging.wait(60)
+        assert hanging.wait(120)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)  # the store itself would try for two minutes
+        _, err = process.communicate(timeout=100)  # the store itself would try for two minutes
     finally:
         release.set()
         server.intercept = None
