@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 CURVE_START = 0.5
 CURVE_STEP = 0.025  # 21 lines: with the heading, one screen of 24
 BAR_WIDTH = 40
-SAME = 1e-13  # areas that differ by rounding only: there are ties, such as 1 x 1 and 1 x 2 at 0.5
+SAME = 1 + 1e-12  # a ratio of areas that is due to rounding: there are ties, such as 1 x 1 and 1 x 2 at 0.5
 
 
 def probability(similarity: float, bands: int, rows: int) -> float:
@@ -73,8 +73,8 @@ def optimal_parameters(
     for bands in range(1, permutations + 1):
         positive, negative = _areas(threshold, bands, permutations)
         errors = positive * false_positive_weight + negative * false_negative_weight
-        rows = int(np.argmax(errors <= errors.min() + SAME))
-        if errors[rows] < least - SAME:
+        rows = int(np.argmax(errors <= errors.min() * SAME))
+        if errors[rows] * SAME < least:
             best, least = (bands, rows + 1), float(errors[rows])
     return best
 
