@@ -1,0 +1,123 @@
+"""Tables on disk that no process holds whole: .npy files that are written row by row and read in slices.
+
+A file that is mapped counts, page by page, as memory of whoever reads it, and `numpy.load` wants all of it;
+`Rows` reads what is asked for (`pread`) and keeps neither bytes nor an open file in between (unless told to),
+so that a task may look into ten thousand files. Files without a header (`pairs.bin`) are read the same way.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import BuildError
+
+__all__ = ["CHUNK_ROWS", "Rows", "RowsWriter"]
+
+CHUNK_ROWS = 1 << 16  # in one read where a table is gone through: some megabytes, and few calls
+_HEADER_BYTES = 512  # room for any dtype of ours and any row count, so that it can be written last
+
+
+class RowsWriter:
+    """A .npy file of rows whose number is known only at the end."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+        self.rows = 0
+        self._file = path.open("wb")
+        self._file.write(bytes(_HEADER_BYTES))
+
+    def write(self, rows: npt.NDArray[Any]) -> None:
+        """Append rows of exactly this dtype."""
+        assert rows.dtype == self.dtype, rows.dtype
+        self._file.write(np.ascontiguousarray(rows).data if len(rows) else b"")
+        self.rows += len(rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            descr = np.lib.format.dtype_to_descr(self.dtype)  # type: ignore[no-untyped-call]
+            fields = {"descr": descr, "fortran_order": False, "shape": (self.rows,)}
+            header = repr(fields).encode().ljust(_HEADER_BYTES - 11) + b"\n"
+            start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+            assert len(start) == _HEADER_BYTES
+            self._file.seek(0)
+            self._file.write(start)
+
+
+class Rows:
+    """The rows of one file, read in slices. `len()` is their number."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, *, header: bool = True) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self._descriptor = -1
+        self._begin = 0
+        if header:
+            self._begin, self._rows = self._read_header()
+        else:
+            self._rows = path.stat().st_size // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __enter__(self) -> Self:
+        """Hold the file open, for many small reads."""
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Rows [start, stop), a new array. BuildError if the file is shorter than it says."""
+        rows = np.empty((self._rows if stop is None else stop) - start, self.dtype)
+        if self._descriptor >= 0:
+            self._read_into(rows, start)
+        elif len(rows):
+            with self:
+                self._read_into(rows, start)
+        return rows
+
+    def sample(self, start: int, stop: int, step: int) -> npt.NDArray[Any]:
+        """Rows start, start + step, … below stop, one small read each."""
+        wanted = range(start, stop, step)
+        rows = np.empty(len(wanted), self.dtype)
+        with self:
+            for at, row in enumerate(wanted):
+                self._read_into(rows[at : at + 1], row)
+        return rows
+
+    def _read_into(self, rows: npt.NDArray[Any], start: int) -> None:
+        assert 0 <= start <= start + len(rows) <= self._rows, (self.path, start, len(rows), self._rows)
+        offset = self._begin + start * self.dtype.itemsize
+        left = rows.view(np.uint8).data if len(rows) else memoryview(b"")
+        while len(left):
+            count = os.preadv(self._descriptor, [left], offset)
+            if not count:
+                raise BuildError(f"{self.path}: shorter than it says; remove the work folder and build again")
+            left, offset = left[count:], offset + count
+
+    def _read_header(self) -> tuple[int, int]:
+        try:
+            with self.path.open("rb") as file:
+                np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+                begin = file.tell()
+        except ValueError as error:
+            raise BuildError(f"{self.path}: not a table: {error}; remove the work folder") from None
+        if dtype != self.dtype or len(shape) != 1:
+            raise BuildError(f"{self.path}: rows of {dtype}, expected {self.dtype}; remove the work folder")
+        return begin, int(shape[0])

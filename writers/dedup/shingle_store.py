@@ -1,0 +1,248 @@
+"""The n-grams of the documents that occur in candidate pairs: sorted sets of 64-bit hashes, on disk.
+
+A folder holds the sets of one part's documents, in ascending order of their numbers:
+
+    sets.npy      SET, one row a document: where its hashes are and how many n-grams it has
+    shingles.bin  uint64: each document's distinct hashes, ascending, one document after the other
+
+Of an index's documents only a sketch may be stored (`smallest=k`): the k smallest hashes of the set. Nothing
+is known then about hashes from the largest stored one up.
+
+The writer holds one batch; the reader what is asked for, some megabytes, and of every 4,096th row the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.dedup.array_file import Rows, RowsWriter
+
+__all__ = ["SET", "SETS_FILE", "SHINGLES_FILE", "Sets", "ShingleReader", "ShingleWriter"]
+
+SETS_FILE = "sets.npy"
+SHINGLES_FILE = "shingles.bin"
+SET = np.dtype(
+    [
+        ("number", "<u8"),
+        ("start", "<i8"),  # in shingles.bin, in hashes
+        ("stored", "<i4"),
+        ("distinct", "<i4"),  # n-grams in the whole document; more than stored: a sketch
+        ("total", "<i8"),  # n-grams with repetitions
+    ]
+)
+_FENCE_ROWS = 4096
+_GAP_HASHES = 8192  # 64 KiB read for nothing cost less than another call
+_READ_HASHES = 1 << 19  # what is held beside the sets
+
+_U64 = npt.NDArray[np.uint64]
+_I64 = npt.NDArray[np.int64]
+_kernel = numba.njit(nogil=True, cache=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """Sets of some documents, held: hashes [offsets[i], offsets[i + 1]) belong to row i of `rows` (SET)."""
+
+    rows: npt.NDArray[np.void]
+    hashes: _U64
+    offsets: _I64
+
+    @property
+    def numbers(self) -> _U64:
+        """uint64[n]: the documents, ascending."""
+        numbers: _U64 = self.rows["number"]
+        return numbers
+
+
+class ShingleWriter:
+    """Writes the two files of a folder; numbers must ascend over all calls.
+
+    `smallest` makes it keep that many of the smallest hashes of every document only.
+    """
+
+    def __init__(self, folder: Path, *, smallest: int | None = None) -> None:
+        assert smallest is None or smallest > 1
+        self._smallest = smallest or np.iinfo(np.int32).max
+        self._next_number = self._stored = 0
+        self._rows = RowsWriter(folder / SETS_FILE, SET)
+        self._shingles = (folder / SHINGLES_FILE).open("wb")
+
+    def write(self, numbers: _U64, hashes: _U64, offsets: _I64) -> None:
+        """hashes[offsets[i]:offsets[i + 1]]: all n-grams of document i, in any order, with repetitions."""
+        if not len(numbers):
+            return
+        assert int(numbers[0]) >= self._next_number, "order"
+        assert bool((numbers[1:] > numbers[:-1]).all()), "order"
+        self._next_number = int(numbers[-1]) + 1
+        hashes = hashes[offsets[0] : offsets[-1]].copy()
+        edges = (offsets - offsets[0]).tolist()
+        for begin, end in pairwise(edges):
+            hashes[begin:end].sort()  # numpy's vector sort: two to three times as fast as numba's
+        rows = np.empty(len(numbers), SET)
+        rows["number"], rows["total"] = numbers, np.diff(offsets)
+        stored, distinct = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
+        count = _keep_distinct(hashes, offsets - offsets[0], self._smallest, stored, distinct)
+        rows["stored"], rows["distinct"] = stored, distinct
+        rows["start"] = self._stored + np.cumsum(stored) - stored
+        self._stored += count
+        self._rows.write(rows)
+        self._shingles.write(hashes[:count].astype("<u8", copy=False).data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._shingles:
+            self._rows.__exit__(kind, error, trace)
+
+
+@_kernel
+def _keep_distinct(hashes, offsets, smallest, stored, distinct):  # type: ignore[no-untyped-def]
+    """Move each document's first `smallest` distinct hashes to the front of `hashes`; returns how many."""
+    out = 0
+    for document in range(len(stored)):
+        begin, end = offsets[document], offsets[document + 1]
+        first = out
+        different = 0
+        for at in range(begin, end):
+            if at > begin and hashes[at] == hashes[at - 1]:  # never overwritten by another: out <= at
+                continue
+            different += 1
+            if out - first < smallest:
+                hashes[out] = hashes[at]
+                out += 1
+        stored[document] = out - first
+        distinct[document] = different
+    return out
+
+
+class ShingleReader:
+    """Reads sets out of folders, each of which holds numbers that lie above those of the ones before it."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        folders_with_sets = [_Folder(folder) for folder in folders]
+        self._folders = [folder for folder in folders_with_sets if len(folder.rows)]
+        self._firsts = np.array([folder.first for folder in self._folders], np.uint64)
+        assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "folders overlap"
+
+    def find(self, numbers: _U64) -> npt.NDArray[np.void]:
+        """SET rows of these documents, given in ascending order."""
+        found = [folder.find(part) for folder, part in self._divide(numbers)]
+        return np.concatenate(found) if found else np.empty(0, SET)
+
+    def read(self, numbers: _U64) -> Sets:
+        """The sets of these documents, given in ascending order: all of them, whatever their size."""
+        parts = [(folder, folder.find(part)) for folder, part in self._divide(numbers)]
+        rows = np.concatenate([rows for _, rows in parts]) if parts else np.empty(0, SET)
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(rows["stored"], out=offsets[1:])
+        hashes = np.empty(int(offsets[-1]), np.uint64)
+        at = 0
+        for folder, some in parts:
+            at += folder.read_into(hashes[at:], some)
+        return Sets(rows, hashes, offsets)
+
+    def chunks(self, numbers: _U64, hashes_bytes: int) -> Iterator[Sets]:
+        """The same in pieces whose hashes take at most so many bytes, or that hold one document."""
+        for begin in range(0, len(numbers), _FENCE_ROWS):
+            some = numbers[begin : begin + _FENCE_ROWS]
+            ends = np.cumsum(self.find(some)["stored"], dtype=np.int64) * 8
+            at = 0
+            while at < len(some):
+                before = int(ends[at - 1]) if at else 0
+                stop = max(at + 1, int(np.searchsorted(ends, before + hashes_bytes, "right")))
+                yield self.read(some[at:stop])
+                at = stop
+
+    def tables(self, rows: int = 1 << 16) -> Iterator[npt.NDArray[np.void]]:
+        """All SET rows in ascending order of numbers, so many at a time; `start` is within their folder."""
+        for folder in self._folders:
+            for start in range(0, len(folder.rows), rows):
+                yield folder.rows.read(start, min(start + rows, len(folder.rows)))
+
+    def _divide(self, numbers: _U64) -> Iterator[tuple[_Folder, _U64]]:
+        cuts = [*np.searchsorted(numbers, self._firsts).tolist(), len(numbers)]
+        assert cuts[0] == 0, "a document below all folders"
+        for folder, (begin, end) in zip(self._folders, pairwise(cuts), strict=True):
+            if begin < end:
+                yield folder, numbers[begin:end]
+
+
+class _Folder:
+    """One folder's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows = Rows(folder / SETS_FILE, SET)
+        self._hashes = Rows(folder / SHINGLES_FILE, "<u8", header=False)
+
+    @property
+    def first(self) -> int:
+        return int(self.rows.read(0, 1)["number"][0])
+
+    @cached_property
+    def _fences(self) -> _U64:
+        """The number in every 4,096th row."""
+        numbers: _U64 = self.rows.sample(0, len(self.rows), _FENCE_ROWS)["number"].copy()
+        return numbers
+
+    def find(self, numbers: _U64) -> npt.NDArray[np.void]:
+        """Their rows; it is our mistake if one is not there."""
+        found = np.empty(len(numbers), SET)
+        fences = np.searchsorted(self._fences, numbers, "right") - 1
+        for fence in np.unique(fences).tolist():
+            begin, end = np.searchsorted(fences, [fence, fence + 1]).tolist()
+            start = fence * _FENCE_ROWS
+            rows = self.rows.read(start, min(start + _FENCE_ROWS, len(self.rows)))
+            at = np.searchsorted(rows["number"], numbers[begin:end])
+            found[begin:end] = rows[np.minimum(at, len(rows) - 1)]
+        assert np.array_equal(found["number"], numbers), "a document without a set"
+        return found
+
+    def read_into(self, out: _U64, rows: npt.NDArray[np.void]) -> int:
+        """Put the hashes of these rows into `out`, one after the other; returns how many."""
+        starts = rows["start"].astype(np.int64)
+        stops = starts + rows["stored"]
+        at = 0
+        with self._hashes:
+            for begin, end in pairwise(_reads(starts, stops, _GAP_HASHES, _READ_HASHES).tolist()):
+                first = int(starts[begin])
+                hashes = self._hashes.read(first, int(stops[end - 1]))
+                at += _gather(hashes, starts[begin:end], stops[begin:end], first, out[at:])
+        return at
+
+
+@_kernel
+def _reads(starts, stops, gap, longest):  # type: ignore[no-untyped-def]
+    """int64[reads + 1]: documents read at once: of up to `longest` hashes, no gap over `gap` between."""
+    edges = np.empty(len(starts) + 1, np.int64)
+    edges[0] = 0
+    count = 1
+    for document in range(1, len(starts)):
+        begin = starts[edges[count - 1]]
+        if starts[document] - stops[document - 1] > gap or stops[document] - begin > longest:
+            edges[count] = document
+            count += 1
+    edges[count] = len(starts)
+    return edges[: count + 1]
+
+
+@_kernel
+def _gather(hashes, starts, stops, first, out):  # type: ignore[no-untyped-def]
+    at = 0
+    for document in range(len(starts)):
+        for position in range(starts[document] - first, stops[document] - first):
+            out[at] = hashes[position]
+            at += 1
+    return at
