@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
 from shardkit.writers.clean import clean_split
-from shardkit.writers.dedup.exact import KEY_DTYPE
+from shardkit.writers.dedup.exact import KEY_DTYPE, read_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
@@ -40,7 +40,7 @@ def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarr
     out.mkdir()
     ledger = clean_split(split, built, out)
     table = pa.ipc.open_file(str(out / "documents.arrow")).read_all()
-    return table, np.load(out / "keys.npy"), ledger
+    return table, read_keys(out / "keys.npy"), ledger
 
 
 TEXT = st.sampled_from(

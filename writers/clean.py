@@ -2,9 +2,9 @@
 
 The folder receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
-  keys.npy          KEY_DTYPE, one row for each kept document in the same order: what exact dedup needs
+  keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
   quarantine.jsonl  records that could not be read; often empty
-Memory is one batch and one record, whatever the split's size.
+Memory is one batch, one record and a run of keys, whatever the split's size.
 """
 
 from __future__ import annotations
