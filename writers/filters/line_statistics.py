@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.filters.characters import SPACE, TERMINAL, character_flags, characters_with
-from shardkit.writers.filters.word_statistics import _next_character
+from shardkit.writers.utf8 import next_character
 
 __all__ = ["LineStatistics", "line_statistics", "reference_line_statistics"]
 
@@ -78,7 +78,7 @@ def _count_one(data, begin, end, flags, short, table, out):  # type: ignore[no-u
             while data[last] & 0xC0 == 0x80:
                 last -= 1
             lines += 1
-            terminal += (flags[_next_character(data, last)[0]] & TERMINAL) != 0
+            terminal += (flags[next_character(data, last)[0]] & TERMINAL) != 0
             shorts += characters <= short
             if _seen(data, begin, line_begin, line_end, table):
                 repeated += characters
@@ -90,7 +90,7 @@ def _count_one(data, begin, end, flags, short, table, out):  # type: ignore[no-u
 def _visible(data, begin, end, flags):  # type: ignore[no-untyped-def]
     at = begin
     while at < end:
-        code, at = _next_character(data, at)
+        code, at = next_character(data, at)
         if not flags[code] & SPACE:
             return True
     return False

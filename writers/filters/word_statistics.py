@@ -21,6 +21,7 @@ from shardkit.writers.filters.characters import (
     character_flags,
     characters_with,
 )
+from shardkit.writers.utf8 import next_character
 
 __all__ = ["WordStatistics", "reference_word_statistics", "word_statistics"]
 
@@ -92,7 +93,7 @@ def _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, star
     stops = np.uint64(0)
     at = begin
     while at < end:
-        code, after = _next_character(data, at)
+        code, after = next_character(data, at)
         if flags[code] & SPACE:
             characters += 1
             newlines += code == 10
@@ -107,7 +108,7 @@ def _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, star
                 length += at - run
                 seen = ALPHA | PUNCTUATION
                 continue
-            code, after = _next_character(data, at)
+            code, after = next_character(data, at)
             flag = flags[code]
             if flag & SPACE:
                 break
@@ -137,7 +138,7 @@ def _count_lines(data, begin, end, flags, marks, out):  # type: ignore[no-untype
             at += 1
             continue
         here = at
-        code, at = _next_character(data, at)
+        code, at = next_character(data, at)
         if code == 46:
             while at < end and data[at] == 46:
                 at += 1
@@ -161,7 +162,7 @@ def _count_lines(data, begin, end, flags, marks, out):  # type: ignore[no-untype
 def _begins_with_bullet(data, begin, end, flags):  # type: ignore[no-untyped-def]
     at = begin
     while at < end:
-        code, at = _next_character(data, at)
+        code, at = next_character(data, at)
         if not flags[code] & SPACE:
             return code == _BULLET or code == 45
     return False
@@ -174,25 +175,11 @@ def _ends_with_ellipsis(data, begin, end, flags):  # type: ignore[no-untyped-def
         at -= 1
         while data[at] & 0xC0 == 0x80:
             at -= 1
-        code, after = _next_character(data, at)
+        code, after = next_character(data, at)
         if not flags[code] & SPACE:
             dots = after - begin >= 3 and data[after - 1] == data[after - 2] == data[after - 3] == 46
             return code == _ELLIPSIS or dots
     return False
-
-
-@numba.njit(nogil=True, cache=True, inline="always")
-def _next_character(data, at):  # type: ignore[no-untyped-def]
-    """(code point, index after it) of valid UTF-8."""
-    byte = np.int64(data[at])
-    if byte < 0x80:
-        return byte, at + 1
-    if byte < 0xE0:
-        return (byte & 0x1F) << 6 | (data[at + 1] & 0x3F), at + 2
-    if byte < 0xF0:
-        return (byte & 0x0F) << 12 | (data[at + 1] & 0x3F) << 6 | (data[at + 2] & 0x3F), at + 3
-    high = (byte & 0x07) << 18 | (data[at + 1] & 0x3F) << 12
-    return high | (data[at + 2] & 0x3F) << 6 | (data[at + 3] & 0x3F), at + 4
 
 
 @numba.njit(nogil=True, cache=True)

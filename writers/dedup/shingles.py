@@ -1,0 +1,255 @@
+"""The n-grams (shingles) of texts as 64-bit hashes: what similarity is about.
+
+Units are a text's normalized words (`words.py`), or the characters of those words joined by single spaces. An
+n-gram's hash is made of its n units' hashes u: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32;
+h *= _SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all of them; a text
+without any unit has none. Two different n-grams share a hash with probability 2**-64.
+
+`next_shingles` yields them block by block, so that no memory depends on the length of a text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.normalization import (
+    WORD,
+    character_tables,
+    composed,
+    reference_words,
+    text_bytes,
+)
+from shardkit.writers.dedup.words import (
+    SCRATCH_WORDS,
+    SEGMENT_BYTES,
+    make_scratch,
+    next_words,
+    reference_word_hash,
+)
+from shardkit.writers.documents import text_offsets
+from shardkit.writers.utf8 import next_character
+
+__all__ = [
+    "Shingles",
+    "add_to_key",
+    "make_shingle_scratch",
+    "next_shingles",
+    "reference_key",
+    "reference_shingle_hashes",
+    "reference_shingles",
+    "reference_units",
+    "shingle_batch",
+]
+
+_BASE, _SCATTER = 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD
+_CHARACTER = 0xC2B2AE3D27D4EB4F
+_STEP, _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9FB21C651E98DF25
+_BASE_64, _SCATTER_64, _CHARACTER_64 = np.uint64(_BASE), np.uint64(_SCATTER), np.uint64(_CHARACTER)
+_STEP_64, _FIRST_64, _SECOND_64 = np.uint64(_STEP), np.uint64(_FIRST), np.uint64(_SECOND)
+_MASK = (1 << 64) - 1
+_U29, _U32 = np.uint64(29), np.uint64(32)
+_SPACE = 32
+_OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
+
+
+class Shingles(NamedTuple):
+    """uint64[m] n-gram hashes of n texts one after the other, in order and with repetitions; int64[n + 1]."""
+
+    hashes: npt.NDArray[np.uint64]
+    offsets: npt.NDArray[np.int64]
+
+
+def shingle_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Shingles:
+    """All n-grams of each text (large_string without nulls)."""
+    texts = composed(texts)
+    data, edges = text_bytes(texts), text_offsets(texts)
+    characters = config.unit == "characters"
+    arguments = (data, edges, config.ngram, characters, character_tables())
+    room = int(edges[-1] - edges[0]) + len(texts)  # a character each; words have a byte between them
+    if room > _OPEN_BYTES:
+        room = int(_count_shingles(*arguments))
+    hashes, offsets = np.empty(room, np.uint64), np.zeros(len(texts) + 1, np.int64)
+    _collect_shingles(*arguments, hashes, offsets)
+    return Shingles(hashes[: offsets[-1]], offsets)
+
+
+@numba.njit(nogil=True, cache=True)
+def make_shingle_scratch(ngram):  # type: ignore[no-untyped-def]
+    """(scratch for words, units, hashes): what `next_shingles` works in."""
+    room = SCRATCH_WORDS + ngram
+    return make_scratch(), np.zeros(room, np.uint64), np.zeros(room, np.uint64)
+
+
+@numba.njit(nogil=True, cache=True)
+def next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key):  # type: ignore[no-untyped-def]
+    """The next n-grams of data[at:stop] into scratch's hashes: (how many, where to go on, state).
+
+    `state` is (units kept in scratch from before, units so far), at first (0, 0); `stop` is the text's end.
+    `key`, uint64[2], receives what `add_to_key` makes of the units; zeros at first.
+    """
+    word_scratch, units, hashes = scratch
+    kept, total = state
+    if characters:
+        count, at = _next_characters(data, at, stop, tables, units, kept, total > 0)
+    else:
+        count, at = next_words(data, at, stop, tables, word_scratch, units, kept)
+    add_to_key(key, units, kept, count, total)
+    total += count - kept
+    found = count - ngram + 1
+    if found > 0:
+        _hash_shingles(units, found, ngram, hashes)
+        for i in range(ngram - 1):
+            units[i] = units[found + i]
+        return found, at, (ngram - 1, total)
+    if at >= stop and 0 < total < ngram:
+        _hash_shingles(units, 1, count, hashes)
+        return 1, at, (count, total)
+    return 0, at, (count, total)
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
+    hashes[:count] = units[:count]
+    for further in range(1, ngram):
+        for i in range(count):
+            hashes[i] = hashes[i] * _BASE_64 + units[i + further]
+    for i in range(count):
+        value = hashes[i]
+        value ^= value >> _U32
+        value *= _SCATTER_64
+        hashes[i] = value ^ value >> _U29
+
+
+@numba.njit(nogil=True, cache=True)
+def add_to_key(key, units, begin, end, position):  # type: ignore[no-untyped-def]
+    """Add units[begin:end], the first being unit `position` of its text, to a 128-bit hash of all units.
+
+    Each unit is scrambled with its position and added: twice, in two ways that share no structure. Equal
+    keys of different texts come by chance only, with probability 2**-128 a pair; they can be made on purpose.
+    """
+    first, second = key[0], key[1]
+    step = np.uint64(position + 1) * _STEP_64
+    for i in range(begin, end):
+        value = (units[i] ^ (step + np.uint64(i - begin) * _STEP_64)) * _FIRST_64
+        value ^= value >> _U32
+        first += value
+        value *= _SECOND_64
+        second += value ^ value >> _U29
+    key[0], key[1] = first, second
+
+
+@numba.njit(nogil=True, cache=True)
+def _next_characters(data, at, stop, tables, out, count, begun):  # type: ignore[no-untyped-def]
+    """As `next_words` with characters as units, a space between two words being one."""
+    flags, lower = tables
+    limit = count + 2 * SEGMENT_BYTES - 2
+    between = begun and not (flags[_character_before(data, at)] & WORD)
+    while at < stop and count < limit:
+        code, after = next_character(data, at)
+        if not flags[code] & WORD:
+            between = True
+            at = after
+            continue
+        if between and begun:
+            out[count] = _hash_character(_SPACE)
+            count += 1
+        out[count] = _hash_character(lower[code])
+        count += 1
+        begun, between = True, False
+        at = after
+    return count, at
+
+
+@numba.njit(nogil=True, cache=True)
+def _character_before(data, at):  # type: ignore[no-untyped-def]
+    at -= 1
+    while data[at] & 0xC0 == 0x80:
+        at -= 1
+    return next_character(data, at)[0]
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_character(code):  # type: ignore[no-untyped-def]
+    value = np.uint64(code + 1) * _CHARACTER_64
+    return value ^ value >> _U32
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_shingles(data, edges, ngram, characters, tables):  # type: ignore[no-untyped-def]
+    scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
+    total = 0
+    for text in range(len(edges) - 1):
+        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        while at < stop:
+            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            total += found
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _collect_shingles(data, edges, ngram, characters, tables, out, offsets):  # type: ignore[no-untyped-def]
+    scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
+    hashes = scratch[2]
+    total = 0
+    for text in range(len(edges) - 1):
+        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        while at < stop:
+            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            out[total : total + found] = hashes[:found]
+            total += found
+        offsets[text + 1] = total
+
+
+def reference_units(text: str, unit: str) -> list[str]:
+    """The units of a text: normalized words, or the characters of those joined by spaces."""
+    words = reference_words(text)
+    return words if unit == "words" else list(" ".join(words))
+
+
+def reference_shingles(text: str, config: MinHashConfig) -> set[str]:
+    """The set of n-grams of a text as strings: units joined by spaces, or as they stand if characters."""
+    units = reference_units(text, config.unit)
+    joint = " " if config.unit == "words" else ""
+    count = max(1, len(units) - config.ngram + 1) if units else 0
+    return {joint.join(units[at : at + config.ngram]) for at in range(count)}
+
+
+def reference_shingle_hashes(text: str, config: MinHashConfig) -> list[int]:
+    """What `shingle_batch` gives for one text, in plain Python."""
+    hashes = [_reference_unit_hash(unit, config.unit) for unit in reference_units(text, config.unit)]
+    count = max(1, len(hashes) - config.ngram + 1) if hashes else 0
+    return [_reference_shingle_hash(hashes[at : at + config.ngram]) for at in range(count)]
+
+
+def reference_key(text: str, config: MinHashConfig) -> bytes:
+    """The 16 bytes of the units' key, in plain Python."""
+    first = second = 0
+    for position, unit in enumerate(reference_units(text, config.unit), 1):
+        value = (_reference_unit_hash(unit, config.unit) ^ position * _STEP & _MASK) * _FIRST & _MASK
+        value ^= value >> 32
+        first += value
+        value = value * _SECOND & _MASK
+        second += value ^ value >> 29
+    return (first & _MASK).to_bytes(8, "little") + (second & _MASK).to_bytes(8, "little")
+
+
+def _reference_unit_hash(unit: str, kind: str) -> int:
+    if kind == "words":
+        return reference_word_hash(unit)
+    value = (ord(unit) + 1) * _CHARACTER & _MASK
+    return value ^ value >> 32
+
+
+def _reference_shingle_hash(units: list[int]) -> int:
+    value = 0
+    for unit in units:
+        value = (value * _BASE + unit) & _MASK
+    value ^= value >> 32
+    value = value * _SCATTER & _MASK
+    return value ^ value >> 29
