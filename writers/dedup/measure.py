@@ -1,0 +1,345 @@
+"""What near-duplicate removal found of what was planted, and whether what it removed was alike.
+
+Recall: of the planted copies of each band of similarity, how many met their original as a candidate, beside
+what the S-curve of bands and rows says of exactly these similarities (`expected`) and the 95 % interval of
+the measured share (Wilson's, which is right for shares near 1 too). Precision: of a sample of the removed
+documents, drawn by hash of their ids, the words of both texts are compared again: as strings, not as hashes.
+
+Both are functions of the documents alone. Memory: the planted rows and the sample; of the files of stages,
+pieces of `PIECE_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.dedup.array_file import Rows
+from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.lsh import probability
+from shardkit.writers.dedup.planted import ngrams, read_rows
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population, priority
+from shardkit.writers.documents import keyed_hashes
+
+__all__ = ["BAND_EDGES", "EDGE", "NEAR_LOSER", "binomial_interval", "measure_precision", "measure_recall"]
+
+BAND_EDGES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
+PIECE_ROWS = 1 << 20  # 16 MB of pairs, 44 MB of edges
+TEXT_BYTES = 64 << 20  # of sampled documents, read together
+EXCERPTS, EXCERPT_CHARACTERS = 10, 120
+_NORMAL_95 = 1.959963984540054
+
+EDGE = np.dtype(
+    [
+        ("hi_priority", "<u8", (3,)),
+        ("hi", "<u8"),
+        ("lo", "<u8"),
+        ("jaccard", "<f4"),
+        ("containment", "<f4"),
+    ]
+)
+NEAR_LOSER = np.dtype(
+    [("split", "<i4"), ("row", "<i8"), ("bytes", "<i8"), ("kept", "<u8"), ("copies", "<i4")]
+)
+
+Columns = tuple[npt.NDArray[np.uint64], ...]
+
+
+def measure_recall(
+    planted: npt.NDArray[np.void],
+    population: Population,
+    pair_folders: Sequence[Path],
+    edge_folders: Sequence[Path],
+    *,
+    bands: int,
+    rows: int,
+    removed: npt.NDArray[np.uint8] | None = None,
+) -> dict[str, Any]:
+    """{"bands": one entry a band that has planted pairs, "left_out": pairs that could not be compared}.
+
+    `planted` are PLANTED rows; `removed` has a bit for each number (little bit order) of documents that were
+    taken out before candidates were sought: their copies have nothing to meet and are left out.
+    An entry: {"low", "high", "pairs", "candidates", "verified", "expected", "interval"}; `verified` pairs are
+    alike enough to be removed, `expected` is the number of candidates that theory expects, `interval` the
+    two ends of the share of candidates.
+    """
+    originals, priorities = _originals(planted, population)
+    copies = np.arange(population.planted.start, population.planted.stop, dtype=np.uint64)
+    assert len(copies) == len(planted), "signatures of other copies"
+    compared = originals >= 0
+    if removed is not None:
+        at = np.maximum(originals, 0)
+        compared &= removed[at >> 3] >> (at & 7) & 1 == 0
+    chosen = np.flatnonzero(compared)
+    pairs: Columns = (originals[chosen].astype(np.uint64), copies[chosen])
+    edges: Columns = (*priorities[chosen].T, copies[chosen])
+    candidates, verified = np.zeros(len(chosen), np.bool_), np.zeros(len(chosen), np.bool_)
+    for folder in pair_folders:
+        candidates |= _pairs_in(folder, pairs)
+    for folder in edge_folders:
+        verified |= _edges_in(folder, edges)
+    similarity = planted["shared"][chosen] / np.maximum(planted["union"][chosen], 1)
+    return {
+        "bands": _by_band(similarity, candidates, verified, bands, rows),
+        "left_out": len(planted) - len(chosen),
+    }
+
+
+def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: (0, 1) without trials."""
+    if not trials:
+        return 0.0, 1.0
+    z = _NORMAL_95**2 / trials
+    share = successes / trials
+    half = _NORMAL_95 * sqrt(share * (1 - share) / trials + z / (4 * trials))
+    return max(0.0, (share + z / 2 - half) / (1 + z)), min(1.0, (share + z / 2 + half) / (1 + z))
+
+
+def _by_band(
+    similarity: npt.NDArray[np.float64],
+    candidates: npt.NDArray[np.bool_],
+    verified: npt.NDArray[np.bool_],
+    bands: int,
+    rows: int,
+) -> list[dict[str, Any]]:
+    table = []
+    for low, high in pairwise(BAND_EDGES):
+        inside = (similarity >= low) & ((similarity < high) | (high == 1.0))
+        count, found = int(inside.sum()), int((inside & candidates).sum())
+        if count:
+            expected = sum(probability(value, bands, rows) for value in sorted(similarity[inside].tolist()))
+            table.append(
+                {
+                    "low": low,
+                    "high": high,
+                    "pairs": count,
+                    "candidates": found,
+                    "verified": int((inside & verified).sum()),
+                    "expected": round(expected, 3),
+                    "interval": [round(end, 6) for end in binomial_interval(found, count)],
+                }
+            )
+    return table
+
+
+def _originals(
+    planted: npt.NDArray[np.void], population: Population
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Numbers of the originals, -1 where a document is not compared at all, and their priorities."""
+    numbers = np.full(len(planted), -1, np.int64)
+    priorities = np.zeros((len(planted), 3), np.uint64)
+    for split in np.unique(planted["original_split"]).tolist():
+        chosen = np.flatnonzero(planted["original_split"] == split)
+        part = population.parts[split]
+        documents = _documents(part)
+        at, known = _rows_of(documents, planted["original_row"][chosen])
+        numbers[chosen[known]] = population.starts[split] + at[known]
+        priorities[chosen[known]] = priority(documents[at[known]], part.kind)
+    return numbers, priorities
+
+
+def _documents(part: Part) -> npt.NDArray[np.void]:
+    """All rows of a part's table: a split's."""
+    documents: npt.NDArray[np.void] = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT).read()
+    return documents
+
+
+def _rows_of(
+    documents: npt.NDArray[np.void], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Where rows of documents.arrow are in the table, and whether they are there."""
+    known = np.ascontiguousarray(documents["row"])
+    at = np.searchsorted(known, rows)
+    inside = at < len(known)
+    inside[inside] = known[at[inside]] == rows[inside]
+    return at, inside
+
+
+def _pairs_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
+    """Which (a, b) are in any run of a folder of candidates."""
+    edges = np.load(folder / "pairs.npy").tolist()
+    found = np.zeros(len(wanted[0]), np.bool_)
+    entries = Rows(folder / "pairs.bin", PAIR, header=False)
+    for begin, end in pairwise(edges):
+        for start in range(begin, end, PIECE_ROWS):
+            found |= _contained(wanted, entries.read(start, min(start + PIECE_ROWS, end)), _pair_columns)
+    return found
+
+
+def _edges_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
+    """Which (priority of the higher one in three columns, number of the lower one) are verified edges."""
+    found = np.zeros(len(wanted[0]), np.bool_)
+    entries = Rows(folder / "edges.npy", EDGE)
+    for start in range(0, len(entries), PIECE_ROWS):
+        piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
+        found |= _contained(wanted, piece, _edge_columns)
+    return found
+
+
+def _pair_columns(pairs: npt.NDArray[np.void]) -> Columns:
+    return pairs["a"], pairs["b"]
+
+
+def _edge_columns(edges: npt.NDArray[np.void]) -> Columns:
+    return *edges["hi_priority"].T, edges["lo"]
+
+
+def _contained(
+    wanted: Columns, entries: npt.NDArray[np.void], columns: Callable[[npt.NDArray[np.void]], Columns]
+) -> npt.NDArray[np.bool_]:
+    """Which keys are among sorted entries, by bisection; a key has several columns, the first counts most."""
+    low = np.zeros(len(wanted[0]), np.int64)
+    high = np.full(len(low), len(entries), np.int64)
+    while (open_ := np.flatnonzero(low < high)).size:
+        middle = (low[open_] + high[open_]) // 2
+        below, equal = np.zeros(len(open_), np.bool_), np.ones(len(open_), np.bool_)
+        for have, want in zip(columns(entries[middle]), wanted, strict=True):
+            below |= equal & (have < want[open_])
+            equal &= have == want[open_]
+        low[open_[below]] = middle[below] + 1
+        high[open_[~below]] = middle[~below]
+    found = low < len(entries)
+    at = np.flatnonzero(found)
+    for have, want in zip(columns(entries[low[at]]), wanted, strict=True):
+        found[at] &= have == want[at]
+    return found
+
+
+class _Pair(NamedTuple):
+    """A removed document and the one it is booked on, as (split, row), and their bytes together."""
+
+    kept: tuple[int, int]
+    removed: tuple[int, int]
+    bytes: int
+
+
+def measure_precision(
+    losers: Path,
+    population: Population,
+    documents: Sequence[Path],
+    config: NearDedupConfig,
+    *,
+    count: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Compare `count` removed documents (NEAR_LOSER rows of a file) with those they are booked on, by words.
+
+    {"checked": pairs compared, "left_out": sampled ones that lost to an index, whose texts are not here,
+    "similar": of those checked, pairs at or above their threshold, "contained": others that the containment
+    rule allows, "wrong": the rest, "least": the lowest similarity of the similar ones or None,
+    "excerpts": up to ten of the pairs, the least alike first: {"similarity", "removed", "kept"}}
+    """
+    sample = _sample(losers, population, count, seed)
+    parts, rows = population.locate(sample["kept"])
+    here = sample["kept"] < population.planted.start
+    assert not (
+        (sample["kept"] >= population.planted.start) & (sample["kept"] < population.planted.stop)
+    ).any()
+    pairs = []
+    for part in np.unique(parts[here]).tolist():
+        chosen = np.flatnonzero(here & (parts == part))
+        table = _documents(population.parts[part])[rows[chosen]]
+        for lost, kept in zip(sample[chosen], table, strict=True):
+            removed = (int(lost["split"]), int(lost["row"]))
+            pairs.append(_Pair((part, int(kept["row"])), removed, int(lost["bytes"] + kept["bytes"])))
+    compared = [
+        _compare(texts[pair.removed], texts[pair.kept], config)
+        for group in _groups(sorted(pairs))
+        for texts in [_texts(documents, group)]
+        for pair in group
+    ]
+    verdicts = [verdict for _, verdict, *_ in compared]
+    compared.sort()
+    step = max(1, -(-len(compared) // EXCERPTS))
+    return {
+        "checked": len(compared),
+        "left_out": len(sample) - len(compared),
+        **{name: verdicts.count(name) for name in ("similar", "contained", "wrong")},
+        "least": min(
+            (round(least, 6) for least, verdict, *_ in compared if verdict == "similar"), default=None
+        ),
+        "excerpts": [
+            {"similarity": round(similarity, 6), "removed": removed, "kept": kept}
+            for similarity, _, removed, kept in compared[::step]
+        ],
+    }
+
+
+def _sample(losers: Path, population: Population, count: int, seed: int) -> npt.NDArray[np.void]:
+    """The losers with the lowest hash(seed, "checked", id), lowest first."""
+    entries = Rows(losers, NEAR_LOSER)
+    heap: list[tuple[int, bytes, int]] = []  # the inverse of the hash, id, row in the file of losers
+    loaded, documents = -1, np.empty(0, DOCUMENT)
+    for start in range(0, len(entries) if count else 0, PIECE_ROWS):
+        piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
+        for split in np.unique(piece["split"]).tolist():
+            if split != loaded:
+                loaded, documents = split, _documents(population.parts[split])
+            mine = np.flatnonzero(piece["split"] == split)
+            at, known = _rows_of(documents, piece["row"][mine])
+            assert known.all(), f"{losers}: a loser that was never compared"
+            ids = [bytes(id_) for id_ in documents["id"][at]]
+            hashes = keyed_hashes(ids, seed, "checked")
+            for number in np.argsort(hashes, kind="stable").tolist():
+                entry = (-int(hashes[number]), ids[number], start + int(mine[number]))
+                if len(heap) < count:
+                    heapq.heappush(heap, entry)
+                elif entry > heap[0]:
+                    heapq.heapreplace(heap, entry)
+                else:
+                    break  # the following ones have higher hashes
+    chosen = [row for _, _, row in sorted(heap, reverse=True)]
+    with entries:
+        found = [entries.read(row, row + 1) for row in chosen]
+    return np.concatenate(found) if found else np.empty(0, NEAR_LOSER)
+
+
+def _groups(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+    """Consecutive pairs whose texts may be held together; a pair of long ones alone if it must be."""
+    group: list[_Pair] = []
+    held = 0
+    for pair in pairs:
+        if group and held + pair.bytes > TEXT_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(pair)
+        held += pair.bytes
+    if group:
+        yield group
+
+
+def _texts(documents: Sequence[Path], pairs: Sequence[_Pair]) -> dict[tuple[int, int], str]:
+    """The texts of both sides by (split, row)."""
+    places = sorted({place for pair in pairs for place in (pair.kept, pair.removed)})
+    texts = {}
+    for split in sorted({split for split, _ in places}):
+        rows = [row for other, row in places if other == split]
+        for row, batch in read_rows(documents[split], rows):
+            texts[split, row] = batch.column("text")[0].as_py()
+    return texts
+
+
+def _compare(removed: str, kept: str, config: NearDedupConfig) -> tuple[float, str, str, str]:
+    """(similarity; "similar", "contained" or "wrong"; the beginnings of both texts)."""
+    small, sets = False, []
+    for text in (removed, kept):
+        grams = ngrams(text, config.minhash)
+        sets.append(set(grams))
+        small |= len(sets[-1]) < config.small_shingles
+        small |= len(grams) >= config.small_repetition * max(1, len(sets[-1]))
+    shared, union = len(sets[0] & sets[1]), len(sets[0] | sets[1])
+    similarity = shared / union if union else 1.0
+    least = min(map(len, sets))
+    verdict = "wrong"
+    if similarity >= (config.small_similarity if small else config.similarity):
+        verdict = "similar"
+    elif config.containment is not None and not small and least and shared / least >= config.containment:
+        verdict = "contained"
+    return similarity, verdict, removed[:EXCERPT_CHARACTERS], kept[:EXCERPT_CHARACTERS]
