@@ -28,8 +28,7 @@ def _block_of(byte: int) -> Any:
     return ir.Constant(_BLOCK, [byte] * 64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_8_bytes(_typing: Any, array: Any, index: Any) -> Any:
+def _load_8_bytes(_typing: Any, array: Any, index: Any) -> Any:
     """uint64: array[index:index + 8] of a uint8 array, lowest byte first. Bounds are the caller's care."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -40,8 +39,7 @@ def load_8_bytes(_typing: Any, array: Any, index: Any) -> Any:
     return types.uint64(array, types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def trailing_zeros(_typing: Any, value: Any) -> Any:
+def _trailing_zeros(_typing: Any, value: Any) -> Any:
     """int64: number of zero bits below the lowest one bit of a uint64 that is not 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -50,8 +48,7 @@ def trailing_zeros(_typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def word_mask(_typing: Any, source: Any, index: Any, lower: Any) -> Any:
+def _word_mask(_typing: Any, source: Any, index: Any, lower: Any) -> Any:
     """uint64: a bit for each of source[index:index + 64] that is an ASCII letter or digit, _ or >= 0x80.
 
     Writes the 64 bytes to lower[index:], ASCII letters in lower case. Bounds are the caller's care.
@@ -76,3 +73,9 @@ def word_mask(_typing: Any, source: Any, index: Any, lower: Any) -> Any:
         return builder.bitcast(chosen, _WORD)
 
     return types.uint64(source, types.intp, lower), generate
+
+
+# Called from kernels with the arguments after the first.
+load_8_bytes: Any = intrinsic(_load_8_bytes)
+trailing_zeros: Any = intrinsic(_trailing_zeros)
+word_mask: Any = intrinsic(_word_mask)
