@@ -26,17 +26,19 @@ _HEADER_BYTES = 512  # room for any dtype of ours and any row count, so that it 
 
 
 class RowsWriter:
-    """A .npy file of rows whose number is known only at the end."""
+    """A .npy file of rows whose number is known only at the end; with `width`, rows of so many values."""
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+    def __init__(self, path: Path, dtype: npt.DTypeLike, *, width: int | None = None) -> None:
         self.dtype = np.dtype(dtype)
         self.rows = 0
+        self._shape = () if width is None else (width,)
         self._file = path.open("wb")
         self._file.write(bytes(_HEADER_BYTES))
 
     def write(self, rows: npt.NDArray[Any]) -> None:
-        """Append rows of exactly this dtype."""
+        """Append rows of exactly this dtype and width."""
         assert rows.dtype == self.dtype, rows.dtype
+        assert rows.shape[1:] == self._shape, rows.shape
         self._file.write(np.ascontiguousarray(rows).data if len(rows) else b"")
         self.rows += len(rows)
 
@@ -48,7 +50,7 @@ class RowsWriter:
     ) -> None:
         with self._file:
             descr = np.lib.format.dtype_to_descr(self.dtype)  # type: ignore[no-untyped-call]
-            fields = {"descr": descr, "fortran_order": False, "shape": (self.rows,)}
+            fields = {"descr": descr, "fortran_order": False, "shape": (self.rows, *self._shape)}
             header = repr(fields).encode().ljust(_HEADER_BYTES - 11) + b"\n"
             start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
             assert len(start) == _HEADER_BYTES
