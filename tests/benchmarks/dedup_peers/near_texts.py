@@ -1,0 +1,169 @@
+"""Documents for the benchmarks of near-duplicate removal: real or made-up, with copies of known similarity.
+
+A document is a cut of some source text with every fourth word replaced, at random, by another word of that
+text: it looks like text and is like no other, though sources are cut many times (of its 5-grams, a quarter
+stay, and two cuts of the same place share a sixteenth at most). A copy has single words of its original
+replaced until it has about the similarity aimed at; its real one, of sets of 5-grams of `\\w+` words in lower
+case, is computed from the two texts. Same arguments, same bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+
+NGRAM = 5
+LONGEST_SOURCE = 1 << 20  # of a very long text so much is taken, so that no source has most of the cuts
+REPLACED = 0.25
+SIMILARITIES = (0.5, 1.0)
+BATCH = 2048
+
+PAIR = np.dtype([("original", "<i8"), ("copy", "<i8"), ("similarity", "<f8")])
+
+_PIECES = re.compile(r"\S+\s*")
+_WORDS = re.compile(r"\w+")
+
+
+def read_corpus(folder: Path) -> Iterator[str]:
+    """The `text` of every record of the JSONL (plain, .gz, .zst) and Parquet files of a folder."""
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".parquet":
+            for batch in pq.ParquetFile(file).iter_batches(columns=["text"]):
+                yield from batch.column(0).to_pylist()
+        elif ".jsonl" in file.name:
+            for line in _opened(file):
+                yield json.loads(line)["text"]
+
+
+def _opened(file: Path) -> IO[bytes]:
+    if file.suffix == ".gz":
+        return io.BufferedReader(gzip.open(file))
+    if file.suffix == ".zst":
+        reader = zstandard.ZstdDecompressor().stream_reader(file.open("rb"), read_across_frames=True)
+        return io.BufferedReader(reader)
+    return file.open("rb")
+
+
+def synthetic_sources(random: np.random.Generator, count: int = 200) -> list[str]:
+    """Made-up texts: words with Zipf's frequencies, sentences, paragraphs."""
+    letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
+    odds = 1.0 / np.arange(2, 28)
+    odds /= odds.sum()
+    vocabulary = sorted(
+        {"".join(random.choice(letters, size, p=odds)) for size in random.integers(2, 12, 40_000)}
+    )
+    random.shuffle(vocabulary)
+    frequency = 1.0 / (np.arange(len(vocabulary)) + 2.7)
+    frequency /= frequency.sum()
+    texts = []
+    for _ in range(count):
+        words = random.choice(len(vocabulary), 20_000, p=frequency)
+        ends = random.choice(["", ",", ".", ".\n\n"], len(words), p=[0.85, 0.07, 0.06, 0.02])
+        texts.append(" ".join(vocabulary[word] + end for word, end in zip(words.tolist(), ends, strict=True)))
+    return texts
+
+
+def read_sources(corpus: Path | None) -> list[str]:
+    """Of a folder of corpus files, of $SHARDKIT_TEST_DATA's corpus if there is one, else made up."""
+    if corpus is None and (data := os.environ.get("SHARDKIT_TEST_DATA")):
+        corpus = Path(data) / "corpus"
+    return list(read_corpus(corpus)) if corpus else synthetic_sources(np.random.default_rng(0))
+
+
+def write_documents(
+    file: Path, count: int, *, seed: int, sources: list[str], mean_words: int, copies: float
+) -> npt.NDArray[np.void]:
+    """Write documents.arrow (DOCUMENT_SCHEMA) and return its near-duplicates, as PAIR.
+
+    `copies` is the part of the documents that are copies; each follows its original somewhere later.
+    """
+    random = np.random.default_rng(seed)
+    pieces = [found for text in sources if len(found := _PIECES.findall(text[:LONGEST_SOURCE])) >= 50]
+    edges = np.cumsum([len(found) for found in pieces])
+    waiting: list[tuple[int, int, list[str], list[str]]] = []  # (earliest row, original, its words, source)
+    pairs, texts, file_name = [], [], file.name
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, DOCUMENT_SCHEMA) as writer:
+        for row in range(count):
+            if waiting and (waiting[0][0] <= row or len(waiting) >= count - row):
+                _, original, words, source = waiting.pop(0)
+                copy, similarity = _copy(words, random, source)
+                pairs.append((original, row, similarity))
+                texts.append(copy)
+            else:
+                source = pieces[int(np.searchsorted(edges, random.integers(edges[-1]), side="right"))]
+                words = _cut(source, random, mean_words)
+                if random.random() < copies / (1 - copies) and len(words) >= 50:
+                    waiting.append((row + int(random.integers(1, 1000)), row, words, source))
+                texts.append("".join(words))
+            if len(texts) == BATCH or row == count - 1:
+                writer.write_batch(_batch(file_name, row + 1 - len(texts), texts))
+                texts = []
+    return np.array(pairs, PAIR)
+
+
+def _cut(source: list[str], random: np.random.Generator, mean_words: int) -> list[str]:
+    """Some hundred pieces (a word and the white space after it) of a source, a quarter of them replaced."""
+    length = min(len(source), int(random.gamma(2.0, mean_words / 2)) + 20)
+    start = int(random.integers(0, len(source) - length + 1))
+    words = source[start : start + length]
+    _replace(words, np.flatnonzero(random.random(length) < REPLACED), random, source)
+    return words
+
+
+def _replace(
+    words: list[str], places: npt.NDArray[np.int64], random: np.random.Generator, source: list[str]
+) -> None:
+    """Put other words of the source there; the white space stays, so that lines and paragraphs do."""
+    chosen = random.integers(len(source), size=len(places))
+    for at, word in zip(places.tolist(), chosen.tolist(), strict=True):
+        space = words[at][len(words[at].rstrip()) :]
+        words[at] = source[word].rstrip() + space
+
+
+def _copy(words: list[str], random: np.random.Generator, source: list[str]) -> tuple[str, float]:
+    """A copy and its similarity: each replaced word costs up to 5 n-grams and brings as many."""
+    aim = random.uniform(*SIMILARITIES)
+    lost = len(words) * (1 - aim) / (1 + aim)
+    changed = list(words)
+    places = random.choice(len(words), max(1, round(lost / NGRAM)), replace=False)
+    _replace(changed, places, random, source)
+    text = "".join(changed)
+    return text, similarity("".join(words), text)
+
+
+def similarity(first: str, second: str) -> float:
+    """Jaccard similarity of the sets of 5-grams."""
+    a, b = _shingles(first), _shingles(second)
+    return len(a & b) / len(a | b)
+
+
+def _shingles(text: str) -> set[tuple[str, ...]]:
+    words = _WORDS.findall(text.lower())
+    return {tuple(words[at : at + NGRAM]) for at in range(max(1, len(words) - NGRAM + 1))}
+
+
+def _batch(file: str, first: int, texts: list[str]) -> pa.RecordBatch:
+    count = len(texts)
+    columns: list[pa.Array] = [
+        pa.array(document_ids(file, range(first, first + count)), pa.binary(16)),
+        pa.array(np.zeros(count, np.int32)),
+        pa.array([file] * count, pa.string()),
+        pa.array(np.arange(first, first + count)),
+        pa.array(texts, pa.large_string()),
+        *(pa.nulls(count, pa.string()) for _ in range(3)),
+    ]
+    return pa.record_batch(columns, schema=DOCUMENT_SCHEMA)

@@ -1,0 +1,108 @@
+"""What the sides of `bench_minhash.py` and `bench_near.py` share: one tool, one process, requests on stdin.
+
+`python daft_side.py [--core N]`: each line on stdin is a request {"task", "file", "documents", …} and each
+line on stdout its figures, as JSON. A task is a function of (prepared documents, request); preparing is not
+timed, CPU seconds are of the process and of the children it has waited for. Imports nothing but pyarrow, so
+that a peer may live in an environment without shardkit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Request = dict[str, Any]
+Task = Callable[[Any, Request], Any]
+
+NGRAM = 5
+BANDS, ROWS = 14, 8
+
+
+def read_texts(file: str, documents: int | None) -> pa.Table:
+    """row (int64) and text (large_string) of the first documents of an Arrow file, in memory."""
+    with pa.OSFile(file) as source:
+        table = pa.ipc.open_file(source).read_all()
+    table = table.select(["text"]).slice(0, documents)
+    return table.add_column(0, "row", pa.array(range(len(table)), pa.int64()))
+
+
+def word_ngrams(text: str) -> list[str]:
+    """The cheapest that is usual: lower case, words between white space, joined by spaces."""
+    words = text.lower().split()
+    count = max(1, len(words) - NGRAM + 1)
+    return [" ".join(words[at : at + NGRAM]) for at in range(count)]
+
+
+def texts_of(table: pa.Table) -> list[str]:
+    return table.column("text").to_pylist()  # type: ignore[no-any-return]
+
+
+def components(groups: Iterable[list[int]]) -> list[int]:
+    """Union-find: all members of each component but its lowest."""
+    parents: dict[int, int] = {}
+
+    def root(member: int) -> int:
+        parent = parents.setdefault(member, member)
+        while parent != member:
+            parents[member] = parents[parent]
+            member, parent = parent, parents[parent]
+        return member
+
+    for group in groups:
+        first = root(group[0])
+        for member in group[1:]:
+            other = root(member)
+            first, low = max(first, other), min(first, other)
+            parents[first] = low
+            first = low
+    return [member for member in parents if root(member) != member]
+
+
+def cpu_seconds() -> float:
+    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def answer(request: Request, table: pa.Table, prepared: Any, task: Task) -> dict[str, Any]:
+    start, cpu = time.perf_counter(), cpu_seconds()
+    result = task(prepared, request)
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    return {
+        "documents": len(table),
+        "bytes": pc.sum(pc.binary_length(table.column("text"))).as_py(),
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_rss_MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "result": result,
+    }
+
+
+def serve(tasks: Mapping[str, Task], prepare: Callable[[pa.Table], Any] = texts_of) -> None:
+    """Answer requests until stdin ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--core", type=int, help="run on this core alone, with as many threads")
+    core = parser.parse_args().core
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # before the tool is imported: thread pools look at it
+    answers, loaded = sys.stdout, ""
+    table = prepared = None
+    with contextlib.redirect_stdout(sys.stderr):  # tools print
+        for line in sys.stdin:
+            request = json.loads(line)
+            wanted = json.dumps([request["file"], request.get("documents")])
+            if wanted != loaded:
+                table = prepared = None
+                table = read_texts(request["file"], request.get("documents"))
+                prepared, loaded = prepare(table), wanted
+            figures = answer(request, table, prepared, tasks[request["task"]])
+            print(json.dumps(figures), file=answers, flush=True)
