@@ -1,0 +1,315 @@
+"""Who goes: a document is removed if and only if one that stays, of higher priority, verifies against it.
+
+Edges come by the priority of their winner, highest first. When an edge is met, everything that could remove
+its winner has been met, so one bit a document decides: if the winner stands, the loser falls and is booked on
+it (the first one wins, so the highest priority that stays). That is the lexicographically first maximal
+independent set, which is unique; there are no chains of likeness, and nothing but the bits is held.
+
+Documents whose words equal another's were left out before (`equal`): they fall with it, or are booked on it.
+
+What follows from that, the documents that each kept one stands for, is worked out over ranges of numbers that
+fit in memory: records on disk are divided among the ranges by the number they are about to meet.
+
+    losers.npy     NEAR_LOSER by (split, row): removed documents of inputs
+    winners.npy    WINNER_DTYPE by (split, row): kept documents that stand for more than themselves
+    planted.npy    NEAR_LOSER, split the number of the part: planted copies that were removed
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.dedup.array_file import CHUNK_ROWS, Rows, RowsWriter
+from shardkit.writers.dedup.edge_merge import merge_edges
+from shardkit.writers.dedup.exact import LOSER_DTYPE, WINNER_DTYPE
+from shardkit.writers.dedup.population import Population
+from shardkit.writers.dedup.verify import read_documents
+
+__all__ = ["GROUP_SIZES", "LOSERS_FILE", "NEAR_LOSER", "PLANTED_FILE", "WINNERS_FILE", "resolve"]
+
+LOSERS_FILE = "losers.npy"
+WINNERS_FILE = "winners.npy"
+PLANTED_FILE = "planted.npy"
+NEAR_LOSER = np.dtype(
+    [
+        ("split", "<i4"),
+        ("row", "<i8"),
+        ("bytes", "<i8"),
+        ("kept", "<u8"),  # number of the document that it is booked on
+        ("copies", "<i4"),  # documents with the very same text, this one included
+    ]
+)
+GROUP_SIZES = (1, 2, 10, 100, 1000)  # upper ends of the classes that groups are counted in; then all larger
+
+_BOOKED = np.dtype([("number", "<u8"), ("kept", "<u8")])
+_GAINED = np.dtype([("number", "<u8"), ("copies", "<i8")])
+_BYTES_PER_NUMBER = 128  # in a range, at the worst: every document is removed
+_MIN_RANGE = 16
+_PENDING_ROWS = 1 << 17  # files are opened anew for so many records
+
+_U64 = npt.NDArray[np.uint64]
+_Bits = npt.NDArray[np.uint8]
+_kernel = numba.njit(nogil=True, cache=True)
+
+
+def resolve(
+    population: Population,
+    edge_files: Sequence[Path],
+    equal_files: Sequence[Path],
+    memory_bytes: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write the three files and count.
+
+    `equal_files` hold LOSER_DTYPE rows of documents whose words another one has (split: the part; row: the
+    row in the part). Counts: "edges"; "losers", their "bytes" and "copies", how many of them were "equal" and
+    how many are "kept_by_index"; "largest_group", documents that one kept document stands for, exact copies
+    and itself included; "groups", kept documents of inputs by GROUP_SIZES; "planted" copies removed; and by
+    "sources": documents compared, losers, their bytes.
+    """
+    documents = int(population.starts[-1])
+    removed = np.zeros(-(-documents // 8), np.uint8)
+    tally = _Tally()
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        temporary = Path(name)
+        rows = max(_MIN_RANGE, memory_bytes // _BYTES_PER_NUMBER)
+        booked = _Ranges(temporary, "booked", _BOOKED, rows, documents)
+        equals = _Ranges(temporary, "equal", _BOOKED, rows, documents)
+        gained = _Ranges(temporary, "gained", _GAINED, rows, documents)
+        tally.equal = _add_equal(population, equal_files, removed, equals)
+        for edges in merge_edges(edge_files, memory_bytes // 2, temporary):
+            tally.edges += len(edges)
+            booked.write(_fall(edges, removed))
+        _follow(booked, equals)
+        _write_losers(population, booked, gained, folder, tally)
+        _write_winners(population, removed, gained, folder, tally)
+    return tally.to_dict()
+
+
+@dataclass
+class _Tally:
+    """What is counted on the way."""
+
+    edges: int = 0
+    equal: int = 0
+    losers: int = 0
+    bytes: int = 0
+    copies: int = 0
+    kept_by_index: int = 0
+    planted: int = 0
+    largest_group: int = 0
+    groups: list[int] = field(default_factory=lambda: [0] * (len(GROUP_SIZES) + 1))
+    sources: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, documents: npt.NDArray[np.void], *, lost: bool) -> None:
+        """Count rows of DOCUMENT by source: as compared, or as lost."""
+        for source in np.unique(documents["source"]).tolist():
+            own = documents["bytes"][documents["source"] == source]
+            counts = self.sources.setdefault(source, {"documents": 0, "losers": 0, "bytes": 0})
+            if lost:
+                counts["losers"] += len(own)
+                counts["bytes"] += int(own.sum())
+            else:
+                counts["documents"] += len(own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with keys that JSON can have."""
+        counts = asdict(self)
+        counts["sources"] = {str(source): self.sources[source] for source in sorted(self.sources)}
+        return counts
+
+
+class _Ranges:
+    """Records on disk, divided by their `number` into ranges of equal length."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], rows: int, numbers: int) -> None:
+        self._dtype = dtype
+        self._rows = rows
+        self._paths = [folder / f"{name}{at}.bin" for at in range(-(-numbers // rows))]
+        self._pending: list[npt.NDArray[np.void]] = []
+        self._pending_rows = 0
+        self.ranges = [(begin, min(begin + rows, numbers)) for begin in range(0, numbers, rows)]
+
+    def write(self, records: npt.NDArray[np.void]) -> None:
+        """Append records, in any order."""
+        assert records.dtype == self._dtype
+        self._pending.append(records)
+        self._pending_rows += len(records)
+        if self._pending_rows >= _PENDING_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending_rows:
+            return
+        records = np.concatenate(self._pending)
+        self._pending, self._pending_rows = [], 0
+        places = (records["number"] // np.uint64(self._rows)).astype(np.int64)
+        order = np.argsort(places, kind="stable")
+        cuts = np.flatnonzero(np.diff(places[order])) + 1
+        for own in np.split(order, cuts):
+            with self._paths[places[own[0]]].open("ab") as file:
+                file.write(records[own].data)
+
+    def read(self, at: int) -> Iterator[npt.NDArray[np.void]]:
+        """The records of one range, some at a time."""
+        self._flush()
+        if self._paths[at].exists():
+            table = Rows(self._paths[at], self._dtype, header=False)
+            for start in range(0, len(table), CHUNK_ROWS):
+                yield table.read(start, min(start + CHUNK_ROWS, len(table)))
+
+    def read_all(self, at: int) -> npt.NDArray[np.void]:
+        """The same at once: for records that have different numbers."""
+        self._flush()
+        if not self._paths[at].exists():
+            return np.empty(0, self._dtype)
+        return Rows(self._paths[at], self._dtype, header=False).read()
+
+
+def _add_equal(population: Population, files: Sequence[Path], removed: _Bits, equals: _Ranges) -> int:
+    """Mark the documents that equal another, and file them under that; returns how many there are."""
+    count = 0
+    for path in files:
+        table = Rows(path, LOSER_DTYPE)
+        count += len(table)
+        for start in range(0, len(table), CHUNK_ROWS):
+            rows = table.read(start, min(start + CHUNK_ROWS, len(table)))
+            records = np.empty(len(rows), _BOOKED)
+            records["number"] = population.starts[rows["winner_split"]] + rows["winner_row"]
+            records["kept"] = population.starts[rows["split"]] + rows["row"]  # until _follow turns it round
+            _mark(records["kept"].copy(), removed)
+            equals.write(records)
+    return count
+
+
+def _fall(edges: npt.NDArray[np.void], removed: _Bits) -> npt.NDArray[np.void]:
+    """The rule; returns who fell and on whom."""
+    fallen = np.empty(len(edges), np.int64)
+    count = _remove_losers(edges["hi"].copy(), edges["lo"].copy(), removed, fallen)
+    fallen = fallen[:count]
+    records = np.empty(count, _BOOKED)
+    records["number"], records["kept"] = edges["lo"][fallen], edges["hi"][fallen]
+    return records
+
+
+@_kernel
+def _remove_losers(hi, lo, removed, fallen):  # type: ignore[no-untyped-def]
+    """Put the positions of edges that remove a document into `fallen`; returns how many."""
+    count = 0
+    for edge in range(len(hi)):
+        winner, loser = np.int64(hi[edge]), np.int64(lo[edge])
+        if not removed[winner >> 3] >> (winner & 7) & 1 and not removed[loser >> 3] >> (loser & 7) & 1:
+            removed[loser >> 3] |= np.uint8(1 << (loser & 7))
+            fallen[count] = edge
+            count += 1
+    return count
+
+
+@_kernel
+def _mark(numbers, bits):  # type: ignore[no-untyped-def]
+    for at in range(len(numbers)):
+        number = np.int64(numbers[at])
+        bits[number >> 3] |= np.uint8(1 << (number & 7))
+
+
+@_kernel
+def _marked(begin, end, bits):  # type: ignore[no-untyped-def]
+    """bool[end - begin]: the bits of these numbers."""
+    found = np.empty(end - begin, np.bool_)
+    for number in range(begin, end):
+        found[number - begin] = bits[number >> 3] >> (number & 7) & 1
+    return found
+
+
+def _follow(booked: _Ranges, equals: _Ranges) -> None:
+    """Book every document that equals another on whom that one is booked on, or on it."""
+    for at, (begin, end) in enumerate(booked.ranges):
+        kept = np.arange(begin, end, dtype=np.uint64)
+        # What is written here into this range are equal documents: no other one equals them.
+        for records in booked.read(at):
+            kept[(records["number"] - np.uint64(begin)).astype(np.int64)] = records["kept"]
+        for records in equals.read(at):
+            turned = np.empty(len(records), _BOOKED)
+            turned["number"] = records["kept"]
+            turned["kept"] = kept[(records["number"] - np.uint64(begin)).astype(np.int64)]
+            booked.write(turned)
+
+
+def _write_losers(
+    population: Population, booked: _Ranges, gained: _Ranges, folder: Path, tally: _Tally
+) -> None:
+    """losers.npy and planted.npy; tells each kept document's range what it gains."""
+    indexed = np.uint64(population.indexed.start)
+    with (
+        RowsWriter(folder / LOSERS_FILE, NEAR_LOSER) as losers,
+        RowsWriter(folder / PLANTED_FILE, NEAR_LOSER) as planted,
+    ):
+        for at in range(len(booked.ranges)):
+            records = booked.read_all(at)
+            records = records[np.argsort(records["number"])]
+            for part, begin, documents in read_documents(population, records["number"]):
+                rows = np.empty(len(documents), NEAR_LOSER)
+                rows["split"], rows["kept"] = part, records["kept"][begin : begin + len(documents)]
+                for name in ("row", "bytes", "copies"):
+                    rows[name] = documents[name]
+                if population.parts[part].kind == "planted":
+                    planted.write(rows)
+                    tally.planted += len(rows)
+                elif population.parts[part].kind == "input":
+                    losers.write(rows)
+                    tally.losers += len(rows)
+                    tally.bytes += int(rows["bytes"].sum())
+                    tally.copies += int(rows["copies"].sum(dtype=np.int64))
+                    tally.kept_by_index += int((rows["kept"] >= indexed).sum())
+                    tally.add(documents, lost=True)
+                    gains = np.empty(len(rows), _GAINED)
+                    gains["number"], gains["copies"] = rows["kept"], rows["copies"]
+                    gained.write(gains)
+
+
+def _write_winners(
+    population: Population, removed: _Bits, gained: _Ranges, folder: Path, tally: _Tally
+) -> None:
+    """winners.npy, from what every document gains and its own copies."""
+    with RowsWriter(folder / WINNERS_FILE, WINNER_DTYPE) as winners:
+        for at, (start, stop) in enumerate(gained.ranges):
+            gains = np.zeros(stop - start, np.int64)
+            for records in gained.read(at):
+                np.add.at(gains, (records["number"] - np.uint64(start)).astype(np.int64), records["copies"])
+            kept = ~_marked(start, stop, removed)
+            for first in range(start, stop, CHUNK_ROWS):
+                numbers = np.arange(first, min(first + CHUNK_ROWS, stop), dtype=np.uint64)
+                for part, begin, documents in read_documents(population, numbers):
+                    here = slice(first - start + begin, first - start + begin + len(documents))
+                    kind = population.parts[part].kind
+                    if kind == "planted":
+                        continue
+                    copies = gains[here] + (documents["copies"] if kind == "input" else 1)
+                    tally.largest_group = max(tally.largest_group, int(copies[kept[here]].max(initial=0)))
+                    if kind == "input":
+                        tally.add(documents, lost=False)
+                        winners.write(_winners_of(part, documents, copies, kept[here], tally))
+
+
+def _winners_of(
+    part: int,
+    documents: npt.NDArray[np.void],
+    copies: npt.NDArray[np.int64],
+    kept: npt.NDArray[np.bool_],
+    tally: _Tally,
+) -> npt.NDArray[np.void]:
+    classes = np.bincount(np.searchsorted(GROUP_SIZES, copies[kept]), minlength=len(tally.groups))
+    tally.groups = [before + new for before, new in zip(tally.groups, classes.tolist(), strict=True)]
+    several = np.flatnonzero(kept & (copies > 1))
+    assert int(copies.max(initial=0)) <= np.iinfo(np.int32).max
+    rows = np.empty(len(several), WINNER_DTYPE)
+    rows["split"], rows["row"], rows["copies"] = part, documents["row"][several], copies[several]
+    return rows
