@@ -1,0 +1,214 @@
+"""Lines that stand in many documents, found: each split's lines to keys, each partition of keys to losers.
+
+Of the documents that have a line, the `keep` ones of highest priority (lowest source, then lowest document
+id) keep it, every time it stands in them; all others lose it. So the result is a property of the documents,
+however they are cut into splits and partitions. That any two of n different lines share their 128-bit hash,
+so that one could be cut in error, has probability n^2 / 2^129: 10^-17 for 10^11 lines.
+
+Files of a split's folder (`write_line_keys`):
+    line_keys.npy    LINE_KEY in runs, each sorted by the leading bits of the hash
+    line_runs.npy    int64[runs + 1]: where runs begin and end, in rows
+    line_losers.npy  LINE_LOSER, sorted: lines that `keep` documents of the same run have before them. They do
+                     not go on, so that one of every document costs a partition only `keep` rows a run.
+File of a partition's folder (`find_line_losers`):
+    line_losers.npy  LINE_LOSER, sorted
+Memory is a batch of documents and a run (90 MB), or a partition of `partitions_for` rows. Keys take 44 bytes
+a line on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.dedup.array_file import Rows, RowsWriter
+from shardkit.writers.dedup.config import LinesDedupConfig
+from shardkit.writers.dedup.exact import LOSER_DTYPE
+from shardkit.writers.dedup.key_runs import (
+    MAX_PARTITIONS,
+    leading_bits,
+    partition_range,
+    read_range,
+    repeated,
+)
+from shardkit.writers.dedup.lines_units import find_units
+from shardkit.writers.dedup.split_rows import SplitRows, piece_of_split
+from shardkit.writers.spill import id_words
+
+__all__ = [
+    "LINE_KEY",
+    "LINE_KEYS_FILE",
+    "LINE_LOSER",
+    "LINE_LOSERS_FILE",
+    "LINE_RUNS_FILE",
+    "find_line_losers",
+    "partitions_for",
+    "write_line_keys",
+]
+
+LINE_KEYS_FILE = "line_keys.npy"
+LINE_RUNS_FILE = "line_runs.npy"
+LINE_LOSERS_FILE = "line_losers.npy"
+
+RUN_ROWS = 1 << 19
+PEAK_BYTES_PER_ROW = 140
+LINE_KEY = np.dtype(
+    [
+        ("high", "<u8"),
+        ("low", "<u8"),
+        ("id", "<u8", (2,)),  # the halves of the document id, as numbers that sort as the id does
+        ("row", "<u4"),  # in documents.arrow
+        ("unit", "<u4"),  # the line's number in the document
+        ("source", "<i4"),
+    ]
+)
+LINE_LOSER = np.dtype([("split", "<i4"), ("row", "<i8"), ("unit", "<u4")])
+_ROW_DTYPE = np.dtype([*LINE_KEY.descr, ("split", "<i4")])
+
+
+def write_line_keys(
+    documents: Path,
+    config: LinesDedupConfig,
+    folder: Path,
+    *,
+    split: int,
+    exact_losers: Sequence[Path] = (),
+) -> dict[str, Any]:
+    """Step 1, a task a split: the keys of all lines of documents.arrow, without documents in `exact_losers`.
+
+    `exact_losers` are tables of LOSER_DTYPE sorted by (split, row), as `find_losers` returns them; `split`
+    is this split's number in them. It is 0 in the line_losers.npy that is written. Counts: "lines",
+    "compared" (long enough), "keys" (written).
+    """
+    lost = SplitRows(LOSER_DTYPE, [piece_of_split(Rows(path, LOSER_DTYPE), split) for path in exact_losers])
+    lines = compared = start = 0
+    with _RunWriter(folder, config.keep) as writer, pa.memory_map(str(documents)) as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            wanted = np.ones(batch.num_rows, np.bool_)
+            wanted[lost.before(start + batch.num_rows)["row"] - start] = False
+            units = find_units(batch.column("text"), wanted, config)
+            ids = id_words(pa.chunked_array([batch.column("document_id")]))
+            rows = np.empty(len(units.unit), LINE_KEY)
+            rows["high"], rows["low"], rows["unit"] = units.high, units.low, units.unit
+            rows["row"] = units.document + start
+            rows["id"] = ids[units.document]
+            rows["source"] = batch.column("source").to_numpy()[units.document]
+            writer.write(rows)
+            lines += units.found
+            compared += len(rows)
+            start += batch.num_rows
+    return {"lines": lines, "compared": compared, "keys": writer.keys}
+
+
+def partitions_for(keys: int, memory_bytes: int) -> int:
+    """Partitions that keep one within half of a memory budget; `keys` are those that all splits wrote."""
+    return min(max(1, -(-keys * PEAK_BYTES_PER_ROW * 2 // memory_bytes)), MAX_PARTITIONS)
+
+
+def find_line_losers(
+    split_folders: Sequence[Path], partition: int, partitions: int, folder: Path, *, keep: int
+) -> dict[str, Any]:
+    """Step 2, a task a partition: which documents lose which lines. `split` is the place in `split_folders`.
+
+    Counts: "keys" read, "losers" (lines cut).
+    """
+    bits = partition_range(partition, partitions)
+    parts = [np.empty(0, _ROW_DTYPE)]
+    for split, source in enumerate(split_folders):
+        runs = Rows(source / LINE_RUNS_FILE, np.int64).read().tolist()
+        with Rows(source / LINE_KEYS_FILE, LINE_KEY) as table:
+            for begin, end in pairwise(runs):
+                stored = read_range(table, begin, end, bits)
+                rows = np.empty(len(stored), _ROW_DTYPE)
+                for name in LINE_KEY.names or ():
+                    rows[name] = stored[name]
+                rows["split"] = split
+                parts.append(rows)
+    rows = np.concatenate(parts)
+    parts.clear()
+    losers = _as_losers(rows, _lost(rows, keep))
+    with RowsWriter(folder / LINE_LOSERS_FILE, LINE_LOSER) as writer:
+        writer.write(losers[np.lexsort((losers["unit"], losers["row"], losers["split"]))])
+    return {"keys": len(rows), "losers": len(losers)}
+
+
+class _RunWriter:
+    """Writes the three files of a split's folder."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.keys = 0
+        self._folder = folder
+        self._keep = keep
+        self._pending: list[npt.NDArray[np.void]] = []
+        self._count = 0
+        self._table = RowsWriter(folder / LINE_KEYS_FILE, LINE_KEY)
+        self._losers = RowsWriter(folder / LINE_LOSERS_FILE, LINE_LOSER)
+        self._runs = [0]
+
+    def write(self, rows: npt.NDArray[np.void]) -> None:
+        while self._count + len(rows) >= RUN_ROWS:
+            part, rows = np.split(rows, [RUN_ROWS - self._count])
+            self._pending.append(part)
+            self._write_run()
+        self._pending.append(rows)
+        self._count += len(rows)
+
+    def _write_run(self) -> None:
+        rows = np.concatenate([np.empty(0, LINE_KEY), *self._pending])
+        self._pending, self._count = [], 0
+        lost = np.zeros(len(rows), np.bool_)
+        lost[_lost(rows, self._keep)] = True
+        self._losers.write(_as_losers(rows, np.flatnonzero(lost)))
+        stays = np.flatnonzero(~lost)
+        order = np.argsort(leading_bits(rows["high"][stays]), kind="stable")
+        self._table.write(rows[stays[order]])
+        self.keys += len(stays)
+        self._runs.append(self.keys)
+
+    def __enter__(self) -> _RunWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with self._table, self._losers, RowsWriter(self._folder / LINE_RUNS_FILE, np.int64) as runs:
+            self._write_run()
+            runs.write(np.array(self._runs, np.int64))
+
+
+def _lost(rows: npt.NDArray[np.void], keep: int) -> npt.NDArray[np.int64]:
+    """Which rows (LINE_KEY, _ROW_DTYPE) are of a document that is not among the first `keep` of its line."""
+    chosen = repeated(rows["high"])
+    by = ("source", "low", "high")
+    halves = [rows["id"][chosen, half] for half in (1, 0)]
+    chosen = chosen[np.lexsort([*halves, *(rows[name][chosen] for name in by)])]
+    new_line = np.ones(len(chosen), np.bool_)
+    new_line[1:] = _differ(rows["high"], chosen) | _differ(rows["low"], chosen)
+    new_document = new_line.copy()
+    for field in (rows["id"][:, 0], rows["id"][:, 1], rows["source"]):
+        new_document[1:] |= _differ(field, chosen)
+    number = np.cumsum(new_document)
+    first = np.maximum.accumulate(np.where(new_line, number, 0))
+    lost: npt.NDArray[np.int64] = chosen[number - first >= keep]
+    return lost
+
+
+def _differ(field: npt.NDArray[Any], chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    values = field[chosen]
+    different: npt.NDArray[np.bool_] = values[1:] != values[:-1]
+    return different
+
+
+def _as_losers(rows: npt.NDArray[np.void], lost: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    losers = np.zeros(len(lost), LINE_LOSER)
+    for name in ("row", "unit"):
+        losers[name] = rows[name][lost]
+    if "split" in (rows.dtype.names or ()):
+        losers["split"] = rows["split"][lost]
+    return losers
