@@ -126,14 +126,12 @@ def _radix_sort(keys, order, to_keys, to_order):  # type: ignore[no-untyped-def]
     source_keys, source_order = keys, order
     spare_keys, spare_order = np.empty_like(keys), np.empty_like(order)
     for byte in range(8):
-        start = np.int64(0)
-        for digit in range(256):
-            counts[byte, digit], start = start, start + counts[byte, digit]
+        places = np.cumsum(counts[byte]) - counts[byte]
         for i in range(len(keys)):
             key = source_keys[i]
             digit = np.int64(key >> np.uint64(8 * byte) & np.uint64(255))
-            place = counts[byte, digit]
-            counts[byte, digit] = place + 1
+            place = places[digit]
+            places[digit] = place + 1
             to_keys[place] = key
             to_order[place] = source_order[i]
         source_keys, source_order = to_keys, to_order
@@ -158,26 +156,33 @@ def key_range(partition: int, partitions: int) -> tuple[int, int]:
     return low, high
 
 
-def find_slices(folder: Path, low: int, high: int) -> list[tuple[int, int]]:
+def find_slices(
+    folder: Path, low: int, high: int, *, within: Sequence[tuple[int, int]] | None = None
+) -> list[tuple[int, int]]:
     """(start, stop) in entries of bands.bin, one a run that has keys in [low, high).
 
-    Raises BuildError where the files are not whole.
+    `within`: slices of a range of keys that contains this one. BuildError where the files are not whole.
     """
     path = folder / BANDS_FILE
-    edges: list[int] = np.load(folder / BAND_RUNS_FILE).tolist()
-    size = path.stat().st_size
-    if size != edges[-1] * BAND.itemsize:
-        raise BuildError(
-            f"{path}: {size:,} bytes, {edges[-1]:,} entries expected; remove the work folder and build again"
-        )
-    slices = []
+    if within is None:
+        edges: list[int] = np.load(folder / BAND_RUNS_FILE).tolist()
+        size = path.stat().st_size
+        if size != edges[-1] * BAND.itemsize:
+            raise BuildError(
+                f"{path}: {size:,} bytes, {edges[-1]:,} entries expected; remove the work folder and build "
+                "again"
+            )
+        within = list(pairwise(edges))
+    slices: list[tuple[int, int]] = []
+    if not within:
+        return slices
     with path.open("rb", buffering=0) as file:
 
         def key_of(entry: int) -> int:
             file.seek(entry * BAND.itemsize)
             return int.from_bytes(file.read(_KEY.itemsize), "little")
 
-        for begin, end in pairwise(edges):
+        for begin, end in within:
             start = bisect_left(range(end), low, begin, end, key=key_of)
             stop = bisect_left(range(end), high, start, end, key=key_of)
             if start < stop:

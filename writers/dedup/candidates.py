@@ -1,0 +1,337 @@
+"""Candidate pairs of near-duplicates: documents that share a band's key, one partition of keys at a time.
+
+All entries of a partition (shardkit.writers.dedup.bands) are read and sorted by (key, number); documents of
+the same key are a bucket. A bucket of up to `limits.documents` documents gives all pairs, a larger one (a
+hub) those that `shardkit.writers.dedup.hubs` finds. One side of a pair is an input, the other anything: since
+inputs have the lowest numbers, the pairs of a bucket are each input with all that follow it.
+
+Planted copies do not count towards a bucket's size, so the pairs of other documents are the same with and
+without them. The set of all partitions' pairs does not depend on partitions, parts, or memory; how often a
+pair occurs, in how many runs, does.
+
+    pairs.bin    PAIR entries in runs, each sorted by (a, b) and without repetition
+    pairs.npy    int64[runs + 1]: where runs begin and end, in entries
+    numbers.npy  uint64: the numbers of documents in any pair, ascending
+
+Memory: half of the budget for entries (48 bytes each, in as many turns as that needs), a quarter for a run of
+pairs, a quarter for a hub, and one bit a document of the population.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
+from shardkit.writers.dedup.hubs import HubLimits, HubSearch, ReferenceDocument, reference_hub_pairs
+from shardkit.writers.dedup.population import PAIR, Population
+
+__all__ = [
+    "NUMBERS_FILE",
+    "PAIRS_FILE",
+    "PAIR_RUNS_FILE",
+    "PairWriter",
+    "find_candidates",
+    "reference_candidates",
+]
+
+PAIRS_FILE = "pairs.bin"
+PAIR_RUNS_FILE = "pairs.npy"
+NUMBERS_FILE = "numbers.npy"
+
+RUN_PAIRS = 1 << 22
+WORD_DOCUMENTS = 1 << 32
+_PEAK_BYTES_PER_PAIR = 64  # while a run is sorted and written, measured where numbers exceed 32 bits
+_CHUNK = 1 << 16
+
+Numbers = npt.NDArray[np.uint64]
+Slices = list[list[tuple[int, int]]]  # of each part, (start, stop) of entries
+
+
+def find_candidates(
+    population: Population,
+    partition: int,
+    partitions: int,
+    removed: npt.NDArray[np.uint8] | None,
+    folder: Path,
+    *,
+    similarity: float,
+    limits: HubLimits | None = None,
+    memory_bytes: int = 256 << 20,
+) -> dict[str, int]:
+    """Write the pairs of one partition of keys into `folder`; returns counts.
+
+    `removed`: one bit a number, lowest bit first; documents whose bit is set take no part. Counts: entries
+    (of documents not removed), buckets that made pairs, the largest of them and how many were hubs (planted
+    copies not counted), pairs (without repetition within a run), and bounded (`HubSearch`).
+    """
+    limits = limits or HubLimits()
+    counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
+    hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
+    documents = int(population.starts[-1])
+    run_pairs = max(1, min(RUN_PAIRS, memory_bytes // 4 // _PEAK_BYTES_PER_PAIR))
+    with PairWriter(folder, documents, run_pairs=run_pairs) as writer:
+        low, high = key_range(partition, partitions)
+        for slices in _turns(population, low, high, max(1, memory_bytes // 2 // PEAK_BYTES_PER_ENTRY)):
+            numbers, edges = _read_buckets(population, slices, removed, counts)
+            _add_buckets(population, numbers, edges, limits, hubs, writer, counts)
+    return {**counts, "bounded": hubs.bounded, "pairs": writer.pairs}
+
+
+def _turns(
+    population: Population, low: int, high: int, most: int, outer: Slices | None = None
+) -> Iterator[Slices]:
+    """The entries with keys in [low, high) in turns of at most `most` entries, or of one key."""
+    slices = [
+        find_slices(part.folder, low, high, within=outer[number] if outer else None)
+        for number, part in enumerate(population.parts)
+    ]
+    total = sum(stop - start for part in slices for start, stop in part)
+    if total <= most or high - low == 1:
+        yield slices
+        return
+    middle = (low + high) // 2
+    yield from _turns(population, low, middle, most, slices)
+    yield from _turns(population, middle, high, most, slices)
+
+
+def _read_buckets(
+    population: Population, slices: Slices, removed: npt.NDArray[np.uint8] | None, counts: Counter[str]
+) -> tuple[Numbers, npt.NDArray[np.int64]]:
+    """(numbers, edges): bucket i of two or more documents is numbers[edges[i] : edges[i + 1]], ascending."""
+    total = sum(stop - start for part in slices for start, stop in part)
+    keys, numbers = np.empty(total, np.uint64), np.empty(total, np.uint64)
+    bitmap = np.zeros(0, np.uint8) if removed is None else removed
+    end = 0
+    for part, start, mine in zip(population.parts, population.starts[:-1].tolist(), slices, strict=True):
+        for rows in read_slices(part.folder, mine):
+            end = _take(rows["key"], rows["document"], np.uint64(start), bitmap, keys, numbers, end)
+    counts["entries"] += end
+    # Runs are sorted and come in the order of numbers: a stable sort merges them into (key, number).
+    order = np.argsort(keys[:end], kind="stable")
+    keys = keys[order]
+    repeated = np.zeros(end + 1, np.bool_)
+    repeated[1:end] = keys[1:] == keys[:-1]
+    shared = repeated[:-1] | repeated[1:]
+    order = order[shared]
+    keys, numbers = keys[shared], numbers[order]
+    first = np.ones(len(keys), np.bool_)
+    first[1:] = keys[1:] != keys[:-1]
+    new = first.copy()
+    new[1:] |= numbers[1:] != numbers[:-1]  # a document may have one key in two bands
+    numbers, first = numbers[new], first[new]
+    edges = np.append(np.flatnonzero(first), len(numbers))
+    return numbers, edges
+
+
+@numba.njit(nogil=True, cache=True)
+def _take(keys, documents, start, removed, out_keys, out_numbers, end):  # type: ignore[no-untyped-def]
+    """Append the entries whose documents are not removed; returns the new end."""
+    for i in range(len(keys)):
+        number = start + np.uint64(documents[i])
+        place = np.int64(number >> np.uint64(3))
+        if len(removed) and removed[place] >> np.uint8(number & np.uint64(7)) & 1:
+            continue
+        out_keys[end] = keys[i]
+        out_numbers[end] = number
+        end += 1
+    return end
+
+
+def _add_buckets(
+    population: Population,
+    numbers: Numbers,
+    edges: npt.NDArray[np.int64],
+    limits: HubLimits,
+    hubs: HubSearch,
+    writer: PairWriter,
+    counts: Counter[str],
+) -> None:
+    """All pairs of the buckets."""
+    planted, indexed = population.planted, population.indexed
+    inputs = np.diff(np.concatenate([[0], np.cumsum(numbers < planted.start)])[edges])
+    copies = np.diff(
+        np.concatenate([[0], np.cumsum((numbers >= planted.start) & (numbers < indexed.start))])[edges]
+    )
+    sizes = np.diff(edges)
+    useful = (inputs > 0) & (sizes > 1)
+    large = useful & (sizes - copies > limits.documents)
+    counts["buckets"] += int(useful.sum())
+    counts["hubs"] += int(large.sum())
+    counts["largest_bucket"] = max(counts["largest_bucket"], int((sizes - copies)[useful].max(initial=0)))
+    _all_pairs(numbers, edges, inputs, useful & ~large, writer.add)
+    for bucket in np.flatnonzero(large).tolist():
+        for a, b in hubs.pairs(numbers[edges[bucket] : edges[bucket + 1]]):
+            writer.add(a, b)
+
+
+def _all_pairs(
+    numbers: Numbers,
+    edges: npt.NDArray[np.int64],
+    inputs: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.bool_],
+    add: Callable[[Numbers, Numbers], None],
+) -> None:
+    """Each input of a wanted bucket with all that follow it there."""
+    state = np.zeros(3, np.int64)
+    a, b = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.uint64)
+    while state[0] < len(inputs):
+        count = _next_pairs(numbers, edges, inputs, wanted, state, a, b)
+        add(a[:count], b[:count])
+
+
+@numba.njit(nogil=True, cache=True)
+def _next_pairs(numbers, edges, inputs, wanted, state, a, b):  # type: ignore[no-untyped-def]
+    """Fill `a` and `b` from state = (bucket, place of the input in it, pairs of it already made)."""
+    count = 0
+    bucket, one, done = state
+    while bucket < len(inputs):
+        start, stop = edges[bucket], edges[bucket + 1]
+        while wanted[bucket] and one < inputs[bucket]:
+            first = start + one + 1 + done
+            taken = min(stop - first, len(a) - count)
+            for i in range(taken):
+                a[count + i] = numbers[start + one]
+                b[count + i] = numbers[first + i]
+            count += taken
+            if first + taken < stop:
+                state[0], state[1], state[2] = bucket, one, done + taken
+                return count
+            one, done = one + 1, np.int64(0)
+        bucket, one = bucket + 1, np.int64(0)
+    state[0], state[1], state[2] = bucket, one, done
+    return count
+
+
+class PairWriter:
+    """Collects pairs, drops repetitions, and writes sorted runs; the rest and the other files at the end.
+
+    A block that ends with an error leaves files that do not match: the folder is to be thrown away.
+    """
+
+    def __init__(self, folder: Path, documents: int, *, run_pairs: int = RUN_PAIRS) -> None:
+        self.pairs = 0
+        self._folder = folder
+        self._documents = documents
+        # Pairs of numbers below 2^32 are one word each, which numpy sorts several times as fast as two.
+        self._columns = 1 if documents <= WORD_DOCUMENTS else 2
+        self._pending = np.empty((self._columns, run_pairs), np.uint64)
+        self._count = 0
+        self._occurs = np.zeros(-(-documents // 8), np.uint8)
+        self._numbers = 0  # bits set
+        self._edges = [0]
+        self._file: BinaryIO
+
+    def __enter__(self) -> Self:
+        self._file = (self._folder / PAIRS_FILE).open("wb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is not None:
+                return
+            self._sort()
+            if self._count:
+                self._write_run()
+        np.save(self._folder / PAIR_RUNS_FILE, np.array(self._edges, np.int64), allow_pickle=False)
+        self._write_numbers()
+
+    def add(self, a: Numbers, b: Numbers) -> None:
+        """Take pairs of numbers, a < b."""
+        at = 0
+        while at < len(a):
+            taken = min(len(a) - at, self._pending.shape[1] - self._count)
+            place, some = slice(self._count, self._count + taken), slice(at, at + taken)
+            if self._columns == 1:
+                self._pending[0, place] = a[some] << np.uint64(32) | b[some]
+            else:
+                self._pending[:, place] = a[some], b[some]
+            self._count += taken
+            at += taken
+            if self._count == self._pending.shape[1]:
+                self._sort()
+                if self._count > self._pending.shape[1] // 2:  # else there is room: the same pairs come again
+                    self._write_run()
+
+    def _sort(self) -> None:
+        """Sort what is pending and drop repetitions."""
+        pending = self._pending[:, : self._count]
+        if self._columns == 1:
+            pending[0].sort()
+        else:
+            pending[:] = pending[:, np.lexsort((pending[1], pending[0]))]
+        new = np.ones(self._count, np.bool_)
+        new[1:] = (pending[:, 1:] != pending[:, :-1]).any(axis=0)
+        unique = pending[:, new]
+        self._count = unique.shape[1]
+        self._pending[:, : self._count] = unique
+
+    def _write_run(self) -> None:
+        for start in range(0, self._count, _CHUNK):
+            some = self._pending[:, start : min(start + _CHUNK, self._count)]
+            pairs = np.empty(some.shape[1], PAIR)
+            if self._columns == 1:
+                pairs["a"], pairs["b"] = some[0] >> np.uint64(32), some[0] & np.uint64(0xFFFFFFFF)
+            else:
+                pairs["a"], pairs["b"] = some
+            self._numbers += _mark(pairs["a"], pairs["b"], self._occurs)
+            self._file.write(pairs.data)
+        self._edges.append(self._edges[-1] + self._count)
+        self.pairs += self._count
+        self._count = 0
+
+    def _write_numbers(self) -> None:
+        with (self._folder / NUMBERS_FILE).open("wb") as file:
+            header = {"descr": "<u8", "fortran_order": False, "shape": (self._numbers,)}
+            np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]
+            for start in range(0, len(self._occurs), _CHUNK):
+                bits = np.unpackbits(self._occurs[start : start + _CHUNK], bitorder="little")
+                file.write((np.flatnonzero(bits) + 8 * start).astype("<u8").data)
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(a, b, bits):  # type: ignore[no-untyped-def]
+    """Set the bits of these numbers; returns how many were not set before."""
+    count = 0
+    for i in range(len(a)):
+        for number in (a[i], b[i]):
+            place, bit = np.int64(number >> np.uint64(3)), np.uint8(1) << np.uint8(number & np.uint64(7))
+            count += (bits[place] & bit) == 0
+            bits[place] |= bit
+    return count
+
+
+def reference_candidates(
+    documents: Sequence[ReferenceDocument], similarity: float, limits: HubLimits
+) -> tuple[set[tuple[int, int]], int]:
+    """(pairs of positions in `documents`, lower first; bounded) over all partitions, in plain Python."""
+    buckets: dict[int, set[int]] = {}
+    for position, document in enumerate(documents):
+        for key in document.keys:
+            buckets.setdefault(key, set()).add(position)
+    pairs: set[tuple[int, int]] = set()
+    bounded = 0
+    for members in buckets.values():
+        bucket = sorted(members)
+        kinds = [documents[member].kind for member in bucket]
+        if "input" not in kinds:
+            continue
+        if len(bucket) - kinds.count("planted") > limits.documents:
+            found, met = reference_hub_pairs([documents[member] for member in bucket], similarity, limits)
+            pairs |= {(bucket[one], bucket[other]) for one, other in found}
+            bounded += met
+            continue
+        for one, other in combinations(bucket, 2):
+            if "input" in (documents[one].kind, documents[other].kind):
+                pairs.add((one, other))
+    return pairs, bounded
