@@ -16,6 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -73,6 +74,12 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def peak_rss_bytes() -> int:
+    """Of this program: what getrusage tells begins with the parent's."""
+    with Path("/proc/self/status").open() as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+
+
 def answer(request: Request, table: pa.Table, prepared: Any, task: Task) -> dict[str, Any]:
     start, cpu = time.perf_counter(), cpu_seconds()
     result = task(prepared, request)
@@ -82,7 +89,7 @@ def answer(request: Request, table: pa.Table, prepared: Any, task: Task) -> dict
         "bytes": pc.sum(pc.binary_length(table.column("text"))).as_py(),
         "seconds": seconds,
         "cpu_seconds": cpu,
-        "peak_rss_MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "peak_rss_MB": peak_rss_bytes() / 1e6,
         "result": result,
     }
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from peer_side import BANDS, NGRAM, ROWS, Request, serve
@@ -32,23 +30,18 @@ def signatures(batches: list[pa.LargeStringArray], request: Request) -> int:
     return sum(len(sign_batch(batch, config).values) for batch in batches)
 
 
-def near(_: list[pa.LargeStringArray], request: Request) -> Any:
+def near(_: list[pa.LargeStringArray], request: Request) -> list[int]:
     """From documents.arrow to the rows to remove, every file on disk; verified."""
-    from shardkit.writers.dedup.near import find_near_duplicates
-
     from shardkit.writers.dedup.config import NearDedupConfig
+    from shardkit.writers.dedup.near import find_near_duplicates
 
     config = NearDedupConfig(similarity=request["similarity"], bands=BANDS, rows=ROWS)
     with tempfile.TemporaryDirectory(dir=request["scratch"]) as folder:
         result = find_near_duplicates(
             [Path(request["file"])], config, folder=Path(folder), memory_bytes=request["memory_bytes"]
         )
-        return sorted(itertools.chain.from_iterable(rows.tolist() for rows in removed_rows(result)))
-
-
-def removed_rows(result: Any) -> Any:
-    """int64[n] of each documents.arrow."""
-    return [result.losers["row"]]
+        rows: list[int] = result.losers["row"].tolist()
+        return rows
 
 
 if __name__ == "__main__":

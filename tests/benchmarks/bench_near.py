@@ -1,0 +1,209 @@
+"""Near-duplicate removal end to end: CPU seconds and recall, shardkit beside daft and datasketch.
+
+    python tests/benchmarks/bench_near.py [--corpus FOLDER] [--documents 100000] [--runs 3] [--sides …]
+                                          [--work DIR] [--venvs DIR] [--json]
+
+Documents (about 425 MB for 100,000) are cuts of the corpus, as in bench_minhash.py; 15 % of them are copies
+of another one with words replaced, at similarities spread over 0.5 to 1.0 (exact Jaccard of sets of 5-grams).
+Each side gets the same documents, 14 bands x 8 rows of word 5-grams, and says which documents it would
+remove. A pair is found when one of its two is removed; a removal is needless when its pair is below 0.8.
+
+    shardkit     from an Arrow file through signatures, bands, candidates and exact verification, all on disk
+    daft         in memory: minhash, bands, explode, group-by; then union-find in Python; unverified
+    daft+        the same after its normalization of the text
+    datasketch   in memory: MinHash with xxh32, MinHashLSH: query, insert what is new; unverified
+
+CPU is user and system time of the process and its children, on all cores, after a run over 2,000 documents;
+reading the documents is not counted for the peers and is for ours. Sides take turns; figures are medians, "x"
+is the median over the runs of their CPU time by ours in the same run. --work keeps the documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
+
+from bench_minhash import DEFAULT_VENVS, MEAN_WORDS
+from near_texts import PAIR, read_sources, write_documents
+from peer_environments import Environment, SideProcess, environment
+
+SIMILARITY = 0.8
+EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0 + 1e-9)
+COPIES = 0.15
+WARM_UP_DOCUMENTS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A tool with its settings."""
+
+    tool: str
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+SIDES = {
+    "shardkit": Side("shardkit"),
+    "daft": Side("daft", {"hash_function": "xxhash3_64"}),
+    "daft+": Side("daft", {"hash_function": "xxhash3_64", "normalize": True}),
+    "datasketch": Side("datasketch"),
+}
+
+
+def make_documents(
+    folder: Path, corpus: Path | None, documents: int
+) -> tuple[Path, Path, npt.NDArray[np.void]]:
+    """(documents, warm-up documents, pairs of the first), made unless they are there."""
+    file, warm_up = folder / f"documents-{documents}.arrow", folder / "warm-up.arrow"
+    pairs = file.with_suffix(".npy")
+    if not pairs.exists():
+        print(f"making {documents} documents", file=sys.stderr)
+        sources = read_sources(corpus)
+        settings: dict[str, Any] = {"sources": sources, "mean_words": MEAN_WORDS, "copies": COPIES}
+        write_documents(warm_up, WARM_UP_DOCUMENTS, seed=2, **settings)
+        np.save(pairs, write_documents(file, documents, seed=1, **settings))
+    found: npt.NDArray[np.void] = np.load(pairs)
+    assert found.dtype == PAIR
+    return file, warm_up, found
+
+
+def quality(removed: list[int], pairs: npt.NDArray[np.void], documents: int) -> dict[str, Any]:
+    """Recall by band and from the threshold up; needless removals."""
+    gone = np.zeros(documents, np.bool_)
+    gone[removed] = True
+    found = gone[pairs["original"]] | gone[pairs["copy"]]
+    close = pairs["similarity"] >= SIMILARITY
+    needed = np.zeros(documents, np.bool_)
+    for name in ("original", "copy"):
+        needed[pairs[name][close]] = True
+    bands = {}
+    for low, high in itertools.pairwise(EDGES):
+        inside = (pairs["similarity"] >= low) & (pairs["similarity"] < high)
+        bands[f"{low:.2f}"] = float(found[inside].mean()) if inside.any() else None
+    return {
+        "removed": int(gone.sum()),
+        "needless": int((gone & ~needed).sum()),
+        "recall": float(found[close].mean()),
+        "recall_by_band": bands,
+    }
+
+
+def measure(
+    sides: dict[str, Environment], file: Path, warm_up: Path, runs: int, request: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """The answers of every side, a list of `runs`; every process lives through all runs."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    with ExitStack() as stack:
+        running = {
+            name: stack.enter_context(SideProcess(SIDES[name].tool, place.python))
+            for name, place in sides.items()
+        }
+        for run in range(-1, runs):
+            names = list(running)
+            start = run % len(names)
+            for name in names[start:] + names[:start]:
+                documents = warm_up if run < 0 else file
+                running[name].ask({**request, **SIDES[name].request, "file": str(documents)})
+                answer = running[name].answer()
+                if run >= 0:
+                    answers[name].append(answer)
+    return answers
+
+
+def report(
+    sides: dict[str, Environment], answers: dict[str, list[dict[str, Any]]], pairs: npt.NDArray[np.void]
+) -> list[dict[str, Any]]:
+    ours = [answer["cpu_seconds"] for answer in answers.get("shardkit", ())]
+    rows = []
+    for name, runs in answers.items():
+        cpu = [run["cpu_seconds"] for run in runs]
+        ratios = [theirs / own for theirs, own in zip(cpu, ours, strict=True)] if ours else []
+        rows.append(
+            {
+                "side": name,
+                "version": sides[name].version,
+                "documents": runs[0]["documents"],
+                "MB": runs[0]["bytes"] / 1e6,
+                "cpu_s": statistics.median(cpu),
+                "cpu_runs": [round(one, 2) for one in cpu],
+                "wall_s": statistics.median(run["seconds"] for run in runs),
+                "x": statistics.median(ratios) if ratios else None,
+                "peak_rss_MB": max(run["peak_rss_MB"] for run in runs),
+                "same_each_run": all(run["result"] == runs[0]["result"] for run in runs),
+                **quality(runs[0]["result"], pairs, runs[0]["documents"]),
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    print(f"{first['documents']:,} documents, {first['MB']:.0f} MB")
+    print(
+        f"{'side':12}{'version':>9}{'CPU s':>8}{'wall s':>8}{'x':>7}{'RSS MB':>8}"
+        f"{'removed':>9}{'needless':>9}{'recall':>8}"
+    )
+    for row in rows:
+        ratio = f"{row['x']:.1f}" if row["x"] else ""
+        print(
+            f"{row['side']:12}{row['version']:>9}{row['cpu_s']:8.2f}{row['wall_s']:8.2f}{ratio:>7}"
+            f"{row['peak_rss_MB']:8.0f}{row['removed']:9}{row['needless']:9}{row['recall']:8.4f}"
+        )
+    print("\nrecall by similarity from " + "".join(f"{name:>8}" for name in first["recall_by_band"]))
+    for row in rows:
+        shares = row["recall_by_band"].values()
+        print(f"{row['side']:26}" + "".join(f"{share:8.3f}" if share is not None else "" for share in shares))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, help="folder of JSONL (.gz, .zst) and Parquet files")
+    parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"default: {', '.join(SIDES)}")
+    parser.add_argument("--memory", type=int, default=1 << 30, help="bytes that shardkit may use (1 GiB)")
+    parser.add_argument("--work", type=Path, help="keep the documents here, and use those that are there")
+    parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    sides = {}
+    for name in arguments.sides.split(","):
+        place = environment(SIDES[name].tool, arguments.venvs.expanduser())
+        if place.missing:
+            print(f"{name} is left out: {place.missing}", file=sys.stderr)
+        else:
+            sides[name] = place
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.work or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        file, warm_up, pairs = make_documents(folder, arguments.corpus, arguments.documents)
+        request = {
+            "task": "near",
+            "similarity": SIMILARITY,
+            "memory_bytes": arguments.memory,
+            "scratch": scratch,
+        }
+        answers = measure(sides, file, warm_up, arguments.runs, request)
+    rows = report(sides, answers, pairs)
+    if arguments.json:
+        print(json.dumps(rows))
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
