@@ -5,7 +5,7 @@
 
 Documents are 30 to 60 words of a Zipf vocabulary, in 8 JSONL files (1.4 GB for 5 million, made in a minute or
 two, the same each time). Among them: 8 % that have the text of another one, 8 % near-duplicates (one of the
-first words replaced: Jaccard similarity of 5-grams 0.85 or more), 4 % that are nearly that (a word in the
+first words replaced: Jaccard similarity of 5-grams 0.84 or more), 4 % that are nearly that (a word in the
 middle replaced: 0.68 to 0.84), and 2 % from 5 templates that differ in their last words only, so that
 they meet in very large buckets.
 
