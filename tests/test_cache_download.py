@@ -406,5 +406,5 @@ def test_a_thread_that_outlives_close_ends_after_its_read(
 ) -> None:
     _, threads = closed_in_the_middle(tmp_path, monkeypatch, in_time=False)
     for thread in threads:
-        thread.join(10.0)  # far more than it needs
+        thread.join(60.0)  # far more than it needs
     assert not any(thread.is_alive() for thread in threads)

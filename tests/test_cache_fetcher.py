@@ -426,7 +426,7 @@ def test_a_shard_that_comes_damaged_after_the_cache_folder_was_removed_is_fetche
     threads = fetch_threads()
     store.let_through()
     wait_until(lambda: bool(waiters.got) or not all(thread.is_alive() for thread in threads))
-    [found] = waiters.results(1.0)
+    [found] = waiters.results()
     assert isinstance(found, np.ndarray)
     assert found.tobytes() == raw_of(folders["mds"], 3)
 

@@ -132,7 +132,7 @@ def test_a_trickle_comes_byte_by_byte(inner: Store) -> None:
 
 @pytest.mark.parametrize("fault", ["hang", "stall"])
 def test_what_hangs_ends_when_it_is_released(inner: Store, fault: Any) -> None:
-    store = FaultyStore(inner, [FaultRule(fault=fault, seconds=60.0)])
+    store = FaultyStore(inner, [FaultRule(fault=fault, seconds=600.0)])
     began = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(store.get, "a") for _ in range(4)]
@@ -141,8 +141,8 @@ def test_what_hangs_ends_when_it_is_released(inner: Store, fault: Any) -> None:
         store.release()
         for future in waiting:
             with pytest.raises(TransientError):
-                future.result(30)
-    assert time.monotonic() - began < 30
+                future.result(300)
+    assert time.monotonic() - began < 300
 
 
 def test_a_rule_names_operations_and_keys(inner: Store) -> None:

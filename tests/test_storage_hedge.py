@@ -15,7 +15,7 @@ from shardkit.storage.hedge import Hedging, Race
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.workers import Workers
 
-TIMEOUT = 10.0
+TIMEOUT = 60.0
 
 
 @pytest.fixture

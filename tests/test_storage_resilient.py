@@ -32,7 +32,7 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Body, Store
 
-TIMEOUT = 10.0
+TIMEOUT = 60.0  # for what happens within milliseconds on a machine that is not overloaded
 ERROR, THROTTLE, LOST = Fault("error"), Fault("throttle"), Fault("lost")
 DATA = random.Random(4).randbytes(3000)
 
@@ -247,7 +247,7 @@ def test_an_operation_ends_by_its_deadline_though_the_store_never_answers(
     began = time.monotonic()
     with pytest.raises(TransientError, match="no answer within 0"):
         check(store)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < TIMEOUT / 2
     assert store.metrics.snapshot().in_flight == 0, "the place is free though the request hangs"
     store.close()
 
@@ -255,7 +255,7 @@ def test_an_operation_ends_by_its_deadline_though_the_store_never_answers(
 def test_an_answer_that_comes_after_its_operation_ended_is_closed(releases: list[threading.Event]) -> None:
     hanging = HangingStore(range(1))
     releases.append(hanging.release)
-    store = ResilientStore(hanging, RetryPolicy(answer_seconds=0.05))
+    store = ResilientStore(hanging, RetryPolicy(answer_seconds=0.5))
     assert store.get("key") == DATA
     hanging.release.set()
     store.close()
@@ -329,7 +329,7 @@ def test_a_full_store_is_not_asked_twice(releases: list[threading.Event]) -> Non
 def test_only_reads_are_hedged(releases: list[threading.Event]) -> None:
     hanging = HangingStore(range(20, 21))
     releases.append(hanging.release)
-    store = hedged(hanging, answer_seconds=0.2)
+    store = hedged(hanging, answer_seconds=0.5)
     assert store.head("key").bytes == len(DATA)
     found = store.metrics.snapshot()
     assert (found.hedges, found.retries) == (0, 1)
@@ -374,7 +374,7 @@ def test_the_store_never_sees_more_at_once_than_connections() -> None:
 
 def test_bodies_left_open_end_in_an_error_that_says_so() -> None:
     faulty = scripted()
-    store = ResilientStore(faulty, RetryPolicy(deadline_seconds=0.05), connections=2)
+    store = ResilientStore(faulty, RetryPolicy(deadline_seconds=0.5), connections=2)
     bodies = [store.open("key"), store.open("key")]
     with pytest.raises(TransientError, match="2 are in use; close bodies that are no longer read"):
         store.open("key")
@@ -384,7 +384,7 @@ def test_bodies_left_open_end_in_an_error_that_says_so() -> None:
 
 
 def test_an_urgent_read_passes_long_transfers_that_fill_the_store() -> None:
-    store = ResilientStore(scripted(), RetryPolicy(deadline_seconds=0.05), connections=8)
+    store = ResilientStore(scripted(), RetryPolicy(deadline_seconds=0.5), connections=8)
     bodies = [store.open("key") for _ in range(7)]
     with pytest.raises(TransientError, match="connections"):
         store.open("key")
@@ -517,5 +517,4 @@ def test_waits_use_the_policys_clock_only() -> None:
     faulty.inner.put("key", DATA)
     began = time.monotonic()
     resilient(faulty).head("key")
-    assert sum(clock.slept) > 5
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20 < sum(clock.slept)

@@ -344,15 +344,15 @@ def test_a_body_that_stops_is_a_transient_error_after_the_read_timeout() -> None
 
     def stop(connection: socket.socket) -> None:
         connection.sendall(HEADERS + b"x" * 10)
-        over.wait(30)
+        over.wait(120)
 
-    with scripted_store(stop, read_timeout_seconds=0.2) as store, store.open("a") as body:
+    with scripted_store(stop, read_timeout_seconds=0.5) as store, store.open("a") as body:
         buffer = memoryview(bytearray(64))
         assert body.readinto(buffer) == 10
         began = time.monotonic()
         with pytest.raises(TransientError, match="after 10 of 1,000 bytes"):
             body.readinto(buffer)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         over.set()
 
 
@@ -361,13 +361,13 @@ def test_an_answer_that_does_not_come_is_a_transient_error_after_the_read_timeou
     over = threading.Event()
 
     def never(connection: socket.socket) -> None:
-        over.wait(30)
+        over.wait(120)
 
     with scripted_store(never, read_timeout_seconds=0.2) as store:
         began = time.monotonic()
         with pytest.raises(TransientError):
             store.get("a")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         over.set()
 
 
@@ -380,7 +380,7 @@ def test_bytes_are_handed_out_as_they_arrive() -> None:
         connection.sendall(HEADERS)
         for _ in range(5):
             connection.sendall(b"abc")
-            assert taken.acquire(timeout=20)
+            assert taken.acquire(timeout=60)
 
     with scripted_store(trickle) as store, store.open("a") as body:
         buffer = memoryview(bytearray(1 << 20))
@@ -395,9 +395,9 @@ def test_closing_a_body_ends_a_read_of_another_thread() -> None:
 
     def stop(connection: socket.socket) -> None:
         connection.sendall(HEADERS + b"x" * 10)
-        over.wait(30)
+        over.wait(120)
 
-    with scripted_store(stop, read_timeout_seconds=30) as store, ThreadPoolExecutor(1) as pool:
+    with scripted_store(stop, read_timeout_seconds=120) as store, ThreadPoolExecutor(1) as pool:
         body = store.open("a")
         buffer = memoryview(bytearray(64))
         body.readinto(buffer)
@@ -407,12 +407,12 @@ def test_closing_a_body_ends_a_read_of_another_thread() -> None:
             body.readinto(buffer)
 
         waiting = pool.submit(read)
-        reading.wait(10)
+        assert reading.wait(60)
         began = time.monotonic()
         body.close()
         with pytest.raises(TransientError, match="closed"):
-            waiting.result(10)
-        assert time.monotonic() - began < 15  # closing did not wait for the read timeout either
+            waiting.result(60)
+        assert time.monotonic() - began < 60  # closing did not wait for the read timeout either
         with pytest.raises(TransientError, match="closed"):
             body.readinto(buffer)
         over.set()

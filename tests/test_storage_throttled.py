@@ -108,7 +108,7 @@ def test_on_a_real_clock_the_bandwidth_holds(inner: Store) -> None:
     with store.open("a") as body:
         while body.readinto(memoryview(bytearray(1 << 16))):
             pass
-    assert 0.135 - 0.02 <= time.monotonic() - began < 5
+    assert 0.135 - 0.02 <= time.monotonic() - began < 30
 
 
 def test_without_limits_nothing_waits(inner: Store, clock: Clock) -> None:

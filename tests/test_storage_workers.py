@@ -7,7 +7,7 @@ import threading
 
 from shardkit.storage.workers import Workers
 
-TIMEOUT = 10
+TIMEOUT = 60
 
 
 def names(workers: Workers, count: int) -> list[threading.Thread]:
@@ -28,7 +28,7 @@ def names(workers: Workers, count: int) -> list[threading.Thread]:
 def test_threads_are_reused_and_end_at_close() -> None:
     workers = Workers(4)
     threads = set(names(workers, 50))
-    assert len(threads) <= 2, "a thread may not be back when the next task comes"
+    assert len(threads) <= 4, "a thread may not be back when the next task comes"
     workers.close()
     for thread in threads:
         thread.join(TIMEOUT)

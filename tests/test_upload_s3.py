@@ -189,7 +189,7 @@ def test_a_killed_upload_of_large_shards_to_a_real_server_goes_on(rgw_bucket: Rg
     while process.poll() is None and not any(info.key.endswith(".mds") for info in store.list()):
         pass  # each look takes the server a while
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     before = {info.key for info in store.list()} - {MARKER_NAME, "index.json"}
     assert before
     report = upload(large, url, storage=storage, progress=False)
@@ -204,7 +204,7 @@ def test_of_two_processes_with_different_datasets_one_wins_on_a_real_server(
     url = f"{rgw_bucket.url}/contested"
     options = ["--endpoint-url", rgw_bucket.endpoint_url]
     both = [start_upload(folder, url, *options) for folder in (made, tmp_path / "other")]
-    errors = [process.communicate(timeout=60)[1].decode() for process in both]
+    errors = [process.communicate(timeout=120)[1].decode() for process in both]
     assert sorted(process.returncode for process in both) == [0, 1], errors
     winner = [made, tmp_path / "other"][[process.returncode for process in both].index(0)]
     client = s3_client(rgw_bucket.endpoint_url)
@@ -235,6 +235,6 @@ def test_ctrl_c_ends_an_upload_at_once_even_if_the_server_hangs(
         release.set()
         server.intercept = None
         process.kill()
-        process.wait(30)
+        process.wait(60)
     assert process.returncode == 130
     assert err.decode() == "shardkit: interrupted; the same command continues\n"
