@@ -209,7 +209,7 @@ def test_a_full_disk_is_said_and_made_good(
         raise OSError(28, "No space left on device", str(target))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_place", full)
+        patch.setattr(module, "place", full)
         with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
             old.publish(tmp_path / "out")
     old.publish(tmp_path / "out")

@@ -32,6 +32,7 @@ __all__ = [
     "global_shards",
     "old_manifest",
     "output_state",
+    "place",
     "publish",
     "read_card",
 ]
@@ -123,7 +124,7 @@ def publish(
         for folder in {(output / name).parent for name in names}:
             folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda name: _place(links[name], output / name), links))
+            list(pool.map(lambda name: place(links[name], output / name), links))
         for name, text in texts.items():
             publish_bytes(output / name, text)
         for folder in {(output / name).parent for name in names}:
@@ -192,7 +193,7 @@ def _clear(output: Path, names: Sequence[str]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _place(source: Path, target: Path) -> None:
+def place(source: Path, target: Path) -> None:
     """The same file under another name, or a synced copy where a file cannot have names in both folders."""
     try:
         os.link(source, target)
