@@ -35,6 +35,7 @@ __all__ = [
     "find_losers",
     "find_winners",
     "partitions_for",
+    "read_key_runs",
     "read_keys",
 ]
 
@@ -103,14 +104,20 @@ def partitions_for(documents: int, memory_bytes: int) -> int:
 
 def read_keys(path: Path) -> npt.NDArray[np.void]:
     """All rows of a file of keys, KEY_DTYPE in the order of documents."""
-    stored = Rows(path, _STORED_DTYPE).read()
-    keys = np.empty(len(stored), KEY_DTYPE)
-    rows = stored["place"] + np.arange(len(stored)) // RUN_ROWS * RUN_ROWS
-    numbers = np.stack([stored["high"], stored["low"]], axis=1)
-    keys["key"][rows] = numbers.astype(">u8").view(np.uint8)
-    for name, *_ in _DOCUMENT:
-        keys[name][rows] = stored[name]
-    return keys
+    return np.concatenate([np.empty(0, KEY_DTYPE), *read_key_runs(path)])
+
+
+def read_key_runs(path: Path) -> Iterator[npt.NDArray[np.void]]:
+    """The same, a run at a time."""
+    table = Rows(path, _STORED_DTYPE)
+    for start in range(0, len(table), RUN_ROWS):
+        stored = table.read(start, min(start + RUN_ROWS, len(table)))
+        keys = np.empty(len(stored), KEY_DTYPE)
+        numbers = np.stack([stored["high"], stored["low"]], axis=1)
+        keys["key"][stored["place"]] = numbers.astype(">u8").view(np.uint8)
+        for name, *_ in _DOCUMENT:
+            keys[name][stored["place"]] = stored[name]
+        yield keys
 
 
 def find_losers(

@@ -98,6 +98,19 @@ class ShingleWriter:
         self._rows.write(rows)
         self._shingles.write(hashes[:count].astype("<u8", copy=False).data)
 
+    def copy(self, sets: Sets, first_number: int) -> None:
+        """Append sets as they are stored elsewhere, sketches as such; numbers grow by `first_number`."""
+        if not len(sets.rows):
+            return
+        rows = sets.rows.copy()
+        rows["number"] += np.uint64(first_number)
+        rows["start"] = self._stored + sets.offsets[:-1]
+        assert int(rows["number"][0]) >= self._next_number, "order"
+        self._next_number = int(rows["number"][-1]) + 1
+        self._stored += len(sets.hashes)
+        self._rows.write(rows)
+        self._shingles.write(sets.hashes.astype("<u8", copy=False).data)
+
     def __enter__(self) -> Self:
         return self
 
