@@ -1,0 +1,347 @@
+"""The index of a corpus: what later builds need to remove documents that are like its own, without its texts.
+
+    dedup-index.json   settings, counts, what it was made from, and each file's size and xxh3-128
+    part-00000/…       for each split a part (population.py, parts.py) of the documents that stayed, `row`
+                       being the row in this part, and their n-grams (shingle_store.py), numbered from 0
+
+Of each set the `sketch` smallest hashes are stored, so that the index's size does not grow with the texts. A
+document of no more distinct n-grams is compared exactly; for others the similarity s is an unbiased estimate
+(compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 at 0.8 and 1,024. By default
+a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to 8 KiB.
+
+The folder appears whole or not at all, with bytes that follow from the documents and settings alone: workers
+do not matter. Signatures compare only where settings, Unicode version and hash functions are the same;
+`DedupIndex.check` tells what is not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import Field, ValidationError
+
+import shardkit
+from shardkit.errors import BuildError, RecipeError
+from shardkit.hashing import digest_of, hash_file
+from shardkit.index import publish_bytes
+from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.index_part import INDEX_PART_FILES, copy_sketches, index_part
+from shardkit.writers.dedup.minhash import band_keys, sign_batch
+from shardkit.writers.dedup.normalization import normalization_version
+from shardkit.writers.dedup.parts import bands_and_rows, part_settings
+from shardkit.writers.dedup.population import Part
+from shardkit.writers.dedup.shingles import shingle_batch
+from shardkit.writers.filters.config import StrictModel
+from shardkit.writers.journal import fsync_path
+from shardkit.writers.publish import place
+
+__all__ = [
+    "INDEX_FILE",
+    "MAX_SKETCH",
+    "MIN_SKETCH",
+    "SKETCH",
+    "DedupIndex",
+    "check_indexable",
+    "copy_sketches",
+    "index_part",
+    "index_settings",
+    "open_index",
+    "publish_index",
+]
+
+INDEX_FILE = "dedup-index.json"
+FORMAT = 1
+SKETCH = 1024  # hashes
+MIN_SKETCH, MAX_SKETCH = 64, 1 << 20  # fewer estimate within 0.05 only; more are 8 MiB a document
+_THREADS = 8
+_PROBE = "Ämter, straße: the 2nd ΟΔΟΣ of 12 — and e\u0301tudes in 漢字."
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _File(StrictModel):
+    bytes: Count
+    xxh3_128: str
+
+
+class _Part(StrictModel):
+    folder: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}$")]
+    documents: Count
+    bytes: Count
+    files: dict[str, _File]
+
+
+class _Record(StrictModel):
+    format: Literal[1]
+    shardkit_version: str
+    settings: dict[str, Any]
+    sketch: Count
+    documents: Count
+    bytes: Count
+    made_from: dict[str, Any]
+    parts: list[_Part]
+
+
+@dataclass(frozen=True)
+class DedupIndex:
+    """An index on disk, opened by `open_index`."""
+
+    location: Path
+    record: _Record
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """Its parts in order."""
+        return [Part(self.location / part.folder, part.documents, "index") for part in self.record.parts]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`index_settings` of the recipe that made it."""
+        return self.record.settings
+
+    @property
+    def documents(self) -> int:
+        """Documents that it holds."""
+        return self.record.documents
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 of those documents' texts, which are not in it."""
+        return self.record.bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """What its tables take on disk."""
+        return sum(file.bytes for part in self.record.parts for file in part.files.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the settings and of every table: what a task that reads the index depends on."""
+        record = self.record.model_dump(mode="json")
+        return digest_of([record["format"], record["settings"], record["sketch"], record["parts"]])
+
+    def check(self, config: NearDedupConfig, key: str = "dedup.near.against") -> None:
+        """RecipeError, naming `key` and every setting, if documents of this recipe cannot be compared."""
+        there, here = _flat(self.settings), _flat(index_settings(config))
+        names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+        if not names:
+            return
+        if names != ["probe"]:  # what else differs explains it
+            names = [name for name in names if name != "probe"]
+        differences = "; ".join(
+            f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here"
+            for name in names
+        )
+        raise RecipeError(
+            f"{key}: {self.location} was made with other settings: {differences}; use the same, or make the "
+            "index again"
+        )
+
+    def verify(self) -> None:
+        """BuildError that names the first file whose bytes are not those that were published."""
+        files = [
+            (self.location / part.folder / name, file)
+            for part in self.record.parts
+            for name, file in sorted(part.files.items())
+        ]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            hashes = pool.map(lambda entry: hash_file(entry[0], ["xxh3_128"])["xxh3_128"], files)
+            for (path, file), found in zip(files, hashes, strict=True):
+                if found != file.xxh3_128:
+                    raise BuildError(
+                        f"{path}: xxh3-128 {found}, expected {file.xxh3_128}; make the index again"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it is, as plain data; of its parts only their number."""
+        record = self.record.model_dump(mode="json", exclude={"parts"})
+        return {
+            "location": str(self.location),
+            **record,
+            "parts": len(self.record.parts),
+            "stored_bytes": self.stored_bytes,
+            "digest": self.digest,
+        }
+
+
+def check_indexable(config: NearDedupConfig | None, sketch: int) -> NearDedupConfig:
+    """The settings, if an index can be made by them; RecipeError. ValueError: a sketch of so many hashes."""
+    if config is None:
+        raise RecipeError("dedup.near: is not set, and an index is of its signatures; {} sets the defaults")
+    if config.scope != "global":
+        raise RecipeError(
+            f"dedup.near.scope: is {config.scope}, so nothing could be compared with other corpora; an index "
+            "needs global"
+        )
+    if sketch and not MIN_SKETCH <= sketch <= MAX_SKETCH:
+        raise ValueError(f"a sketch of {sketch:,} hashes: from {MIN_SKETCH} to {MAX_SKETCH:,}, or 0 for all")
+    return config
+
+
+def index_settings(config: NearDedupConfig) -> dict[str, Any]:
+    """All that must be the same for documents to be compared; a probe stands for the code's hashes."""
+    probe = pa.array([_PROBE], pa.large_string())
+    signed = sign_batch(probe, config.minhash)
+    shingles = shingle_batch(probe, config.minhash).hashes
+    made: list[npt.NDArray[Any]] = [signed.values, signed.keys, shingles]
+    made.append(band_keys(signed.values, *bands_and_rows(config)))
+    return part_settings(config) | {
+        "normalization": normalization_version(),
+        "probe": digest_of([array.tolist() for array in made]),
+    }
+
+
+def open_index(path: Path) -> DedupIndex:
+    """The index in a folder. BuildError if there is none, or one of another format or with other sizes."""
+    file = path / INDEX_FILE
+    try:
+        data = json.loads(file.read_bytes())
+    except OSError as error:
+        raise BuildError(
+            f"{file}: cannot be read: {error.strerror}; `shardkit dedup-index` makes an index"
+        ) from None
+    except ValueError as error:
+        raise BuildError(f"{file}: is no JSON: {error}; make the index again") from None
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise BuildError(
+            f"{file}: format {version!r}, and this shardkit knows {FORMAT}; make the index again"
+        )
+    try:
+        record = _Record.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
+    for part in record.parts:
+        _check_sizes(path, part)
+    return DedupIndex(path, record)
+
+
+def _check_sizes(path: Path, part: _Part) -> None:
+    if set(part.files) != set(INDEX_PART_FILES):
+        raise BuildError(f"{path / INDEX_FILE}: {part.folder} lists other files than an index has")
+    for name, file in part.files.items():
+        table = path / part.folder / name
+        try:
+            found = table.stat().st_size
+        except OSError as error:
+            raise BuildError(f"{table}: cannot be read: {error.strerror}; make the index again") from None
+        if found != file.bytes:
+            raise BuildError(f"{table}: {found:,} bytes, expected {file.bytes:,}; make the index again")
+
+
+def publish_index(
+    parts: Sequence[tuple[Path, Mapping[str, Any]]],
+    target: Path,
+    made_from: Mapping[str, Any],
+    config: NearDedupConfig,
+    *,
+    sketch: int = SKETCH,
+    replace: bool = False,
+) -> DedupIndex:
+    """Make `target` the index of these parts: each the folder that `index_part` wrote and what it returned.
+
+    `made_from` is plain data for people: of which recipe and inputs it is. If the very same index is there,
+    nothing is done. BuildError: the target holds another index and `replace` is not set, or other files.
+    """
+    data = {
+        "format": FORMAT,
+        "shardkit_version": shardkit.__version__,
+        "settings": index_settings(config),
+        "sketch": sketch,
+        "documents": sum(counts["documents"] for _, counts in parts),
+        "bytes": sum(counts["bytes"] for _, counts in parts),
+        "made_from": dict(made_from),
+        "parts": [
+            {"folder": f"part-{number:05d}"}
+            | {name: counts[name] for name in ("documents", "bytes", "files")}
+            for number, (_, counts) in enumerate(parts)
+        ],
+    }
+    text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False)
+    record = _Record.model_validate(json.loads(text))
+    target = target.resolve()
+    unfinished, replaced = (
+        target.with_name(f".{target.name}.{state}") for state in ("unfinished", "replaced")
+    )
+    try:
+        if _is_published(target, record, replace=replace):
+            _remove(unfinished, replaced)
+            return open_index(target)
+        _remove(unfinished)
+        unfinished.mkdir(parents=True)
+        for part, (folder, _) in zip(record.parts, parts, strict=True):
+            _fill(unfinished / part.folder, folder)
+        publish_bytes(unfinished / INDEX_FILE, text.encode() + b"\n")
+        # A crash between the two renames leaves no index; the same command then puts the new one there.
+        if target.exists():
+            _remove(replaced)
+            target.rename(replaced)
+        unfinished.rename(target)
+        fsync_path(target.parent)
+        _remove(replaced)
+    except OSError as error:
+        raise BuildError(f"{target}: cannot be written: {error}; the same command continues") from error
+    return open_index(target)
+
+
+def _is_published(target: Path, record: _Record, *, replace: bool) -> bool:
+    """Whether exactly this index is there; BuildError if what is there must not be replaced."""
+    if not target.exists():
+        return False
+    names = {INDEX_FILE}
+    if (target / INDEX_FILE).exists():
+        try:
+            old = open_index(target)
+        except BuildError as error:
+            if not replace:
+                raise BuildError(f"{error}, with --replace") from None
+            names |= {f"{path.name}/{name}" for path in target.glob("part-*") for name in INDEX_PART_FILES}
+        else:
+            if old.record == record:
+                return True
+            if not replace:
+                raise BuildError(f"{target}: holds another index; --replace puts this one in its place")
+            names |= {f"{part.folder}/{name}" for part in old.record.parts for name in part.files}
+    if not target.is_dir():
+        raise BuildError(f"{target}: is not a folder; choose another place")
+    if foreign := sorted(set(_file_names(target)) - names):
+        raise BuildError(
+            f"{target}: holds files that no index has (first: {foreign[0]}); choose another, or empty it"
+        )
+    return False
+
+
+def _file_names(folder: Path) -> Iterator[str]:
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+
+
+def _fill(folder: Path, source: Path) -> None:
+    folder.mkdir()
+    for name in INDEX_PART_FILES:
+        place(source / name, folder / name)
+    fsync_path(folder)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"minhash.ngram": 5, …}."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
