@@ -18,14 +18,14 @@ from shardkit.writers.dedup import measure
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.lsh import probability
 from shardkit.writers.dedup.measure import (
-    EDGE,
-    NEAR_LOSER,
     binomial_interval,
     measure_precision,
     measure_recall,
 )
 from shardkit.writers.dedup.planted import PLANTED, PLANTED_FILE, plant
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population, priority
+from shardkit.writers.dedup.resolve import NEAR_LOSER
+from shardkit.writers.dedup.verify import EDGE
 from shardkit.writers.documents import document_ids
 
 Pairs = Sequence[tuple[int, int]]

@@ -26,28 +26,17 @@ from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.lsh import probability
 from shardkit.writers.dedup.planted import ngrams, read_rows
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population, priority
+from shardkit.writers.dedup.resolve import NEAR_LOSER
+from shardkit.writers.dedup.verify import EDGE, EDGES_FILE
 from shardkit.writers.documents import keyed_hashes
 
-__all__ = ["BAND_EDGES", "EDGE", "NEAR_LOSER", "binomial_interval", "measure_precision", "measure_recall"]
+__all__ = ["BAND_EDGES", "binomial_interval", "measure_precision", "measure_recall"]
 
 BAND_EDGES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 PIECE_ROWS = 1 << 20  # 16 MB of pairs, 44 MB of edges
 TEXT_BYTES = 64 << 20  # of sampled documents, read together
 EXCERPTS, EXCERPT_CHARACTERS = 10, 120
 _NORMAL_95 = 1.959963984540054
-
-EDGE = np.dtype(
-    [
-        ("hi_priority", "<u8", (3,)),
-        ("hi", "<u8"),
-        ("lo", "<u8"),
-        ("jaccard", "<f4"),
-        ("containment", "<f4"),
-    ]
-)
-NEAR_LOSER = np.dtype(
-    [("split", "<i4"), ("row", "<i8"), ("bytes", "<i8"), ("kept", "<u8"), ("copies", "<i4")]
-)
 
 Columns = tuple[npt.NDArray[np.uint64], ...]
 
@@ -176,7 +165,7 @@ def _pairs_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
 def _edges_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
     """Which (priority of the higher one in three columns, number of the lower one) are verified edges."""
     found = np.zeros(len(wanted[0]), np.bool_)
-    entries = Rows(folder / "edges.npy", EDGE)
+    entries = Rows(folder / EDGES_FILE, EDGE)
     for start in range(0, len(entries), PIECE_ROWS):
         piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
         found |= _contained(wanted, piece, _edge_columns)
