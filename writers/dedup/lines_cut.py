@@ -63,7 +63,7 @@ def cut_lines(
     winners = SplitRows(WINNER_DTYPE, of_split(exact_winners, WINNER_DTYPE))
     ledger = Ledger()
     lines = changed = start = 0
-    with _Writer(folder) as writer, pa.memory_map(str(documents)) as file:
+    with _Writer(folder) as writer, pa.OSFile(str(documents)) as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)

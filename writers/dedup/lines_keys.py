@@ -88,7 +88,7 @@ def write_line_keys(
     """
     lost = SplitRows(LOSER_DTYPE, [piece_of_split(Rows(path, LOSER_DTYPE), split) for path in exact_losers])
     lines = compared = start = 0
-    with _RunWriter(folder, config.keep) as writer, pa.memory_map(str(documents)) as file:
+    with _RunWriter(folder, config.keep) as writer, pa.OSFile(str(documents)) as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)

@@ -183,16 +183,15 @@ def _cut(data, offsets, places, flags, paragraphs, result):  # type: ignore[no-u
             size = _copy(data, at, end, out, size)
         else:
             # As if a line feed followed the text, so that each unit ends with one.
-            unit = 0
-            while at <= end:
-                begin, _, after = _next_unit(data, at, end, flags, paragraphs)
-                size = _copy_lines(data, at, begin, end, out, size)
-                if cut < len(documents) and documents[cut] == document and units[cut] == unit:
+            unit, kept = 0, at
+            while at <= end and cut < len(documents) and documents[cut] == document:
+                begin, _, at = _next_unit(data, at, end, flags, paragraphs)
+                if units[cut] == unit:
+                    size = _copy_lines(data, kept, begin, end, out, size)
+                    kept = at
                     cut += 1
-                else:
-                    size = _copy_lines(data, begin, after, end, out, size)
                 unit += 1
-                at = after
+            size = _copy_lines(data, kept, end + 1, end, out, size)
             size -= size > start
             blank[document] = _skip_space(data=out, at=start, end=size, flags=flags) == size
         ends[document + 1] = size
