@@ -222,6 +222,8 @@ def open_index(path: Path) -> DedupIndex:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
+    if record.documents != sum(part.documents for part in record.parts):
+        raise BuildError(f"{file}: the documents of its parts do not add up; make the index again")
     for part in record.parts:
         _check_sizes(path, part)
     return DedupIndex(path, record)
