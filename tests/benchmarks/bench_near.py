@@ -6,7 +6,8 @@
 Documents (about 425 MB for 100,000) are cuts of the corpus, as in bench_minhash.py; 15 % of them are copies
 of another one with words replaced, at similarities spread over 0.5 to 1.0 (exact Jaccard of sets of 5-grams).
 Each side gets the same documents, 14 bands x 8 rows of word 5-grams, and says which documents it would
-remove. A pair is found when one of its two is removed; a removal is needless when its pair is below 0.8.
+remove. A pair is found when one of its two is removed. A removal is needless when the document is in no pair
+of 0.8 or more; a few cuts of very repetitive texts are alike by nature and counted here, too.
 
     shardkit     from an Arrow file through signatures, bands, candidates and exact verification, all on disk
     daft         in memory: minhash, bands, explode, group-by; then union-find in Python; unverified

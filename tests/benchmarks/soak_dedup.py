@@ -207,8 +207,9 @@ def soak(folder: Path, documents: int, command: str, memory: str, seed: int) -> 
     recipe, index = folder / "recipe.yaml", folder / "index"
     shutil.copy(make_corpus(folder / "small", 20).parent / "tokenizer.json", folder)
     recipe.write_text(RECIPE.replace("MEMORY", memory))
-    places = {"RECIPE": str(recipe), "INDEX": str(index), "FOLDER": str(folder)}
-    words = [places.get(word, word) for word in shlex.split(command)]
+    for name, place in {"RECIPE": recipe, "INDEX": index, "FOLDER": folder}.items():
+        command = command.replace(name, shlex.quote(str(place)))
+    words = shlex.split(command)
     log, ended, samples = folder / "log.txt", threading.Event(), Samples()
     began, start = time.time(), time.perf_counter()
     with log.open("wb") as out:
