@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from shardkit.cli.main import VERBS, main
 from shardkit.writers import recipe
+from shardkit.writers.dedup import config as dedup
 from shardkit.writers.filters.config import FilterEntry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +19,18 @@ DOCUMENTS = sorted(
 )
 
 
-MODELS = [recipe.Recipe, recipe.InputConfig, recipe.DedupConfig, recipe.TokenizerConfig, recipe.PackConfig]
+MODELS: list[type[BaseModel]] = [
+    recipe.Recipe,
+    recipe.InputConfig,
+    recipe.TokenizerConfig,
+    recipe.PackConfig,
+    dedup.DedupConfig,
+    dedup.ExactDedupConfig,
+    dedup.LinesDedupConfig,
+    dedup.NearDedupConfig,
+    dedup.MinHashConfig,
+    dedup.MeasureConfig,
+]
 
 
 @pytest.mark.parametrize("model", [*MODELS, recipe.OutputConfig, FilterEntry])

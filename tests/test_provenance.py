@@ -32,6 +32,7 @@ def part(file: str, count: int, seed: int) -> tuple[Placement, npt.NDArray[np.in
         "hash": hashes[order],
         "document_id": pa.array(ids[order].tolist(), pa.binary(16)),
         "tokens": lengths,
+        "copies": 1 + order.astype(np.int32) % 3,
         "source": [seed] * count,
         "file": [file] * count,
         "record": order.astype(np.int64),

@@ -106,7 +106,10 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL of a dataset"),
         ({"output": {"path": "file:///out"}}, "output.path: write a local path without file://"),
         ({"work": "s3://bucket/work"}, "work: s3:// paths are not available yet"),
-        ({"dedup": {"near": {"similarity": 0.8}}}, "dedup.near: near-duplicate removal is not available yet"),
+        ({"dedup": {"near": {"similarity": 0}}}, "dedup.near.similarity: should be greater than 0"),
+        ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
+        ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
+        ({"dedup": {"near": {"scope": "source", "against": ["x"]}}}, "use scope: global"),
         ({"output": {"path": "o", "shard_bytes": "3x"}}, "output.shard_bytes: not a size: '3x'"),
         (
             {"output": {"path": "o", "shard_bytes": "4GiB"}},

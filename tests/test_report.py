@@ -38,13 +38,11 @@ def make_funnel() -> Funnel:
             Count(read, read * 10), Count(kept, kept * 10), {reason: Count(read - kept, (read - kept) * 10)}
         )
 
-    funnel = Funnel(
-        [ledger(10, 8, "short"), ledger(5, 5, "short")],
-        [ledger(8, 7, "exact_duplicate"), ledger(5, 5, "exact_duplicate")],
-        [70, 25],
-        Count(1, 10),
-        10,
-    )
+    stages = {
+        "cleaning": [ledger(10, 8, "short"), ledger(5, 5, "short")],
+        "tokenizing": [ledger(8, 7, "exact_duplicate"), ledger(5, 5, "exact_duplicate")],
+    }
+    funnel = Funnel(stages, [70, 25], {"exact_duplicate": Count(1, 10)}, 10)
     names = ("shards", "documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts")
     funnel.packed = dict(zip(names, (1, 12, 10, 95, 5, 2, 0), strict=True))
     return funnel
@@ -66,12 +64,12 @@ def test_a_funnel_that_adds_up_passes() -> None:
 
 def lose_between_stages(funnel: Funnel) -> None:
     for count in ("read", "kept"):
-        setattr(funnel.tokenized[1], count, Count(4, 40))
+        setattr(funnel.stages["tokenizing"][1], count, Count(4, 40))
 
 
 def lose_bytes(funnel: Funnel) -> None:
-    funnel.cleaned[0].kept = Count(8, 79)
-    funnel.tokenized[0].read = Count(8, 79)
+    funnel.stages["cleaning"][0].kept = Count(8, 79)
+    funnel.stages["tokenizing"][0].read = Count(8, 79)
 
 
 def lose_tokens(funnel: Funnel) -> None:
@@ -88,18 +86,18 @@ def lose_a_document(funnel: Funnel) -> None:
 
 
 def forget_a_loser(funnel: Funnel) -> None:
-    funnel.losers = Count(2, 20)
+    funnel.removed = {"exact_duplicate": Count(2, 20)}
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lose_between_stages, "source 1: documents to tokenize"),
+        (lose_between_stages, "source 1: documents for tokenizing"),
         (lose_bytes, "source 0, cleaning: read 10 documents"),
         (lose_tokens, "tokens to pack: 95 before, 94 after"),
         (lose_padding, "tokens in rows: 100 before, 99 after"),
         (lose_a_document, "documents to pack: 12 before, 11 after"),
-        (forget_a_loser, "exact duplicates"),
+        (forget_a_loser, "exact_duplicate"),
     ],
 )
 def test_anything_lost_between_stages_is_an_error(harm: object, message: str) -> None:

@@ -24,7 +24,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.recipe import OutputConfig, PackConfig
 from shardkit.writers.shards import PROVENANCE_NAME, PackResult, pack_partition
-from shardkit.writers.spill import tokenize_split
+from shardkit.writers.spill import Removed, tokenize_split
 from shardkit.writers.tokenizer import Encoder
 
 EOS = "<|endoftext|>"
@@ -83,7 +83,7 @@ def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tok
         writer.write_table(table, max_chunksize=50)
     tokenize_split(
         folder / "in.arrow",
-        np.zeros(0, np.int64),
+        Removed(),
         encoder,
         seed=SEED,
         partitions=partitions,

@@ -18,7 +18,7 @@ from shardkit.errors import BuildError
 from shardkit.writers import spill as module
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
 from shardkit.writers.ledger import Count
-from shardkit.writers.spill import choose_partitions, partition_of, tokenize_split
+from shardkit.writers.spill import Removed, choose_partitions, partition_of, tokenize_split
 from shardkit.writers.tokenizer import Encoder
 
 EOS = "<|endoftext|>"
@@ -90,7 +90,7 @@ def test_every_document_is_spilled_once_to_its_own_partition(
     (tmp_path / "spill").mkdir()
     result = tokenize_split(
         documents,
-        np.zeros(0, np.int64),
+        Removed(),
         encoder,
         seed=5,
         partitions=partitions,
@@ -118,7 +118,7 @@ def test_a_run_is_bounded_in_documents_too(
     monkeypatch.setattr(module, "RUN_DOCUMENTS", 20)
     documents = write_documents(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
-    tokenize_split(documents, np.zeros(0, np.int64), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
+    tokenize_split(documents, Removed(), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
     # Batches hold 11 documents, and a run closes after the batch that crosses its limit.
     assert np.load(tmp_path / "spill" / "segments.npy")["documents"].tolist() == [22, 22, 16]
 
@@ -127,13 +127,17 @@ def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tm
     texts = ["keep é", "lose", "", "keep too", "lose also", ""]
     documents = write_documents(tmp_path / "documents.arrow", texts * 5)  # over several batches
     losers = np.array([k * 6 + j for k in range(5) for j in (4, 1)])  # in any order
+    exact, near = losers[losers != 16], losers[losers == 16]
+    copied = np.array([0, 9, 15, 16])
+    removed = Removed({"exact_duplicate": exact, "near_duplicate": near}, copied, np.array([3, 4, 5, 6]))
     (tmp_path / "spill").mkdir()
-    result = tokenize_split(documents, losers, encoder, seed=1, partitions=2, folder=tmp_path / "spill")
+    result = tokenize_split(documents, removed, encoder, seed=1, partitions=2, folder=tmp_path / "spill")
     assert result.ledger.read == Count(30, 5 * (7 + 4 + 8 + 9))
     assert result.ledger.kept == Count(10, 5 * (7 + 8))
-    assert result.ledger.dropped == {"exact_duplicate": Count(10, 5 * 13), "empty": Count(10, 0)}
-    kept = {line["record"] for _, _, line in contents(tmp_path / "spill", np.uint16).values()}
-    assert kept == {k * 6 + j for k in range(5) for j in (0, 3)}
+    dropped = {"exact_duplicate": Count(9, 5 * 13 - 9), "near_duplicate": Count(1, 9), "empty": Count(10, 0)}
+    assert result.ledger.dropped == dropped
+    kept = {line["record"]: line["copies"] for _, _, line in contents(tmp_path / "spill", np.uint16).values()}
+    assert kept == {k * 6 + j: 1 for k in range(5) for j in (0, 3)} | {0: 3, 9: 4, 15: 5}
 
 
 def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path) -> None:
@@ -144,9 +148,7 @@ def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path)
     stripping = Encoder(tmp_path / "tokenizer.json", EOS, engine="tokenizers")
     documents = write_documents(tmp_path / "documents.arrow", ["  \n ", "text"])
     (tmp_path / "spill").mkdir()
-    result = tokenize_split(
-        documents, np.zeros(0, np.int64), stripping, seed=1, partitions=1, folder=tmp_path / "spill"
-    )
+    result = tokenize_split(documents, Removed(), stripping, seed=1, partitions=1, folder=tmp_path / "spill")
     assert result.ledger.dropped == {"empty": Count(1, 4)}
     assert result.ledger.kept == Count(1, 4)
 
@@ -158,7 +160,8 @@ def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
     documents = write_documents(tmp_path / "documents.arrow", texts)
     losers = np.arange(len(texts)) if len(texts) == 2 else np.zeros(0, np.int64)
     (tmp_path / "spill").mkdir()
-    result = tokenize_split(documents, losers, encoder, seed=1, partitions=3, folder=tmp_path / "spill")
+    removed = Removed({"exact_duplicate": losers})
+    result = tokenize_split(documents, removed, encoder, seed=1, partitions=3, folder=tmp_path / "spill")
     assert contents(tmp_path / "spill", np.uint16) == {}
     assert (result.tokens, result.partition_tokens) == (0, [0, 0, 0])
 
@@ -170,7 +173,15 @@ def test_the_same_split_gives_the_same_bytes(encoder: Encoder, tmp_path: Path) -
     for k in range(2):
         folder = tmp_path / str(k)
         folder.mkdir()
-        tokenize_split(documents, np.array([3]), encoder, seed=1, partitions=4, folder=folder, run_tokens=200)
+        tokenize_split(
+            documents,
+            Removed({"x": np.array([3])}),
+            encoder,
+            seed=1,
+            partitions=4,
+            folder=folder,
+            run_tokens=200,
+        )
         written.append([(folder / name).read_bytes() for name in names])
     assert written[0] == written[1]
 
@@ -180,7 +191,14 @@ def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path:
     documents = write_documents(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
     with pytest.raises(BuildError, match="does not exist; the file has 60 rows"):
-        tokenize_split(documents, np.array([loser]), encoder, seed=1, partitions=1, folder=tmp_path / "spill")
+        tokenize_split(
+            documents,
+            Removed({"x": np.array([loser])}),
+            encoder,
+            seed=1,
+            partitions=1,
+            folder=tmp_path / "spill",
+        )
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50), st.integers(1, module.MAX_PARTITIONS))

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["BuildResult", "Recipe", "build", "load_recipe"]
+__all__ = ["BuildResult", "DedupIndexResult", "Recipe", "build", "build_dedup_index", "load_recipe"]
 
 if TYPE_CHECKING:
-    from shardkit.writers.pipeline import BuildResult, build
+    from shardkit.writers.index_build import DedupIndexResult, build_dedup_index
+    from shardkit.writers.pipeline import build
     from shardkit.writers.recipe import Recipe, load_recipe
+    from shardkit.writers.result import BuildResult
 else:
 
     def __getattr__(name: str) -> object:
         # Late, so that a module of this package costs only what it imports itself.
-        if name in ("BuildResult", "build"):
-            from shardkit.writers import pipeline
+        if name == "build":
+            from shardkit.writers.pipeline import build
 
-            return getattr(pipeline, name)
+            return build
+        if name in ("DedupIndexResult", "build_dedup_index"):
+            from shardkit.writers import index_build
+
+            return getattr(index_build, name)
+        if name == "BuildResult":
+            from shardkit.writers.result import BuildResult
+
+            return BuildResult
         if name in ("Recipe", "load_recipe"):
             from shardkit.writers import recipe
 

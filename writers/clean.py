@@ -18,6 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
+from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.ledger import Count, Ledger
@@ -39,6 +40,8 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
     BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
     """
     ledger = Ledger()
+    exact = recipe.dedup.exact
+    normalized = exact is not None and exact.text == "normalized"
     chain = FilterChain(recipe.filter_chain())
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with (
@@ -57,7 +60,7 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
             kept = _filtered(batch, chain, ledger)
             if kept.num_rows:
                 documents.write_batch(kept)
-                keys.write(exact_keys(kept))
+                keys.write(exact_keys(kept, normalized))
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
@@ -79,8 +82,11 @@ def _filtered(batch: pa.RecordBatch, chain: FilterChain, ledger: Ledger) -> pa.R
     return batch if not codes.any() else batch.filter(pa.array(codes == 0))
 
 
-def exact_keys(batch: pa.RecordBatch) -> npt.NDArray[np.void]:
-    """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text with its source, id and size."""
+def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:
+    """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
+
+    With its source, id and size. A text without any word is equal to the very same text only.
+    """
     texts = batch.column("text")
     data = texts.buffers()[2]
     ends = text_offsets(texts)
@@ -89,6 +95,9 @@ def exact_keys(batch: pa.RecordBatch) -> npt.NDArray[np.void]:
     edges = ends.tolist()
     digests = [xxhash.xxh3_128_digest(text[a:b]) for a, b in pairwise(edges)]
     keys["key"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+    if normalized:
+        words, some = word_keys(texts)
+        keys["key"][some] = words[some]
     ids = b"".join(batch.column("document_id").to_pylist())
     keys["id"] = np.frombuffer(ids, np.uint8).reshape(-1, 16)
     keys["source"] = batch.column("source").to_numpy()

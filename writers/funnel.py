@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from shardkit.errors import ConservationError
@@ -25,19 +26,21 @@ PACKED = ("shards", "documents", "rows", "tokens", "padding", "cut_documents", "
 
 @dataclass(slots=True)
 class Funnel:
-    """The whole build's counts. `cleaned` and `tokenized` are one ledger a source of the recipe."""
+    """The whole build's counts. Each of `stages` is one ledger a source of the recipe, in the order they ran.
 
-    cleaned: list[Ledger]
-    tokenized: list[Ledger]
+    `removed` is what duplicate removal found, by the reason that the stages after it book.
+    """
+
+    stages: Mapping[str, list[Ledger]]
     source_tokens: list[int]
-    losers: Count
+    removed: Mapping[str, Count]
     sequence_length: int
     packed: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> Ledger:
         """One ledger from reading to tokenizing over all sources."""
-        return _joined(_sum(self.cleaned), _sum(self.tokenized))
+        return _joined([_sum(ledgers) for ledgers in self.stages.values()])
 
     @property
     def tokens(self) -> int:
@@ -46,21 +49,20 @@ class Funnel:
 
     def source(self, number: int) -> Ledger:
         """One ledger from reading to tokenizing of one source."""
-        return _joined(self.cleaned[number], self.tokenized[number])
+        return _joined([ledgers[number] for ledgers in self.stages.values()])
 
     def check(self) -> None:
         """Raise ConservationError unless everything adds up."""
-        for number in range(len(self.cleaned)):
-            _same(
-                f"source {number}: documents to tokenize",
-                self.cleaned[number].kept,
-                self.tokenized[number].read,
-            )
-            self.cleaned[number].check(f"source {number}, cleaning")
-            self.tokenized[number].check(f"source {number}, tokenizing")
+        for stage, ledgers in self.stages.items():
+            for number, ledger in enumerate(ledgers):
+                ledger.check(f"source {number}, {stage}")
+        for (_, before), (stage, after) in pairwise(self.stages.items()):
+            for number, (kept, read) in enumerate(zip(before, after, strict=True)):
+                _same(f"source {number}: documents for {stage}", kept.kept, read.read)
         total = self.total
         total.check("the whole build")
-        _same("exact duplicates", self.losers, total.dropped.get("exact_duplicate", Count()))
+        for reason, count in self.removed.items():
+            _same(reason, count, total.dropped.get(reason, Count()))
         _same("documents to pack", total.kept.documents, self.packed["documents"])
         _same("tokens to pack", self.tokens, self.packed["tokens"])
         cells = self.packed["rows"] * self.sequence_length
@@ -75,27 +77,22 @@ def collect_funnel(
     splits: Sequence[Split],
     sources: int,
     *,
-    cleaned: Sequence[Commit],
-    exact: Sequence[Commit],
+    ledgers: Mapping[str, Sequence[Ledger]],
+    removed: Mapping[str, Count],
     tokenized: Sequence[Commit],
     packed: Sequence[Commit],
     sequence_length: int,
 ) -> Funnel:
-    """The counts that all commits hold."""
-    losers = sum((Count(c.counts["losers"], c.counts["bytes"]) for c in exact), Count())
-    funnel = Funnel(
-        [Ledger() for _ in range(sources)],
-        [Ledger() for _ in range(sources)],
-        [0] * sources,
-        losers,
-        sequence_length,
-    )
-    for split, clean, tokens in zip(splits, cleaned, tokenized, strict=True):
-        funnel.cleaned[split.source].merge(clean.ledger())
-        funnel.tokenized[split.source].merge(tokens.ledger())
-        funnel.source_tokens[split.source] += tokens.counts["tokens"]
-    funnel.packed = {name: sum(c.counts["packed"][name] for c in packed) for name in PACKED}
-    return funnel
+    """The counts that all commits hold; `ledgers` are those of stages before tokenizing, one a split."""
+    all_ledgers = {**ledgers, "tokenizing": [commit.ledger() for commit in tokenized]}
+    stages = {stage: [Ledger() for _ in range(sources)] for stage in all_ledgers}
+    source_tokens = [0] * sources
+    for number, split in enumerate(splits):
+        for stage, of_splits in all_ledgers.items():
+            stages[stage][split.source].merge(of_splits[number])
+        source_tokens[split.source] += tokenized[number].counts["tokens"]
+    totals = {name: sum(c.counts["packed"][name] for c in packed) for name in PACKED}
+    return Funnel(stages, source_tokens, removed, sequence_length, totals)
 
 
 def _sum(ledgers: Sequence[Ledger]) -> Ledger:
@@ -105,10 +102,10 @@ def _sum(ledgers: Sequence[Ledger]) -> Ledger:
     return total
 
 
-def _joined(first: Ledger, second: Ledger) -> Ledger:
-    """What two stages in a row did to what the first one read."""
-    joined = Ledger(read=first.read, kept=second.kept)
-    for ledger in (first, second):
+def _joined(ledgers: Sequence[Ledger]) -> Ledger:
+    """What stages in a row did to what the first one read."""
+    joined = Ledger(read=ledgers[0].read, kept=ledgers[-1].kept)
+    for ledger in ledgers:
         for reason, lost in ledger.dropped.items():
             joined.drop(reason, lost.documents, lost.bytes)
         for reason, lost in ledger.quarantined.items():

@@ -109,7 +109,8 @@ def code_version() -> str:
     Coarse on purpose: after an upgrade every task runs again, rather than mixing two versions' outputs.
     """
     core = Path(shardkit.__file__).parent
-    folders = (core, core / "mds", core / "tar", Path(__file__).parent, Path(__file__).parent / "filters")
+    own = Path(__file__).parent
+    folders = (core, core / "mds", core / "tar", own, own / "dedup", own / "filters")
     sources = [source for folder in folders for source in sorted(folder.glob("*.py"))]
     state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
     for source in sources:

@@ -1,6 +1,6 @@
 """`build`: a recipe to a dataset.
 
-    scan -> clean -> exact duplicates, tokenizer parity -> tokenize -> pack -> provenance -> publish
+    scan -> clean -> duplicates -> tokenize, tokenizer parity -> pack -> provenance -> publish
 
 Every stage is a list of tasks that the journal skips or an engine runs; what a stage has to do follows from
 the recipe and from what the stages before it committed, never from the number of workers or from time. So the
@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +23,14 @@ from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers import scan, spill, stages
 from shardkit.writers.clean import QUARANTINE_FILE
-from shardkit.writers.dedup import exact as exact_dedup
+from shardkit.writers.dedup.index import DedupIndex
+from shardkit.writers.duplicates import Deduplicated
 from shardkit.writers.engine_local import LocalEngine, default_workers
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.input_digest import describe_inputs, file_state
 from shardkit.writers.journal import Commit, Journal, Task
 from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import (
     CARD_NAME,
@@ -40,72 +41,19 @@ from shardkit.writers.publish import (
     publish,
 )
 from shardkit.writers.publish_remote import RemoteOutput, publish_remote
-from shardkit.writers.quarantine import check_bad_fraction
-from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
-from shardkit.writers.recipe_text import apply_override
+from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
+from shardkit.writers.result import BuildResult
 from shardkit.writers.runner import Runner
 from shardkit.writers.tokenizer import Engine, tokenizer_digest
 from shardkit.writers.up_to_date import check_output
 
-__all__ = ["BuildResult", "build"]
+__all__ = ["build"]
 
 Publisher = Callable[[Manifest, Mapping[str, Path], Mapping[str, bytes]], None]
 """Puts shards, files and texts to where the dataset goes, the index last."""
 
 PARTITION_TEXT_BYTES = 256_000_000  # at most so much text is packed by one task, that others may work as well
-
-
-@dataclass(frozen=True)
-class BuildResult:
-    """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it."""
-
-    location: str
-    """The folder or the URL of the dataset."""
-    fingerprint: str
-    format: str
-    samples: int
-    shards: int
-    sequence_length: int
-    tokens: int
-    padding: int
-    funnel: Ledger
-    seconds: Mapping[str, float]
-    total_seconds: float
-    tasks: int
-    tasks_reused: int
-    up_to_date: bool = False
-
-    @property
-    def output(self) -> Path:
-        """The folder of the dataset; BuildError if it is a URL."""
-        if is_remote(self.location):
-            raise BuildError(f"{self.location} is no folder of this machine; use BuildResult.location")
-        return Path(self.location)
-
-    @property
-    def text_bytes_per_second(self) -> float:
-        """UTF-8 text read per second of the whole build."""
-        return self.funnel.read.bytes / self.total_seconds if self.total_seconds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens written per second of the whole build."""
-        return self.tokens / self.total_seconds if self.total_seconds else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return (
-            {"output": self.location}
-            | {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "location"}
-            | {
-                "funnel": self.funnel.to_dict(),
-                "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
-                "total_seconds": round(self.total_seconds, 3),
-                "text_bytes_per_second": round(self.text_bytes_per_second),
-                "tokens_per_second": round(self.tokens_per_second),
-            }
-        )
 
 
 def build(
@@ -129,14 +77,14 @@ def build(
     """
     if engine != "local":
         raise BuildError(f"engine {engine!r} is not available yet; use local")
-    recipe = _overridden(recipe, overrides)
+    recipe = with_overrides(recipe, overrides)
     target = _destination(recipe, output, storage)
     work = recipe.resolve(recipe.work or _default_work(target))
     start = time.perf_counter()
     splits = scan.scan_inputs(recipe)
-    _refuse_own_files(splits, work, *([target] if isinstance(target, Path) else []))
-    digest = tokenizer_digest(recipe.resolve(recipe.tokenizer.path))
-    if card := check_output(target, recipe, splits, digest, replace=replace):
+    refuse_own_files(splits, work, *([target] if isinstance(target, Path) else []))
+    digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
+    if card := check_output(target, recipe, splits, digest, indexes, replace=replace):
         return _result_of_card(str(target), card, time.perf_counter() - start)
     count = default_workers(recipe.memory) if workers is None else workers
     with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as local:
@@ -147,21 +95,10 @@ def build(
             if isinstance(target, Path)
             else partial(publish_remote, target, replace=replace, listener=listener)
         )
-        result = _Build(recipe, splits, digest, runner).run(str(target), place)
+        result = _Build(recipe, splits, digest, indexes, runner).run(str(target), place)
         if recipe.work is None:
             journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
-
-
-def _overridden(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
-    if not isinstance(recipe, Recipe):
-        return load_recipe(recipe, list(overrides))
-    if not overrides:
-        return recipe
-    data: Any = recipe.model_dump(mode="json")
-    for override in overrides:
-        data = apply_override(data, override)
-    return recipe_from_mapping(data, folder=recipe.folder)
 
 
 def _destination(
@@ -181,19 +118,6 @@ def _default_work(target: Path | RemoteOutput) -> str:
     return f"{target}.work" if isinstance(target, Path) else target.work_name
 
 
-def _refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
-    """A second build would read what the first one wrote."""
-    roots = [folder.resolve() for folder in folders]
-    for split in splits:
-        parents = Path(split.path).resolve().parents
-        for root in roots:
-            if root in parents:
-                raise RecipeError(
-                    f"inputs[{split.source}].path: {split.file} lies in {root}, where this build writes; "
-                    f"keep inputs, output and work apart"
-                )
-
-
 def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> BuildResult:
     names = ("fingerprint", "format", "samples", "shards", "sequence_length", "tokens", "padding")
     return BuildResult(
@@ -211,9 +135,16 @@ def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> B
 class _Build:
     """The stages of one build in order."""
 
-    def __init__(self, recipe: Recipe, splits: Sequence[scan.Split], digest: str, runner: Runner) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        splits: Sequence[scan.Split],
+        digest: str,
+        indexes: Sequence[DedupIndex],
+        runner: Runner,
+    ) -> None:
         self._recipe, self._splits, self._runner = recipe, splits, runner
-        self._digest = digest
+        self._digest, self._indexes = digest, indexes
         self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
         self._states = {split.path: file_state(split.path) for split in splits}
 
@@ -221,18 +152,19 @@ class _Build:
         recipe, runner = self._recipe, self._runner
         eos = recipe.tokenizer.eos
         tokenizer_task = stages.tokenizer_task(self._tokenizer_path, eos, self._digest)
-        [tokenizer], cleaned = runner.run([tokenizer_task], stages.clean_tasks(recipe, self._splits))
-        kept = self._kept(cleaned)
-        [exact] = runner.run(self._exact_tasks(cleaned, kept))
-        partitions = _count_partitions(recipe, kept)
-        spilled, parity = self._tokenize(cleaned, exact, partitions, tokenizer.counts["engine"])
+        prepared = prepare(recipe, self._splits, runner.run, self._indexes, [tokenizer_task])
+        [tokenizer] = prepared.beside
+        cleaned, unique = prepared.cleaned, prepared.unique
+        partitions = _count_partitions(recipe, prepared.kept)
+        spilled, parity = self._tokenize(unique, partitions, tokenizer.counts["engine"])
         [packed] = runner.run(stages.pack_tasks(recipe, spilled, partitions=partitions, tokenizer=tokenizer))
         [provenance] = runner.run(stages.provenance_tasks(packed))
         funnel = collect_funnel(
             self._splits,
             len(recipe.inputs),
-            cleaned=cleaned,
-            exact=exact,
+            ledgers={"cleaning": [commit.ledger() for commit in cleaned]}
+            | ({"cutting lines": unique.cut} if unique.cut else {}),
+            removed=unique.removed,
             tokenized=spilled,
             packed=packed,
             sequence_length=recipe.pack.sequence_length,
@@ -241,7 +173,7 @@ class _Build:
         start = time.perf_counter()
         names = {"file": self._tokenizer_path.name, "digest": self._digest, "eos": eos}
         facts = names | dict(tokenizer.counts) | {"engine": parity.counts["engine"]}
-        manifest = self._publish(place, cleaned, packed, provenance, funnel, facts)
+        manifest = self._publish(place, prepared, packed, provenance, funnel, facts)
         runner.seconds["publish"] = time.perf_counter() - start
         return BuildResult(
             location,
@@ -259,22 +191,7 @@ class _Build:
             tasks_reused=runner.tasks_reused,
         )
 
-    def _kept(self, cleaned: Sequence[Commit]) -> Count:
-        """What all splits kept; BuildError if too much is unreadable, or nothing is left."""
-        total = Ledger()
-        for commit in cleaned:
-            total.merge(commit.ledger())
-        check_bad_fraction("all inputs", total, self._recipe.max_bad_fraction)
-        if not total.kept.documents:
-            lost = {reason: number.documents for reason, number in sorted(total.dropped.items())}
-            raise BuildError(
-                f"no document is left of {total.read.documents:,} that were read; dropped: {lost or 'none'}"
-            )
-        return total.kept
-
-    def _tokenize(
-        self, cleaned: Sequence[Commit], exact: Sequence[Commit], partitions: int, engine: Engine
-    ) -> tuple[list[Commit], Commit]:
+    def _tokenize(self, unique: Deduplicated, partitions: int, engine: Engine) -> tuple[list[Commit], Commit]:
         """The spills and the parity check, which runs beside: one core's time that others need not wait for.
 
         If it finds a difference, what the fast tokenizer made is thrown away and made again.
@@ -286,14 +203,16 @@ class _Build:
             return stages.tokenize_tasks(
                 recipe,
                 self._splits,
-                cleaned,
-                exact,
+                unique.documents,
+                unique.removals,
                 tokenizer_digest=digest,
                 engine=engine,
                 partitions=partitions,
             )
 
-        parity_task = stages.parity_task(cleaned, self._tokenizer_path, recipe.tokenizer.eos, self._digest)
+        parity_task = stages.parity_task(
+            unique.documents, self._tokenizer_path, recipe.tokenizer.eos, self._digest
+        )
         try:
             [parity], spilled = run([parity_task], tasks(engine))
         except BuildError:
@@ -307,15 +226,10 @@ class _Build:
             [spilled] = run(tasks(parity.counts["engine"]))
         return spilled, parity
 
-    def _exact_tasks(self, cleaned: Sequence[Commit], kept: Count) -> list[Task]:
-        if self._recipe.dedup.exact is None:
-            return []
-        return stages.exact_tasks(cleaned, exact_dedup.partitions_for(kept.documents, self._recipe.memory))
-
     def _publish(
         self,
         place: Publisher,
-        cleaned: Sequence[Commit],
+        prepared: Prepared,
         packed: Sequence[Commit],
         provenance: Sequence[Commit],
         funnel: Funnel,
@@ -343,10 +257,18 @@ class _Build:
                 "bytes": table.bytes,
                 "xxh3_128": table.xxh3_128,
             }
-        inputs = describe_inputs(recipe, self._splits, [commit.counts["input"] for commit in cleaned])
-        card = make_card(recipe, manifest, funnel, tokenizer=tokenizer, inputs=inputs, partitions=len(packed))
+        inputs = describe_inputs(recipe, self._splits, [c.counts["input"] for c in prepared.cleaned])
+        card = make_card(
+            recipe,
+            manifest,
+            funnel,
+            tokenizer=tokenizer,
+            inputs=inputs,
+            partitions=len(packed),
+            dedup=prepared.unique.card,
+        )
         texts = {REPORT_NAME: render_report(card)}
-        quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in cleaned)
+        quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in prepared.cleaned)
         if quarantine:
             texts[QUARANTINE_NAME] = quarantine
         card["files"] = files | {name: describe_file(text) for name, text in texts.items()}

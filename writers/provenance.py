@@ -38,6 +38,7 @@ PROVENANCE_SCHEMA = pa.schema(
         pa.field("token_end", pa.int32(), nullable=False),  # one past the last; eos included where it is
         pa.field("document_id", pa.binary(16), nullable=False),
         pa.field("document_start", pa.int64(), nullable=False),  # tokens of the document before this piece
+        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for: 1 + duplicates
         pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
         pa.field("file", pa.string(), nullable=False),
         pa.field("record", pa.int64(), nullable=False),
@@ -46,8 +47,8 @@ PROVENANCE_SCHEMA = pa.schema(
         pa.field("metadata", pa.string()),
     ]
 )
-_OF_DOCUMENT = ("document_id", "source", "file", "record", "id", "url", "metadata")
-_COUNTING = ("row", "token_start", "token_end", "document_start", "record")
+_OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
+_COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "record")
 _SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
 
 
@@ -61,6 +62,7 @@ class Piece:
     token_end: int
     document_id: bytes
     document_start: int
+    copies: int
     source: int
     file: str
     record: int

@@ -24,6 +24,7 @@ from pydantic import (
 from shardkit.errors import RecipeError
 from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
+from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.config import (
     FieldName,
     FilterConfig,
@@ -34,8 +35,6 @@ from shardkit.writers.filters.config import (
 from shardkit.writers.recipe_text import apply_override, describe_problems, load_yaml
 
 __all__ = [
-    "DedupConfig",
-    "ExactDedupConfig",
     "InputConfig",
     "OutputConfig",
     "PackConfig",
@@ -66,11 +65,6 @@ def _place(path: str) -> str:
     if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
         raise ValueError(f"{path!r} is no URL of a dataset, such as s3://bucket/prefix")
     return path.rstrip("/")
-
-
-def _not_yet(value: object) -> None:
-    if value is not None:
-        raise ValueError("near-duplicate removal is not available yet; remove this key (dedup.exact works)")
 
 
 def _known_hash(name: str) -> str:
@@ -126,21 +120,6 @@ class InputConfig(StrictModel):
     )
     lines: bool = Field(
         default=False, description="Text files: each line is a document (default: each file is one)."
-    )
-
-
-class ExactDedupConfig(StrictModel):
-    """Of documents with the same text, the one of the first input, then of the lowest document id stays."""
-
-
-class DedupConfig(StrictModel):
-    """Removal of repeated documents."""
-
-    exact: ExactDedupConfig | None = Field(
-        default=None, description="{}: remove equal texts; null: keep them."
-    )
-    near: Annotated[None, BeforeValidator(_not_yet)] = Field(
-        default=None, description="Not available yet; must be null."
     )
 
 

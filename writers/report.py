@@ -17,6 +17,7 @@ from shardkit.index import Manifest
 from shardkit.units import format_bytes
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.report_dedup import STYLE, render_dedup
 
 __all__ = ["card_bytes", "describe_file", "make_card", "recipe_content", "render_report"]
 
@@ -50,6 +51,7 @@ def make_card(
     tokenizer: Mapping[str, Any],
     inputs: Sequence[Mapping[str, Any]],
     partitions: int,
+    dedup: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a dataset says of itself, but for its `files`."""
     content = recipe_content(recipe)
@@ -77,6 +79,7 @@ def make_card(
         "recipe": content,
         "inputs": sources,
         "funnel": funnel.to_dict(),
+        "dedup": dedup,
         "packing": {"partitions": partitions, **packed},
     }
 
@@ -104,12 +107,13 @@ def render_report(card: Mapping[str, Any]) -> bytes:
         "bars show documents.</p>",
         "<h2>Sources</h2>",
         _sources(card),
+        render_dedup(card["dedup"]) if card["dedup"] else "",
         "<h2>Recipe</h2>",
         f"<pre>{escape(json.dumps(card['recipe'], indent=2, sort_keys=True, ensure_ascii=False))}</pre>",
     ]
     page = (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>Dataset report</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<style>{_STYLE}{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
     return page.encode()
 

@@ -14,6 +14,7 @@ with the eos id.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,15 @@ from shardkit.writers.documents import keyed_hashes, text_offsets
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.tokenizer import Encoder, Tokens
 
-__all__ = ["SEGMENT", "SPILL_SCHEMA", "TokenizeResult", "choose_partitions", "partition_of", "tokenize_split"]
+__all__ = [
+    "SEGMENT",
+    "SPILL_SCHEMA",
+    "Removed",
+    "TokenizeResult",
+    "choose_partitions",
+    "partition_of",
+    "tokenize_split",
+]
 
 RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB
 RUN_DOCUMENTS = 1 << 18
@@ -43,6 +52,7 @@ SPILL_SCHEMA = pa.schema(
         pa.field("hash", pa.uint64(), nullable=False),
         pa.field("document_id", pa.binary(16), nullable=False),
         pa.field("tokens", pa.int64(), nullable=False),  # with eos
+        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for, itself included
         pa.field("source", pa.int32(), nullable=False),
         pa.field("file", pa.string(), nullable=False),
         pa.field("record", pa.int64(), nullable=False),
@@ -89,21 +99,42 @@ def choose_partitions(text_bytes: int, documents: int, memory_bytes: int, *, tok
     return min(max(1, -(-needed // max(1, memory_bytes * 3 // 4))), MAX_PARTITIONS)
 
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What duplicate removal says of one split. Row numbers count over all batches of its file.
+
+    `rows` are int64 row numbers by the reason they are dropped for; no row has two. `copied` and `copies`,
+    int64 each, are the rows that stand for more documents than themselves, ascending, and for how many.
+    """
+
+    rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    copied: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    copies: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def part(self, start: int, count: int) -> Removed:
+        """Of rows [start, start + count), numbered from 0."""
+        rows = {reason: _between(rows, start, count) - start for reason, rows in self.rows.items()}
+        first, last = np.searchsorted(self.copied, [start, start + count])
+        return Removed(rows, self.copied[first:last] - start, self.copies[first:last])
+
+
+def _between(rows: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
+    return rows[(rows >= start) & (rows < start + count)]
+
+
 def tokenize_split(
     documents: Path,
-    losers: npt.NDArray[np.int64],
+    removed: Removed,
     encoder: Encoder,
     *,
     seed: int,
     partitions: int,
     folder: Path,
-    loser_reason: str = "exact_duplicate",
     run_tokens: int = RUN_TOKENS,
 ) -> TokenizeResult:
-    """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) but the rows in `losers`; spill into `folder`.
+    """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) but those removed; spill into `folder`.
 
-    Losers are booked as dropped under `loser_reason`, documents without any token under "empty". Row numbers
-    count over all batches of the file.
+    Documents without any token are booked as dropped under "empty".
     """
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise BuildError(f"{folder}: {partitions} partitions; between 1 and {MAX_PARTITIONS:,} are possible")
@@ -113,17 +144,16 @@ def tokenize_split(
         _SpillWriter(folder, encoder, partitions, run_tokens) as spill,
     ):
         reader = pa.ipc.open_file(source)
-        lost = np.unique(np.asarray(losers, np.int64))
         start = 0
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
-            mine = lost[(lost >= start) & (lost < start + batch.num_rows)] - start
+            _tokenize_batch(batch, removed.part(start, batch.num_rows), encoder, seed, spill, ledger)
             start += batch.num_rows
-            _tokenize_batch(batch, mine, encoder, seed, spill, ledger, loser_reason)
-        if len(lost) and not 0 <= lost[0] <= lost[-1] < start:
-            raise BuildError(
-                f"{documents}: duplicate row {lost[-1]} does not exist; the file has {start} rows"
-            )
+        for lost in removed.rows.values():
+            if len(lost) and not 0 <= lost.min() <= lost.max() < start:
+                raise BuildError(
+                    f"{documents}: duplicate row {lost.max()} does not exist; the file has {start} rows"
+                )
         segments = spill.finish()
     ledger.check(str(folder))
     result = TokenizeResult(
@@ -142,28 +172,33 @@ def tokenize_split(
 
 def _tokenize_batch(
     batch: pa.RecordBatch,
-    losers: npt.NDArray[np.int64],
+    removed: Removed,
     encoder: Encoder,
     seed: int,
     spill: _SpillWriter,
     ledger: Ledger,
-    loser_reason: str,
 ) -> None:
     """Encode one batch, append eos, book what came in and what became of it."""
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
-    if len(losers):
-        ledger.drop(loser_reason, len(losers), int(sizes[losers].sum()))
-        keep = np.delete(np.arange(batch.num_rows), losers)
-        batch, sizes = batch.take(pa.array(keep)), sizes[keep]
+    copies = np.ones(batch.num_rows, np.int32)
+    copies[removed.copied] = removed.copies
+    keep = np.ones(batch.num_rows, np.bool_)
+    for reason, losers in removed.rows.items():
+        if len(losers):
+            ledger.drop(reason, len(losers), int(sizes[losers].sum()))
+            keep[losers] = False
+    if not keep.all():
+        batch, sizes, copies = batch.filter(pa.array(keep)), sizes[keep], copies[keep]
     ids, lengths = encoder.encode(batch.column("text"))
     if (empty := lengths == 0).any():
         ledger.drop("empty", int(empty.sum()), int(sizes[empty].sum()))
-        batch, sizes, lengths = batch.filter(pa.array(~empty)), sizes[~empty], lengths[~empty]
+        batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
+        sizes, lengths = sizes[~empty], lengths[~empty]
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
     if batch.num_rows:
         hashes = keyed_hashes(batch.column("document_id").to_pylist(), seed, "shuffle")
-        spill.add(batch, hashes, _with_eos(ids, lengths, encoder), lengths + 1)
+        spill.add(batch, hashes, _with_eos(ids, lengths, encoder), lengths + 1, copies)
 
 
 def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:
@@ -208,8 +243,9 @@ class _SpillWriter:
         hashes: npt.NDArray[np.uint64],
         tokens: Tokens,
         lengths: npt.NDArray[np.int64],
+        copies: npt.NDArray[np.int32],
     ) -> None:
-        columns = [pa.array(hashes), batch.column("document_id"), pa.array(lengths)]
+        columns = [pa.array(hashes), batch.column("document_id"), pa.array(lengths), pa.array(copies)]
         columns += [batch.column(name) for name in _CARRIED]
         self._pending.append((pa.RecordBatch.from_arrays(columns, schema=SPILL_SCHEMA), tokens))
         self._pending_tokens += len(tokens)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from shardkit.errors import MissingExtraError
 from shardkit.hashing import digest_of
 from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
-from shardkit.writers.dedup.exact import find_losers
+from shardkit.writers.dedup.exact import find_losers, find_winners
+from shardkit.writers.dedup.normalization import normalization_version
+from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
 from shardkit.writers.input_digest import file_state, hash_split
 from shardkit.writers.journal import Commit, Task
 from shardkit.writers.provenance import renumber
@@ -36,7 +36,6 @@ from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encod
 __all__ = [
     "clean_tasks",
     "exact_tasks",
-    "loser_digests",
     "pack_tasks",
     "parity_task",
     "provenance_tasks",
@@ -45,7 +44,6 @@ __all__ = [
     "tokenizer_task",
 ]
 
-LOSERS_FILE = "losers.npy"
 _FIRST = 1 << 60  # a weight that starts before all others
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -76,8 +74,10 @@ def _likely_engine(path: Path, eos: str) -> Engine:
 def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
     """One task a split."""
     filters = [[name, config.model_dump(mode="json")] for name, config in recipe.filter_chain()]
+    exact = recipe.dedup.exact
     shared = {
         "filters": filters,
+        "keys": normalization_version() if exact is not None and exact.text == "normalized" else "raw",
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
     }
@@ -114,8 +114,20 @@ def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
 
 def _find_exact(folder: Path, paths: Sequence[Path], partition: int, partitions: int) -> dict[str, Any]:
     losers = find_losers(paths, partition, partitions)
+    winners = find_winners(losers)
     np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
-    return {"losers": len(losers), "bytes": int(losers["bytes"].sum())}
+    np.save(folder / WINNERS_FILE, winners, allow_pickle=False)
+    splits = {}
+    for split in np.unique(losers["split"]).tolist():
+        own = losers["bytes"][losers["split"] == split]
+        splits[str(split)] = [len(own), int(own.sum())]
+    return {
+        "losers": len(losers),
+        "bytes": int(losers["bytes"].sum()),
+        "splits": splits,
+        "groups": count_groups(winners["copies"]),
+        "largest_group": int(winners["copies"].max(initial=1)),
+    }
 
 
 def parity_task(cleaned: Sequence[Commit], path: Path, eos: str, digest: str) -> Task:
@@ -132,23 +144,11 @@ def _check_parity(folder: Path, documents: Sequence[Path], path: Path, eos: str)
         return check_parity(documents, path, eos).to_dict()
 
 
-def loser_digests(exact: Sequence[Commit], splits: int) -> list[str]:
-    """For each split the digest of its losers' rows over all partitions."""
-    states = [xxhash.xxh3_128() for _ in range(splits)]
-    for commit in exact:
-        losers = _open_losers(commit.folder / LOSERS_FILE)
-        edges = np.searchsorted(losers["split"], np.arange(splits + 1))
-        for split in np.flatnonzero(np.diff(edges)).tolist():
-            rows = losers["row"][int(edges[split]) : int(edges[split + 1])]
-            states[split].update(np.ascontiguousarray(rows).tobytes())
-    return [state.hexdigest() for state in states]
-
-
 def tokenize_tasks(
     recipe: Recipe,
     splits: Sequence[Split],
     cleaned: Sequence[Commit],
-    exact: Sequence[Commit],
+    removals: Removals,
     *,
     tokenizer_digest: str,
     engine: Engine,
@@ -156,7 +156,6 @@ def tokenize_tasks(
 ) -> list[Task]:
     """One task a split: what survived, tokenized and divided among `partitions`."""
     path = recipe.resolve(recipe.tokenizer.path)
-    losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
     shared = {
         "tokenizer": tokenizer_digest,
         "eos": recipe.tokenizer.eos,
@@ -166,9 +165,10 @@ def tokenize_tasks(
     }
     encoder = (path, recipe.tokenizer.eos, engine)
     tasks = []
-    for split, commit, lost in zip(splits, cleaned, loser_digests(exact, len(splits)), strict=True):
-        spec = shared | {"documents": commit.outputs[DOCUMENTS_FILE].xxh3_128, "losers": lost}
-        args = (commit.folder / DOCUMENTS_FILE, losers, split.index, encoder, recipe.seed, partitions)
+    for split, commit in zip(splits, cleaned, strict=True):
+        removed = removals.digest(split.index)
+        spec = shared | {"documents": commit.outputs[DOCUMENTS_FILE].xxh3_128, "removed": removed}
+        args = (commit.folder / DOCUMENTS_FILE, removals, split.index, encoder, recipe.seed, partitions)
         weight = commit.ledger().kept.bytes
         tasks.append(Task("tokenize", _split_name(split), spec, _tokenize, args, weight))
     return tasks
@@ -177,20 +177,15 @@ def tokenize_tasks(
 def _tokenize(
     folder: Path,
     documents: Path,
-    loser_files: Sequence[Path],
+    removals: Removals,
     split: int,
     encoder: tuple[Path, str, Engine],
     seed: int,
     partitions: int,
 ) -> dict[str, Any]:
-    rows = [np.zeros(0, np.int64)]
-    for file in loser_files:
-        losers = _open_losers(file)
-        first, last = np.searchsorted(losers["split"], [split, split + 1])
-        rows.append(losers["row"][int(first) : int(last)])
     result = tokenize_split(
         documents,
-        np.sort(np.concatenate(rows)),
+        removals.of_split(split),
         load_encoder(*encoder),
         seed=seed,
         partitions=partitions,
@@ -272,11 +267,6 @@ def provenance_tasks(packed: Sequence[Commit]) -> list[Task]:
 def _renumber(folder: Path, table: Path, first_shard: int) -> dict[str, Any]:
     renumber(table, folder / PROVENANCE_NAME, first_shard)
     return {}
-
-
-def _open_losers(file: Path) -> npt.NDArray[np.void]:
-    losers: npt.NDArray[np.void] = np.load(file, allow_pickle=False)
-    return losers
 
 
 def _split_name(split: Split) -> str:

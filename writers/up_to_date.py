@@ -15,6 +15,7 @@ from typing import Any
 import shardkit
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.hashing import digest_of
+from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.input_digest import describe_inputs, hash_splits
 from shardkit.writers.publish import finish_publication, old_manifest, output_state, read_card
 from shardkit.writers.publish_remote import RemoteOutput, find_remote_dataset, finish_remote
@@ -39,6 +40,7 @@ def check_output(
     recipe: Recipe,
     splits: Sequence[Split],
     tokenizer_digest: str,
+    indexes: Sequence[DedupIndex] = (),
     *,
     replace: bool,
 ) -> dict[str, Any] | None:
@@ -49,7 +51,7 @@ def check_output(
     found = _find_remote(output) if isinstance(output, RemoteOutput) else _find_local(output)
     if found is None or replace:
         return None
-    problem = _difference(found.card, recipe, splits, tokenizer_digest) or found.damage()
+    problem = _difference(found.card, recipe, splits, tokenizer_digest, indexes) or found.damage()
     if problem is not None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
@@ -74,7 +76,11 @@ def _find_remote(output: RemoteOutput) -> _Found | None:
 
 
 def _difference(
-    card: dict[str, Any] | None, recipe: Recipe, splits: Sequence[Split], tokenizer_digest: str
+    card: dict[str, Any] | None,
+    recipe: Recipe,
+    splits: Sequence[Split],
+    tokenizer_digest: str,
+    indexes: Sequence[DedupIndex],
 ) -> str | None:
     """Why the card is not this build's, or None."""
     if card is None or "recipe_digest" not in card:
@@ -86,6 +92,8 @@ def _difference(
             return f"made by shardkit {card['shardkit_version']}"
         if card["tokenizer"]["digest"] != tokenizer_digest:
             return "made with another tokenizer"
+        if recipe.dedup.near and card["dedup"]["near"]["indexes"] != [index.digest for index in indexes]:
+            return "made against other indexes"
         names = ("source", "files", "bytes", "digest")
         stated = [{name: entry[name] for name in names} for entry in card["inputs"]]
     except (KeyError, TypeError):

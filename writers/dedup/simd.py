@@ -32,7 +32,8 @@ def _load_8_bytes(_typing: Any, array: Any, index: Any) -> Any:
     """uint64: array[index:index + 8] of a uint8 array, lowest byte first. Bounds are the caller's care."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = builder.load(_address(context, builder, signature.args[0], *arguments, _WORD))
+        data, position = arguments
+        value = builder.load(_address(context, builder, signature.args[0], data, position, _WORD))
         value.align = 1
         return value
 

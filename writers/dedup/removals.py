@@ -1,0 +1,78 @@
+"""Which documents of a split were removed as duplicates, and how many each of the others stands for.
+
+Reads what the stages of duplicate removal have committed: tables sorted by (split, row), one a task. The
+digest of a split's part of them is what later tasks of that split depend on, so one more duplicate costs the
+split that loses it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.hashing import digest_of, hash_bytes
+from shardkit.writers.dedup.resolve import GROUP_SIZES
+from shardkit.writers.spill import Removed
+
+__all__ = ["LOSERS_FILE", "WINNERS_FILE", "Removals", "count_groups"]
+
+LOSERS_FILE = "losers.npy"  # sorted by (split, row)
+WINNERS_FILE = "winners.npy"  # WINNER_DTYPE, sorted by (split, row)
+
+
+@dataclass(frozen=True)
+class Removals:
+    """Folders with losers and winners, by the reason that documents in them are dropped for.
+
+    Later reasons know more: where two tables count the copies of a document, the later one is right. Where
+    splits were rewritten without their losers, `rewritten` holds a folder for each, with its own winners.
+    """
+
+    folders: Mapping[str, Sequence[Path]]
+    rewritten: Sequence[Path] = ()
+
+    def of_split(self, split: int) -> Removed:
+        """What concerns one split."""
+        rows: dict[str, npt.NDArray[np.int64]] = {}
+        copies: dict[int, int] = {}
+        if self.rewritten:
+            _add_copies(copies, np.load(self.rewritten[split] / WINNERS_FILE, allow_pickle=False))
+        for reason, folders in self.folders.items():
+            lost = [_of_split(folder / LOSERS_FILE, split)["row"] for folder in folders]
+            rows[reason] = np.sort(np.concatenate([np.zeros(0, np.int64), *lost]))
+            for folder in folders:
+                _add_copies(copies, _of_split(folder / WINNERS_FILE, split))
+        copied = sorted(copies)
+        counts = np.array([copies[row] for row in copied], np.int64)
+        return Removed(rows, np.array(copied, np.int64), counts)
+
+    def digest(self, split: int) -> str:
+        """Of all that `of_split` gives."""
+        removed = self.of_split(split)
+        tables = {**removed.rows, "copied": removed.copied, "copies": removed.copies}
+        return digest_of({name: hash_bytes(table.tobytes(), ["xxh3_128"]) for name, table in tables.items()})
+
+
+def _add_copies(copies: dict[int, int], winners: npt.NDArray[np.void]) -> None:
+    copies.update(zip(winners["row"].tolist(), winners["copies"].tolist(), strict=True))
+
+
+def _of_split(file: Path, split: int) -> npt.NDArray[np.void]:
+    table: npt.NDArray[np.void] = np.load(file, mmap_mode="r", allow_pickle=False)
+    first, last = (
+        bisect_left(range(len(table)), wanted, key=lambda row: int(table["split"][row]))
+        for wanted in (split, split + 1)
+    )
+    return np.array(table[first:last])
+
+
+def count_groups(copies: npt.NDArray[np.int32]) -> list[int]:
+    """How many documents stand for 1, 2, … documents, in the classes of GROUP_SIZES and above."""
+    classes = np.searchsorted(GROUP_SIZES, copies)
+    counts: list[int] = np.bincount(classes, minlength=len(GROUP_SIZES) + 1).tolist()
+    return counts

@@ -1,0 +1,158 @@
+"""`build_dedup_index`: a recipe's unique documents as an index that later builds are deduplicated against.
+
+    scan -> clean -> duplicates -> index -> publish
+
+The first stages are those of a build, so the work folder of one that keeps it (`work`) is used as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkit.errors import RecipeError
+from shardkit.hashing import digest_of
+from shardkit.storage.url import local_path
+from shardkit.writers import scan
+from shardkit.writers.clean import DOCUMENTS_FILE
+from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.index import (
+    SKETCH,
+    check_indexable,
+    index_part,
+    index_settings,
+    publish_index,
+)
+from shardkit.writers.dedup.near import NearResult
+from shardkit.writers.dedup.removals import Removals
+from shardkit.writers.duplicates import NEAR, Deduplicated
+from shardkit.writers.engine_local import LocalEngine, default_workers
+from shardkit.writers.input_digest import describe_inputs
+from shardkit.writers.journal import Journal, Task
+from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
+from shardkit.writers.progress import StageProgress, make_listener
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.report import recipe_content
+from shardkit.writers.runner import Runner
+
+__all__ = ["DedupIndexResult", "build_dedup_index"]
+
+
+@dataclass(frozen=True)
+class DedupIndexResult:
+    """What an index holds, and what was removed on the way: documents by reason."""
+
+    location: str
+    documents: int
+    bytes: int
+    stored_bytes: int
+    digest: str
+    removed: Mapping[str, int]
+    seconds: Mapping[str, float]
+    total_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+            "total_seconds": round(self.total_seconds, 3),
+        }
+
+
+def build_dedup_index(
+    recipe: Recipe | str | Path,
+    index: str | Path,
+    *,
+    workers: int | None = None,
+    overrides: Sequence[str] = (),
+    sketch: int = SKETCH,
+    replace: bool = False,
+    progress: bool | Callable[[StageProgress], None] = True,
+) -> DedupIndexResult:
+    """Write the index of what `recipe` keeps after duplicate removal into the folder `index`.
+
+    Of each document's n-grams the `sketch` smallest hashes are kept; 0: all. After an interruption the same
+    call goes on. Raises RecipeError, also where the recipe has no dedup.near, and BuildError.
+    """
+    start = time.perf_counter()
+    recipe = with_overrides(recipe, overrides)
+    config = check_indexable(recipe.dedup.near, sketch)
+    target = local_path(str(index)).absolute()
+    if not target.name:
+        raise RecipeError(f"{target} cannot hold an index; name a folder")
+    work = recipe.resolve(recipe.work) if recipe.work else target.with_name(target.name + ".work")
+    splits = scan.scan_inputs(recipe)
+    refuse_own_files(splits, work, target)
+    indexes = open_indexes(recipe)
+    count = default_workers(recipe.memory) if workers is None else workers
+    with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as engine:
+        runner = Runner(journal, engine, listener)
+        prepared = prepare(recipe, splits, runner.run, indexes)
+        near = prepared.unique.near
+        assert near is not None
+        [made] = runner.run(_index_tasks(prepared.unique, near, config, sketch))
+        facts = {
+            "recipe_digest": digest_of(recipe_content(recipe)),
+            "inputs": describe_inputs(recipe, splits, [c.counts["input"] for c in prepared.cleaned]),
+            "against": [other.digest for other in indexes],
+        }
+        parts = [(commit.folder, commit.counts) for commit in made]
+        opened = publish_index(parts, target, facts, config, sketch=sketch, replace=replace)
+        if recipe.work is None:
+            journal.remove()
+    return DedupIndexResult(
+        str(target),
+        opened.documents,
+        opened.bytes,
+        opened.stored_bytes,
+        opened.digest,
+        _removed(prepared),
+        dict(runner.seconds),
+        time.perf_counter() - start,
+    )
+
+
+def _index_tasks(unique: Deduplicated, near: NearResult, config: NearDedupConfig, sketch: int) -> list[Task]:
+    """One task a split."""
+    losers = Removals({NEAR: [near.resolved.folder]})
+    tasks = []
+    for number, (documents, part) in enumerate(zip(unique.documents, near.parts, strict=True)):
+        spec = {
+            "documents": documents.outputs[DOCUMENTS_FILE].xxh3_128,
+            "part": part.content,
+            "removed": losers.digest(number),
+            "settings": index_settings(config),
+            "sketch": sketch,
+        }
+        args = (documents.folder / DOCUMENTS_FILE, part.folder, losers, number, config, sketch)
+        weight = documents.outputs[DOCUMENTS_FILE].bytes
+        tasks.append(Task("index", documents.name, spec, _index, args, weight))
+    return tasks
+
+
+def _index(
+    folder: Path,
+    documents: Path,
+    part: Path,
+    losers: Removals,
+    split: int,
+    config: NearDedupConfig,
+    sketch: int,
+) -> dict[str, Any]:
+    rows = losers.of_split(split).rows.get(NEAR, np.zeros(0, np.int64))
+    return dict(index_part(documents, part, rows, config, sketch, folder))
+
+
+def _removed(prepared: Prepared) -> dict[str, int]:
+    removed: dict[str, int] = {}
+    for commit in prepared.cleaned:
+        for reason, count in commit.ledger().dropped.items():
+            removed[reason] = removed.get(reason, 0) + count.documents
+    for stage in (prepared.unique.card or {}).get("stages", []):
+        removed[stage["stage"]] = stage["documents"]
+    return removed

@@ -1,0 +1,92 @@
+"""The first stages of anything that is made from documents: read and clean them, remove duplicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers import scan, stages
+from shardkit.writers.dedup.index import DedupIndex, open_index
+from shardkit.writers.duplicates import Deduplicated, remove_duplicates
+from shardkit.writers.journal import Commit, Task
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.quarantine import check_bad_fraction
+from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.recipe_text import apply_override
+
+__all__ = ["Prepared", "open_indexes", "prepare", "refuse_own_files", "with_overrides"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Cleaned splits, what they kept in all, their unique documents, and the commits of tasks run beside."""
+
+    cleaned: Sequence[Commit]
+    kept: Count
+    unique: Deduplicated
+    beside: Sequence[Commit]
+
+
+def prepare(
+    recipe: Recipe,
+    splits: Sequence[scan.Split],
+    run: Callable[..., list[list[Commit]]],
+    indexes: Sequence[DedupIndex],
+    beside: Sequence[Task] = (),
+) -> Prepared:
+    """Run the stages; `beside` are tasks of another stage that need nothing of these.
+
+    BuildError if too much is unreadable, if nothing is left, or if an input is mostly duplicates.
+    """
+    others, cleaned = run(beside, stages.clean_tasks(recipe, splits))
+    total = Ledger()
+    for commit in cleaned:
+        total.merge(commit.ledger())
+    check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
+    if not total.kept.documents:
+        lost = {reason: number.documents for reason, number in sorted(total.dropped.items())}
+        raise BuildError(
+            f"no document is left of {total.read.documents:,} that were read; dropped: {lost or 'none'}"
+        )
+    unique = remove_duplicates(recipe, splits, cleaned, run, indexes)
+    return Prepared(cleaned, total.kept, unique, others)
+
+
+def open_indexes(recipe: Recipe) -> list[DedupIndex]:
+    """The indexes of other corpora that the recipe names; RecipeError if one does not fit to its settings."""
+    near = recipe.dedup.near
+    opened = []
+    for number, path in enumerate(near.against if near is not None else ()):
+        index = open_index(recipe.resolve(path))
+        assert near is not None
+        index.check(near, f"dedup.near.against[{number}]")
+        opened.append(index)
+    return opened
+
+
+def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe, or the one in a YAML file, with keys replaced."""
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe, list(overrides))
+    if not overrides:
+        return recipe
+    data: Any = recipe.model_dump(mode="json")
+    for override in overrides:
+        data = apply_override(data, override)
+    return recipe_from_mapping(data, folder=recipe.folder)
+
+
+def refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
+    """RecipeError if an input lies where a build writes: a second one would read what the first one wrote."""
+    roots = [folder.resolve() for folder in folders]
+    for split in splits:
+        parents = Path(split.path).resolve().parents
+        for root in roots:
+            if root in parents:
+                raise RecipeError(
+                    f"inputs[{split.source}].path: {split.file} lies in {root}, where this build writes; "
+                    f"keep inputs, output and work apart"
+                )
