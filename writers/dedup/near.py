@@ -108,10 +108,9 @@ def find_near_duplicates(
         splits.append(SplitDocuments(f"{number:05d}", path, digest, path.stat().st_size))
     stages = NearStages(config, splits, Removals({}), memory_bytes, seed)
     engine = LocalEngine(workers) if workers else InlineEngine()
-    with Journal(folder) as journal, engine:
-        with make_listener(False) as listener:
-            runner = Runner(journal, engine, listener)
-            result = remove_near(runner.run, stages, indexes)
+    with Journal(folder) as journal, engine, make_listener(False) as listener:
+        runner = Runner(journal, engine, listener)
+        result = remove_near(runner.run, stages, indexes)
     losers, winners = (np.load(result.resolved.folder / name) for name in (LOSERS_FILE, WINNERS_FILE))
     return NearDuplicates(losers, winners, result.counts, result.measured, dict(runner.seconds))
 
