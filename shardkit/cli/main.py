@@ -1,6 +1,6 @@
 """The `shardkit` command: finds the verb, runs it, and turns errors into one line and an exit status.
 
-A verb is a module of this package, named in `VERBS`, with two functions:
+A verb is a module of this package, named in `VERBS` (with - for _), that has two functions:
 
     add_parser(verbs)     add its parser to argparse's sub-parsers, with `set_defaults(run=run)`
     run(arguments) -> int do it and return the exit status
@@ -25,8 +25,8 @@ from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
 
 __all__ = ["VERBS", "main"]
 
-VERBS = ("build", "demo", "download", "info", "upload", "verify")
-CONTINUING = ("build", "download", "upload")
+VERBS = ("build", "dedup-index", "demo", "download", "info", "upload", "verify")
+CONTINUING = ("build", "dedup-index", "download", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
 
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardkit {shardkit.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name in VERBS:
-        importlib.import_module(f"shardkit.cli.{name}").add_parser(verbs)
+        importlib.import_module(f"shardkit.cli.{name.replace('-', '_')}").add_parser(verbs)
     for verb in verbs.choices.values():
         verb.add_argument(
             "--debug", action="store_true", help="show the traceback of an error (default: one line)"

@@ -1,0 +1,151 @@
+"""`shardkit dedup-index`: an index of a corpus, against which later builds remove near-duplicates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardkit.cli.output import count, print_json, stderr_console, stdout_console
+from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.writers.dedup.index import DedupIndex
+
+__all__ = ["add_parser", "run"]
+
+# As in shardkit.writers.dedup.index, which would make --help slow.
+DEFAULT_SKETCH, MIN_SKETCH, MAX_SKETCH = 1024, 64, 1 << 20
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "dedup-index",
+        help="index of a corpus that later builds remove near-duplicates against",
+        description="Make an index of the documents that a recipe keeps, or show what one holds. A later "
+        "recipe that names it under dedup.near.against loses what is like them, without reading the texts "
+        "again. Finished work is not redone, and the index is the same byte for byte, whatever the number of "
+        "workers.",
+        usage="%(prog)s [options] RECIPE INDEX\n       %(prog)s [--json] --show INDEX",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="YAML file; its relative paths start from its folder"
+    )
+    parser.add_argument("index", metavar="INDEX", nargs="?", help="folder for the index")
+    parser.add_argument("--show", metavar="INDEX", help="tell what this index holds (default: make one)")
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="processes (default: one a core, as far as memory allows)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace a key of the recipe, such as dedup.near.similarity=0.7; may be repeated",
+    )
+    parser.add_argument(
+        "--sketch",
+        type=_sketch,
+        default=DEFAULT_SKETCH,
+        metavar="K",
+        help="keep the K smallest hashes of the n-grams of a document, 0: all (default: 1024, which "
+        "estimates a similarity of 0.8 with a standard deviation of 0.0125)",
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="put it in the place of another index (default: refuse)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON (default: text for people)"
+    )
+    parser.set_defaults(run=run, misuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make an index, or show one."""
+    if arguments.show is not None:
+        if arguments.recipe is not None:
+            arguments.misuse("--show takes no recipe")
+        _show(arguments.show, as_json=arguments.json)
+        return 0
+    if arguments.index is None:
+        arguments.misuse("RECIPE and INDEX are needed, or --show INDEX")
+    from shardkit.writers import build_dedup_index
+
+    result = build_dedup_index(
+        arguments.recipe,
+        arguments.index,
+        workers=arguments.workers,
+        overrides=arguments.overrides,
+        sketch=arguments.sketch,
+        replace=arguments.replace,
+        progress=not arguments.quiet,
+    )
+    if arguments.json:
+        print_json(result.to_dict())
+    elif not arguments.quiet:
+        _tell(result.location, result.documents, result.bytes, result.removed)
+    return 0
+
+
+def _sketch(text: str) -> int:
+    """argparse type: 0, or a number of hashes that estimates."""
+    size = int(text) if text.isdecimal() else -1
+    if size and not MIN_SKETCH <= size <= MAX_SKETCH:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor from {MIN_SKETCH} to {MAX_SKETCH}")
+    return size
+
+
+def _tell(location: object, documents: int, text_bytes: int, removed: Mapping[str, int]) -> None:
+    console = stderr_console()
+    for reason, lost in sorted(removed.items()):
+        console.print(f"removed: {reason}: {lost:,} documents")
+    text = format_bytes(text_bytes)
+    console.print(f"{location} holds the signatures of {documents:,} documents, {text} of text")
+
+
+def _show(path: str, *, as_json: bool) -> None:
+    from pathlib import Path
+
+    from shardkit.writers.dedup.index import open_index
+
+    index = open_index(Path(path))
+    if as_json:
+        print_json(index.to_dict())
+    else:
+        _show_table(index)
+
+
+def _show_table(index: DedupIndex) -> None:
+    from rich.table import Table
+
+    from shardkit.writers.dedup.lsh import render_curve
+
+    facts = index.to_dict()
+    sketch = f"the {facts['sketch']:,} smallest hashes" if facts["sketch"] else "all hashes"
+    lines = [
+        ("documents", f"{index.documents:,}, {format_bytes(index.bytes)} of text"),
+        ("size", f"{format_bytes(index.stored_bytes)} in {facts['parts']:,} parts"),
+        ("n-grams", f"{sketch} of a document"),
+        ("digest", index.digest),
+        ("shardkit", facts["shardkit_version"]),
+        *((f"made from: {name}", _plain(value)) for name, value in facts["made_from"].items()),
+        *((f"setting: {name}", _plain(value)) for name, value in index.settings.items()),
+    ]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    console = stdout_console()
+    console.print(table)
+    console.print()
+    console.print(render_curve(index.settings["bands"], index.settings["rows"]))
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
