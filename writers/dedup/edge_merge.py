@@ -1,8 +1,8 @@
 """Sorted files of edges as one sorted stream, in bounded memory.
 
 Of every file some rows are held. What is not above the lowest of their last rows can be followed by nothing
-that is still on disk: it is merged and handed on, and the rest is filled up again. Where there are too many
-files for buffers worth reading, groups of them are merged into files first.
+that is still on disk: it is merged and handed on, and what has run low is filled up again, all files at a
+time. Where there are too many files for buffers worth reading, groups of them are merged into files first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardkit.writers.dedup.verify import EDGE
 __all__ = ["MAX_FILES", "merge_edges"]
 
 MAX_FILES = 256  # merged at a time
-_BYTES_PER_ROW = 4 * EDGE.itemsize  # held, taken out, put in order, and the order
+_BYTES_PER_ROW = 4 * EDGE.itemsize  # held with keys, taken out, put in order, and the order
 _MIN_ROWS = 16
 
 _kernel = numba.njit(nogil=True, cache=True)
@@ -54,7 +54,7 @@ def _remove(files: Sequence[Path], temporary: Path) -> None:
 
 
 class _Buffer:
-    """Rows of one file that are held: rows[at:] are still to be handed on."""
+    """Rows of one file that are held until they are handed on."""
 
     def __init__(self, path: Path) -> None:
         self._table = Rows(path, EDGE)
@@ -69,10 +69,10 @@ class _Buffer:
         return self._next == len(self._table)
 
     def fill(self, rows: int) -> None:
-        """Read on if nothing is held."""
-        if not len(self._held) and not self.at_end:
-            stop = min(self._next + rows, len(self._table))
-            self._held = self._table.read(self._next, stop)
+        """Hold `rows` rows, if there are so many."""
+        if not self.at_end and len(self._held) < rows // 2 + 1:
+            stop = min(self._next + rows - len(self._held), len(self._table))
+            self._held = np.concatenate([self._held, self._table.read(self._next, stop)])
             self.keys = np.ascontiguousarray(self._held["hi_priority"])
             self._next = stop
 
