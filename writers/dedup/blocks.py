@@ -21,13 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.array_file import Rows
+from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.population import PAIR
 from shardkit.writers.dedup.shingle_store import SET, ShingleReader
 
-__all__ = ["MAX_BLOCK_DOCUMENTS", "PAIRS_FILE", "PAIR_RUNS_FILE", "BlockBudget", "PairRuns", "plan_blocks"]
+__all__ = ["MAX_BLOCK_DOCUMENTS", "BlockBudget", "PairRuns", "plan_blocks"]
 
-PAIRS_FILE = "pairs.bin"
-PAIR_RUNS_FILE = "pairs.npy"
 MAX_BLOCK_DOCUMENTS = 1 << 24  # so that (other number, place in the block) fit 64 bits
 _PAIR_BYTES = 160  # in verify_block at its peak, if every pair verifies; measured
 _DOCUMENT_BYTES = 128  # beside the hashes
