@@ -217,8 +217,8 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
     assert counters["bypassed"] == counters["misses"] == 0
     assert counters["hits"] == 2 * SHARDS
     opens = [line for line in store.asked if line.startswith("open")]
-    # Two are on their way at once, so neighbours may be asked for in either order; of the second epoch what is
-    # left of the first need not come again. None comes twice in the first one, nor earlier than room allows.
+    # Two are on their way at once, so neighbours may be asked for in either order; of the second epoch what
+    # is left of the first need not come again. None comes twice in the first one, nor before there is room.
     order_asked = [opens.index(f"open {name}") for name in names_of(shards)]
     assert sorted(order_asked) == list(range(SHARDS))
     assert all(abs(place - number) <= 1 for number, place in enumerate(order_asked))
