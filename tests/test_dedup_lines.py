@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.writers.clean import exact_keys
-from shardkit.writers.dedup import lines_keys, lines_units
+from shardkit.writers.dedup import lines_keys, lines_units, split_rows
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KeyFile, find_losers, find_winners
 from shardkit.writers.dedup.lines_cut import cut_lines
@@ -148,6 +148,7 @@ def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_r
     cut = [documents[at::splits] for at in range(splits)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines_keys, "RUN_ROWS", run_rows)
+        patch.setattr(split_rows, "_CHUNK_ROWS", run_rows)
         results = dedup(tmp_path_factory.mktemp("lines"), cut, config, partitions, exact)
     expected = {document[0]: document for document in brute_force(documents, config, exact)}
     for (out, counts), before in zip(results, cut, strict=True):
@@ -235,4 +236,4 @@ def test_a_splits_digest_depends_on_its_own_rows_only(tmp_path: Path) -> None:
 
 def test_partitions_follow_the_memory_budget() -> None:
     assert partitions_for(0, 10**9) == 1
-    assert partitions_for(10**9, 10**9) == 280
+    assert partitions_for(10**9, 10**9) == 240

@@ -197,10 +197,8 @@ def _order(
     rows: npt.NDArray[np.void], chosen: npt.NDArray[np.int64], longest_first: bool
 ) -> npt.NDArray[np.int64]:
     """The order of rows[chosen] by key, those of one key from the winner down."""
-    ids = [
-        np.ascontiguousarray(rows["id"][chosen, 8 * half : 8 * half + 8]).view(">u8")[:, 0] for half in (1, 0)
-    ]
+    ids = rows["id"][chosen].view(">u8")
     sizes = [-rows["bytes"][chosen]] if longest_first else []
-    by = [*ids, *sizes, *(rows[name][chosen] for name in ("source", "low", "high"))]
+    by = [ids[:, 1], ids[:, 0], *sizes, *(rows[name][chosen] for name in ("source", "low", "high"))]
     order: npt.NDArray[np.int64] = np.lexsort(by)
     return order
