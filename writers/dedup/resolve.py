@@ -285,18 +285,24 @@ def _write_winners(
             for records in gained.read(at):
                 np.add.at(gains, (records["number"] - np.uint64(start)).astype(np.int64), records["copies"])
             kept = ~_marked(start, stop, removed)
-            for first in range(start, stop, CHUNK_ROWS):
-                numbers = np.arange(first, min(first + CHUNK_ROWS, stop), dtype=np.uint64)
-                for part, begin, documents in read_documents(population, numbers):
-                    here = slice(first - start + begin, first - start + begin + len(documents))
-                    kind = population.parts[part].kind
-                    if kind == "planted":
-                        continue
-                    copies = gains[here] + (documents["copies"] if kind == "input" else 1)
-                    tally.largest_group = max(tally.largest_group, int(copies[kept[here]].max(initial=0)))
-                    if kind == "input":
-                        tally.add(documents, lost=False)
-                        winners.write(_winners_of(part, documents, copies, kept[here], tally))
+            for part, first, documents in _documents_between(population, start, stop):
+                here = slice(first - start, first - start + len(documents))
+                kind = population.parts[part].kind
+                copies = gains[here] + (documents["copies"] if kind == "input" else 1)
+                tally.largest_group = max(tally.largest_group, int(copies[kept[here]].max(initial=0)))
+                if kind == "input":
+                    tally.add(documents, lost=False)
+                    winners.write(_winners_of(part, documents, copies, kept[here], tally))
+
+
+def _documents_between(
+    population: Population, start: int, stop: int
+) -> Iterator[tuple[int, int, npt.NDArray[np.void]]]:
+    """(part, number of the first, DOCUMENT rows) of all these numbers, some at a time."""
+    for first in range(start, stop, CHUNK_ROWS):
+        numbers = np.arange(first, min(first + CHUNK_ROWS, stop), dtype=np.uint64)
+        for part, place, documents in read_documents(population, numbers):
+            yield part, first + place, documents
 
 
 def _winners_of(
