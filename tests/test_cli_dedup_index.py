@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_build import make_corpus
 
 from shardkit.cli import dedup_index as verb
 from shardkit.cli.main import main
@@ -18,7 +19,7 @@ CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    made_from = {"recipe_digest": "0123", "inputs": [{"source": "old [1]"}]}
+    made_from = {"recipe_digest": "0123", "inputs": [{"source": "old [1]", "files": 2}]}
     return publish_index([], tmp_path / "index", made_from, CONFIG).location
 
 
@@ -30,13 +31,33 @@ def test_an_index_is_shown_with_its_settings_and_its_curve(
     for words in (
         "0, 0 B of text",
         "the 1,024 smallest hashes of a document",
-        '[{"source": "old [1]"}]',
-        '"permutations": 32',
+        "files 2, source old [1]",
+        "permutations 32",
         "8 bands x 4 rows: pairs that become candidates",
     ):
         assert words in text
     assert main(["dedup-index", "--show", str(index), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == open_index(index).to_dict()
+
+
+def test_the_index_of_a_recipe_is_made_once_and_named_in_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe, place = make_corpus(tmp_path / "corpus", 80), tmp_path / "old"
+    words = ["dedup-index", str(recipe), str(place), "--workers", "1", "--sketch", "64"]
+    assert main(words) == 2
+    assert "error: dedup.near: is not set" in capfd.readouterr().err
+    words += ["--set", "dedup.near={minhash: {permutations: 32}, bands: 8, rows: 4}"]
+    assert main([*words, "--json", "--quiet"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    index = open_index(place)
+    index.check(CONFIG)
+    assert (result["location"], result["digest"]) == (str(place), index.digest)
+    assert result["documents"] + sum(result["removed"].values()) == 115
+    assert main([*words, "--set", "dedup.near.similarity=0.7"]) == 1
+    assert "holds another index; --replace puts" in capfd.readouterr().err
+    assert main([*words, "--set", "dedup.near.similarity=0.7", "--replace"]) == 0
+    assert f"{place} holds the signatures of {result['documents']} documents" in capfd.readouterr().err
 
 
 def test_what_is_no_index_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,4 +148,8 @@ def _show_table(index: DedupIndex) -> None:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return "\n".join(_plain(one) for one in value) or "nothing"
+    return value if isinstance(value, str) else json.dumps(value)
