@@ -226,6 +226,11 @@ def test_containment_counts_only_where_the_recipe_says_so_and_never_for_small_on
     assert (result["similar"], result["contained"], result["wrong"]) == (0, 1, 1)
 
 
+def test_excerpts_are_of_pairs_that_differ_while_there_are_any(tmp_path: Path) -> None:
+    result = check(tmp_path, [("whole", "whole"), ("at 0.8", "whole"), ("same words", "whole")])
+    assert [excerpt["similarity"] for excerpt in result["excerpts"]] == [0.8]
+
+
 def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,7 +223,7 @@ def measure_precision(
     {"checked": pairs compared, "left_out": sampled ones that lost to an index, whose texts are not here,
     "similar": of those checked, pairs at or above their threshold, "contained": others that the containment
     rule allows, "wrong": the rest, "least": the lowest similarity of the similar ones or None,
-    "excerpts": up to ten of the pairs, the least alike first: {"similarity", "removed", "kept"}}
+    "excerpts": up to ten pairs, if possible below 1, the least alike first: {"similarity", "removed", "kept"}}
     """
     sample = _sample(losers, population, count, seed)
     parts, rows = population.locate(sample["kept"])
@@ -246,7 +246,8 @@ def measure_precision(
     ]
     verdicts = [verdict for _, verdict, *_ in compared]
     compared.sort()
-    step = max(1, -(-len(compared) // EXCERPTS))
+    shown = [pair for pair in compared if pair[0] < 1] or compared  # the same words twice tell little
+    step = max(1, -(-len(shown) // EXCERPTS))
     return {
         "checked": len(compared),
         "left_out": len(sample) - len(compared),
@@ -256,7 +257,7 @@ def measure_precision(
         ),
         "excerpts": [
             {"similarity": round(similarity, 6), "removed": removed, "kept": kept}
-            for similarity, _, removed, kept in compared[::step]
+            for similarity, _, removed, kept in shown[::step]
         ],
     }
 
