@@ -11,7 +11,7 @@ import numpy as np
 
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.bands import BandWriter
-from shardkit.writers.dedup.hubs import ReferenceDocument
+from shardkit.writers.dedup.hub_reference import ReferenceDocument
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,

@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
-from shardkit.writers.dedup.hubs import HubLimits, HubSearch, ReferenceDocument, reference_hub_pairs
+from shardkit.writers.dedup.hub_reference import ReferenceDocument, reference_hub_pairs
+from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.population import PAIR, Population
 
 __all__ = [
@@ -77,6 +78,7 @@ def find_candidates(
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
     hubs = HubSearch(population, similarity, limits=limits, memory_bytes=memory_bytes // 4)
     documents = int(population.starts[-1])
+    assert removed is None or len(removed) * 8 >= documents, "one bit a document of the population"
     run_pairs = max(1, min(RUN_PAIRS, memory_bytes // 4 // _PEAK_BYTES_PER_PAIR))
     with PairWriter(folder, documents, run_pairs=run_pairs) as writer:
         low, high = key_range(partition, partitions)

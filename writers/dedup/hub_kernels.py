@@ -65,57 +65,78 @@ def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at
     """Pair documents with the leaders before them, making leaders of those that none covers.
 
     Goes through the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. space holds
-    `leaders` leaders: (their prints by columns, ranks, kinds, and place for counts). settings = (floor,
-    cover, most leaders, most pairs of a document), the first two as `matches_for`. Sets bounded[i] to 1 where
-    one more leader was needed than there may be, to 2 where pairs were left out (3: both).
-    Returns (next row, leaders, next place in out).
+    `leaders` leaders: (their prints by columns, ranks, kinds, whether they are firm, and place for counts).
+    settings = (floor, similar, cover, most leaders, most pairs of a document), the first three as
+    `matches_for`. Sets bounded[i] to 1 where one more leader was needed than there may be, to 2 where pairs
+    of a document that is not covered were left out (3: both). Returns (next row, leaders, next place in out).
     """
-    floor, cover, most_leaders, most_pairs = settings
-    columns, heads, head_kinds, sums = space
+    floor, similar, cover, most_leaders, most_pairs = settings
+    columns, heads, head_kinds, firm, sums = space
     for i in range(begin, len(prints)):
         if at + min(leaders, most_pairs) > len(out):
             return i, leaders, at
         count_matches(prints[i], columns, leaders, sums)
         kind = kinds[i]
         hits = 0
-        best = np.uint64(0)
+        best = np.uint64(0)  # of firm leaders
         for j in range(leaders):
-            best = max(best, sums[j])
+            if firm[j]:
+                best = max(best, sums[j])
             if sums[j] >= floor and (kind == INPUT or (kind == PLANTED and head_kinds[j] == INPUT)):
                 hits += 1
+        covered = leaders > 0 and best >= cover
         if hits and kind != INDEX:
-            least, ties = floor, hits
-            if hits > most_pairs:
+            at = _pair(ranks[i], kind, leaders, floor, hits, most_pairs, space, out, at)
+            if hits > most_pairs and not covered:
                 bounded[i] |= 2
-                least, ties = _cut(sums[:leaders], kind, head_kinds, floor, most_pairs)
-            for j in range(leaders):
-                if sums[j] < least or (kind == PLANTED and head_kinds[j] != INPUT):
-                    continue
-                if sums[j] == least:
-                    if ties == 0:
-                        continue
-                    ties -= 1
-                out[at, 0] = heads[j]
-                out[at, 1] = ranks[i]
-                at += 1
-        if leaders == 0 or best < cover:
-            if leaders == most_leaders:
-                bounded[i] |= 1
-            elif kind != PLANTED:
-                columns[:, leaders] = prints[i]
-                heads[leaders] = ranks[i]
-                head_kinds[leaders] = kind
-                leaders += 1
+        if covered:
+            continue
+        if leaders == most_leaders:
+            bounded[i] |= 1
+        elif kind != PLANTED:
+            columns[:, leaders] = prints[i]
+            heads[leaders] = ranks[i]
+            head_kinds[leaders] = kind
+            firm[leaders] = kind == INDEX or best < similar
+            leaders += 1
     return len(prints), leaders, at
 
 
 @numba.njit(nogil=True, cache=True)
-def _cut(sums, kind, head_kinds, floor, most):  # type: ignore[no-untyped-def]
-    """(least, ties): the `most` highest counts are those above `least`, and the first `ties` equal to it."""
-    histogram = np.zeros(np.int64(sums.max()) + 1, np.int64)
-    for j in range(len(sums)):
+def _pair(rank, kind, leaders, floor, hits, most, space, out, at):  # type: ignore[no-untyped-def]
+    """Write the pairs of one document; of more than `most`, half the first and half the most alike others."""
+    _, heads, head_kinds, _, sums = space
+    first = hits if hits <= most else most // 2
+    least, ties = floor, 0
+    if hits > most:
+        least, ties = _cut(kind, leaders, floor, first, most - first, head_kinds, sums)
+    for j in range(leaders):
+        if sums[j] < floor or (kind == PLANTED and head_kinds[j] != INPUT):
+            continue
+        if first > 0:
+            first -= 1
+        elif sums[j] < least:
+            continue
+        elif sums[j] == least:
+            if ties == 0:
+                continue
+            ties -= 1
+        out[at, 0] = heads[j]
+        out[at, 1] = rank
+        at += 1
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _cut(kind, leaders, floor, first, most, head_kinds, sums):  # type: ignore[no-untyped-def]
+    """(least, ties): past `first` hits, the `most` alike are those over least, and ties equal to it."""
+    histogram = np.zeros(np.int64(sums[:leaders].max()) + 1, np.int64)
+    for j in range(leaders):
         if sums[j] >= floor and (kind != PLANTED or head_kinds[j] == INPUT):
-            histogram[np.int64(sums[j])] += 1
+            if first > 0:
+                first -= 1
+            else:
+                histogram[np.int64(sums[j])] += 1
     left = np.int64(most)
     for matches in range(len(histogram) - 1, -1, -1):
         if histogram[matches] >= left:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from shardkit.writers.dedup.candidates import reference_candidates
 from shardkit.writers.dedup.compare import reference_compare
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.hubs import HubLimits, ReferenceDocument
+from shardkit.writers.dedup.hub_reference import ReferenceDocument
+from shardkit.writers.dedup.hubs import HubLimits
 from shardkit.writers.dedup.minhash import reference_band_keys, reference_signature
 from shardkit.writers.dedup.parts import bands_and_rows
 from shardkit.writers.dedup.population import Kind
