@@ -223,7 +223,7 @@ def measure_precision(
     {"checked": pairs compared, "left_out": sampled ones that lost to an index, whose texts are not here,
     "similar": of those checked, pairs at or above their threshold, "contained": others that the containment
     rule allows, "wrong": the rest, "least": the lowest similarity of the similar ones or None,
-    "excerpts": up to ten pairs, if possible below 1, the least alike first: {"similarity", "removed", "kept"}}
+    "excerpts": up to ten pairs, below 1 if possible, least alike first: {"similarity", "removed", "kept"}}
     """
     sample = _sample(losers, population, count, seed)
     parts, rows = population.locate(sample["kept"])
