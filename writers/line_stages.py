@@ -27,7 +27,7 @@ def key_tasks(
 ) -> list[Task]:
     """One task a split."""
     losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
-    shared = {"config": config.model_dump(mode="json", exclude={"keep"}), "exact": _contents(exact)}
+    shared = {"config": config.model_dump(mode="json"), "exact": _contents(exact)}
     return [
         Task(
             "line_keys",
