@@ -36,6 +36,7 @@ from shardkit.writers.input_digest import describe_inputs
 from shardkit.writers.journal import Journal, Task
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
+from shardkit.writers.publish import forget_damaged
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import recipe_content
 from shardkit.writers.runner import Runner
@@ -101,6 +102,7 @@ def build_dedup_index(
             "inputs": describe_inputs(recipe, splits, [c.counts["input"] for c in prepared.cleaned]),
             "against": [other.digest for other in indexes],
         }
+        forget_damaged(journal, made)
         parts = [(commit.folder, commit.counts) for commit in made]
         opened = publish_index(parts, target, facts, config, sketch=sketch, replace=replace)
         if recipe.work is None:

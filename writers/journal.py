@@ -37,7 +37,7 @@ _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
-_LIBRARIES = ("numpy", "pyarrow", "orjson", "tokenizers", "gigatoken", "zstandard")
+_LIBRARIES = ("numpy", "numba", "pyarrow", "orjson", "tokenizers", "gigatoken", "xxhash", "zstandard")
 
 
 @dataclass(frozen=True)

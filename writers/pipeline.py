@@ -36,7 +36,7 @@ from shardkit.writers.publish import (
     CARD_NAME,
     QUARANTINE_NAME,
     REPORT_NAME,
-    find_damaged,
+    forget_damaged,
     global_shards,
     publish,
 )
@@ -239,11 +239,7 @@ class _Build:
         for path, state in self._states.items():
             if file_state(path) != state:
                 raise BuildError(f"{path}: changed while the build ran; run it again")
-        if damaged := find_damaged([*packed, *provenance]):
-            self._runner.journal.forget(damaged)
-            raise BuildError(
-                f"{damaged.folder}: was damaged after it was written; it is removed, run the build again"
-            )
+        forget_damaged(self._runner.journal, [*packed, *provenance])
         shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
         manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
         if not manifest.samples:

@@ -60,9 +60,13 @@ def open_indexes(recipe: Recipe) -> list[DedupIndex]:
     near = recipe.dedup.near
     opened = []
     for number, path in enumerate(near.against if near is not None else ()):
-        index = open_index(recipe.resolve(path))
         assert near is not None
-        index.check(near, f"dedup.near.against[{number}]")
+        key = f"dedup.near.against[{number}]"
+        try:
+            index = open_index(recipe.resolve(path))
+        except BuildError as error:
+            raise RecipeError(f"{key}: {error}") from None
+        index.check(near, key)
         opened.append(index)
     return opened
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from shardkit.errors import BuildError, ShardError
 from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
-from shardkit.writers.journal import Commit, fsync_path
+from shardkit.writers.journal import Commit, Journal, fsync_path
 
 __all__ = [
     "CARD_NAME",
@@ -29,6 +29,7 @@ __all__ = [
     "OutputState",
     "find_damaged",
     "finish_publication",
+    "forget_damaged",
     "global_shards",
     "old_manifest",
     "output_state",
@@ -102,6 +103,15 @@ def find_damaged(commits: Sequence[Commit]) -> Commit | None:
             if damaged is not None:
                 return commit
     return None
+
+
+def forget_damaged(journal: Journal, commits: Sequence[Commit]) -> None:
+    """BuildError if `find_damaged` finds one, which will be made again."""
+    if damaged := find_damaged(commits):
+        journal.forget(damaged)
+        raise BuildError(
+            f"{damaged.folder}: was damaged after it was written; it is removed, run the build again"
+        )
 
 
 def publish(
