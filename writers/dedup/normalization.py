@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numba
@@ -136,8 +136,11 @@ def _find_composing(data, offsets, flags, found):  # type: ignore[no-untyped-def
                 break
 
 
+@lru_cache(maxsize=1 << 16)
 def lower_case(word: str) -> str:
     """A word in lower case, character by character."""
+    if word.isascii():
+        return word.lower()
     lower = character_tables().lower
     return "".join(chr(int(lower[ord(character)])) for character in word)
 
