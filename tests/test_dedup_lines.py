@@ -23,7 +23,6 @@ from shardkit.writers.dedup.lines_units import (
     reference_hash,
     reference_units,
 )
-from shardkit.writers.dedup.split_rows import digest_of_split
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.ledger import Ledger
 
@@ -223,15 +222,6 @@ def test_a_line_of_every_document_costs_partitions_one_row_a_run(tmp_path: Path)
     config = LinesDedupConfig(min_characters=5)
     counts = write_line_keys(tmp_path / "documents.arrow", config, tmp_path, split=0)
     assert counts == {"lines": 1000, "compared": 1000, "keys": 501}
-
-
-def test_a_splits_digest_depends_on_its_own_rows_only(tmp_path: Path) -> None:
-    rows = [(0, 1, 2), (0, 3, 1), (2, 1, 2), (2, 3, 1), (3, 3, 2)]
-    np.save(tmp_path / "losers.npy", np.array(rows, lines_keys.LINE_LOSER))
-    digests = [digest_of_split([tmp_path / "losers.npy"], lines_keys.LINE_LOSER, split) for split in range(5)]
-    assert digests[0] == digests[2]
-    assert digests[1] == digests[4]
-    assert len(set(digests)) == 3
 
 
 def test_partitions_follow_the_memory_budget() -> None:

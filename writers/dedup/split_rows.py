@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from shardkit.writers.dedup.array_file import CHUNK_ROWS, Rows
+from shardkit.writers.dedup.array_file import Rows
 
-__all__ = ["SplitRows", "digest_of_split", "piece_of_split"]
+__all__ = ["SplitRows", "piece_of_split"]
 
 _CHUNK_ROWS = 1024  # of each of up to thousands of tables
 
@@ -69,15 +67,3 @@ def piece_of_split(table: Rows, split: int) -> Piece:
             for number in (split, split + 1)
         )
     return table, begin, end
-
-
-def digest_of_split(paths: Sequence[Path], dtype: npt.DTypeLike, split: int) -> str:
-    """xxh3-128, hexadecimal, of what the tables say about a split, whatever its number is."""
-    state = xxhash.xxh3_128()
-    for path in paths:
-        table, begin, end = piece_of_split(Rows(path, dtype), split)
-        for start in range(begin, end, CHUNK_ROWS):
-            rows = table.read(start, min(start + CHUNK_ROWS, end))
-            rows["split"] = 0
-            state.update(rows.tobytes())
-    return state.hexdigest()
