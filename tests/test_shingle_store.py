@@ -53,7 +53,7 @@ def array(numbers: list[int]) -> npt.NDArray[np.uint64]:
     return np.array(numbers, np.uint64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(documents_strategy, st.sampled_from([None, 2, 5]), st.integers(1, 500), st.data())
 def test_what_is_read_are_the_sets_of_what_was_written(
     tmp_path_factory: pytest.TempPathFactory,
