@@ -20,7 +20,7 @@ import xxhash
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
-from shardkit.writers.filters.chain import FilterChain
+from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine, check_bad_fraction
 from shardkit.writers.readers import read_split
@@ -42,7 +42,7 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
     ledger = Ledger()
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
-    chain = FilterChain(recipe.filter_chain())
+    chain = FilterChain(recipe.filter_chain(), recipe.folder, seed=recipe.seed)
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
@@ -57,7 +57,9 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
             quarantine,
             max_record_bytes=recipe.max_record_bytes,
         ):
-            kept = _filtered(batch, chain, ledger)
+            filtered = chain.apply(batch)
+            kept = filtered.kept
+            _book(filtered, ledger)
             if kept.num_rows:
                 documents.write_batch(kept)
                 keys.write(exact_keys(kept, normalized))
@@ -67,19 +69,14 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
     return ledger
 
 
-def _filtered(batch: pa.RecordBatch, chain: FilterChain, ledger: Ledger) -> pa.RecordBatch:
-    """The documents that pass; all are booked."""
-    texts = batch.column("text")
-    sizes = np.diff(text_offsets(texts))
-    codes = chain.codes(texts)
-    for code in np.unique(codes).tolist():
-        chosen = codes == code
-        count = Count(int(chosen.sum()), int(sizes[chosen].sum()))
-        if code:
-            ledger.drop(chain.reasons[code - 1], count.documents, count.bytes)
-        else:
-            ledger.kept += count
-    return batch if not codes.any() else batch.filter(pa.array(codes == 0))
+def _book(filtered: Filtered, ledger: Ledger) -> None:
+    """What was kept, dropped and cut out of documents."""
+    for reason, count in filtered.dropped.items():
+        ledger.drop(reason, count.documents, count.bytes)
+    for reason, size in filtered.cut.items():
+        ledger.drop(reason, 0, size)
+    kept = filtered.kept
+    ledger.kept += Count(kept.num_rows, int(np.diff(text_offsets(kept.column("text"))).sum()))
 
 
 def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.errors import MissingExtraError
-from shardkit.hashing import digest_of
+from shardkit.errors import MissingExtraError, RecipeError
+from shardkit.hashing import digest_of, hash_file
 from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
 from shardkit.writers.dedup.exact import find_losers, find_winners
@@ -77,6 +77,7 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
     exact = recipe.dedup.exact
     shared = {
         "filters": filters,
+        "filter_files": filter_files(recipe),
         "keys": normalization_version() if exact is not None and exact.text == "normalized" else "raw",
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
@@ -89,6 +90,18 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
         spec = shared | {"split": place, "fields": fields, "file_state": list(file_state(split.path))}
         tasks.append(Task("clean", _split_name(split), spec, _clean, (split, recipe), split.bytes))
     return tasks
+
+
+def filter_files(recipe: Recipe) -> dict[str, str]:
+    """xxh3-128 of the files that filters read, by their path in the recipe; RecipeError if one cannot be read."""
+    digests = {}
+    for name, config in recipe.filter_chain():
+        for path in config.files():
+            try:
+                digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
+            except OSError as error:
+                raise RecipeError(f"filters: {name}: {path}: {error.strerror or error}") from None
+    return digests
 
 
 def _clean(folder: Path, split: Split, recipe: Recipe) -> dict[str, Any]:
@@ -117,10 +130,9 @@ def _find_exact(folder: Path, paths: Sequence[Path], partition: int, partitions:
     winners = find_winners(losers)
     np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
     np.save(folder / WINNERS_FILE, winners, allow_pickle=False)
-    splits = {}
-    for split in np.unique(losers["split"]).tolist():
-        own = losers["bytes"][losers["split"] == split]
-        splits[str(split)] = [len(own), int(own.sum())]
+    documents = np.bincount(losers["split"])
+    sizes = np.bincount(losers["split"], losers["bytes"]).astype(np.int64)
+    splits = {str(n): [int(documents[n]), int(sizes[n])] for n in np.flatnonzero(documents).tolist()}
     return {
         "losers": len(losers),
         "bytes": int(losers["bytes"].sum()),

@@ -46,7 +46,12 @@ class _ReferenceHub:
         self.floor, self.similar, self.cover = least
 
     def split(self, members: list[int], rows: int, again: bool) -> None:
-        for first in range(0, self.permutations - rows + 1, rows):
+        firsts = list(range(0, self.permutations - rows + 1, rows))
+        real = [self.prints[member] for member in members if self.kinds[member] != "planted"]
+        shared = [first for first in firsts if len({tuple(one[first : first + rows]) for one in real}) == 1]
+        if again and len(shared) == 1 < len(firsts):
+            firsts.remove(shared[0])
+        for first in firsts:
             buckets: dict[tuple[int, ...], list[int]] = {}
             for member in members:
                 buckets.setdefault(tuple(self.prints[member][first : first + rows]), []).append(member)

@@ -64,6 +64,7 @@ def remove_near(run: Run, stages: NearStages, indexes: Sequence[DedupIndex] = ()
         "documents": int(population.count("input")),
         "wordless": _total(signed, "wordless"),
         "planted": int(population.count("planted")),
+        "planted_removed": resolved.counts["planted"],
         "indexed": int(population.count("index")),
         "candidates": _total(verified, "pairs"),
         "verified": _total(verified, "verified"),

@@ -1,59 +1,172 @@
-"""The filters of a recipe in order: the first rule of the first filter that a document fails drops it."""
+"""The steps of a recipe in order: the first rule that a document fails drops it; editors rewrite on the way.
+
+A document that was dropped is not looked at again, unless annotations are wanted: then every rule judges
+every document. Of a sample, every rule is also counted alone. Bytes are accounted for: what a document had is
+what editors cut out of it and what it had when it was kept or dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from shardkit.writers.filters.config import (
-    FilterConfig,
-    FinewebQualityConfig,
-    GopherQualityConfig,
-    LengthConfig,
-)
-from shardkit.writers.filters.fineweb_quality import FinewebQualityFilter
-from shardkit.writers.filters.gopher_quality import GopherQualityFilter
-from shardkit.writers.filters.length import LengthFilter
-from shardkit.writers.filters.rules import Filter
+from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.filters.config import FilterConfig, GopherQualityConfig
+from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, first_failing
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.ledger import Count
 
-__all__ = ["FilterChain"]
+__all__ = ["SAMPLE", "FilterChain", "Filtered", "make_step"]
+
+SAMPLE = 100  # one document in so many is judged by every rule alone
+STEPS = {  # by the name of its settings: module and class
+    "LengthConfig": ("length", "LengthFilter"),
+    "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
+    "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
+}
+
+
+@dataclass
+class Filtered:
+    """What a chain made of a batch: the kept documents, edited; drops and cuts by "<filter>/<name>".
+
+    `alone` are documents of the sample that fail each rule whatever else they fail, of `sampled` in all.
+    `annotations` has a value of every rule for every document of the batch (before dropping), if wanted, with
+    the reason it was dropped for under "dropped".
+    """
+
+    kept: pa.RecordBatch
+    dropped: dict[str, Count] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    alone: dict[str, int] = field(default_factory=dict)
+    sampled: int = 0
+    annotations: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Step:
+    name: str
+    work: Filter | Editor
 
 
 class FilterChain:
-    """`reasons[code - 1]`, "<filter>/<rule>", is the ledger's reason for a document of that code."""
+    """`folder` is where the recipe's relative paths start."""
 
-    def __init__(self, steps: Sequence[tuple[str, FilterConfig]]) -> None:
-        self._filters = [_make(config) for _, config in steps]
-        self.reasons = tuple(
-            f"{name}/{reason}"
-            for (name, _), step in zip(steps, self._filters, strict=True)
-            for reason in step.reasons
-        )
+    def __init__(
+        self,
+        steps: Sequence[tuple[str, FilterConfig]],
+        folder: Path | None = None,
+        *,
+        annotate: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._steps = [_Step(name, make_step(config, folder or Path())) for name, config in steps]
+        self._annotate, self._seed = annotate, seed
+        self.reasons = tuple(f"{step.name}/{reason}" for step in self._steps for reason in step.work.reasons)
         gopher = [config for _, config in steps if isinstance(config, GopherQualityConfig)]
         self._stop_words = tuple(gopher[0].stop_words) if gopher else ()
 
+    def apply(self, documents: pa.RecordBatch) -> Filtered:
+        """Run all steps over a batch of DOCUMENT_SCHEMA."""
+        result = Filtered(documents)
+        if not self._steps or not documents.num_rows:
+            return result
+        batch = TextBatch(documents.column("text"), columns=documents, stop_words=self._stop_words)
+        codes = self._codes(batch, result)
+        for code in np.unique(codes[codes > 0]).tolist():
+            chosen = codes == code
+            count = Count(int(chosen.sum()), int(batch.sizes[chosen].sum()))
+            result.dropped[self.reasons[code - 1]] = count
+        if self._annotate:
+            dropped = [self.reasons[code - 1] if code else "" for code in codes.tolist()]
+            result.annotations["dropped"] = np.array(dropped, np.object_)
+        self._sample(documents, result)
+        if batch.texts is not documents.column("text"):
+            number = documents.schema.get_field_index("text")
+            documents = documents.set_column(number, documents.schema.field(number), batch.texts)
+        result.kept = documents if not codes.any() else documents.filter(pa.array(codes == 0))
+        return result
+
     def codes(self, texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-        """int64[n]: 0 for documents that pass everything."""
+        """int64[n]: 0 for texts that pass everything, else 1 + the index of the reason in `reasons`."""
         batch = TextBatch(texts, stop_words=self._stop_words)
+        return self._codes(batch, Filtered(pa.RecordBatch.from_arrays([], names=[])))
+
+    def _codes(self, batch: TextBatch, result: Filtered) -> npt.NDArray[np.int64]:
+        """Judge a batch; its texts are edited afterwards. Dropped documents keep the size they had then."""
         codes = np.zeros(len(batch), np.int64)
         first = 0
-        for step in self._filters:
-            found = step.codes(batch)
-            dropped = batch.wanted & (found > 0)
+        for step in self._steps:
+            alive = codes == 0
+            if not self._annotate:
+                batch.wanted = alive
+            rules, edit = _run(step, batch, alive)
+            if edit is not None:
+                _book(result.cut, step.name, edit.cut, alive)
+                _book(result.counts, step.name, edit.counts, alive)
+            found = first_failing(rules, len(batch))
+            dropped = alive & (found > 0)
             codes[dropped] = found[dropped] + first
-            batch.wanted &= ~dropped
-            first += len(step.reasons)
+            first += len(step.work.reasons)
+            if self._annotate:
+                for rule in rules:
+                    if rule.values is not None:
+                        result.annotations[f"{step.name}/{rule.name}"] = rule.values
         return codes
 
+    def _sample(self, documents: pa.RecordBatch, result: Filtered) -> None:
+        """Count each rule alone over the documents whose hash says so."""
+        hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
+        chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
+        result.sampled = len(chosen)
+        if not len(chosen):
+            return
+        some = documents.take(pa.array(chosen))
+        batch = TextBatch(some.column("text"), columns=some, stop_words=self._stop_words)
+        for step in self._steps:
+            rules, _ = _run(step, batch, batch.wanted)
+            for rule in rules:
+                if rule.fails is not None and rule.fails.any():
+                    result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
 
-def _make(config: FilterConfig) -> Filter:
-    if isinstance(config, LengthConfig):
-        return LengthFilter(config)
-    if isinstance(config, GopherQualityConfig):
-        return GopherQualityFilter(config)
-    assert isinstance(config, FinewebQualityConfig)
-    return FinewebQualityFilter(config)
+
+def _run(step: _Step, batch: TextBatch, alive: npt.NDArray[np.bool_]) -> tuple[Sequence[Rule], Edit | None]:
+    """The rules of a step on a batch; an editor's texts replace those of `alive` documents."""
+    if not isinstance(step.work, Editor):
+        rules = step.work.judge(batch)
+        assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
+        return rules, None
+    edit = step.work.edit(batch)
+    before = batch.sizes
+    texts = edit.texts if alive.all() else pc.if_else(pa.array(alive), edit.texts, batch.texts)
+    batch.set_texts(texts)
+    cut = sum(edit.cut.values(), np.zeros(len(batch), np.int64))
+    assert np.array_equal((before - batch.sizes)[alive], cut[alive]), f"{step.name}: bytes are missing"
+    return edit.rules, edit
+
+
+def _book(
+    totals: dict[str, int],
+    name: str,
+    counts: Mapping[str, npt.NDArray[np.int64]],
+    alive: npt.NDArray[np.bool_],
+) -> None:
+    for reason, values in counts.items():
+        key = f"{name}/{reason}"
+        totals[key] = totals.get(key, 0) + int(values[alive].sum())
+
+
+def make_step(config: FilterConfig, folder: Path) -> Filter | Editor:
+    """The filter or editor of a configuration; only its own module is imported."""
+    module, name = STEPS[type(config).__name__]
+    made: Filter | Editor = getattr(import_module(f"shardkit.writers.filters.{module}"), name)(config, folder)
+    return made

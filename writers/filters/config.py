@@ -21,6 +21,7 @@ __all__ = [
     "FieldName",
     "FilterConfig",
     "FilterEntry",
+    "FilterSettings",
     "FinewebQualityConfig",
     "GopherQualityConfig",
     "LengthConfig",
@@ -38,7 +39,15 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class LengthConfig(StrictModel):
+class FilterSettings(StrictModel):
+    """The settings of one filter."""
+
+    def files(self) -> tuple[str, ...]:
+        """Paths, from the recipe's folder, of files that decide what the filter does: lists, models."""
+        return ()
+
+
+class LengthConfig(FilterSettings):
     """Bounds on a document's length; null means no bound. Words are separated by white space."""
 
     min_words: int | None = Field(default=None, ge=0, description="Fewest words.")
@@ -47,7 +56,7 @@ class LengthConfig(StrictModel):
     max_chars: int | None = Field(default=None, ge=0, description="Most characters (code points).")
 
 
-class GopherQualityConfig(StrictModel):
+class GopherQualityConfig(FilterSettings):
     """Gopher's quality rules as datatrove counts them, on white-space words. null: no rule."""
 
     min_doc_words: int | None = Field(
@@ -83,7 +92,7 @@ class GopherQualityConfig(StrictModel):
     )
 
 
-class FinewebQualityConfig(StrictModel):
+class FinewebQualityConfig(FilterSettings):
     """FineWeb's own line rules as datatrove counts them, on white-space words."""
 
     line_punct_thr: Ratio = Field(
@@ -100,7 +109,7 @@ class FinewebQualityConfig(StrictModel):
     new_line_ratio: float = Field(default=0.3, ge=0, description="Most newlines per word.")
 
 
-FilterConfig = LengthConfig | GopherQualityConfig | FinewebQualityConfig
+FilterConfig = FilterSettings
 _PROFILES: dict[str, tuple[tuple[str, FilterConfig], ...]] = {
     "minimal": (("length", LengthConfig(min_words=10)),),
 }

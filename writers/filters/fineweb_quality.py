@@ -6,11 +6,11 @@ at newlines, blank ones do not count; a document without any is "empty".
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from pathlib import Path
 
 from shardkit.writers.filters.config import FinewebQualityConfig
-from shardkit.writers.filters.rules import first_failing, ratio
+from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
 
 __all__ = ["FinewebQualityFilter"]
@@ -21,11 +21,11 @@ class FinewebQualityFilter:
 
     reasons = ("empty", "line_punct_ratio", "short_line_ratio", "char_dup_ratio", "list_ratio")
 
-    def __init__(self, config: FinewebQualityConfig) -> None:
+    def __init__(self, config: FinewebQualityConfig, folder: Path | None = None) -> None:
         self._config = config
 
-    def codes(self, batch: TextBatch) -> npt.NDArray[np.int64]:
-        """See Filter.codes."""
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge."""
         config = self._config
         lines, words = batch.lines(config.short_line_length), batch.words()
         terminal = ratio(lines.terminal_lines, lines.lines)
@@ -33,13 +33,13 @@ class FinewebQualityFilter:
         if config.line_punct_exclude_zero:
             unpunctuated &= terminal != 0
         repeated = ratio(lines.repeated_characters, words.characters - words.newlines)
-        return first_failing(
-            [
-                lines.lines == 0,
-                unpunctuated,
-                ratio(lines.short_lines, lines.lines) > config.short_line_thr,
-                repeated > config.char_duplicates_ratio,
-                ratio(words.newlines, words.words) > config.new_line_ratio,
-            ],
-            len(batch),
+        short = ratio(lines.short_lines, lines.lines)
+        newlines = ratio(words.newlines, words.words)
+        judged = (
+            (lines.lines == 0, lines.lines),
+            (unpunctuated, terminal),
+            (short > config.short_line_thr, short),
+            (repeated > config.char_duplicates_ratio, repeated),
+            (newlines > config.new_line_ratio, newlines),
         )
+        return [Rule(name, *values) for name, values in zip(self.reasons, judged, strict=True)]

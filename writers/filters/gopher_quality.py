@@ -8,11 +8,11 @@ with a division by zero, has ratios of 0 here.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from pathlib import Path
 
 from shardkit.writers.filters.config import GopherQualityConfig
-from shardkit.writers.filters.rules import first_failing, ratio
+from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
 
 __all__ = ["GopherQualityFilter"]
@@ -34,11 +34,11 @@ class GopherQualityFilter:
         "gopher_enough_stop_words",  # datatrove's name; the document has too few of them
     )
 
-    def __init__(self, config: GopherQualityConfig) -> None:
+    def __init__(self, config: GopherQualityConfig, folder: Path | None = None) -> None:
         self._config = config
 
-    def codes(self, batch: TextBatch) -> npt.NDArray[np.int64]:
-        """See Filter.codes."""
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge."""
         config = self._config
         counts = batch.words(tuple(config.stop_words))
         mean = ratio(counts.plain_word_characters, counts.plain_words)
@@ -48,18 +48,21 @@ class GopherQualityFilter:
         bullets, ends = config.max_bullet_lines_ratio, config.max_ellipsis_lines_ratio
         letters = config.max_non_alpha_words_ratio
         fewest, most = config.min_doc_words, config.max_doc_words
-        return first_failing(
-            [
-                counts.plain_words < fewest if fewest else None,
-                counts.plain_words > most if most else None,
-                measured & (mean < low) if low else None,
-                measured & (mean > high) if high else None,
-                ratio(counts.hashes, counts.words) > symbols if symbols else None,
-                ratio(counts.ellipses, counts.words) > symbols if symbols else None,
-                ratio(counts.bullet_lines, counts.lines) > bullets if bullets else None,
-                ratio(counts.ellipsis_lines, counts.lines) > ends if ends else None,
-                ratio(counts.letter_words, counts.words) < letters if letters else None,
-                counts.stop_words < config.min_stop_words if config.min_stop_words else None,
-            ],
-            len(batch),
+        hashes, ellipses = ratio(counts.hashes, counts.words), ratio(counts.ellipses, counts.words)
+        bullet_lines = ratio(counts.bullet_lines, counts.lines)
+        ellipsis_lines = ratio(counts.ellipsis_lines, counts.lines)
+        letter_words = ratio(counts.letter_words, counts.words)
+        stop_words = config.min_stop_words
+        judged = (
+            (counts.plain_words < fewest if fewest else None, counts.plain_words),
+            (counts.plain_words > most if most else None, counts.plain_words),
+            (measured & (mean < low) if low else None, mean),
+            (measured & (mean > high) if high else None, mean),
+            (hashes > symbols if symbols else None, hashes),
+            (ellipses > symbols if symbols else None, ellipses),
+            (bullet_lines > bullets if bullets else None, bullet_lines),
+            (ellipsis_lines > ends if ends else None, ellipsis_lines),
+            (letter_words < letters if letters else None, letter_words),
+            (counts.stop_words < stop_words if stop_words else None, counts.stop_words),
         )
+        return [Rule(name, *values) for name, values in zip(self.reasons, judged, strict=True)]
