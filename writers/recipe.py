@@ -25,13 +25,8 @@ from shardkit.errors import RecipeError
 from shardkit.hashing import HASH_NAMES
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
-from shardkit.writers.filters.config import (
-    FieldName,
-    FilterConfig,
-    FilterEntry,
-    Ratio,
-    StrictModel,
-)
+from shardkit.writers.filters.config import FilterConfig, FilterEntry
+from shardkit.writers.filters.settings import FieldName, Ratio, StrictModel
 from shardkit.writers.recipe_text import apply_override, describe_problems, load_yaml
 
 __all__ = [

@@ -93,7 +93,7 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
 
 
 def filter_files(recipe: Recipe) -> dict[str, str]:
-    """xxh3-128 of the files that filters read, by their path in the recipe; RecipeError if one cannot be read."""
+    """xxh3-128 of files that filters read, by path in the recipe; RecipeError if one cannot be read."""
     digests = {}
     for name, config in recipe.filter_chain():
         for path in config.files():

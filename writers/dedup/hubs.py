@@ -252,7 +252,7 @@ class _Hub:
             if not same[: self._permutations].any():
                 break
         bands = self._permutations // rows
-        return np.flatnonzero(same[: bands * rows].reshape(bands, rows).all(axis=1)).tolist()
+        return [band for band in range(bands) if same[band * rows : (band + 1) * rows].all()]
 
     def _rows(self, ranks: Ranks) -> npt.NDArray[np.uint64]:
         return self._search.prints(self._numbers[ranks]) if self._prints is None else self._prints[ranks]

@@ -6,10 +6,9 @@ copied over as it is.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -17,34 +16,15 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
+
 __all__ = [
-    "FieldName",
     "FilterConfig",
     "FilterEntry",
-    "FilterSettings",
     "FinewebQualityConfig",
     "GopherQualityConfig",
     "LengthConfig",
-    "Ratio",
-    "StrictModel",
 ]
-
-FieldName = Annotated[str, Field(min_length=1)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
-
-
-class StrictModel(BaseModel):
-    """What every part of a recipe is: frozen, without unknown keys, without silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class FilterSettings(StrictModel):
-    """The settings of one filter."""
-
-    def files(self) -> tuple[str, ...]:
-        """Paths, from the recipe's folder, of files that decide what the filter does: lists, models."""
-        return ()
 
 
 class LengthConfig(FilterSettings):
@@ -123,6 +103,7 @@ class FilterEntry(StrictModel):
     length: LengthConfig | None = Field(default=None, description="Bounds on words and characters.")
     gopher_quality: GopherQualityConfig | None = Field(default=None, description="Quality rules of Gopher.")
     fineweb_quality: FinewebQualityConfig | None = Field(default=None, description="Line rules of FineWeb.")
+    # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["minimal"] | None = Field(
         default=None, description="A named list of filters. minimal: length with min_words 10."
     )
