@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ class Made:
     bytes: int = 100
     source: int = 0
     kind: Kind = "input"
-    band_rows: int = field(default=2, repr=False)
+    band_rows: int = field(default=5, repr=False)
 
     @property
     def keys(self) -> list[int]:
@@ -105,7 +105,3 @@ def write_part(folder: Path, documents: Sequence[Made], permutations: int, run_d
     with BandWriter(folder, run_documents=run_documents) as writer:
         for row, one in enumerate(documents):
             writer.write(np.array([one.keys], np.uint64), row)
-
-
-def with_kind(documents: Sequence[Made], kind: Kind) -> list[Made]:
-    return [replace(one, kind=kind) for one in documents]

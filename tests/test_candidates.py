@@ -83,10 +83,10 @@ def expected(documents: Sequence[Made], limits: HubLimits) -> tuple[set[Pair], i
     return {frozenset((documents[a].id, documents[b].id)) for a, b in pairs}, bounded
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     similarity=st.sampled_from([0.6, 0.8, 0.95, 1.0]),
     kinds=st.sampled_from(
         [("input",), ("input", "input", "planted"), ("input", "index", "planted"), ("index",)]
@@ -160,10 +160,10 @@ def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:
             population, 0, 1, None, tmp_path / str(limit), similarity=0.8, limits=HubLimits(limit)
         )
     assert counts[6] == {
-        "entries": 70, "buckets": 10, "hubs": 0, "largest_bucket": 6, "bounded": 0, "pairs": 21,
+        "entries": 28, "buckets": 4, "hubs": 0, "largest_bucket": 6, "bounded": 0, "pairs": 21,
     }  # fmt: skip
     # A hub of equal signatures: each document, the planted one too, is paired with the first alone.
-    assert counts[5] == counts[6] | {"hubs": 10, "pairs": 6}
+    assert counts[5] == counts[6] | {"hubs": 4, "pairs": 6}
 
 
 @pytest.mark.parametrize("word_documents", [1 << 32, 1])

@@ -19,10 +19,8 @@ skipped; its signature is read, and two levels find the pairs that can matter:
    leader before them has an estimate >= `similarity` with. Never made are pairs in which the document of
    higher priority does not lead. Such a pair (k, v) matters only if k stays; but the leader that covers k
    verifies against it (estimates of a pair below the threshold are that high once in 40 times or less), and
-   firm leaders are those that stay, as far as estimates tell. In simulated families (2,000 documents around
-   a center at 0.75 to 0.9: none; random trees of edits: 8 of 1,015) nearly nothing that all pairs remove
-   is missed; with leaders that need not be firm it is 33 of the 1,015. Work is documents x leaders, and n
-   copies of one text make n - 1 pairs instead of n^2 / 2.
+   firm leaders are those that stay, as far as estimates tell. Work is documents x leaders, and n copies of
+   one text make n - 1 pairs instead of n^2 / 2.
 
 Bounds: `HubLimits`. Where documents need more leaders than there may be, those left over go through sub-bands
 of twice the values (at 0.8 half of the pairs stay, at 0.9 0.95 of them) and leaders anew. A document with
@@ -76,7 +74,7 @@ class HubLimits:
 
     documents: int = 512  # buckets and sub-buckets of more do not get all pairs
     leaders: int = 4096  # in a sub-bucket: each document is compared with all, in 12 microseconds
-    pairs: int = 64  # of one document with leaders of a sub-bucket
+    pairs: int = 32  # of one document with leaders of a sub-bucket
 
 
 def sub_rows(similarity: float, permutations: int) -> int:
