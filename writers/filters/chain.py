@@ -1,8 +1,8 @@
 """The steps of a recipe in order: the first rule that a document fails drops it; editors rewrite on the way.
 
 A document that was dropped is not looked at again, unless annotations are wanted: then every rule judges
-every document. Of a sample, every rule is also counted alone. Bytes are accounted for: what a document had is
-what editors cut out of it and what it had when it was kept or dropped.
+every document, edited by all editors before. Of a sample, every rule is also counted alone. Bytes are
+accounted for: what a document had is what editors cut out of it and what it had when it was kept or dropped.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, first_fai
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
-__all__ = ["SAMPLE", "FilterChain", "Filtered", "make_step"]
+__all__ = ["SAMPLE", "Excerpt", "FilterChain", "Filtered", "make_step"]
 
 SAMPLE = 100  # one document in so many is judged by every rule alone
+EXCERPTS = 3  # dropped documents of which each rule shows the beginning
+EXCERPT_CHARACTERS = 120
 STEPS = {  # by the name of its settings: module and class
     "LengthConfig": ("length", "LengthFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
@@ -34,13 +36,24 @@ STEPS = {  # by the name of its settings: module and class
 }
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Excerpt:
+    """The beginning of a document as it was when it was dropped; those of the lowest hashes are shown."""
+
+    hash: int
+    file: str
+    record: int
+    text: str
+
+
 @dataclass
 class Filtered:
     """What a chain made of a batch: the kept documents, edited; drops and cuts by "<filter>/<name>".
 
     `alone` are documents of the sample that fail each rule whatever else they fail, of `sampled` in all.
+    `excerpts` are up to EXCERPTS of the documents that each rule dropped.
     `annotations` has a value of every rule for every document of the batch (before dropping), if wanted, with
-    the reason it was dropped for under "dropped".
+    the reason it was dropped for under "dropped"; `failed` tells, bool[n], who fails each rule.
     """
 
     kept: pa.RecordBatch
@@ -49,7 +62,9 @@ class Filtered:
     counts: dict[str, int] = field(default_factory=dict)
     alone: dict[str, int] = field(default_factory=dict)
     sampled: int = 0
+    excerpts: dict[str, list[Excerpt]] = field(default_factory=dict)
     annotations: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    failed: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,8 @@ class FilterChain:
         self._steps = [_Step(name, make_step(config, folder or Path())) for name, config in steps]
         self._annotate, self._seed = annotate, seed
         self.reasons = tuple(f"{step.name}/{reason}" for step in self._steps for reason in step.work.reasons)
+        editors = [(step.name, step.work) for step in self._steps if isinstance(step.work, Editor)]
+        self.edits = tuple(f"{name}/{edit}" for name, editor in editors for edit in editor.edits)
         gopher = [config for _, config in steps if isinstance(config, GopherQualityConfig)]
         self._stop_words = tuple(gopher[0].stop_words) if gopher else ()
 
@@ -81,15 +98,12 @@ class FilterChain:
         if not self._steps or not documents.num_rows:
             return result
         batch = TextBatch(documents.column("text"), columns=documents, stop_words=self._stop_words)
-        codes = self._codes(batch, result)
-        for code in np.unique(codes[codes > 0]).tolist():
-            chosen = codes == code
-            count = Count(int(chosen.sum()), int(batch.sizes[chosen].sum()))
-            result.dropped[self.reasons[code - 1]] = count
+        hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
+        codes = self._codes(batch, result, hashes)
         if self._annotate:
-            dropped = [self.reasons[code - 1] if code else "" for code in codes.tolist()]
+            dropped = [self.reasons[code - 1] if code else None for code in codes.tolist()]
             result.annotations["dropped"] = np.array(dropped, np.object_)
-        self._sample(documents, result)
+        self._sample(documents, hashes, result)
         if batch.texts is not documents.column("text"):
             number = documents.schema.get_field_index("text")
             documents = documents.set_column(number, documents.schema.field(number), batch.texts)
@@ -99,33 +113,34 @@ class FilterChain:
     def codes(self, texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
         """int64[n]: 0 for texts that pass everything, else 1 + the index of the reason in `reasons`."""
         batch = TextBatch(texts, stop_words=self._stop_words)
-        return self._codes(batch, Filtered(pa.RecordBatch.from_arrays([], names=[])))
+        return self._codes(batch, Filtered(pa.RecordBatch.from_arrays([], names=[])), None)
 
-    def _codes(self, batch: TextBatch, result: Filtered) -> npt.NDArray[np.int64]:
-        """Judge a batch; its texts are edited afterwards. Dropped documents keep the size they had then."""
+    def _codes(
+        self, batch: TextBatch, result: Filtered, hashes: npt.NDArray[np.uint64] | None
+    ) -> npt.NDArray[np.int64]:
+        """Judge a batch; its texts are edited afterwards. Drops are booked as they happen."""
         codes = np.zeros(len(batch), np.int64)
         first = 0
         for step in self._steps:
             alive = codes == 0
             if not self._annotate:
                 batch.wanted = alive
-            rules, edit = _run(step, batch, alive)
+            rules, edit = _run(step, batch, batch.wanted)
             if edit is not None:
                 _book(result.cut, step.name, edit.cut, alive)
                 _book(result.counts, step.name, edit.counts, alive)
-            found = first_failing(rules, len(batch))
-            dropped = alive & (found > 0)
-            codes[dropped] = found[dropped] + first
+            found = np.where(alive, first_failing(rules, len(batch)), 0)
+            for number in np.unique(found[found > 0]).tolist():
+                chosen = np.flatnonzero(found == number)
+                codes[chosen] = first + number
+                _drop(result, self.reasons[first + number - 1], batch, chosen, hashes)
             first += len(step.work.reasons)
             if self._annotate:
-                for rule in rules:
-                    if rule.values is not None:
-                        result.annotations[f"{step.name}/{rule.name}"] = rule.values
+                _annotate(result, step.name, rules)
         return codes
 
-    def _sample(self, documents: pa.RecordBatch, result: Filtered) -> None:
+    def _sample(self, documents: pa.RecordBatch, hashes: npt.NDArray[np.uint64], result: Filtered) -> None:
         """Count each rule alone over the documents whose hash says so."""
-        hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
@@ -139,18 +154,18 @@ class FilterChain:
                     result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
 
 
-def _run(step: _Step, batch: TextBatch, alive: npt.NDArray[np.bool_]) -> tuple[Sequence[Rule], Edit | None]:
-    """The rules of a step on a batch; an editor's texts replace those of `alive` documents."""
+def _run(step: _Step, batch: TextBatch, chosen: npt.NDArray[np.bool_]) -> tuple[Sequence[Rule], Edit | None]:
+    """The rules of a step on a batch; an editor's texts replace those of `chosen` documents."""
     if not isinstance(step.work, Editor):
         rules = step.work.judge(batch)
         assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
         return rules, None
     edit = step.work.edit(batch)
     before = batch.sizes
-    texts = edit.texts if alive.all() else pc.if_else(pa.array(alive), edit.texts, batch.texts)
+    texts = edit.texts if chosen.all() else pc.if_else(pa.array(chosen), edit.texts, batch.texts)
     batch.set_texts(texts)
     cut = sum(edit.cut.values(), np.zeros(len(batch), np.int64))
-    assert np.array_equal((before - batch.sizes)[alive], cut[alive]), f"{step.name}: bytes are missing"
+    assert np.array_equal((before - batch.sizes)[chosen], cut[chosen]), f"{step.name}: bytes are missing"
     return edit.rules, edit
 
 
@@ -163,6 +178,44 @@ def _book(
     for reason, values in counts.items():
         key = f"{name}/{reason}"
         totals[key] = totals.get(key, 0) + int(values[alive].sum())
+
+
+def _drop(
+    result: Filtered,
+    reason: str,
+    batch: TextBatch,
+    chosen: npt.NDArray[np.int64],
+    hashes: npt.NDArray[np.uint64] | None,
+) -> None:
+    """Book documents with the size they have now, and show some of them as they are now."""
+    before = result.dropped.get(reason, Count())
+    result.dropped[reason] = before + Count(len(chosen), int(batch.sizes[chosen].sum()))
+    if hashes is None or batch.columns is None:
+        return
+    files, records = batch.columns.column("file"), batch.columns.column("record")
+    shown = [
+        Excerpt(int(hashes[row]), files[row].as_py(), records[row].as_py(), _beginning(batch, row))
+        for row in chosen[np.argsort(hashes[chosen], kind="stable")[:EXCERPTS]].tolist()
+    ]
+    result.excerpts[reason] = sorted([*result.excerpts.get(reason, ()), *shown])[:EXCERPTS]
+
+
+def _beginning(batch: TextBatch, row: int) -> str:
+    start = int(batch.offsets[row])
+    end = min(
+        int(batch.offsets[row + 1]), start + 4 * EXCERPT_CHARACTERS
+    )  # a character has four bytes at most
+    return batch.data[start:end].tobytes().decode(errors="ignore")[:EXCERPT_CHARACTERS]
+
+
+def _annotate(result: Filtered, name: str, rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        key = f"{name}/{rule.name}"
+        if rule.values is not None:
+            result.annotations[key] = rule.values
+        if rule.fails is not None:
+            before = result.failed.get(key)
+            result.failed[key] = rule.fails if before is None else before | rule.fails
 
 
 def make_step(config: FilterConfig, folder: Path) -> Filter | Editor:
