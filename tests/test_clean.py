@@ -38,7 +38,7 @@ def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarr
     (split,) = scan_inputs(built)
     out = folder / "task"
     out.mkdir()
-    ledger = clean_split(split, built, out)
+    ledger = clean_split(split, built, out).ledger
     table = pa.ipc.open_file(str(out / "documents.arrow")).read_all()
     return table, read_keys(out / "keys.npy"), ledger
 

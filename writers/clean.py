@@ -4,11 +4,14 @@ The folder receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
   keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
   quarantine.jsonl  records that could not be read; often empty
+  annotations.parquet  with `annotate`: what every filter thought of every document (annotations.py)
 Memory is one batch, one record and a run of keys, whatever the split's size.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,9 +20,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
+from shardkit.writers.filter_counts import FilterCounts
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine, check_bad_fraction
@@ -27,26 +32,36 @@ from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.scan import Split
 
-__all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "clean_split", "exact_keys"]
+__all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "Cleaned", "clean_split", "exact_keys"]
 
 DOCUMENTS_FILE = "documents.arrow"
 KEYS_FILE = "keys.npy"
 QUARANTINE_FILE = "quarantine.jsonl"
 
 
-def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
-    """Write the three files of a split into `folder`, which exists and is empty; return its checked ledger.
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What became of a split: its checked ledger, and what each filter did."""
+
+    ledger: Ledger
+    filters: FilterCounts
+
+
+def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
+    """Write the files of a split into `folder`, which exists and is empty.
 
     BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
     """
     ledger = Ledger()
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
-    chain = FilterChain(recipe.filter_chain(), recipe.folder, seed=recipe.seed)
+    chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
+    counts = FilterCounts.of_chain(chain)
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
         KeyFile(folder / KEYS_FILE) as keys,
+        AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
         pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as documents,
     ):
@@ -60,13 +75,16 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Ledger:
             filtered = chain.apply(batch)
             kept = filtered.kept
             _book(filtered, ledger)
+            counts.add(filtered)
+            if annotations is not None:
+                annotations.write(batch, filtered)
             if kept.num_rows:
                 documents.write_batch(kept)
                 keys.write(exact_keys(kept, normalized))
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
-    return ledger
+    return Cleaned(ledger, counts)
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:

@@ -180,6 +180,10 @@ class Recipe(StrictModel):
         max_length=64,
         description="Applied in order; the first rule that fails drops a document.",
     )
+    annotate: bool = Field(
+        default=False,
+        description="Keep what every filter thought of every document in annotations/*.parquet.",
+    )
     dedup: DedupConfig = Field(default=DedupConfig(), description="Which repeated documents are removed.")
     tokenizer: TokenizerConfig = Field(description="The tokenizer.")
     pack: PackConfig = Field(default=PackConfig(), description="How documents become sequences.")

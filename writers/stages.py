@@ -78,6 +78,7 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
     shared = {
         "filters": filters,
         "filter_files": filter_files(recipe),
+        "annotate": recipe.annotate,
         "keys": normalization_version() if exact is not None and exact.text == "normalized" else "raw",
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
@@ -105,8 +106,9 @@ def filter_files(recipe: Recipe) -> dict[str, str]:
 
 
 def _clean(folder: Path, split: Split, recipe: Recipe) -> dict[str, Any]:
-    ledger = clean_split(split, recipe, folder)
-    return {"ledger": ledger.to_dict(), "input": hash_split(split)}
+    cleaned = clean_split(split, recipe, folder)
+    counts = {"ledger": cleaned.ledger.to_dict(), "filters": cleaned.filters.to_dict()}
+    return counts | {"input": hash_split(split)}
 
 
 def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:

@@ -24,7 +24,7 @@ from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, first_fai
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
-__all__ = ["SAMPLE", "Excerpt", "FilterChain", "Filtered", "make_step"]
+__all__ = ["EXCERPTS", "SAMPLE", "Excerpt", "FilterChain", "Filtered", "make_step"]
 
 SAMPLE = 100  # one document in so many is judged by every rule alone
 EXCERPTS = 3  # dropped documents of which each rule shows the beginning

@@ -1,0 +1,225 @@
+"""What every filter thought of every document that was read, as columns beside the shards (`annotate: true`).
+
+`annotations/part-*.parquet` have one line a document, in the order of the inputs:
+
+    document_id, source, file, record   as in the provenance tables
+    bytes      of UTF-8, as it was read
+    dropped    "<filter>/<rule>" that dropped it, null if none did
+    failed     all rules that it fails, in order; a text that an editor changed is judged as changed
+    <filter>/<rule>   the value that was judged: numbers (int64 or double) or labels (string)
+
+so that other thresholds can be tried without reading the text again: `thresholds`. Filters that a recipe
+names twice share their columns; the latter's values are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shardkit.errors import BuildError, ShardkitError
+from shardkit.writers.documents import text_offsets
+from shardkit.writers.filters.chain import Filtered
+from shardkit.writers.ledger import Count
+
+__all__ = ["ANNOTATIONS_FILE", "ANNOTATIONS_FOLDER", "AnnotationFile", "Bounds", "Outcome", "thresholds"]
+
+ANNOTATIONS_FILE = "annotations.parquet"
+ANNOTATIONS_FOLDER = "annotations"
+ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules some 15 MB until they are written
+_FIRST = pa.schema(
+    [
+        pa.field("document_id", pa.binary(16), nullable=False),
+        pa.field("source", pa.int32(), nullable=False),
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("record", pa.int64(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("dropped", pa.string()),
+        pa.field("failed", pa.list_(pa.string()), nullable=False),
+    ]
+)
+_OF_DOCUMENT = ("document_id", "source", "file", "record")
+
+Bounds = tuple[float | None, float | None] | Set[str]
+"""Least and greatest value that passes, both included, None for no bound; or the labels that pass."""
+
+
+class AnnotationFile:
+    """Writes one split's annotations; its columns are those of the first batch."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer: pq.ParquetWriter | None = None
+        self._schema = _FIRST
+        self._batches: list[pa.RecordBatch] = []
+
+    def write(self, documents: pa.RecordBatch, filtered: Filtered) -> None:
+        """Add a batch of DOCUMENT_SCHEMA and what a chain that annotates made of it.
+
+        BuildError if a filter that gave values for a rule gives none now, or of another kind.
+        """
+        if not documents.num_rows:
+            return
+        batch = _table(documents, filtered)
+        if not self._batches and self._writer is None:
+            self._schema = batch.schema
+        if batch.schema != self._schema:
+            kinds = [{f"{field.name}: {field.type}" for field in one} for one in (batch.schema, self._schema)]
+            odd = ", ".join(sorted(kinds[0] ^ kinds[1]))
+            raise BuildError(f"annotations: {odd}: a rule has values of one kind always, or never")
+        self._batches.append(batch)
+        if sum(one.num_rows for one in self._batches) >= ROW_GROUP_DOCUMENTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            floats = [field.name for field in self._schema if pa.types.is_floating(field.type)]
+            others = [field.name for field in self._schema if field.name not in {*floats, "document_id"}]
+            self._writer = pq.ParquetWriter(
+                self._path,
+                self._schema,
+                compression="zstd",
+                use_dictionary=others,
+                use_byte_stream_split=floats,
+            )
+        rows = sum(batch.num_rows for batch in self._batches)
+        if rows:
+            self._writer.write_table(pa.Table.from_batches(self._batches), row_group_size=rows)
+        self._batches = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is left; a file without documents has the first columns only."""
+        if kind is None:
+            self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _table(documents: pa.RecordBatch, filtered: Filtered) -> pa.RecordBatch:
+    """The lines of a batch."""
+    values = dict(filtered.annotations)
+    dropped = values.pop("dropped", np.full(documents.num_rows, None, np.object_))
+    columns = [documents.column(name) for name in _OF_DOCUMENT]
+    columns.append(pa.array(np.diff(text_offsets(documents.column("text")))))
+    columns += [pa.array(dropped, pa.string()), _names_of(filtered.failed, documents.num_rows)]
+    columns += [_column(one) for one in values.values()]
+    fields = [
+        pa.field(name, column.type) for name, column in zip(values, columns[len(_FIRST) :], strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([*_FIRST, *fields]))
+
+
+def _names_of(failed: Mapping[str, npt.NDArray[np.bool_]], rows: int) -> pa.ListArray:
+    """list<string>[rows]: the names whose flags are set."""
+    flags = np.array(list(failed.values()), np.bool_).reshape(len(failed), rows).T
+    offsets = np.concatenate([[0], np.cumsum(flags.sum(axis=1))])
+    names = pa.array(list(failed), pa.string()).take(pa.array(np.nonzero(flags)[1]))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), names)
+
+
+def _column(values: npt.NDArray[Any]) -> pa.Array:
+    if values.dtype.kind in "OUS":
+        return pa.array(values, pa.string())
+    return pa.array(values, pa.float64() if values.dtype.kind == "f" else pa.int64(), safe=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Documents as they were read: all, those that were kept, and those that `thresholds` would keep.
+
+    `failed` are, for each rule that was given bounds, those that these would not let pass.
+    """
+
+    read: Count
+    kept: Count
+    would_keep: Count
+    failed: Mapping[str, Count]
+
+
+def thresholds(dataset: str | Path, bounds: Mapping[str, Bounds]) -> Outcome:
+    """How many documents filters would keep with other bounds, by "<filter>/<rule>"; all else as it was.
+
+    Rules that are not named judge as they did, those that are named by `bounds` alone: least and greatest
+    value, either may be None, or a set of labels. NaN passes. Duplicate removal comes later and is not
+    looked at. ShardkitError if the dataset (a local folder) was not built with `annotate: true`.
+    """
+    total = Outcome(Count(), Count(), Count(), dict.fromkeys(bounds, Count()))
+    for table in _row_groups(Path(dataset), list(bounds)):
+        passes = {name: _passes(table.column(name), limits, name) for name, limits in bounds.items()}
+        would_keep = _fail_no_other(table.column("failed"), set(bounds))
+        for good in passes.values():
+            would_keep &= good
+        sizes = table.column("bytes").to_numpy()
+        kept = table.column("dropped").is_null().to_numpy()
+        total = Outcome(
+            total.read + Count(len(sizes), int(sizes.sum())),
+            total.kept + _count(kept, sizes),
+            total.would_keep + _count(would_keep, sizes),
+            {name: total.failed[name] + _count(~good, sizes) for name, good in passes.items()},
+        )
+    return total
+
+
+def _row_groups(dataset: Path, names: list[str]) -> Iterator[pa.Table]:
+    paths = sorted((dataset / ANNOTATIONS_FOLDER).glob("*.parquet"))
+    if not paths:
+        raise ShardkitError(f"{dataset}: has no annotations; build it with `annotate: true`")
+    for path in paths:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                known = file.schema_arrow.names[len(_FIRST) :]
+                for name in names:
+                    if name not in known:
+                        listed = ", ".join(known) or "none"
+                        raise ShardkitError(f"{dataset}: no rule {name!r} has values; there are {listed}")
+                yield file.read_row_group(group, columns=["bytes", "dropped", "failed", *names])
+
+
+def _passes(values: pa.ChunkedArray, bounds: Bounds, name: str) -> npt.NDArray[np.bool_]:
+    """bool[n]."""
+    labels = pa.types.is_string(values.type)
+    if labels != isinstance(bounds, Set):
+        expected = "a set of labels" if labels else "(least, greatest)"
+        raise ShardkitError(f"{name}: has values of type {values.type}, so its bounds are {expected}")
+    if isinstance(bounds, Set):
+        found: npt.NDArray[np.bool_] = pc.is_in(values, pa.array(sorted(bounds), pa.string())).to_numpy()
+        return found
+    numbers = values.to_numpy()
+    good = np.ones(len(numbers), np.bool_)
+    least, greatest = bounds
+    if least is not None:
+        good &= ~(numbers < least)
+    if greatest is not None:
+        good &= ~(numbers > greatest)
+    return good
+
+
+def _fail_no_other(failed: pa.ChunkedArray, named: set[str]) -> npt.NDArray[np.bool_]:
+    """bool[n]: who fails none but the named rules."""
+    good = np.ones(len(failed), np.bool_)
+    start = 0
+    for chunk in failed.chunks:
+        others = ~pc.is_in(chunk.flatten(), pa.array(sorted(named), pa.string())).to_numpy(
+            zero_copy_only=False
+        )
+        good[start + pc.list_parent_indices(chunk).to_numpy()[others]] = False
+        start += len(chunk)
+    return good
+
+
+def _count(chosen: npt.NDArray[np.bool_], sizes: npt.NDArray[np.int64]) -> Count:
+    return Count(int(chosen.sum()), int(sizes[chosen].sum()))
