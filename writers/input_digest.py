@@ -9,31 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
+from shardkit.writers.input_files import open_input
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.scan import Split
 
-__all__ = ["FileState", "describe_inputs", "file_state", "hash_split", "hash_splits"]
+__all__ = ["describe_inputs", "hash_split", "hash_splits"]
 
 _READ_BYTES = 1 << 20
 _THREADS = 8
-
-FileState = tuple[int, int]  # bytes, modification time in ns
-
-
-def file_state(path: str) -> FileState:
-    """What changes when a file is written to; BuildError if it is not there."""
-    try:
-        found = Path(path).stat()
-    except OSError as error:
-        raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return found.st_size, found.st_mtime_ns
 
 
 def hash_split(split: Split) -> str:
@@ -43,7 +32,7 @@ def hash_split(split: Split) -> str:
         return ""
     state = xxhash.xxh3_128()
     try:
-        with Path(split.path).open("rb") as file:
+        with open_input(split.input) as file:
             file.seek(0 if whole else split.start)
             left = None if whole else split.end - split.start
             while piece := file.read(_READ_BYTES if left is None else min(left, _READ_BYTES)):

@@ -27,7 +27,8 @@ from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.duplicates import Deduplicated
 from shardkit.writers.engine_local import LocalEngine, default_workers
 from shardkit.writers.funnel import Funnel, collect_funnel
-from shardkit.writers.input_digest import describe_inputs, file_state
+from shardkit.writers.input_digest import describe_inputs
+from shardkit.writers.input_files import check_unchanged
 from shardkit.writers.journal import Commit, Journal, Task
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
@@ -146,7 +147,6 @@ class _Build:
         self._recipe, self._splits, self._runner = recipe, splits, runner
         self._digest, self._indexes = digest, indexes
         self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
-        self._states = {split.path: file_state(split.path) for split in splits}
 
     def run(self, location: str, place: Publisher) -> BuildResult:
         recipe, runner = self._recipe, self._runner
@@ -236,9 +236,7 @@ class _Build:
         tokenizer: Mapping[str, Any],
     ) -> Manifest:
         recipe = self._recipe
-        for path, state in self._states.items():
-            if file_state(path) != state:
-                raise BuildError(f"{path}: changed while the build ran; run it again")
+        check_unchanged({split.input for split in self._splits})
         forget_damaged(self._runner.journal, [*packed, *provenance])
         shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
         manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])

@@ -8,13 +8,13 @@ the file costs the rows that had not been read yet, whose number the footer tell
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+from shardkit.writers.input_files import open_input
 from shardkit.writers.recipe import InputConfig
 
 if TYPE_CHECKING:
@@ -28,11 +28,16 @@ _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotI
 
 def read_parquet(sink: RecordSink, config: InputConfig, max_record_bytes: int) -> Iterator[pa.RecordBatch]:
     """Batches of the documents in the row groups [start, end) of the sink's split."""
+    with open_input(sink.split.input) as stored:  # outside of what counts as damage
+        yield from _read_open(sink, config, stored, max_record_bytes)
+
+
+def _read_open(
+    sink: RecordSink, config: InputConfig, stored: BinaryIO, max_record_bytes: int
+) -> Iterator[pa.RecordBatch]:
     split = sink.split
-    with Path(split.path).open("rb"):  # a missing or forbidden file is not damage: let OSError through
-        pass
     try:
-        file = pq.ParquetFile(split.path, pre_buffer=False, buffer_size=1 << 20)
+        file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20)
     except _DAMAGE as error:
         _raise_unless_damage(error)
         sink.damaged(split.first_record, f"not a readable Parquet file: {_line(error)}", bytes=split.bytes)

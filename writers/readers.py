@@ -9,7 +9,6 @@ line numbers or row numbers within the file, from 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import BinaryIO
 
 import orjson
@@ -24,6 +23,7 @@ from shardkit.writers.documents import (
     document_ids,
     text_offsets,
 )
+from shardkit.writers.input_files import open_input
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.lines import Lines
 from shardkit.writers.quarantine import BadRecord, Quarantine, snippet_of
@@ -129,7 +129,7 @@ def read_split(
     """
     sink = RecordSink(split, config, ledger, quarantine)
     try:
-        size = Path(split.path).stat().st_size
+        size = split.input.bytes
         if split.format == "parquet":
             from shardkit.writers.read_parquet import read_parquet
 
@@ -156,7 +156,7 @@ def _read_lines(
 ) -> Iterator[pa.RecordBatch]:
     split = sink.split
     take = _take_json if split.format == "jsonl" else _take_text
-    with Path(split.path).open("rb") as file:
+    with open_input(split.input) as file:
         lines = Lines(_pieces(sink, file, size), offset=split.start, max_line_bytes=max_record_bytes)
         record = split.first_record
         try:
@@ -222,7 +222,7 @@ def _read_whole(sink: RecordSink, size: int, max_record_bytes: int) -> Iterator[
     """A text file as one document."""
     held: list[bytes] = []
     length = 0
-    with Path(sink.split.path).open("rb") as file:
+    with open_input(sink.split.input) as file:
         try:
             for piece in _pieces(sink, file, size):
                 length += len(piece)

@@ -1,22 +1,19 @@
 """Input files as splits: the units of reading, in an order that depends on nothing but names and contents.
 
-Files are named relative to the recipe's folder with "/" between the parts (a path given as absolute and
-outside that folder stays absolute), so a document keeps its identity when the folder moves. Compressed files
-are one split; plain JSONL and text with lines are cut behind every 64 MiB at b"\\n"; Parquet is cut between
-row groups. The size is a constant: worker count and memory never change which records meet in a split.
+Compressed files are one split; plain JSONL and text with lines are cut behind every 64 MiB at b"\\n";
+Parquet is cut between row groups. The size is a constant: worker count and memory never change which records
+meet in a split.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from shardkit.errors import RecipeError
 from shardkit.writers.decompress import COMPRESSIONS
-from shardkit.writers.file_names import expand_path
+from shardkit.writers.input_files import InputFile, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = ["SPLIT_BYTES", "Split", "scan_inputs"]
@@ -44,14 +41,23 @@ class Split:
 
     index: int  # number among all splits
     source: int  # number of the recipe's input
-    file: str  # name relative to the recipe
-    path: str  # where it is on this machine
+    input: InputFile
     format: str  # jsonl, parquet or text
     compression: str | None  # gzip, zstd or None
     start: int
     end: int
     first_record: int  # line or row number of the first record
     bytes: int  # stored bytes of this split
+
+    @property
+    def file(self) -> str:
+        """The file's name in ids and reports."""
+        return self.input.name
+
+    @property
+    def path(self) -> str:
+        """Where the file is, for errors; `open_input(split.input)` opens it."""
+        return self.input.path
 
 
 def scan_inputs(recipe: Recipe, *, split_bytes: int = SPLIT_BYTES) -> list[Split]:
@@ -60,63 +66,22 @@ def scan_inputs(recipe: Recipe, *, split_bytes: int = SPLIT_BYTES) -> list[Split
     RecipeError when an input matches nothing, a file belongs to two inputs or its format is unknown.
     """
     splits: list[Split] = []
-    owners: dict[Path, tuple[int, str]] = {}
+    owners: dict[str, tuple[int, str]] = {}
     for source, config in enumerate(recipe.inputs):
         key = f"inputs[{source}].path"
-        names = _named_files(recipe, config, key)
-        for name, path in sorted(names.items()):
-            real = path.resolve()
-            if real in owners:
-                owner, other = owners[real]
+        for name, file in find_files(recipe, config, key).items():
+            if file.identity in owners:
+                owner, other = owners[file.identity]
                 raise RecipeError(
                     f"{key}: {name} is the same file as {other} of inputs[{owner}]; "
                     "its documents would be read twice"
                 )
-            owners[real] = (source, name)
+            owners[file.identity] = (source, name)
             format, compression = _format_of(name, config, key)
-            for start, end, first_record, size in _cuts(path, format, compression, config, split_bytes):
-                splits.append(
-                    Split(
-                        len(splits),
-                        source,
-                        name,
-                        str(path),
-                        format,
-                        compression,
-                        start,
-                        end,
-                        first_record,
-                        size,
-                    )
-                )
+            for start, end, first_record, size in _cuts(file, format, compression, config, split_bytes):
+                place = (source, file, format, compression, start, end, first_record, size)
+                splits.append(Split(len(splits), *place))
     return splits
-
-
-def _named_files(recipe: Recipe, config: InputConfig, key: str) -> dict[str, Path]:
-    """{recipe-relative name: path on this machine} of an input's regular files."""
-    names = {}
-    for path in expand_path(recipe.folder, config.path):
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise RecipeError(f"{key}: {path}: {error.strerror or error}") from error
-        if not stat.S_ISREG(mode):
-            raise RecipeError(f"{key}: {path} is not a regular file")
-        name = _name_of(path, recipe.folder, absolute=Path(config.path).is_absolute())
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise RecipeError(f"{key}: file name {name!r} is not UTF-8; rename the file") from None
-        names[name] = path
-    if not names:
-        raise RecipeError(f"{key}: {config.path} matches no file (looked in {recipe.folder})")
-    return names
-
-
-def _name_of(path: Path, folder: Path, *, absolute: bool) -> str:
-    relative = os.path.relpath(path, folder)
-    outside = relative == ".." or relative.startswith(".." + os.sep)
-    return Path(path if absolute and outside else relative).as_posix()
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
@@ -140,23 +105,24 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
 
 
 def _cuts(
-    path: Path, format: str, compression: str | None, config: InputConfig, split_bytes: int
+    file: InputFile, format: str, compression: str | None, config: InputConfig, split_bytes: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """(start, end, first record, stored bytes) of each split of a file; at least one."""
-    size = path.stat().st_size
+    size = file.bytes
     if format == "parquet":
-        yield from _parquet_cuts(path, size, split_bytes)
+        yield from _parquet_cuts(file, split_bytes)
     elif compression is not None or size <= split_bytes or (format == "text" and not config.lines):
         yield 0, size, 0, size
     else:
-        yield from _line_cuts(path, size, split_bytes)
+        yield from _line_cuts(file, split_bytes)
 
 
-def _line_cuts(path: Path, size: int, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
     """Cut behind the first newline that makes a split of `split_bytes` or more, counting lines."""
+    size = input.bytes
     start = first_record = lines = at = 0
     aim = split_bytes
-    with path.open("rb") as file:
+    with open_input(input) as file:
         while piece := file.read(min(_READ_BYTES, size - at)):
             done = 0
             while at + len(piece) >= aim:
@@ -176,14 +142,15 @@ def _line_cuts(path: Path, size: int, split_bytes: int) -> Iterator[tuple[int, i
     yield start, size, first_record, size - start
 
 
-def _parquet_cuts(path: Path, size: int, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        metadata = pq.read_metadata(path)
+        with open_input(input) as file:
+            metadata = pq.read_metadata(file)
     except (pa.ArrowException, OSError, ValueError):
-        yield 0, 0, 0, size  # the reader meets the same damage and books it
+        yield 0, 0, 0, input.bytes  # the reader meets the same damage and books it
         return
     start = first_record = rows = held = stored = 0
     for group in range(metadata.num_row_groups):
@@ -194,4 +161,4 @@ def _parquet_cuts(path: Path, size: int, split_bytes: int) -> Iterator[tuple[int
         if held >= split_bytes and group + 1 < metadata.num_row_groups:
             yield start, group + 1, first_record, stored
             start, first_record, held, stored = group + 1, rows, 0, 0
-    yield start, metadata.num_row_groups, first_record, stored if start else size
+    yield start, metadata.num_row_groups, first_record, stored if start else input.bytes

@@ -24,7 +24,7 @@ from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
 from shardkit.writers.dedup.exact import find_losers, find_winners
 from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
-from shardkit.writers.input_digest import file_state, hash_split
+from shardkit.writers.input_digest import hash_split
 from shardkit.writers.journal import Commit, Task
 from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
@@ -85,10 +85,11 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
     }
     tasks = []
     for split in splits:
-        place = asdict(split)
-        del place["index"], place["path"]
+        place = asdict(split) | {"file": split.file}
+        del place["index"], place["input"]
+        state = [split.input.bytes, split.input.version]
         fields = recipe.inputs[split.source].model_dump(mode="json", exclude={"path", "source", "format"})
-        spec = shared | {"split": place, "fields": fields, "file_state": list(file_state(split.path))}
+        spec = shared | {"split": place, "fields": fields, "file_state": state}
         tasks.append(Task("clean", _split_name(split), spec, _clean, (split, recipe), split.bytes))
     return tasks
 
