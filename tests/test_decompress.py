@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import random
 import struct
 import zlib
+from collections.abc import Callable
 
+import lz4.frame
 import pytest
 import zstandard
 
-from shardkit.writers.decompress import ContainerError, decompressed
+from shardkit.writers.decompress import ContainerError, _zlib_members, decompressed
 
 TEXT = b"".join(b'{"text": "line %d of some text"}\n' % (i * i) for i in range(20_000))
 SKIPPABLE = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"skip"
@@ -28,6 +32,21 @@ def read(data: bytes, compression: str | None) -> tuple[bytes, ContainerError | 
 def zstd(data: bytes, *, write_checksum: bool = False) -> bytes:
     compressor = zstandard.ZstdCompressor(write_checksum=write_checksum).compressobj()
     return compressor.compress(data) + compressor.flush()  # streaming: no content size in the frame
+
+
+def lz4_frame(data: bytes) -> bytes:
+    """As the command line tool writes it: no content size, blocks that lean on each other, a checksum."""
+    compressor = lz4.frame.LZ4FrameCompressor(content_checksum=True, block_linked=True)
+    return bytes(compressor.begin() + compressor.compress(data) + compressor.flush())
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": lambda data: gzip.compress(data, mtime=0),
+    "zstd": lambda data: zstd(data, write_checksum=True),
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "lz4": lz4_frame,
+}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +71,11 @@ def zstd(data: bytes, *, write_checksum: bool = False) -> bytes:
         (SKIPPABLE + zstd(b"a") + SKIPPABLE + zstd(b"b") + SKIPPABLE, "zstd", b"ab"),
         (zstd(bytes(9_000_000), write_checksum=True), "zstd", bytes(9_000_000)),
         (zstd(b""), "zstd", b""),
+        (bz2.compress(TEXT[:5000]) + bz2.compress(b"") + bz2.compress(TEXT[5000:]), "bz2", TEXT),
+        (bz2.compress(bytes(9_000_000)), "bz2", bytes(9_000_000)),
+        (lzma.compress(TEXT[:5000]) + bytes(4096) + lzma.compress(TEXT[5000:]) + bytes(8), "xz", TEXT),
+        (lzma.compress(TEXT[:5000], lzma.FORMAT_ALONE), "xz", TEXT[:5000]),
+        (SKIPPABLE + lz4.frame.compress(TEXT[:5000]) + SKIPPABLE + lz4_frame(TEXT[5000:]), "lz4", TEXT),
         (TEXT, None, TEXT),
         (b"", None, b""),
     ],
@@ -63,14 +87,15 @@ def test_members_and_frames_are_read_to_the_end(
 
 
 def test_pieces_stay_small_when_the_content_is_enormous() -> None:
-    bomb = gzip.compress(bytes(50_000_000))
-    assert max(map(len, decompressed(io.BytesIO(bomb), "gzip", len(bomb)))) <= 1 << 20
+    for compression in ("gzip", "bz2", "lz4"):
+        bomb = COMPRESS[compression](bytes(20_000_000))
+        assert max(map(len, decompressed(io.BytesIO(bomb), compression, len(bomb)))) <= 1 << 20
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("compression", COMPRESS)
 def test_every_truncation_is_found_and_what_came_before_is_the_start_of_the_text(compression: str) -> None:
     text = TEXT[:3000]
-    whole = gzip.compress(text) if compression == "gzip" else zstd(text, write_checksum=True)
+    whole = COMPRESS[compression](text)
     for length in range(len(whole)):
         good, error = read(whole[:length], compression)
         assert error is not None, length
@@ -105,24 +130,71 @@ def test_zstd_names_garbage_checksums_and_damage() -> None:
     assert "checksum" in error.problem
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("compression", COMPRESS)
 def test_a_file_of_something_else_is_named_so(compression: str) -> None:
     good, error = read(b"plain text, really", compression)
     assert good == b""
     assert error is not None
-    assert error.problem == f"not a {compression} file"
+    assert error.problem == f"not {'an' if compression in ('xz', 'lz4') else 'a'} {compression} file"
     assert error.rest_bytes == 18
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("compression", COMPRESS)
 def test_flipped_bytes_never_pass_unnoticed_nor_raise_anything_else(compression: str) -> None:
-    whole = (
-        gzip.compress(TEXT[:50_000]) if compression == "gzip" else zstd(TEXT[:50_000], write_checksum=True)
-    )
+    text = TEXT[:50_000] if compression in ("gzip", "zstd") else TEXT[:5000]
+    whole = COMPRESS[compression](text)
     rng = random.Random(5)
     for _ in range(150):
         data = bytearray(whole)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         good, error = read(bytes(data), compression)
-        # Flips in gzip's unused header fields (time, system) change nothing.
-        assert error is not None or good == TEXT[:50_000]
+        # Flips in gzip's unused header fields (time, system) and of lz4's block size change nothing.
+        assert error is not None or good == text
+
+
+@pytest.mark.parametrize("compression", ["bz2", "xz", "lz4"])
+def test_all_that_can_be_decoded_before_the_damage_is_handed_out(compression: str) -> None:
+    members = [COMPRESS[compression](TEXT[i : i + 20_000]) for i in range(0, 100_000, 20_000)]
+    data = bytearray(b"".join(members))
+    at = sum(map(len, members[:3])) + len(members[3]) // 2
+    data[at] ^= 0x55
+    good, error = read(bytes(data), compression)
+    assert TEXT[:60_000] == good[:60_000]
+    assert error is not None
+    assert f"{'frame' if compression == 'lz4' else 'stream'} 4" in error.problem
+    assert 0 < error.rest_bytes <= len(data) - sum(map(len, members[:3]))
+    good, error = read(b"".join(members) + b"trailing garbage", compression)
+    assert good == TEXT[:100_000]
+    assert error is not None
+    assert (error.problem.split(" 5 ")[0], error.rest_bytes) == ("garbage after", 16)
+
+
+def zlib_read(data: bytes) -> tuple[bytes, str | None, int]:
+    pieces = []
+    try:
+        for piece in _zlib_members(io.BytesIO(data), len(data)):
+            pieces.append(piece)
+    except ContainerError as error:
+        return b"".join(pieces), error.problem, error.rest_bytes
+    return b"".join(pieces), None, 0
+
+
+def test_igzip_reads_whatever_zlib_reads_and_nothing_else() -> None:
+    pytest.importorskip("isal", reason="igzip is optional")
+    header = b"\x1f\x8b\x08\x1e" + bytes(6) + b"\x04\0abcdname\0comment\0"
+    header += struct.pack("<H", zlib.crc32(header) & 0xFFFF)
+    whole = header + gzip.compress(TEXT[:3000], mtime=0)[10:] + gzip.compress(TEXT[3000:4000], 1, mtime=0)
+    rng = random.Random(11)
+    cases = [whole[:length] for length in range(0, len(whole), 3)]
+    for position in range(len(whole)):
+        data = bytearray(whole)
+        data[position] ^= 1 << rng.randrange(8)
+        cases.append(bytes(data))
+    for bit in range(8 * (len(header) + 12)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        cases.append(bytes(data))
+    for data in cases:
+        good, error = read(bytes(data), "gzip")
+        found = (good, error.problem, error.rest_bytes) if error else (good, None, 0)
+        assert found == zlib_read(bytes(data))

@@ -1,34 +1,43 @@
 """Decompressed bytes of an input file, in bounded pieces, with damage found and named.
 
-gzip of several members, zstd of several frames (also skippable ones, also without content size). All bytes
-before the damage are handed out first, then `ContainerError` is raised: truncation, bad checksums, garbage
-after the end. Cost: one read buffer, one output piece and the decoder's own window.
+gzip of several members, zstd of several frames (also skippable ones, also without content size), bz2, xz and
+lz4. All bytes before the damage are handed out first, then `ContainerError` is raised: truncation, bad
+checksums, garbage after the end. Cost: one read buffer, one output piece and the decoder's own window.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import BinaryIO
 
 import zstandard
 
+from shardkit.writers.compressed_members import (
+    ContainerError,
+    MemberReader,
+    codec_of,
+    igzip_codec,
+    read_members,
+)
+
 __all__ = ["COMPRESSIONS", "ContainerError", "decompressed", "plain_range"]
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".bz2": "bz2",
+    ".xz": "xz",
+    ".lzma": "xz",
+    ".lz4": "lz4",
+}
 _READ_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 20
 # A zstd block of 4 bytes can stand for 128 KiB and the binding has no limit on output: 8 KiB of hostile input
 # make 256 MiB at most, 8 KiB of text some 30 KiB; larger pieces are not faster.
 _ZSTD_READ_BYTES = 1 << 13
-
-
-class ContainerError(Exception):
-    """A file's container is broken; `rest_bytes` of it (as stored) could not be used."""
-
-    def __init__(self, problem: str, rest_bytes: int) -> None:
-        self.problem, self.rest_bytes = problem, rest_bytes
-        super().__init__(problem)
 
 
 def decompressed(file: BinaryIO, compression: str | None, size: int) -> Iterator[bytes]:
@@ -37,6 +46,8 @@ def decompressed(file: BinaryIO, compression: str | None, size: int) -> Iterator
         yield from _gunzip(file, size)
     elif compression == "zstd":
         yield from _unzstd(file, size)
+    elif compression is not None:
+        yield from read_members(file, size, codec_of(compression))
     else:
         yield from plain_range(file, 0, size)
 
@@ -54,7 +65,26 @@ def plain_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
 
 
 def _gunzip(file: BinaryIO, size: int) -> Iterator[bytes]:
-    members, used, pending = 0, 0, b""
+    """By ISA-L where it is installed; whatever it refuses is read again by zlib, whose word counts."""
+    codec = igzip_codec()
+    if codec is None:
+        yield from _zlib_members(file, size)
+        return
+    reader = MemberReader(file, codec)
+    with suppress(*codec.errors):
+        yield from reader
+    if not reader.complete:
+        file.seek(reader.start)
+        left = reader.given
+        for piece in _zlib_members(file, size, used=reader.start, members=reader.members):
+            if left < len(piece):
+                yield piece[left:]
+            left = max(left - len(piece), 0)
+
+
+def _zlib_members(file: BinaryIO, size: int, *, used: int = 0, members: int = 0) -> Iterator[bytes]:
+    """gzip members from byte `used` on, where `file` stands and behind `members` others."""
+    pending = b""
     decoder = None
     while True:
         pending = pending or file.read(_READ_BYTES)
