@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from near_parts import Made, clusters, write_parts
 
 from shardkit.writers.dedup import candidates
+from shardkit.writers.dedup.bands import BandWriter
 from shardkit.writers.dedup.candidates import (
     NUMBERS_FILE,
     PAIR_RUNS_FILE,
@@ -22,7 +23,7 @@ from shardkit.writers.dedup.candidates import (
     reference_candidates,
 )
 from shardkit.writers.dedup.hubs import HubLimits
-from shardkit.writers.dedup.population import PAIR, Population
+from shardkit.writers.dedup.population import PAIR, Part, Population
 
 Pair = frozenset[bytes]  # two document ids
 
@@ -146,6 +147,15 @@ def test_removed_documents_take_no_part(tmp_path: Path) -> None:
     stay = [one for number, one in enumerate(ordered) if number not in gone]
     assert found == expected(stay, HubLimits())[0]
     assert len(found) > 5
+
+
+def test_a_document_with_one_key_in_two_bands_is_no_pair_of_itself(tmp_path: Path) -> None:
+    with BandWriter(tmp_path) as writer:
+        writer.write(np.array([[5, 5], [7, 5], [9, 9]], np.uint64), 0)
+    (tmp_path / "pairs").mkdir()
+    population = Population((Part(tmp_path, 3),))
+    find_candidates(population, 0, 1, None, tmp_path / "pairs", similarity=0.8)
+    assert read_pairs(tmp_path / "pairs") == [(0, 1)]
 
 
 def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from near_parts import Made, clusters, near_signature, write_parts
 from shardkit.writers.dedup.hub_kernels import count_matches, make_prints, matches_for
 from shardkit.writers.dedup.hub_reference import reference_hub_pairs
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch, sub_rows, thresholds
-from shardkit.writers.dedup.population import Population
+from shardkit.writers.dedup.population import Kind, Population
+
+KINDS: tuple[Kind, ...] = ("input", "input", "index", "planted")
 
 
 def search(
@@ -70,17 +72,16 @@ def test_hubs_give_the_reference_s_pairs_within_limits_and_over_them(
     tmp_path: Path, memory_bytes: int
 ) -> None:
     met = 0
-    for seed, (similarity, limits) in enumerate(
+    for seed, (similarity, permutations, limits) in enumerate(
         [
-            (0.95, HubLimits(20)),
-            (0.9, HubLimits(6, leaders=8, pairs=3)),
-            (0.85, HubLimits(4, leaders=1 << 12, pairs=5)),
-            (0.8, HubLimits(8, leaders=12, pairs=99)),
+            (0.95, 20, HubLimits(20)),
+            (0.9, 20, HubLimits(6, leaders=8, pairs=3)),
+            (0.85, 20, HubLimits(4, leaders=1 << 12, pairs=5)),
+            (0.8, 20, HubLimits(8, leaders=12, pairs=99)),
+            (0.94, 64, HubLimits(8)),  # here leaders are many that are not firm
         ]
     ):
-        documents = clusters(
-            seed, [50, 20], similarity, permutations=20, kinds=("input", "input", "index", "planted")
-        )
+        documents = clusters(seed, [50, 20], similarity, permutations=permutations, kinds=KINDS)
         population, ordered = write_parts(tmp_path / str(seed), documents, 2, 100)
         found, bounded = search(population, limits, memory_bytes=memory_bytes)
         expected = reference_hub_pairs([one.reference() for one in ordered], 0.8, limits)
