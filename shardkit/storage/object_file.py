@@ -1,0 +1,123 @@
+"""An object as a file: read-only, seekable, of one version, for libraries that want a file.
+
+Bytes come in ranges that begin at 1 MiB and double up to 4 MiB while the reader goes straight on; from the
+second one on, the next range is fetched while this one is read. So at most 8 MiB are held, a reader that
+jumps (a Parquet footer, then columns) fetches little that it does not read, and one that pauses holds no
+connection. Errors are OSErrors with an errno, as of a disk: ESTALE where the object is no longer of the
+version that was asked for, else EIO.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from shardkit.storage.errors import ObjectChangedError, StoreError
+from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.workers import Workers
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+__all__ = ["open_object"]
+
+_FIRST_BYTES = 1 << 20
+_MOST_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 16  # small reads are served from here
+
+
+def open_object(store: Store, info: ObjectInfo) -> io.BufferedReader:
+    """The object as a file of `info.bytes` bytes; nothing is contacted before the first read.
+
+    Retries are the store's work: give it a `ResilientStore`.
+    """
+    return io.BufferedReader(_ObjectFile(store, info), _BUFFER_BYTES)
+
+
+class _ObjectFile(io.RawIOBase):
+    """Holds one block, and at most one that is on its way."""
+
+    def __init__(self, store: Store, info: ObjectInfo) -> None:
+        self._store, self._info = store, info
+        self._position = 0
+        self._start, self._block = 0, b""
+        self._next_bytes = _FIRST_BYTES
+        self._coming: Future[bytes] | None = None  # what follows the block
+        self._workers = Workers(1)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.bytes}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, f"byte {base + offset} of a file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """As much as one block has; 0 only at the end."""
+        view = memoryview(buffer).cast("B")
+        if not view or self._position >= self._info.bytes:
+            return 0
+        if not self._start <= self._position < self._start + len(self._block):
+            self._load(len(view))
+        offset = self._position - self._start
+        count = min(len(view), len(self._block) - offset)
+        view[:count] = memoryview(self._block)[offset : offset + count]
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._coming, self._block = None, b""
+        self._workers.close()
+        super().close()
+
+    def _load(self, wanted: int) -> None:
+        """Get the block at the position, and set out for the next one if the reader goes straight on."""
+        is_next = bool(self._block) and self._position == self._start + len(self._block)
+        coming, self._coming = self._coming, None
+        if not is_next:
+            self._next_bytes = max(_FIRST_BYTES, min(wanted, _MOST_BYTES))
+        if is_next and coming is not None:
+            self._block = b""  # or three would be held
+            block = coming.result()
+        else:
+            block = self._get(self._position, self._next_bytes)
+        self._start, self._block = self._position, block
+        self._next_bytes = min(2 * self._next_bytes, _MOST_BYTES)
+        stop = self._start + len(block)
+        if is_next and stop < self._info.bytes:
+            self._coming = self._fetch(stop, self._next_bytes)
+
+    def _fetch(self, start: int, count: int) -> Future[bytes]:
+        """`_get` in a thread."""
+        future: Future[bytes] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._get(start, count))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._workers.submit(run)
+        return future
+
+    def _get(self, start: int, count: int) -> bytes:
+        stop = min(start + count, self._info.bytes)
+        try:
+            return self._store.get(self._info.key, start, stop, version=self._info.version)
+        except ObjectChangedError as error:
+            problem = f"it changed since it was found ({error.problem}); start again"
+            raise OSError(errno.ESTALE, problem) from error
+        except StoreError as error:
+            status = "" if error.status is None else f" (status {error.status})"
+            raise OSError(errno.EIO, error.problem + status) from error
