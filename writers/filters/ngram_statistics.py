@@ -7,10 +7,12 @@ excess    going from word to word, an n-gram met before counts and is jumped ove
           compared as joined words, so "ab c" equals "a bc")
 copies    every occurrence of an n-gram that occurs twice or more, overlapping ones too (dolma)
 
-A document's words are put one after the other without the spaces and hashed with a polynomial, so that an
-n-gram's hash comes from the (n - 1)-gram's. Per n, two bits of each n-gram's slot in a table of 16 slots per
-word tell which n-grams may occur twice; only those go to a hash table, where every hit is compared byte by
-byte. Memory: 26 to 42 bytes per word of the longest document. `reference_ngrams` is the same in plain Python.
+A document's words are put one after the other without the spaces; a polynomial hash of every prefix gives the
+hash of any n-gram. Two bits of each n-gram's slot in a table of 16 slots per n-gram tell which may occur
+twice; only those go to a hash table, where every hit is compared byte by byte. What cannot occur twice as an
+n-gram is not looked at as a longer one either; for joined words, what does not share its first 16 bytes.
+Memory: 44 bytes per word of the longest document, and up to 24 more where everything repeats.
+`reference_ngrams` is the same in plain Python.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.writers.dedup.simd import load_8_bytes
 from shardkit.writers.filters.byte_runs import same_runs
 from shardkit.writers.filters.characters import SPACE, character_flags, characters_with
 from shardkit.writers.utf8 import next_character
@@ -33,8 +36,9 @@ TOP, EXCESS, COPIES = 0, 1, 2
 _BASE = np.uint64(0xD6E8FEB86659FD93)
 _SCATTER = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
-_POWERS = 64  # powers of the base for words up to so many bytes are looked up
-_WORD_BYTE, _MAYBE_SPACE = 0, 1
+_POWERS = 256  # powers of the base for n-grams up to so many bytes are looked up
+_PREFIX = 16  # bytes
+_TABLE_SHIFT = np.uint64(20)
 _MAX_BYTES = 1 << 31  # positions are int32
 
 
@@ -49,6 +53,25 @@ class NgramCounts(NamedTuple):
     word_characters: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     second: npt.NDArray[np.int64]
+
+
+class _Words(NamedTuple):
+    """m words: word i is joined[starts[i]:starts[i + 1]], of edges[i + 1] - edges[i] characters."""
+
+    joined: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int32]
+    edges: npt.NDArray[np.int32]
+    prefixes: npt.NDArray[np.uint64]  # hash of joined[:starts[i]]
+    powers: npt.NDArray[np.uint64]
+
+
+class _Scratch(NamedTuple):
+    hashes: npt.NDArray[np.uint64]
+    marks: npt.NDArray[np.uint8]
+    chosen: npt.NDArray[np.int32]
+    firsts: npt.NDArray[np.int32]
+    numbers: npt.NDArray[np.int32]
+    table: npt.NDArray[np.int32]
 
 
 def ngram_statistics(
@@ -80,10 +103,10 @@ def ngram_statistics(
 
 
 def _byte_classes() -> npt.NDArray[np.uint8]:
-    """uint8[256]: whether a byte may begin a white-space character."""
-    classes = np.full(256, _WORD_BYTE, np.uint8)
+    """uint8[256]: 1 for bytes that may begin a white-space character."""
+    classes = np.zeros(256, np.uint8)
     for space in characters_with(SPACE):
-        classes[space.encode()[0]] = _MAYBE_SPACE
+        classes[space.encode()[0]] = 1
     return classes
 
 
@@ -93,44 +116,54 @@ def _count(data, offsets, wanted, plan, longest, flags, classes, counts):  # typ
     powers = np.ones(_POWERS, np.uint64)
     for length in range(1, _POWERS):
         powers[length] = powers[length - 1] * _BASE
-    words = longest // 2 + 1
+    most = longest // 2 + 1
     # Pages that no document reaches are never touched, so they take no memory.
-    joined = np.empty(longest + 8, np.uint8)
-    starts, edges = np.empty(words + 1, np.int32), np.empty(words + 1, np.int32)
-    word_hashes, hashes = np.empty(words, np.uint64), np.empty(words, np.uint64)
-    marks = np.empty(_slots(16 * words) // 4, np.uint8)
-    chosen, numbers = np.empty(words, np.int32), np.empty(words, np.int32)
-    table = np.empty(_slots(2 * words), np.int32)
+    joined = np.empty(longest + _PREFIX, np.uint8)
+    starts, edges = np.empty(most + 1, np.int32), np.empty(most + 1, np.int32)
+    prefixes = np.empty(most + 1, np.uint64)
+    scratch = _Scratch(
+        np.empty(most, np.uint64),
+        np.empty(_slots(16 * most) // 4, np.uint8),
+        np.empty(most, np.int32),
+        np.empty(most, np.int32),
+        np.empty(most, np.int32),
+        np.empty(_slots(2 * most), np.int32),
+    )
+    of_words, of_joined = np.empty(most, np.int32), np.empty(most, np.int32)
     for document in range(len(wanted)):
         if not wanted[document]:
             continue
-        begin, end = offsets[document], offsets[document + 1]
-        texts = (data, begin, end, flags, classes)
-        found, spaces = _split(texts, joined, starts, edges, word_hashes)
-        characters[document] = edges[found] + spaces
-        word_characters[document] = edges[found]
-        hashes[:found] = word_hashes[:found]
-        size = 1
+        text = (data, offsets[document], offsets[document + 1], flags, classes)
+        found, spaces = _split(text, joined, starts, edges, prefixes)
+        characters[document], word_characters[document] = edges[found] + spaces, edges[found]
+        words = _Words(joined, starts, edges, prefixes, powers)
+        whole, some = (
+            -1,
+            -1,
+        )  # how many of the words' and of the joined n-grams may occur twice; -1: not known
         for job in range(len(plan)):
             n, kind, row = plan[job, 0], plan[job, 1], plan[job, 2]
             if n > found:
                 break
-            while size < n:
-                _extend(hashes, word_hashes, starts, powers, found, size)
-                size += 1
-            grams = found - n + 1
-            maybe = _choose(hashes[:grams], marks, chosen)
-            words_of = (joined, starts, edges, hashes)
             if kind == EXCESS:
-                one, other = _excess(words_of, n, chosen[:maybe], table), 0
-            elif kind == TOP:
-                one, other = _top(words_of, n, chosen[:maybe], table, numbers)
+                if some < 0:
+                    some = _share_prefix(words, found, n, scratch, of_joined)
+                maybe = _choose(words, found, n, of_joined[:some], scratch)
+                first[row, document] = _excess(words, n, maybe, scratch)
+                continue
+            if whole < 0:
+                whole = found
+                for at in range(found):
+                    of_words[at] = at
+            whole = _choose(words, found, n, of_words[:whole], scratch)
+            of_words[:whole] = scratch.chosen[:whole]
+            kinds = _tally(words, n, whole, scratch)
+            if kind == TOP:
+                first[row, document], second[row, document] = _top(words, n, kinds, scratch)
             else:
-                one = _copies(words_of, n, chosen[:maybe], table, numbers)
-                other = 0
-                for at in range(grams):
-                    other += edges[at + n] - edges[at]
-            first[row, document], second[row, document] = one, other
+                first[row, document] = _copies(words, n, kinds, scratch)
+                for at in range(found - n + 1):
+                    second[row, document] += edges[at + n] - edges[at]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -142,25 +175,20 @@ def _slots(least):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _split(texts, joined, starts, edges, hashes):  # type: ignore[no-untyped-def]
-    """(number of words, white-space characters); words' bytes go to `joined`, hashes to `hashes`.
-
-    Word i is joined[starts[i]:starts[i + 1]] and has edges[i + 1] - edges[i] characters.
-    """
-    data, at, end, flags, classes = texts
+def _split(text, joined, starts, edges, prefixes):  # type: ignore[no-untyped-def]
+    """Fill what _Words holds, for (number of words, white-space characters)."""
+    data, at, end, flags, classes = text
     words = spaces = filled = characters = 0
     starts[0] = edges[0] = 0
-    hashed = np.uint64(0)
+    prefixes[0] = hashed = np.uint64(0)
     while at < end:
         byte = data[at]
-        if classes[byte] == _MAYBE_SPACE:
+        if classes[byte]:
             code, after = next_character(data, at)
             if flags[code] & SPACE:
                 if filled > starts[words]:
-                    hashes[words] = hashed
                     words += 1
-                    starts[words], edges[words] = filled, characters
-                    hashed = np.uint64(0)
+                    starts[words], edges[words], prefixes[words] = filled, characters, hashed
                 spaces += 1
                 at = after
                 continue
@@ -170,135 +198,170 @@ def _split(texts, joined, starts, edges, hashes):  # type: ignore[no-untyped-def
         hashed = hashed * _BASE + np.uint64(byte)
         at += 1
     if filled > starts[words]:
-        hashes[words] = hashed
         words += 1
-        starts[words], edges[words] = filled, characters
+        starts[words], edges[words], prefixes[words] = filled, characters, hashed
+    joined[filled : filled + _PREFIX] = 0
     return words, spaces
 
 
 @numba.njit(nogil=True, cache=True)
-def _extend(hashes, word_hashes, starts, powers, words, size):  # type: ignore[no-untyped-def]
-    """Make hashes of n-grams of `size` words those of one more."""
-    for at in range(words - size):
-        last = at + size
-        length = starts[last + 1] - starts[last]
-        if length < _POWERS:
-            power = powers[length]
-        else:
-            power = _ONE
-            for _ in range(length):
-                power *= _BASE
-        hashes[at] = hashes[at] * power + word_hashes[last]
+def _share_prefix(words, found, n, scratch, chosen):  # type: ignore[no-untyped-def]
+    """Positions of n-grams, or longer ones, that may be equal when joined, into `chosen`; returns how many.
 
-
-@numba.njit(nogil=True, cache=True)
-def _choose(hashes, marks, chosen):  # type: ignore[no-untyped-def]
-    """Put positions of n-grams that may occur twice into `chosen`, in order; returns how many.
-
-    A slot has two bits: 1 when it was met, 3 when it was met again.
+    Those shorter than the prefix are kept; equal ones are as short, and the others have equal prefixes.
     """
-    slots = _slots(16 * len(hashes))
-    shift = np.uint64(64)
-    while slots > 1:
-        shift -= _ONE
-        slots >>= 1
-    marks[: 1 << (62 - np.int64(shift))] = 0
-    for at in range(len(hashes)):
-        slot = (hashes[at] * _SCATTER) >> shift
-        byte, bit = np.int64(slot >> np.uint64(2)), (np.int64(slot) & 3) * 2
-        mark = np.int64(marks[byte])
-        marks[byte] = mark | (1 | (mark >> bit & 1) << 1) << bit
+    for at in range(found):
+        start = words.starts[at]
+        low, high = load_8_bytes(words.joined, start), load_8_bytes(words.joined, start + 8)
+        scratch.hashes[at] = (low ^ high * _BASE) * _SCATTER
+        scratch.hashes[at] ^= scratch.hashes[at] >> np.uint64(32)
+    shift = _mark(scratch.hashes[:found], scratch.marks)
     count = 0
-    for at in range(len(hashes)):
-        slot = (hashes[at] * _SCATTER) >> shift
-        byte, bit = np.int64(slot >> np.uint64(2)), (np.int64(slot) & 3) * 2
+    for at in range(found - n + 1):
         chosen[count] = at
-        count += np.int64(marks[byte]) >> (bit + 1) & 1
+        short = words.starts[at + n] - words.starts[at] < _PREFIX
+        count += short | _met_again(scratch.hashes[at], shift, scratch.marks)
     return count
 
 
 @numba.njit(nogil=True, cache=True)
-def _excess(words, n, chosen, table):  # type: ignore[no-untyped-def]
+def _choose(words, found, n, positions, scratch):  # type: ignore[no-untyped-def]
+    """Those of `positions` whose n-grams may occur twice: how many, in `chosen` with their `hashes`."""
+    hashes, chosen = scratch.hashes, scratch.chosen
+    total = len(positions)
+    while total and positions[total - 1] > found - n:
+        total -= 1
+    for index in range(total):
+        at = positions[index]
+        length = words.starts[at + n] - words.starts[at]
+        power = words.powers[length] if length < _POWERS else _power(length)
+        hashes[index] = words.prefixes[at + n] - words.prefixes[at] * power
+    shift = _mark(hashes[:total], scratch.marks)
+    count = 0
+    for index in range(total):
+        hashed = hashes[index]
+        chosen[count], hashes[count] = positions[index], hashed
+        count += _met_again(hashed, shift, scratch.marks)
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def _power(exponent):  # type: ignore[no-untyped-def]
+    power, square = _ONE, _BASE
+    while exponent:
+        if exponent & 1:
+            power *= square
+        square *= square
+        exponent >>= 1
+    return power
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(hashes, marks):  # type: ignore[no-untyped-def]
+    """Set a slot's two bits to 1 when a hash meets it, to 3 when another one does; the shift to slots."""
+    slots = _slots(16 * len(hashes))
+    marks[: slots >> 2] = 0
+    shift = np.uint64(64)
+    while slots > 1:
+        shift -= _ONE
+        slots >>= 1
+    for hashed in hashes:
+        slot = np.int64((hashed * _SCATTER) >> shift)
+        mark, bit = np.int64(marks[slot >> 2]), (slot & 3) * 2
+        marks[slot >> 2] = mark | (1 | (mark >> bit & 1) << 1) << bit
+    return shift
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _met_again(hashed, shift, marks):  # type: ignore[no-untyped-def]
+    slot = np.int64((hashed * _SCATTER) >> shift)
+    return np.int64(marks[slot >> 2]) >> ((slot & 3) * 2 + 1) & 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _excess(words, n, count, scratch):  # type: ignore[no-untyped-def]
     """Characters of n-grams met before, jumping over each."""
-    joined, starts, edges, hashes = words
-    slots = _slots(2 * len(chosen))
+    joined, starts, edges = words.joined, words.starts, words.edges
+    hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
+    slots = _slots(2 * count)
     table[:slots] = 0
-    repeated, after = 0, 0
-    for at in chosen:
+    repeated = after = 0
+    for index in range(count):
+        at, hashed = chosen[index], hashes[index]
         if at < after:
             continue
         length = starts[at + n] - starts[at]
-        slot = np.int64((hashes[at] * _SCATTER) >> np.uint64(20)) & (slots - 1)
-        while True:
+        slot = np.int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
+        while table[slot]:
             other = table[slot] - 1
-            if other < 0:
-                table[slot] = at + 1
-                break
+            start = starts[chosen[other]]
             if (
-                hashes[other] == hashes[at]
-                and starts[other + n] - starts[other] == length
-                and same_runs(joined, starts[at], starts[other], length)
+                hashes[other] == hashed
+                and starts[chosen[other] + n] - start == length
+                and same_runs(joined, starts[at], start, length)
             ):
                 repeated += edges[at + n] - edges[at]
                 after = at + n
                 break
             slot = (slot + 1) & (slots - 1)
-    return repeated
+        else:
+            table[slot] = index + 1
+    return np.int64(repeated)
 
 
 @numba.njit(nogil=True, cache=True)
-def _tally(words, n, chosen, table, numbers):  # type: ignore[no-untyped-def]
-    """Count equal n-grams: chosen[:k] become where each of k kinds stands first, numbers[:k] how often; k."""
-    joined, starts, _, hashes = words
-    slots = _slots(2 * len(chosen))
+def _tally(words, n, count, scratch):  # type: ignore[no-untyped-def]
+    """How many kinds of n-grams there are; `firsts` and `numbers`: where each stands first, and how often."""
+    hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
+    firsts, numbers = scratch.firsts, scratch.numbers
+    slots = _slots(2 * count)
     table[:slots] = 0
     kinds = 0
-    for index in range(len(chosen)):
-        at = chosen[index]
-        slot = np.int64((hashes[at] * _SCATTER) >> np.uint64(20)) & (slots - 1)
-        while True:
+    for index in range(count):
+        hashed = hashes[index]
+        slot = np.int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
+        while table[slot]:
             kind = table[slot] - 1
-            if kind < 0:
-                table[slot] = kinds + 1
-                chosen[kinds], numbers[kinds] = at, 1
-                kinds += 1
-                break
-            other = chosen[kind]
-            if hashes[other] == hashes[at] and _same_words(joined, starts, at, other, n):
+            other = firsts[kind]
+            if hashes[other] == hashed and _same_words(words, chosen[index], chosen[other], n):
                 numbers[kind] += 1
                 break
             slot = (slot + 1) & (slots - 1)
+        else:
+            firsts[kinds], numbers[kinds] = index, 1
+            kinds += 1
+            table[slot] = kinds
     return kinds
 
 
 @numba.njit(nogil=True, cache=True)
-def _same_words(joined, starts, one, other, n):  # type: ignore[no-untyped-def]
+def _same_words(words, one, other, n):  # type: ignore[no-untyped-def]
+    starts = words.starts
     shift = starts[other] - starts[one]
     for word in range(1, n + 1):
         if starts[other + word] - starts[one + word] != shift:
             return False
-    return same_runs(joined, starts[one], starts[other], starts[one + n] - starts[one])
+    return same_runs(words.joined, starts[one], starts[other], starts[one + n] - starts[one])
 
 
 @numba.njit(nogil=True, cache=True)
-def _top(words, n, chosen, table, numbers):  # type: ignore[no-untyped-def]
+def _top(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
     """(occurrences, characters) of the first of the most frequent n-grams."""
-    edges = words[2]
-    best, count = 0, 1
-    for kind in range(_tally(words, n, chosen, table, numbers)):
-        if numbers[kind] > count:
-            best, count = chosen[kind], np.int64(numbers[kind])
-    return count, np.int64(edges[best + n] - edges[best])
+    best, most = 0, 1
+    for kind in range(kinds):
+        if scratch.numbers[kind] > most:
+            best, most = np.int64(scratch.chosen[scratch.firsts[kind]]), np.int64(scratch.numbers[kind])
+    return most, np.int64(words.edges[best + n] - words.edges[best])
 
 
 @numba.njit(nogil=True, cache=True)
-def _copies(words, n, chosen, table, numbers):  # type: ignore[no-untyped-def]
+def _copies(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
     """Characters of all n-grams that occur twice or more."""
-    edges = words[2]
     copied = 0
-    for kind in range(_tally(words, n, chosen, table, numbers)):
-        if numbers[kind] > 1:
-            copied += np.int64(numbers[kind]) * np.int64(edges[chosen[kind] + n] - edges[chosen[kind]])
+    for kind in range(kinds):
+        if scratch.numbers[kind] > 1:
+            at = scratch.chosen[scratch.firsts[kind]]
+            copied += np.int64(scratch.numbers[kind]) * np.int64(words.edges[at + n] - words.edges[at])
     return copied
 
 
