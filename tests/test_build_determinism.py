@@ -16,7 +16,7 @@ from shardkit.verify import verify
 from shardkit.writers import build, pipeline, scan
 
 VARIANTS = {
-    "mds best_fit": ["output.format=mds"],
+    "mds best_fit": ["output.format=mds", "annotate=true"],
     "mds concat zstd": ["output.compression=zstd", "pack.strategy=concat", "output.hashes=[sha256, xxh3_64]"],
     "wds best_fit": ["output.format=wds"],
 }
@@ -52,6 +52,7 @@ def test_all_files_are_the_same_for_any_workers_and_folder(tmp_path: Path, varia
     assert all(other == trees[0] for other in trees[1:])
     names = set(trees[0])
     assert {"dataset.json", "report.html", "provenance/part-00002.parquet"} <= names
+    assert ("annotations/part-00003.parquet" in names) == (variant == "mds best_fit")
     ending = {"mds best_fit": ".mds", "mds concat zstd": ".mds.zstd", "wds best_fit": ".tar"}[variant]
     shards = sorted(name for name in names if name.endswith(ending))
     joint = "-" if ending == ".tar" else "."

@@ -38,6 +38,8 @@ class Built:
         self.links = {shard.stored.basename: path for path, shard in named}
         (work / "table").write_text(f"table of {first}")
         self.links["provenance/part-00000.parquet"] = work / "table"
+        if not first:  # the dataset that takes its place has none
+            self.links["annotations/part-00000.parquet"] = work / "table"
         self.texts = {"dataset.json": b'{"samples": %d}' % len(rows), "report.html": b"report"}
 
     def publish(self, output: Path, *, replace: bool = False) -> None:

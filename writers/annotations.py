@@ -30,11 +30,11 @@ from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.filters.chain import Filtered
 from shardkit.writers.ledger import Count
+from shardkit.writers.publish import ANNOTATIONS_FOLDER
 
-__all__ = ["ANNOTATIONS_FILE", "ANNOTATIONS_FOLDER", "AnnotationFile", "Bounds", "Outcome", "thresholds"]
+__all__ = ["ANNOTATIONS_FILE", "AnnotationFile", "Bounds", "Outcome", "thresholds"]
 
 ANNOTATIONS_FILE = "annotations.parquet"
-ANNOTATIONS_FOLDER = "annotations"
 ROW_GROUP_DOCUMENTS = 1 << 15  # with fifty rules some 15 MB until they are written
 _FIRST = pa.schema(
     [

@@ -22,10 +22,12 @@ from shardkit.index import Manifest
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers import scan, spill, stages
+from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.duplicates import Deduplicated
 from shardkit.writers.engine_local import LocalEngine, default_workers
+from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.input_digest import describe_inputs
 from shardkit.writers.input_files import check_unchanged
@@ -34,7 +36,9 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import (
+    ANNOTATIONS_FOLDER,
     CARD_NAME,
+    PROVENANCE_FOLDER,
     QUARANTINE_NAME,
     REPORT_NAME,
     forget_damaged,
@@ -70,8 +74,8 @@ def build(
 ) -> BuildResult:
     """Build the dataset that `recipe` (or the YAML file it names) describes; what is finished is not redone.
 
-    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL of a store
-    that is reached as `storage` says. `overrides` such as "pack.sequence_length=512" replace other keys.
+    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` says
+    how stores are reached, of inputs and output. `overrides` such as "pack.sequence_length=512" replace other keys.
     `workers` processes (default: one a core, as memory allows) run the tasks; they never change a byte. A
     place that holds another dataset is refused unless `replace`.
     Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
@@ -82,8 +86,8 @@ def build(
     target = _destination(recipe, output, storage)
     work = recipe.resolve(recipe.work or _default_work(target))
     start = time.perf_counter()
-    splits = scan.scan_inputs(recipe)
-    refuse_own_files(splits, work, *([target] if isinstance(target, Path) else []))
+    splits = scan.scan_inputs(recipe, storage)
+    refuse_own_files(splits, work, target if isinstance(target, Path) else str(target))
     digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
     if card := check_output(target, recipe, splits, digest, indexes, replace=replace):
         return _result_of_card(str(target), card, time.perf_counter() - start)
@@ -237,20 +241,18 @@ class _Build:
     ) -> Manifest:
         recipe = self._recipe
         check_unchanged({split.input for split in self._splits})
-        forget_damaged(self._runner.journal, [*packed, *provenance])
+        tables = _tables(recipe, provenance, prepared.cleaned)
+        forget_damaged(self._runner.journal, [*packed, *tables.values()])
         shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
         manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
         if not manifest.samples:
             raise BuildError("no document has any token: there is nothing to write")
         links = {shard.stored.basename: path for path, shard in shards}
         files: dict[str, Any] = {}
-        for number, commit in enumerate(provenance):
-            [(name, table)] = commit.outputs.items()
-            links[f"provenance/part-{number:05d}.parquet"] = commit.folder / name
-            files[f"provenance/part-{number:05d}.parquet"] = {
-                "bytes": table.bytes,
-                "xxh3_128": table.xxh3_128,
-            }
+        for name, commit in tables.items():
+            [(file, table)] = commit.outputs.items()
+            links[name] = commit.folder / file
+            files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
         inputs = describe_inputs(recipe, self._splits, [c.counts["input"] for c in prepared.cleaned])
         card = make_card(
             recipe,
@@ -260,6 +262,7 @@ class _Build:
             inputs=inputs,
             partitions=len(packed),
             dedup=prepared.unique.card,
+            filters=filters_card(commit.counts["filters"] for commit in prepared.cleaned),
         )
         texts = {REPORT_NAME: render_report(card)}
         quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in prepared.cleaned)
@@ -269,6 +272,16 @@ class _Build:
         texts[CARD_NAME] = card_bytes(card)
         place(manifest, links, texts)
         return manifest
+
+
+def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Commit]) -> dict[str, Commit]:
+    """The Parquet files beside the shards, by name in the dataset: commits with that one output each."""
+    tables = {f"{PROVENANCE_FOLDER}/part-{n:05d}.parquet": commit for n, commit in enumerate(provenance)}
+    if recipe.annotate:
+        for n, commit in enumerate(cleaned):
+            outputs = {ANNOTATIONS_FILE: commit.outputs[ANNOTATIONS_FILE]}
+            tables[f"{ANNOTATIONS_FOLDER}/part-{n:05d}.parquet"] = dataclass_replace(commit, outputs=outputs)
+    return tables
 
 
 def _count_partitions(recipe: Recipe, kept: Count) -> int:

@@ -23,7 +23,9 @@ from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
 from shardkit.writers.journal import Commit, Journal, fsync_path
 
 __all__ = [
+    "ANNOTATIONS_FOLDER",
     "CARD_NAME",
+    "PROVENANCE_FOLDER",
     "QUARANTINE_NAME",
     "REPORT_NAME",
     "OutputState",
@@ -42,6 +44,7 @@ CARD_NAME = "dataset.json"
 REPORT_NAME = "report.html"
 QUARANTINE_NAME = "quarantine.jsonl"
 PROVENANCE_FOLDER = "provenance"
+ANNOTATIONS_FOLDER = "annotations"
 INDEX_NAMES = ("index.json", "shards.json")
 _MARKER = ".shardkit-publishing.json"
 _THREADS = 8
@@ -174,7 +177,8 @@ def _published_files(output: Path, state: OutputState) -> set[str]:
     if state == "complete":
         names |= {CARD_NAME, REPORT_NAME, QUARANTINE_NAME}
         names |= {shard.stored.basename for shard in old_manifest(output).shards}
-        names |= {f"{PROVENANCE_FOLDER}/{p.name}" for p in (output / PROVENANCE_FOLDER).glob("*.parquet")}
+        for folder in (PROVENANCE_FOLDER, ANNOTATIONS_FOLDER):
+            names |= {f"{folder}/{path.name}" for path in (output / folder).glob("part-*.parquet")}
     return names
 
 

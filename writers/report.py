@@ -18,6 +18,7 @@ from shardkit.units import format_bytes
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report_dedup import STYLE, render_dedup
+from shardkit.writers.report_filters import render_filters
 
 __all__ = ["card_bytes", "describe_file", "make_card", "recipe_content", "render_report"]
 
@@ -52,6 +53,7 @@ def make_card(
     inputs: Sequence[Mapping[str, Any]],
     partitions: int,
     dedup: Mapping[str, Any] | None = None,
+    filters: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a dataset says of itself, but for its `files`."""
     content = recipe_content(recipe)
@@ -80,6 +82,7 @@ def make_card(
         "inputs": sources,
         "funnel": funnel.to_dict(),
         "dedup": dedup,
+        "filters": filters,
         "packing": {"partitions": partitions, **packed},
     }
 
@@ -107,6 +110,7 @@ def render_report(card: Mapping[str, Any]) -> bytes:
         "bars show documents.</p>",
         "<h2>Sources</h2>",
         _sources(card),
+        render_filters(card["filters"], card["funnel"]["read"]) if card["filters"] else "",
         render_dedup(card["dedup"]) if card["dedup"] else "",
         "<h2>Recipe</h2>",
         f"<pre>{escape(json.dumps(card['recipe'], indent=2, sort_keys=True, ensure_ascii=False))}</pre>",

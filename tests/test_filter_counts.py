@@ -1,0 +1,96 @@
+"""What filters did adds up over splits, whatever the splits are, and the report shows it, escaped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.filter_counts import FilterCounts, filters_card
+from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.filters.config import GopherQualityConfig, LengthConfig
+from shardkit.writers.report_filters import render_filters
+
+STEPS = [("length", LengthConfig(min_words=3, max_words=6)), ("gopher_quality", GopherQualityConfig())]
+
+
+def documents(records: range) -> pa.RecordBatch:
+    texts = [f"<b>{n}</b> " + "é\x00w " * (n * 7 % 9) for n in records]
+    columns: list[Any] = [
+        pa.array(document_ids("<a>.jsonl", records), pa.binary(16)),
+        pa.array(np.zeros(len(records), np.int32)),
+        pa.array(["<a>.jsonl"] * len(records)),
+        pa.array(list(records), pa.int64()),
+        pa.array(texts, pa.large_string()),
+        *(pa.nulls(len(records), pa.string()) for _ in range(3)),
+    ]
+    return pa.record_batch(columns, schema=DOCUMENT_SCHEMA)
+
+
+def count(*splits: range, batch: int = 1000) -> dict[str, Any]:
+    chain = FilterChain(STEPS, seed=3)
+    commits = []
+    for split in splits:
+        counts = FilterCounts.of_chain(chain)
+        for start in range(split.start, split.stop, batch):
+            counts.add(chain.apply(documents(range(start, min(start + batch, split.stop)))))
+        commits.append(json.loads(json.dumps(counts.to_dict())))
+    card = filters_card(commits)
+    assert card is not None
+    return card
+
+
+def test_counts_do_not_depend_on_batches_or_splits() -> None:
+    whole = count(range(900))
+    assert whole == count(range(400), range(400, 400), range(400, 900), batch=37)
+    rules = {rule["rule"]: rule for rule in whole["rules"]}
+    texts = documents(range(900)).column("text").to_pylist()
+    short = [text for text in texts if len(text.split()) < 3]
+    assert rules["length/too_few_words"]["documents"] == len(short)
+    assert rules["length/too_few_words"]["bytes"] == sum(len(text.encode()) for text in short)
+    assert len(rules["length/too_few_words"]["excerpts"]) == 3
+    assert all(one["text"] in short for one in rules["length/too_few_words"]["excerpts"])
+    assert 0 < whole["sampled"] < 30
+    # All are too short for Gopher, and of those that are dropped before, the sample tells.
+    assert rules["gopher_quality/gopher_short_doc"]["alone"] == whole["sampled"]
+    assert [rule["rule"] for rule in whole["rules"]] == list(FilterChain(STEPS).reasons)
+
+
+def test_excerpts_are_the_beginnings_of_texts() -> None:
+    batch = documents(range(1))
+    long = pa.array(["𝄞" * 500], pa.large_string())
+    batch = batch.set_column(4, DOCUMENT_SCHEMA.field("text"), long)
+    filtered = FilterChain([("length", LengthConfig(max_chars=10))]).apply(batch)
+    [[excerpt]] = filtered.excerpts.values()
+    assert excerpt.text == "𝄞" * 120
+
+
+def test_texts_that_grew_are_counted_as_such() -> None:
+    counts = FilterCounts(("x/drop",), ("x/cut",))
+    for cut in (5, -8):
+        counts.add(Filtered(documents(range(1)), cut={"x/cut": cut}, counts={"x/seen": 2}))
+    card = filters_card([counts.to_dict()])
+    assert card is not None
+    assert card["cut"] == [{"edit": "x/cut", "bytes": -3}]
+    page = render_filters(card, {"documents": 1, "bytes": 10})
+    assert "3 B more" in page
+    assert '<td>x/seen</td><td class="n">4</td>' in page
+
+
+def test_a_recipe_without_filters_has_no_section() -> None:
+    assert filters_card([FilterCounts.of_chain(FilterChain([])).to_dict()]) is None
+
+
+def test_the_report_shows_rules_in_order_and_alone_and_escapes_texts() -> None:
+    card = count(range(900))
+    page = render_filters(card, {"documents": 900, "bytes": 10_000})
+    for rule in card["rules"]:
+        assert f"<td>{rule['rule']}</td>" in page
+    assert "&lt;a&gt;.jsonl, record " in page
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert "\x00" not in page
+    assert f"a sample of {card['sampled']:,} documents (one in 100" in page
