@@ -30,6 +30,7 @@ __all__ = [
     "WORD",
     "CharacterTables",
     "character_tables",
+    "combining_classes",
     "composed",
     "normalization_version",
     "reference_words",
@@ -38,7 +39,7 @@ __all__ = [
 NORMALIZATION = "shardkit-1"
 
 WORD = 1
-COMPOSING = 2  # normalization form C may write a text with this character differently
+COMPOSING = 2  # Unicode's quick check for form C says No or Maybe
 
 _ASSIGNED = 0x40000  # planes above hold tags, private use and nothing
 _CODE_POINTS = 0x110000
@@ -53,6 +54,15 @@ class CharacterTables(NamedTuple):
 
     flags: npt.NDArray[np.uint8]
     lower: npt.NDArray[np.uint32]
+
+
+@cache
+def combining_classes() -> npt.NDArray[np.uint8]:
+    """uint8[1,114,112]: canonical combining class of every code point."""
+    classes = np.zeros(_CODE_POINTS, np.uint8)
+    for code in range(_ASSIGNED):
+        classes[code] = unicodedata.combining(chr(code))
+    return classes
 
 
 def normalization_version() -> str:
@@ -79,13 +89,11 @@ def character_tables() -> CharacterTables:
 
 
 def _composing(every: list[str]) -> list[int]:
-    """Code points that are another one in form C, change places with others, or join with one before them."""
+    """Code points that are another one in form C, or may join with one before them."""
     found = {*_HANGUL_VOWELS, *_HANGUL_FINALS}
     for code, character in enumerate(every):
         if code < 0xC0:
             continue
-        if unicodedata.combining(character):
-            found.add(code)
         decomposition = unicodedata.decomposition(character)
         if decomposition and not decomposition.startswith("<"):
             parts = decomposition.split()
@@ -99,7 +107,7 @@ def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
     """The texts in normalization form C; the very same array, at the speed of memory, where they are."""
     offsets = text_offsets(texts)
     suspect = np.zeros(len(texts), np.bool_)
-    _find_composing(text_bytes(texts), offsets, character_tables().flags, suspect)
+    _find_composing(text_bytes(texts), offsets, character_tables().flags, combining_classes(), suspect)
     changed = {}
     for number in np.flatnonzero(suspect).tolist():
         text = texts[number].as_py()
@@ -120,20 +128,22 @@ def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
 
 
 @numba.njit(nogil=True, cache=True)
-def _find_composing(data, offsets, flags, found):  # type: ignore[no-untyped-def]
+def _find_composing(data, offsets, flags, classes, found):  # type: ignore[no-untyped-def]
+    """The quick check of Unicode Standard Annex 15: texts that it cannot call normalized."""
     for text in range(len(found)):
         at, stop = offsets[text], offsets[text + 1]
+        before = 0
         while at < stop:
             if at + 8 <= stop and not load_8_bytes(data, at) & _BEYOND_ASCII:
                 at += 8
-                continue
-            if data[at] < 0x80:
-                at += 1
+                before = 0
                 continue
             code, at = next_character(data, at)
-            if flags[code] & COMPOSING:
+            combining = classes[code]
+            if flags[code] & COMPOSING or 0 < combining < before:
                 found[text] = True
                 break
+            before = combining
 
 
 @lru_cache(maxsize=1 << 16)

@@ -49,9 +49,7 @@ __all__ = [
 
 _BASE, _SCATTER = 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD
 _CHARACTER = 0xC2B2AE3D27D4EB4F
-_STEP, _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9FB21C651E98DF25
 _BASE_64, _SCATTER_64, _CHARACTER_64 = np.uint64(_BASE), np.uint64(_SCATTER), np.uint64(_CHARACTER)
-_STEP_64, _FIRST_64, _SECOND_64 = np.uint64(_STEP), np.uint64(_FIRST), np.uint64(_SECOND)
 _MASK = (1 << 64) - 1
 _U29, _U32 = np.uint64(29), np.uint64(32)
 _SPACE = 32
@@ -90,26 +88,26 @@ def make_shingle_scratch(ngram):  # type: ignore[no-untyped-def]
 def next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key):  # type: ignore[no-untyped-def]
     """The next n-grams of data[at:stop] into scratch's hashes: (how many, where to go on, state).
 
-    `state` is (units kept in scratch from before, units so far), at first (0, 0); `stop` is the text's end.
-    `key`, uint64[2], receives what `add_to_key` makes of the units; zeros at first.
+    `state` is (units kept in scratch from before, n-grams so far), at first (0, 0); `stop` is the text's end.
+    `key`, uint64[2], receives what `add_to_key` makes of the n-grams; zeros at first.
     """
     word_scratch, units, hashes = scratch
     kept, total = state
     if characters:
-        count, at = _next_characters(data, at, stop, tables, units, kept, total > 0)
+        count, at = _next_characters(data, at, stop, tables, units, kept, kept + total > 0)
     else:
         count, at = next_words(data, at, stop, tables, word_scratch, units, kept)
-    add_to_key(key, units, kept, count, total)
-    total += count - kept
     found = count - ngram + 1
     if found > 0:
         _hash_shingles(units, found, ngram, hashes)
+        add_to_key(key, hashes, found, total)
         for i in range(ngram - 1):
             units[i] = units[found + i]
-        return found, at, (ngram - 1, total)
-    if at >= stop and 0 < total < ngram:
+        return found, at, (ngram - 1, total + found)
+    if at >= stop and count > 0 and total == 0:
         _hash_shingles(units, 1, count, hashes)
-        return 1, at, (count, total)
+        add_to_key(key, hashes, 1, 0)
+        return 1, at, (count, 1)
     return 0, at, (count, total)
 
 
@@ -127,20 +125,18 @@ def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def add_to_key(key, units, begin, end, position):  # type: ignore[no-untyped-def]
-    """Add units[begin:end], the first being unit `position` of its text, to a 128-bit hash of all units.
+def add_to_key(key, hashes, count, position):  # type: ignore[no-untyped-def]
+    """Add hashes[:count], the first being n-gram `position` of its text, to a 128-bit key of all n-grams.
 
-    Each unit is scrambled with its position and added: twice, in two ways that share no structure. Equal
-    keys of different texts come by chance only, with probability 2**-128 a pair; they can be made on purpose.
+    The key is the sum of the hashes, and the sum of each times 2 * its position + 1. All n-grams in
+    their order are all units in theirs, so equal keys mean equal units but by chance, with a probability of
+    2**-128 a pair of texts; equal keys can be made on purpose.
     """
     first, second = key[0], key[1]
-    step = np.uint64(position + 1) * _STEP_64
-    for i in range(begin, end):
-        value = (units[i] ^ (step + np.uint64(i - begin) * _STEP_64)) * _FIRST_64
-        value ^= value >> _U32
-        first += value
-        value *= _SECOND_64
-        second += value ^ value >> _U29
+    weight = np.uint64(2 * position + 1)
+    for i in range(count):
+        first += hashes[i]
+        second += hashes[i] * (weight + np.uint64(2 * i))
     key[0], key[1] = first, second
 
 
@@ -228,14 +224,9 @@ def reference_shingle_hashes(text: str, config: MinHashConfig) -> list[int]:
 
 
 def reference_key(text: str, config: MinHashConfig) -> bytes:
-    """The 16 bytes of the units' key, in plain Python."""
-    first = second = 0
-    for position, unit in enumerate(reference_units(text, config.unit), 1):
-        value = (_reference_unit_hash(unit, config.unit) ^ position * _STEP & _MASK) * _FIRST & _MASK
-        value ^= value >> 32
-        first += value
-        value = value * _SECOND & _MASK
-        second += value ^ value >> 29
+    """The 16 bytes of the key of a text's n-grams, in plain Python."""
+    hashes = reference_shingle_hashes(text, config)
+    first, second = sum(hashes), sum(value * (2 * at + 1) for at, value in enumerate(hashes))
     return (first & _MASK).to_bytes(8, "little") + (second & _MASK).to_bytes(8, "little")
 
 
