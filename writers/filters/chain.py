@@ -33,6 +33,7 @@ STEPS = {  # by the name of its settings: module and class
     "LengthConfig": ("length", "LengthFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
+    "GopherRepetitionConfig": ("gopher_repetition", "GopherRepetitionFilter"),
 }
 
 

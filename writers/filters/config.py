@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
 
 __all__ = [
@@ -103,6 +104,9 @@ class FilterEntry(StrictModel):
     length: LengthConfig | None = Field(default=None, description="Bounds on words and characters.")
     gopher_quality: GopherQualityConfig | None = Field(default=None, description="Quality rules of Gopher.")
     fineweb_quality: FinewebQualityConfig | None = Field(default=None, description="Line rules of FineWeb.")
+    gopher_repetition: GopherRepetitionConfig | None = Field(
+        default=None, description="Repetition rules of Gopher."
+    )
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["minimal"] | None = Field(
         default=None, description="A named list of filters. minimal: length with min_words 10."

@@ -347,11 +347,11 @@ def _same_words(words, one, other, n):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, cache=True)
 def _top(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
     """(occurrences, characters) of the first of the most frequent n-grams."""
-    best, most = 0, 1
+    at, most = 0, 1
     for kind in range(kinds):
         if scratch.numbers[kind] > most:
-            best, most = np.int64(scratch.chosen[scratch.firsts[kind]]), np.int64(scratch.numbers[kind])
-    return most, np.int64(words.edges[best + n] - words.edges[best])
+            at, most = int(scratch.chosen[scratch.firsts[kind]]), int(scratch.numbers[kind])
+    return most, words.edges[at + n] - words.edges[at]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -361,7 +361,7 @@ def _copies(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
     for kind in range(kinds):
         if scratch.numbers[kind] > 1:
             at = scratch.chosen[scratch.firsts[kind]]
-            copied += np.int64(scratch.numbers[kind]) * np.int64(words.edges[at + n] - words.edges[at])
+            copied += int(scratch.numbers[kind]) * int(words.edges[at + n] - words.edges[at])
     return copied
 
 
