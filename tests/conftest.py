@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.writers.kernel_cache import kernel_cache
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
 
 
 @pytest.fixture

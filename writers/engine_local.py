@@ -26,6 +26,7 @@ from typing import Any, Protocol, Self
 from shardkit.closing import Closing
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.journal import Commit, Task, run_task
+from shardkit.writers.kernel_cache import kernel_cache
 
 __all__ = ["MAX_WORKERS", "Engine", "LocalEngine", "default_workers", "serve"]
 
@@ -174,7 +175,7 @@ def _start_worker() -> _Worker:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # the caller's stdout carries results only
-            env=os.environ | _ONE_THREAD,
+            env=os.environ | _ONE_THREAD | kernel_cache(),
             process_group=0,  # Ctrl-C goes to the caller, which ends the workers
         )
     worker = _Worker(process, ours)

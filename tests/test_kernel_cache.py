@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardkit.writers import kernel_cache as module
+from shardkit.writers.kernel_cache import kernel_cache
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_kernels_are_kept_by_the_version_of_all_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [folder] = kernel_cache().values()
+    assert Path(folder).parent == tmp_path / "cache" / "shardkit"
+    assert Path(folder).is_dir()
+    assert kernel_cache() == {"NUMBA_CACHE_DIR": folder}
+    (tmp_path / "a.py").write_text("import numba\n")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "kernel_cache.py"))
+    [other] = kernel_cache().values()
+    (tmp_path / "b.py").write_text("no kernel in here\n")
+    assert kernel_cache() == {"NUMBA_CACHE_DIR": other}
+    (tmp_path / "a.py").write_text("import numba as nb\n")
+    [last] = kernel_cache().values()
+    assert len({folder, other, last}) == 3
+
+
+def test_the_user_s_own_place_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/somewhere")
+    assert kernel_cache() == {}
+
+
+def test_without_a_place_workers_compile_for_themselves(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert kernel_cache() == {}
