@@ -25,6 +25,7 @@ from typing import Any, Protocol, Self
 
 from shardkit.closing import Closing
 from shardkit.errors import BuildError, ShardkitError
+from shardkit.writers.compilation import CompilationWatch
 from shardkit.writers.journal import Commit, Task, run_task
 from shardkit.writers.kernel_cache import kernel_cache
 
@@ -51,9 +52,13 @@ _RESUME = "what is finished is kept; the same command continues"
 
 
 class Engine(Protocol):
-    """What can run a build's tasks."""
+    """What can run a build's tasks.
+
+    `compiling`, if set, hears of Numba compiling kernels for a task: None as it starts, then its seconds.
+    """
 
     workers: int
+    compiling: Callable[[Task, float | None], None] | None
 
     def run(self, tasks: Sequence[Task], work: Path, done: Callable[[Commit], None]) -> list[Commit]: ...
     def __enter__(self) -> Self: ...
@@ -82,6 +87,7 @@ class LocalEngine(Closing):
     """Up to `workers` processes, started when there is work and kept until the engine is closed."""
 
     workers: int
+    compiling: Callable[[Task, float | None], None] | None = None
     _started: list[_Worker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,8 +119,9 @@ class LocalEngine(Closing):
                 for pipe in wait(list(busy)):
                     worker = busy[pipe]  # type: ignore[index]
                     commit = self._receive(worker)
-                    commits[worker.number] = commit
-                    done(commit)
+                    if commit is not None:
+                        commits[worker.number] = commit
+                        done(commit)
         except BaseException:
             self.close()
             raise
@@ -136,11 +143,17 @@ class LocalEngine(Closing):
         except OSError:  # it died idle
             raise self._death(worker) from None
 
-    def _receive(self, worker: _Worker) -> Commit:
+    def _receive(self, worker: _Worker) -> Commit | None:
+        """What a worker's task came to; None if it only tells that kernels are compiled."""
         try:
-            commit, error, trace = worker.pipe.recv()
+            answer = worker.pipe.recv()
         except (EOFError, OSError):
             raise self._death(worker) from None
+        if not isinstance(answer, tuple):
+            if self.compiling is not None and worker.task is not None:
+                self.compiling(worker.task, answer)
+            return None
+        commit, error, trace = answer
         worker.task = None
         if error is not None:
             raise error from WorkerTracebackError(trace)
@@ -187,10 +200,13 @@ def _start_worker() -> _Worker:
 def serve(pipe: Connection, parent: int) -> None:
     """The life of a worker: run what comes through the pipe, until it closes."""
     _die_with(parent)
+    watch = CompilationWatch(pipe.send)
     try:
         while True:
-            task, digest, work = pipe.recv()
+            task, digest, work = pipe.recv()  # imports what the task needs
+            watch.install()
             pipe.send_bytes(_answer(task, digest, work))
+            _give_back_memory()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -217,6 +233,17 @@ def _answer(task: Task, digest: str, work: Path) -> bytes:
     except Exception:  # an error that does not survive pickling
         problem = f"{type(reply[1]).__name__}: {reply[1]}"
         return pickle.dumps((None, BuildError(f"task {task}: {problem}"), reply[2]))
+
+
+def _give_back_memory() -> None:
+    """Return what the task's arrays held: a worker must not grow to the sum of all stages' largest tasks."""
+    if pyarrow := sys.modules.get("pyarrow"):
+        pyarrow.default_memory_pool().release_unused()
+    if sys.platform == "linux":
+        import ctypes
+
+        with suppress(AttributeError):  # a C library other than GNU's
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _die_with(parent: int) -> None:
