@@ -252,8 +252,8 @@ def test_impossible_builds_say_why_and_leave_no_dataset(
 def test_engines_and_places_of_later_releases_are_refused(corpus: Path) -> None:
     with pytest.raises(BuildError, match="engine 'ray' is not available yet"):
         build(corpus, engine="ray")  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="s3:// paths are not available yet"):
-        build(corpus, overrides=["inputs[0].path=s3://bucket/x"])
+    with pytest.raises(RecipeError, match="a local path is needed here"):
+        build(corpus, overrides=["tokenizer.path=s3://bucket/x"])
 
 
 def test_a_damaged_leftover_is_not_published(kept: BuildResult, corpus: Path, tmp_path: Path) -> None:

@@ -2,18 +2,19 @@
 
 Unlike the standard library's glob, `**` never follows a link into a folder that it is already inside, so a
 loop of links ends. Names that begin with a dot or an underscore (`_SUCCESS`, `.crc`) are left out unless the
-pattern spells them; a folder means all files below it.
+pattern spells them; a folder means all files below it. `key_matches` has the same rules for the keys
+of a bucket.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from os.path import normpath
 from pathlib import Path
 
-__all__ = ["expand_path"]
+__all__ = ["expand_path", "fixed_part", "key_matches"]
 
 _MAGIC = re.compile(r"[*?\[]")
 
@@ -31,6 +32,32 @@ def expand_path(folder: Path, pattern: str) -> list[Path]:
             parts.append("*")
         found = set(_matches(Path("/") if pattern.startswith("/") else folder, parts))
     return sorted(Path(normpath(path)) for path in found)
+
+
+def fixed_part(pattern: str) -> str:
+    """What all that matches begins with; the whole pattern if it is no glob."""
+    found = _MAGIC.search(pattern)
+    return pattern[: found.start()] if found else pattern
+
+
+def key_matches(pattern: str, key: str) -> bool:
+    """Whether the glob `pattern` names `key`; both relative to the same place, with "/" between the parts."""
+    parts = pattern.split("/")
+    return _parts_match([*parts, "*"] if parts[-1] == "**" else parts, key.split("/"))
+
+
+def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> bool:
+    if not pattern or not key:
+        return not pattern and not key
+    part, name = pattern[0], key[0]
+    if part == "**":
+        inside = len(key) > 1 and not name.startswith((".", "_"))
+        return _parts_match(pattern[1:], key) or (inside and _parts_match(pattern, key[1:]))
+    if _MAGIC.search(part):
+        is_match = fnmatchcase(name, part) and (not name.startswith((".", "_")) or part[0] == name[0])
+    else:
+        is_match = part == name
+    return is_match and _parts_match(pattern[1:], key[1:])
 
 
 def _matches(base: Path, parts: list[str]) -> Iterator[Path]:

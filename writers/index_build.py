@@ -17,6 +17,7 @@ import numpy as np
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
+from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import local_path
 from shardkit.writers import scan
 from shardkit.writers.clean import DOCUMENTS_FILE
@@ -74,11 +75,13 @@ def build_dedup_index(
     sketch: int = SKETCH,
     replace: bool = False,
     progress: bool | Callable[[StageProgress], None] = True,
+    storage: StorageOptions | None = None,
 ) -> DedupIndexResult:
     """Write the index of what `recipe` keeps after duplicate removal into the folder `index`.
 
-    Of each document's n-grams the `sketch` smallest hashes are kept; 0: all. After an interruption the same
-    call goes on. Raises RecipeError, also where the recipe has no dedup.near, and BuildError.
+    Of each document's n-grams the `sketch` smallest hashes are kept; 0: all. `storage` says how inputs in
+    stores are reached. After an interruption the same call goes on. Raises RecipeError, also where the recipe
+    has no dedup.near, and BuildError.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
@@ -87,7 +90,7 @@ def build_dedup_index(
     if not target.name:
         raise RecipeError(f"{target} cannot hold an index; name a folder")
     work = recipe.resolve(recipe.work) if recipe.work else target.with_name(target.name + ".work")
-    splits = scan.scan_inputs(recipe)
+    splits = scan.scan_inputs(recipe, storage)
     refuse_own_files(splits, work, target)
     indexes = open_indexes(recipe)
     count = default_workers(recipe.memory) if workers is None else workers

@@ -2,7 +2,8 @@
 
 Each split's stored bytes are hashed while they are in memory from being read; an input's digest goes over its
 files' names, cuts and hashes. No times are kept, so a copied corpus has the same digests, and a changed byte
-in any file gives another one.
+in any file gives another one. Of a file in a store its size and version (of S3 the ETag) stand for its bytes,
+so that nothing is downloaded to find that there is nothing to do; a copied bucket may then be built again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ _THREADS = 8
 
 
 def hash_split(split: Split) -> str:
-    """xxh3-128 of a split's stored bytes. Parquet is cut by row groups: a file's first split has it whole."""
+    """xxh3-128 of a split's stored bytes. Parquet is cut by row groups: a file's first split has it whole.
+
+    Of a file in a store: of its size and version.
+    """
+    if split.input.is_remote:
+        return digest_of([split.input.bytes, split.input.version])
     whole = split.format == "parquet"
     if whole and split.start:
         return ""

@@ -83,13 +83,16 @@ def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Rec
     return recipe_from_mapping(data, folder=recipe.folder)
 
 
-def refuse_own_files(splits: Sequence[scan.Split], *folders: Path) -> None:
-    """RecipeError if an input lies where a build writes: a second one would read what the first one wrote."""
-    roots = [folder.resolve() for folder in folders]
+def refuse_own_files(splits: Sequence[scan.Split], *places: Path | str) -> None:
+    """RecipeError if an input lies where a build writes: a second one would read what the first one wrote.
+
+    `places` are folders, and URLs as str.
+    """
+    roots = [str(place.resolve() if isinstance(place, Path) else place).rstrip("/") for place in places]
     for split in splits:
-        parents = Path(split.path).resolve().parents
+        identity = split.input.identity
         for root in roots:
-            if root in parents:
+            if identity.startswith(root + "/"):
                 raise RecipeError(
                     f"inputs[{split.source}].path: {split.file} lies in {root}, where this build writes; "
                     f"keep inputs, output and work apart"

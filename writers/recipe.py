@@ -23,6 +23,7 @@ from pydantic import (
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import HASH_NAMES
+from shardkit.storage.url import is_remote
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
 from shardkit.writers.filters.config import FilterConfig, FilterEntry
@@ -44,22 +45,27 @@ __all__ = [
 def _local(path: str) -> str:
     """Refuse what would be read as a folder named "s3:"."""
     if "://" in path:
-        raise ValueError(f"{path.split('://')[0]}:// paths are not available yet; use a local path")
+        raise ValueError("a local path is needed here; only inputs and the output may be URLs")
     if not path or "\0" in path:
         raise ValueError("a path cannot be empty or hold a NUL")
     return path
 
 
-def _place(path: str) -> str:
-    """A local path, or the URL of a bucket and prefix."""
+def _url_or_path(path: str) -> str:
     if path.lower().startswith("file://"):
         raise ValueError("write a local path without file://")
     scheme, mark, rest = path.partition("://")
     if not mark:
         return _local(path)
     if not scheme.isalnum() or not rest.strip("/") or "\0" in path:
-        raise ValueError(f"{path!r} is no URL of a dataset, such as s3://bucket/prefix")
-    return path.rstrip("/")
+        raise ValueError(f"{path!r} is no URL, such as s3://bucket/prefix")
+    return path
+
+
+def _place(path: str) -> str:
+    """A local path, or the URL of a bucket and prefix."""
+    path = _url_or_path(path)
+    return path.rstrip("/") if is_remote(path) else path
 
 
 def _known_hash(name: str) -> str:
@@ -82,14 +88,20 @@ _SIZE_SCHEMA = {
 }
 LocalPath = Annotated[str, AfterValidator(_local)]
 Place = Annotated[str, AfterValidator(_place)]
+Source = Annotated[str, AfterValidator(_url_or_path)]
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 class InputConfig(StrictModel):
     """One source of documents."""
 
-    path: LocalPath = Field(
-        description="File, glob (** crosses folders) or folder, from the recipe's folder."
+    path: Source = Field(
+        description="File, glob (** crosses folders) or folder, from the recipe's folder, or a URL of these."
+    )
+    base: Source | None = Field(
+        default=None,
+        description="URL that the names of an s3:// or other remote input leave out, so that documents have "
+        "the ids that they had in the recipe's folder; null: nothing.",
     )
     text: FieldName = Field(default="text", description="Field or column that holds the text.")
     id: FieldName | None = Field(
@@ -116,6 +128,12 @@ class InputConfig(StrictModel):
     lines: bool = Field(
         default=False, description="Text files: each line is a document (default: each file is one)."
     )
+
+    @model_validator(mode="after")
+    def _base_is_for_urls(self) -> Self:
+        if self.base is not None and not (is_remote(self.path) and is_remote(self.base)):
+            raise ValueError("base is a URL above the path's, and for URLs only")
+        return self
 
 
 class TokenizerConfig(StrictModel):

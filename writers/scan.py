@@ -1,17 +1,20 @@
 """Input files as splits: the units of reading, in an order that depends on nothing but names and contents.
 
 Compressed files are one split; plain JSONL and text with lines are cut behind every 64 MiB at b"\\n";
-Parquet is cut between row groups. The size is a constant: worker count and memory never change which records
-meet in a split.
+Parquet is cut between row groups. Plain files in a store are one split too: their lines could only be counted
+by reading them twice. The size is a constant: worker count and memory never change which records meet in a
+split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from shardkit.errors import RecipeError
+from shardkit.errors import BuildError, RecipeError
+from shardkit.storage.options import StorageOptions
 from shardkit.writers.decompress import COMPRESSIONS
 from shardkit.writers.input_files import InputFile, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
@@ -20,6 +23,7 @@ __all__ = ["SPLIT_BYTES", "Split", "scan_inputs"]
 
 SPLIT_BYTES = 1 << 26
 _READ_BYTES = 1 << 22
+_THREADS = 8  # that read footers: of a remote file it is waiting only
 _FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -60,28 +64,42 @@ class Split:
         return self.input.path
 
 
-def scan_inputs(recipe: Recipe, *, split_bytes: int = SPLIT_BYTES) -> list[Split]:
-    """All splits in order of input, file name and position.
+def scan_inputs(
+    recipe: Recipe, storage: StorageOptions | None = None, *, split_bytes: int = SPLIT_BYTES
+) -> list[Split]:
+    """All splits in order of input, file name and position; `storage` says how URLs are reached.
 
-    RecipeError when an input matches nothing, a file belongs to two inputs or its format is unknown.
+    RecipeError when an input matches nothing or cannot be listed, a file belongs to two inputs, two files
+    have one name, or a format is unknown; BuildError when a file cannot be read.
     """
-    splits: list[Split] = []
+    found: list[tuple[int, InputFile, str, str | None]] = []
     owners: dict[str, tuple[int, str]] = {}
+    names: dict[str, InputFile] = {}
     for source, config in enumerate(recipe.inputs):
         key = f"inputs[{source}].path"
-        for name, file in find_files(recipe, config, key).items():
+        for name, file in find_files(recipe, config, key, storage).items():
             if file.identity in owners:
                 owner, other = owners[file.identity]
                 raise RecipeError(
                     f"{key}: {name} is the same file as {other} of inputs[{owner}]; "
                     "its documents would be read twice"
                 )
-            owners[file.identity] = (source, name)
-            format, compression = _format_of(name, config, key)
-            for start, end, first_record, size in _cuts(file, format, compression, config, split_bytes):
-                place = (source, file, format, compression, start, end, first_record, size)
-                splits.append(Split(len(splits), *place))
-    return splits
+            if name in names:
+                raise RecipeError(
+                    f"{key}: {file.path} and {names[name].path} would both be called {name}, and their "
+                    "documents have the same ids; change inputs[].base"
+                )
+            owners[file.identity], names[name] = (source, name), file
+            found.append((source, file, *_format_of(name, config, key)))
+
+    def cuts(entry: tuple[int, InputFile, str, str | None]) -> list[tuple[int, int, int, int]]:
+        source, file, format, compression = entry
+        return list(_cuts(file, format, compression, recipe.inputs[source], split_bytes))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        cut = zip(found, pool.map(cuts, found), strict=True)
+        places = [(*entry, *place) for entry, made in cut for place in made]
+    return [Split(index, *place) for index, place in enumerate(places)]
 
 
 def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | None]:
@@ -111,7 +129,12 @@ def _cuts(
     size = file.bytes
     if format == "parquet":
         yield from _parquet_cuts(file, split_bytes)
-    elif compression is not None or size <= split_bytes or (format == "text" and not config.lines):
+    elif (
+        compression is not None
+        or size <= split_bytes
+        or file.is_remote
+        or (format == "text" and not config.lines)
+    ):
         yield 0, size, 0, size
     else:
         yield from _line_cuts(file, split_bytes)
@@ -149,7 +172,9 @@ def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int
     try:
         with open_input(input) as file:
             metadata = pq.read_metadata(file)
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise BuildError(f"{input.path}: cannot be read: {getattr(error, 'strerror', error)}") from error
         yield 0, 0, 0, input.bytes  # the reader meets the same damage and books it
         return
     start = first_record = rows = held = stored = 0

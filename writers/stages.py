@@ -88,7 +88,8 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
         place = asdict(split) | {"file": split.file}
         del place["index"], place["input"]
         state = [split.input.bytes, split.input.version]
-        fields = recipe.inputs[split.source].model_dump(mode="json", exclude={"path", "source", "format"})
+        config = recipe.inputs[split.source]
+        fields = config.model_dump(mode="json", exclude={"path", "base", "source", "format"})
         spec = shared | {"split": place, "fields": fields, "file_state": state}
         tasks.append(Task("clean", _split_name(split), spec, _clean, (split, recipe), split.bytes))
     return tasks

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.output import count, print_json, stderr_console, stdout_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON (default: text for people)"
     )
+    add_storage_arguments(parser)
     parser.set_defaults(run=run, misuse=parser.error)
 
 
@@ -84,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         sketch=arguments.sketch,
         replace=arguments.replace,
         progress=not arguments.quiet,
+        storage=storage_options(arguments),
     )
     if arguments.json:
         print_json(result.to_dict())
