@@ -1,9 +1,9 @@
 """MinHash signatures of texts (Broder 1997), and the keys of their bands (Indyk and Motwani 1998).
 
 Value i of a signature is the least of h_i(x) = a_i * x modulo 2**32 over the text's n-grams, x being the
-upper half of an n-gram's 64-bit hash; a_i is odd. (Hashes are random already: a summand would make their orders
-no more independent.) Two signatures agree in a value with a probability near the Jaccard similarity of the
-sets of n-grams. The scheme "datasketch" has that library's very values instead.
+upper half of an n-gram's 64-bit hash; a_i is odd. (Hashes are random already: a summand would not make their
+orders more independent.) Two signatures agree in a value with a probability near the Jaccard similarity of
+the sets of n-grams. The scheme "datasketch" has that library's very values instead.
 
 A band is some neighbouring values; its key is a 64-bit hash of them, of the band's number, and of the source
 where documents are compared within their source only. Texts without any word have no signature: they are
