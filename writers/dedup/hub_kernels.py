@@ -79,11 +79,12 @@ def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at
         kind = kinds[i]
         hits = 0
         best = np.uint64(0)  # of firm leaders
-        for j in range(leaders):
-            if firm[j]:
-                best = max(best, sums[j])
-            if sums[j] >= floor and (kind == INPUT or (kind == PLANTED and head_kinds[j] == INPUT)):
-                hits += 1
+        for j in range(leaders):  # free of branches, so that it runs in vector registers
+            best = max(best, sums[j] * np.uint64(firm[j]))
+            hits += sums[j] >= floor
+        if kind == PLANTED:
+            for j in range(leaders):
+                hits -= sums[j] >= floor and head_kinds[j] != INPUT
         covered = leaders > 0 and best >= cover
         if hits and kind != INDEX:
             at = _pair(ranks[i], kind, leaders, floor, hits, most_pairs, space, out, at)
