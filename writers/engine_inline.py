@@ -15,6 +15,7 @@ class InlineEngine(Closing):
     """An `Engine` (shardkit.writers.engine_local) without workers: errors come as they are."""
 
     workers = 1
+    compiling: Callable[[Task, float | None], None] | None = None  # never called: errors of it would be ours
 
     def run(self, tasks: Sequence[Task], work: Path, done: Callable[[Commit], None]) -> list[Commit]:
         """Run all tasks in order; `done` hears of each as it finishes."""

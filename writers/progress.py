@@ -17,12 +17,17 @@ from shardkit.units import format_bytes
 
 __all__ = ["Listener", "StageProgress", "make_listener"]
 
-LINE_SECONDS = 5.0  # a log file gets a line this often at most
+LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for the ends of stages
+COMPILING = "compiling kernels …"
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a stage is. Documents and bytes of text are those read in this run, not in reused tasks."""
+    """How far a stage is. Documents and bytes of text are those read in this run, not in reused tasks.
+
+    `seconds_left` is None while nothing tells; `compiling` are tasks for which kernels are being compiled,
+    `compile_seconds` the longest that any one waited for that.
+    """
 
     stage: str
     tasks_done: int
@@ -31,6 +36,10 @@ class StageProgress:
     documents: int
     bytes: int
     seconds: float
+    documents_kept: int | None = None
+    seconds_left: float | None = None
+    compiling: int = 0
+    compile_seconds: float = 0.0
 
     @property
     def finished(self) -> bool:
@@ -38,12 +47,35 @@ class StageProgress:
         return self.tasks_done == self.tasks
 
     def rates(self) -> str:
-        """ "1,234 documents/s, 56.7 MB/s", or nothing for stages that count no documents."""
+        """ "1,234 documents/s, 56.7 MB/s, 81.2 % kept", or nothing for stages that count no documents."""
         if not self.documents or self.seconds <= 0:
             return ""
-        return (
-            f"{self.documents / self.seconds:,.0f} documents/s, {format_bytes(self.bytes / self.seconds)}/s"
-        )
+        speed = format_bytes(self.bytes / self.seconds)
+        rates = f"{self.documents / self.seconds:,.0f} documents/s, {speed}/s"
+        if self.documents_kept is not None:
+            rates += f", {100 * self.documents_kept / self.documents:.1f} % kept"
+        return rates
+
+    def line(self) -> str:
+        """All of it on one line without a break."""
+        parts = [f"{self.stage}: {self.tasks_done:,} of {self.tasks:,} tasks"]
+        if self.tasks_reused:
+            parts[0] += f" ({self.tasks_reused:,} reused)"
+        parts += [self.rates()] if self.rates() else []
+        if self.compiling:
+            parts.append(COMPILING)
+        elif self.finished:
+            parts.append(f"{_clock(self.seconds)} in all")
+        elif self.seconds_left is not None:
+            parts.append(f"{_clock(self.seconds_left)} left")
+        if self.finished and self.compile_seconds:
+            parts.append(f"{self.compile_seconds:.1f} s of it compiling kernels, which are kept")
+        return ", ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class Listener(Protocol):
@@ -80,17 +112,22 @@ class _Quiet:
 
 
 class _Lines(_Quiet):
-    """Plain lines: the end of each stage that took a while, and in between one every few seconds."""
+    """Plain lines: one as each stage ends or begins to compile, and in between one every few seconds."""
 
     def __init__(self) -> None:
         super().__init__(self._print)
         self._next = time.monotonic() + LINE_SECONDS
+        self._said: set[tuple[str, str]] = set()
 
     def _print(self, progress: StageProgress) -> None:
         now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LINE_SECONDS
-            print(_line(progress), file=sys.stderr, flush=True)  # noqa: T201
+        event = "end" if progress.finished else "compiling" if progress.compiling else ""
+        if (progress.stage, event) in self._said or (not event and now < self._next):
+            return
+        if event:
+            self._said.add((progress.stage, event))
+        self._next = now + LINE_SECONDS
+        print(progress.line(), file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _Bars(_Quiet):
@@ -115,8 +152,7 @@ class _Bars(_Quiet):
         stage = progress.stage
         if stage not in self._stages:
             self._stages[stage] = self._bars.add_task(stage, total=progress.tasks, rates="")
-        reused = f"{progress.tasks_reused:,} reused  " if progress.tasks_reused else ""
-        self._bars.update(self._stages[stage], completed=progress.tasks_done, rates=reused + progress.rates())
+        self._bars.update(self._stages[stage], completed=progress.tasks_done, rates=_beside_bar(progress))
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -126,8 +162,14 @@ class _Bars(_Quiet):
         self._bars.stop()
 
 
-def _line(progress: StageProgress) -> str:
-    rates = progress.rates()
-    return f"{progress.stage}: {progress.tasks_done:,} of {progress.tasks:,} tasks" + (
-        f", {rates}" if rates else ""
-    )
+def _beside_bar(progress: StageProgress) -> str:
+    """What the bar, its numbers and its clock do not show."""
+    parts = [f"{progress.tasks_reused:,} reused"] if progress.tasks_reused else []
+    parts += [progress.rates()] if progress.rates() else []
+    if progress.compiling:
+        parts.append(COMPILING)
+    elif progress.seconds_left is not None:
+        parts.append(f"{_clock(progress.seconds_left)} left")
+    elif progress.compile_seconds:
+        parts.append(f"kernels compiled in {progress.compile_seconds:.1f} s")
+    return "  ".join(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from shardkit.writers.engine_local import Engine
 from shardkit.writers.journal import Commit, Journal, Task
@@ -21,32 +20,26 @@ class Runner:
         self.journal, self._engine, self._listener = journal, engine, listener
         self.seconds: dict[str, float] = {}
         self.tasks = self.tasks_reused = 0
+        self._meters: dict[str, _Meter] = {}
+        self._start = 0.0
+        engine.compiling = self._compiling
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
-        start = time.perf_counter()
+        self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
         commits = [self.journal.find(task) for task in tasks]
         missing = [number for number, commit in enumerate(commits) if commit is None]
-        meters = {group[0].stage: _Meter(len(group)) for group in groups if group}
-        for stage in meters:
+        self._meters = {group[0].stage: _Meter(list(group)) for group in groups if group}
+        for stage in self._meters:
             self.journal.sweep(stage, [task.name for task in tasks if task.stage == stage])
-        for commit in commits:
+        for task, commit in zip(tasks, commits, strict=True):
             if commit is not None:
-                meters[commit.stage].reused += 1
-
-        def report(stage: str) -> None:
-            self.seconds[stage] = time.perf_counter() - start
-            self._listener(meters[stage].progress(stage, self.seconds[stage]))
-
-        def done(commit: Commit) -> None:
-            meters[commit.stage].add(commit)
-            report(commit.stage)
-
-        for stage in meters:
-            report(stage)
+                self._meters[task.stage].reuse(task)
+        for stage in self._meters:
+            self._report(stage)
         made = (
-            self._engine.run([tasks[number] for number in missing], self.journal.work, done)
+            self._engine.run([tasks[number] for number in missing], self.journal.work, self._done)
             if missing
             else []
         )
@@ -57,21 +50,63 @@ class Runner:
         results = iter([commit for commit in commits if commit is not None])
         return [[next(results) for _ in group] for group in groups]
 
+    def _done(self, commit: Commit) -> None:
+        self._meters[commit.stage].add(commit)
+        self._report(commit.stage)
 
-@dataclass(slots=True)
+    def _compiling(self, task: Task, seconds: float | None) -> None:
+        self._meters[task.stage].compile(task, seconds)
+        self._report(task.stage)
+
+    def _report(self, stage: str) -> None:
+        self.seconds[stage] = time.perf_counter() - self._start
+        self._listener(self._meters[stage].progress(stage, self.seconds[stage]))
+
+
 class _Meter:
-    tasks: int
-    reused: int = 0
-    made: int = 0
-    read: Count = field(default_factory=Count)
+    """Counts of one stage."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._weights = {task.name: task.weight + 1 for task in tasks}  # tasks without a weight count too
+        self._left = sum(self._weights.values())
+        self._work = 0
+        self._made = self._reused = 0
+        self._read = self._kept = Count()
+        self._compiling: set[str] = set()
+        self._compiled: dict[str, float] = {}
+
+    def reuse(self, task: Task) -> None:
+        self._reused += 1
+        self._left -= self._weights[task.name]
 
     def add(self, commit: Commit) -> None:
-        self.made += 1
+        self._made += 1
+        self._left -= self._weights[commit.name]
+        self._work += self._weights[commit.name]
+        self._compiling.discard(commit.name)
         if "ledger" in commit.counts:
-            self.read += commit.ledger().read
+            ledger = commit.ledger()
+            self._read += ledger.read
+            self._kept += ledger.kept
+
+    def compile(self, task: Task, seconds: float | None) -> None:
+        if seconds is None:
+            self._compiling.add(task.name)
+        else:
+            self._compiling.discard(task.name)
+            self._compiled[task.name] = self._compiled.get(task.name, 0.0) + seconds
 
     def progress(self, stage: str, seconds: float) -> StageProgress:
-        done = self.made + self.reused
         return StageProgress(
-            stage, done, self.tasks, self.reused, self.read.documents, self.read.bytes, seconds
+            stage,
+            self._made + self._reused,
+            len(self._weights),
+            self._reused,
+            self._read.documents,
+            self._read.bytes,
+            seconds,
+            documents_kept=self._kept.documents if self._read.documents else None,
+            seconds_left=seconds * self._left / self._work if self._work and self._left else None,
+            compiling=len(self._compiling),
+            compile_seconds=max(self._compiled.values(), default=0.0),
         )
