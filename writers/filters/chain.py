@@ -34,6 +34,8 @@ STEPS = {  # by the name of its settings: module and class
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
     "GopherRepetitionConfig": ("gopher_repetition", "GopherRepetitionFilter"),
+    "DolmaQualityConfig": ("dolma_quality", "DolmaQualityFilter"),
+    "DolmaRepetitionConfig": ("dolma_repetition", "DolmaRepetitionFilter"),
 }
 
 

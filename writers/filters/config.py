@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
 
@@ -106,6 +107,10 @@ class FilterEntry(StrictModel):
     fineweb_quality: FinewebQualityConfig | None = Field(default=None, description="Line rules of FineWeb.")
     gopher_repetition: GopherRepetitionConfig | None = Field(
         default=None, description="Repetition rules of Gopher."
+    )
+    dolma_quality: DolmaQualityConfig | None = Field(default=None, description="Quality rules of dolma.")
+    dolma_repetition: DolmaRepetitionConfig | None = Field(
+        default=None, description="Repetition rules of dolma."
     )
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["minimal"] | None = Field(
