@@ -101,14 +101,14 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
         (["a.jsonl", "*.jsonl"], "inputs[1].path: a.jsonl is the same file as a.jsonl of inputs[0]"),
         (["links"], "links/two.jsonl is the same file as links/one.jsonl"),
         (["notes.md"], "the name notes.md does not tell its format"),
-        (["data.jsonl.bz2"], ".bz2 files cannot be read; use plain, .gz or .zst"),
-        (["table.parquet.gz"], "a compressed Parquet file cannot be read"),
+        (["data.jsonl.zip"], ".zip files cannot be read; use .gz .zst .zstd .bz2"),
+        (["table.parquet.gz"], "a compressed parquet file cannot be read"),
         (["broken.jsonl"], "No such file"),
         (["pipe.jsonl"], "is not a regular file"),
     ],
 )
 def test_what_cannot_be_read_as_meant_is_refused(tmp_path: Path, inputs: list[str], words: str) -> None:
-    for name in ("a.jsonl", "links/one.jsonl", "notes.md", "data.jsonl.bz2", "table.parquet.gz"):
+    for name in ("a.jsonl", "links/one.jsonl", "notes.md", "data.jsonl.zip", "table.parquet.gz"):
         put(tmp_path, name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "links/two.jsonl").symlink_to("one.jsonl")

@@ -103,7 +103,10 @@ class InputConfig(StrictModel):
         description="URL that the names of an s3:// or other remote input leave out, so that documents have "
         "the ids that they had in the recipe's folder; null: nothing.",
     )
-    text: FieldName = Field(default="text", description="Field or column that holds the text.")
+    text: FieldName = Field(
+        default="text",
+        description="Field or column that holds the text; a.b is field b inside a (id, url, metadata too).",
+    )
     id: FieldName | None = Field(
         default=None,
         description='Field with your own id; null: "id" where a record has it.',
@@ -121,9 +124,20 @@ class InputConfig(StrictModel):
         default=None,
         description="Label of this input in reports and provenance; null: input-<number in the recipe>.",
     )
-    format: Literal["jsonl", "parquet", "text"] | None = Field(
+    format: Literal["jsonl", "parquet", "arrow", "csv", "text", "warc"] | None = Field(
         default=None,
-        description="null: from the name: .jsonl .ndjson .json .parquet .txt (and .gz .zst .zstd).",
+        description="null: from the name (before .gz .zst .bz2 .xz .lz4): .jsonl .parquet .arrow .feather "
+        ".csv .tsv .txt .warc .wet .arc and a few more.",
+    )
+    extract: Literal["resiliparse", "trafilatura", "none"] | None = Field(
+        default=None,
+        description="Takes the main text out of HTML; null: resiliparse for pages of WARC files, else none.",
+    )
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+        default=None, description="CSV: between fields; null: a tab for names with .tsv, else a comma."
+    )
+    columns: tuple[FieldName, ...] = Field(
+        default=(), strict=False, description="CSV: names of the columns; (): the first row has them."
     )
     lines: bool = Field(
         default=False, description="Text files: each line is a document (default: each file is one)."

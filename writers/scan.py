@@ -30,10 +30,20 @@ _FORMATS = {
     ".json": "jsonl",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".ipc": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".txt": "text",
     ".text": "text",
+    ".warc": "warc",
+    ".wet": "warc",
+    ".arc": "warc",
 }
-_OTHER_COMPRESSIONS = frozenset({".bz2", ".xz", ".lz4", ".br", ".zip", ".7z", ".tar", ".tgz", ".sz"})
+_SEEKING = frozenset({"parquet", "arrow"})  # not read from front to back, so never compressed as a whole
+_OTHER_COMPRESSIONS = frozenset({".br", ".zip", ".7z", ".tar", ".tgz", ".sz", ".snappy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +56,8 @@ class Split:
     index: int  # number among all splits
     source: int  # number of the recipe's input
     input: InputFile
-    format: str  # jsonl, parquet or text
-    compression: str | None  # gzip, zstd or None
+    format: str  # of InputConfig.format
+    compression: str | None  # a value of COMPRESSIONS, or None
     start: int
     end: int
     first_record: int  # line or row number of the first record
@@ -107,7 +117,7 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
     extension = path.suffix.lower()
     compression = COMPRESSIONS.get(extension)
     if extension in _OTHER_COMPRESSIONS:
-        raise RecipeError(f"{key}: {name}: {extension} files cannot be read; use plain, .gz or .zst")
+        raise RecipeError(f"{key}: {name}: {extension} files cannot be read; use {' '.join(COMPRESSIONS)}")
     if compression is not None:
         extension = PurePosixPath(path.stem).suffix.lower()
     format = config.format or _FORMATS.get(extension)
@@ -117,8 +127,8 @@ def _format_of(name: str, config: InputConfig, key: str) -> tuple[str, str | Non
             f"{key}: the name {name} does not tell its format ({known}, each also with "
             f"{' '.join(sorted(COMPRESSIONS))}); set inputs[].format or name the files with a glob"
         )
-    if format == "parquet" and compression is not None:
-        raise RecipeError(f"{key}: {name}: a compressed Parquet file cannot be read; decompress it")
+    if format in _SEEKING and compression is not None:
+        raise RecipeError(f"{key}: {name}: a compressed {format} file cannot be read; decompress it")
     return format, compression
 
 
@@ -130,14 +140,14 @@ def _cuts(
     if format == "parquet":
         yield from _parquet_cuts(file, split_bytes)
     elif (
-        compression is not None
-        or size <= split_bytes
-        or file.is_remote
-        or (format == "text" and not config.lines)
+        (format == "jsonl" or (format == "text" and config.lines))
+        and compression is None
+        and size > split_bytes
+        and not file.is_remote
     ):
-        yield 0, size, 0, size
-    else:
         yield from _line_cuts(file, split_bytes)
+    else:
+        yield 0, size, 0, size
 
 
 def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:

@@ -1,0 +1,159 @@
+"""Where readers put what they read: documents into the next batch, the rest into ledger and quarantine.
+
+Every record goes through exactly one of `add`, `drop`, `bad` and `damaged`, so that
+read = kept + dropped + quarantined holds whatever a format's reader meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+import orjson
+import pyarrow as pa
+
+from shardkit.writers.decompress import decompressed, plain_range
+from shardkit.writers.documents import (
+    BATCH_DOCUMENTS,
+    BATCH_TEXT_BYTES,
+    DOCUMENT_SCHEMA,
+    document_ids,
+    text_offsets,
+)
+from shardkit.writers.field_paths import MISSING, field_at
+from shardkit.writers.html_text import main_text_by
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.quarantine import BadRecord, Quarantine, snippet_of
+from shardkit.writers.recipe import InputConfig
+from shardkit.writers.scan import Split
+
+__all__ = ["RecordSink"]
+
+
+class RecordSink:
+    """Where a reader puts what it read: documents into the next batch, the rest into quarantine."""
+
+    def __init__(
+        self,
+        split: Split,
+        config: InputConfig,
+        ledger: Ledger,
+        quarantine: Quarantine,
+        max_record_bytes: int,
+    ) -> None:
+        self.split, self._config = split, config
+        self._ledger, self._quarantine = ledger, quarantine
+        self.max_record_bytes = max_record_bytes
+        extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
+        self._extract = None if extract == "none" else main_text_by(extract)
+        self.records = 0  # read so far from this split, good or bad
+        self._bytes = 0
+        self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
+
+    def add(
+        self, record: int, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True
+    ) -> None:
+        """Take a document; `bytes` is its size as read, which decides when a batch is full.
+
+        Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
+        """
+        if markup and self._extract is not None:
+            main, size = self._extract(text), len(text.encode())
+            if not main:
+                self.drop("html/unreadable" if main is None else "html/no_text", bytes=size)
+                return
+            text = main
+            self._ledger.read += Count(0, size - len(text.encode()))
+            self._ledger.drop("html/markup", 0, size - len(text.encode()))
+        config = self._config
+        self.records += 1
+        self._bytes += bytes
+        id, url = (_field_text(field_at(fields, path)) for path in (config.id or "id", config.url or "url"))
+        metadata = None
+        if config.metadata:
+            found = {path: field_at(fields, path) for path in config.metadata}
+            metadata = _field_text({path: value for path, value in found.items() if value is not MISSING})
+        self._rows.append((record, text, id, url, metadata))
+
+    def drop(self, reason: str, *, bytes: int) -> None:
+        """Book a sound record that holds no document: no page, an error page, no text."""
+        self.records += 1
+        self._ledger.read += Count(1, bytes)
+        self._ledger.drop(reason, 1, bytes)
+
+    def too_long(self, record: int, length: int, *, head: bytes = b"", offset: int | None = None) -> None:
+        """Book a record of more than `max_record_bytes`."""
+        error = f"{length:,} bytes, more than max_record_bytes {self.max_record_bytes:,}"
+        self.bad(record, "too_long", error, bytes=length, head=head, offset=offset)
+
+    def bad(
+        self,
+        record: int,
+        reason: str,
+        error: str,
+        *,
+        bytes: int,
+        head: bytes = b"",
+        offset: int | None = None,
+    ) -> None:
+        """Book one unreadable record of `bytes` bytes."""
+        self.records += 1
+        self._book(1, bytes, BadRecord(self.split.file, record, offset, reason, error, snippet_of(head)))
+
+    def damaged(
+        self, record: int, error: str, *, bytes: int, records: int = 1, offset: int | None = None
+    ) -> None:
+        """Book the unreadable rest of a file: `records` of it as far as known, at least one."""
+        error = f"{error}; {self.records:,} records were read before"
+        self._book(
+            max(records, 1), bytes, BadRecord(self.split.file, record, offset, "damaged_file", error, "")
+        )
+
+    def _book(self, records: int, bytes: int, entry: BadRecord) -> None:
+        self._ledger.read += Count(records, bytes)
+        self._ledger.quarantine(entry.reason, records, bytes)
+        self._quarantine.add(entry)
+
+    def pieces(self, file: BinaryIO) -> Iterator[bytes]:
+        """The split's bytes, decompressed; ContainerError behind the last good one."""
+        split = self.split
+        if split.compression is None:
+            return plain_range(file, split.start, split.end)
+        return decompressed(file, split.compression, split.input.bytes)
+
+    @property
+    def full(self) -> bool:
+        """Whether a batch should be taken now."""
+        return self._bytes >= BATCH_TEXT_BYTES or len(self._rows) >= BATCH_DOCUMENTS
+
+    def take(self) -> Iterator[pa.RecordBatch]:
+        """The batch gathered so far, if it holds anything."""
+        if not self._rows:
+            return
+        records, texts, ids, urls, metadata = zip(*self._rows, strict=True)
+        count = len(records)
+        self._rows, self._bytes = [], 0
+        text = pa.array(texts, pa.large_string())
+        self._ledger.read += Count(count, int(text_offsets(text)[-1]))
+        yield pa.RecordBatch.from_arrays(
+            [
+                pa.array(document_ids(self.split.file, records), pa.binary(16)),
+                pa.array([self.split.source] * count, pa.int32()),
+                pa.array([self.split.file] * count, pa.string()),
+                pa.array(records, pa.int64()),
+                text,
+                pa.array(ids, pa.string()),
+                pa.array(urls, pa.string()),
+                pa.array(metadata, pa.string()),
+            ],
+            schema=DOCUMENT_SCHEMA,
+        )
+
+
+def _field_text(value: object) -> str | None:
+    """A field of the user's as text: strings as they are, everything else as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    if value is MISSING:
+        return None
+    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
