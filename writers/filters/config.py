@@ -18,6 +18,7 @@ from pydantic import (
 
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
+from shardkit.writers.filters.profiles import PROFILES
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
 
 __all__ = [
@@ -92,9 +93,6 @@ class FinewebQualityConfig(FilterSettings):
 
 
 FilterConfig = FilterSettings
-_PROFILES: dict[str, tuple[tuple[str, FilterConfig], ...]] = {
-    "minimal": (("length", LengthConfig(min_words=10)),),
-}
 
 
 class FilterEntry(StrictModel):
@@ -113,8 +111,8 @@ class FilterEntry(StrictModel):
         default=None, description="Repetition rules of dolma."
     )
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
-    profile: Literal["minimal"] | None = Field(
-        default=None, description="A named list of filters. minimal: length with min_words 10."
+    profile: Literal["dolma", "gopher", "minimal"] | None = Field(
+        default=None, description="A named list of filters: profiles.py has them as a recipe would."
     )
 
     @model_validator(mode="before")
@@ -145,6 +143,7 @@ class FilterEntry(StrictModel):
     def filters(self) -> tuple[tuple[str, FilterConfig], ...]:
         """(name, settings) of the filters this entry stands for, in order."""
         if self.profile is not None:
-            return _PROFILES[self.profile]
+            entries = [FilterEntry.model_validate(entry) for entry in PROFILES[self.profile]]
+            return tuple(step for entry in entries for step in entry.filters())
         named = ((name, getattr(self, name)) for name in type(self).model_fields)
         return tuple((name, config) for name, config in named if config is not None)
