@@ -11,6 +11,8 @@ import yaml
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.filters.profiles import PROFILES
+from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.report import recipe_content
 
 README = Path(__file__).resolve().parent.parent / "writers" / "README.md"
 
@@ -39,3 +41,17 @@ def test_reasons_of_profiles_name_filter_and_rule() -> None:
     chain = FilterChain(FilterEntry.model_validate({"profile": "gopher"}).filters())
     assert chain.reasons[0] == "gopher_quality/gopher_short_doc"
     assert chain.reasons[-1] == "gopher_repetition/duplicated_10_n_grams"
+
+
+def test_a_dataset_says_what_a_profile_stood_for() -> None:
+    rest = {
+        "inputs": [{"path": "a.jsonl"}],
+        "tokenizer": {"path": "t.json", "eos": "</s>"},
+        "output": {"path": "out"},
+    }
+    short, spelled = (
+        recipe_content(recipe_from_mapping(rest | {"filters": filters}, folder=Path("/x")))
+        for filters in ([{"profile": "minimal"}], [dict(entry) for entry in PROFILES["minimal"]])
+    )
+    assert short == spelled
+    assert short["filters"][0]["length"]["min_words"] == 10

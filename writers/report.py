@@ -39,8 +39,12 @@ pre { background: #f4f6f8; padding: .8rem; overflow-x: auto; } p.note { color: #
 
 
 def recipe_content(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data without the keys that decide no byte: where the output and the work lie."""
+    """The recipe as plain data without the keys that decide no byte: where the output and the work lie.
+
+    Profiles are written out as the filters they stand for.
+    """
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude={"work": True, "output": {"path"}})
+    content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 
 
