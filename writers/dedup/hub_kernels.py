@@ -66,26 +66,29 @@ def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at
 
     Goes through the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. space holds
     `leaders` leaders: (their prints by columns, ranks, kinds, whether they are firm, and place for counts).
-    settings = (floor, similar, cover, most leaders, most pairs of a document), the first three as
-    `matches_for`. Sets bounded[i] to 1 where one more leader was needed than there may be, to 2 where pairs
-    of a document that is not covered were left out (3: both). Returns (next row, leaders, next place in out).
+    settings = (floor, similar, cover, most leaders, most pairs of a document, similar firm leaders that cover
+    it), the first three as `matches_for`. Sets bounded[i] to 1 where one more leader was needed than there may
+    be, to 2 where pairs of a document that is not covered were left out (3: both). Returns (next row, leaders,
+    next place in out).
     """
-    floor, similar, cover, most_leaders, most_pairs = settings
+    floor, similar, cover, most_leaders, most_pairs, enough = settings
     columns, heads, head_kinds, firm, sums = space
     for i in range(begin, len(prints)):
         if at + min(leaders, most_pairs) > len(out):
             return i, leaders, at
         count_matches(prints[i], columns, leaders, sums)
         kind = kinds[i]
-        hits = 0
+        hits = alike = 0
         best = np.uint64(0)  # of firm leaders
         for j in range(leaders):  # free of branches, so that it runs in vector registers
-            best = max(best, sums[j] * np.uint64(firm[j]))
+            of_firm = sums[j] * np.uint64(firm[j])
+            best = max(best, of_firm)
+            alike += of_firm >= similar
             hits += sums[j] >= floor
         if kind == PLANTED:
             for j in range(leaders):
                 hits -= sums[j] >= floor and head_kinds[j] != INPUT
-        covered = leaders > 0 and best >= cover
+        covered = leaders > 0 and (best >= cover or alike >= enough)
         if hits and kind != INDEX:
             at = _pair(ranks[i], kind, leaders, floor, hits, most_pairs, space, out, at)
             if hits > most_pairs and not covered:

@@ -58,7 +58,8 @@ class _ReferenceHub:
             for bucket in buckets.values():
                 if all(self.kinds[member] != "input" for member in bucket):
                     continue
-                if sum(self.kinds[member] != "planted" for member in bucket) <= self.limits.documents:
+                most = min(self.limits.sub_documents, self.limits.documents)
+                if sum(self.kinds[member] != "planted" for member in bucket) <= most:
                     self.pair_all(bucket)
                     continue
                 left = self.pair_with_leaders(bucket)
@@ -84,20 +85,22 @@ class _ReferenceHub:
         left = []
         for member in bucket:
             kind, most = self.kinds[member], self.limits.pairs
-            best = max((self.equal(member, leader) for leader in firm), default=-1)
+            equal = [self.equal(member, leader) for leader in firm]
+            alike = sum(values >= self.similar for values in equal)
+            covered = max(equal, default=-1) >= self.cover or alike >= self.limits.covering
             hits = self.hits(member, leaders)
-            met = len(hits) > most and best < self.cover
+            met = len(hits) > most and not covered
             if len(hits) > most:
                 first, others = hits[: most // 2], hits[most // 2 :]
                 others.sort(key=lambda leader: -self.equal(member, leader))
                 hits = first + others[: most - most // 2]
             self.pairs.update((leader, member) for leader in hits)
-            if best < self.cover:
+            if not covered:
                 if len(leaders) == self.limits.leaders:
                     left.append(member)
                     met = True
                 elif kind != "planted":
                     leaders.append(member)
-                    firm |= {member} if kind == "index" or best < self.similar else set()
+                    firm |= {member} if kind == "index" or not alike else set()
             self.bounded += met and kind != "planted"
         return left

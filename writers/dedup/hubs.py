@@ -9,18 +9,18 @@ skipped; its signature is read, and two levels find the pairs that can matter:
    documents that share half a template (s = 0.33) 2 % are compared. `sub_rows` is the longest that keeps
    0.995 of the pairs at the threshold, for any threshold. A sub-band inside the band that makes the hub is
    the same for all its documents and left out: 17 are left, which keep 0.994 at 0.8.
-   In a sub-bucket within the limit, every pair is made whose signatures agree in as many values as an
+   In a sub-bucket of up to 64, every pair is made whose signatures agree in as many values as an
    estimate of `similarity` - 3 sigma needs, sigma = sqrt(s (1 - s) / permutations): 0.9987 of those at the
    threshold, and about 200 times as cheap as a pair that is made and verified.
 
-2. *Leaders*, in sub-buckets over the limit. In the order of priority, each document is compared with all
-   leaders before it and paired with those of estimate >= `similarity` - 3 sigma. It becomes a leader itself
-   unless a firm leader covers it: one of estimate >= `similarity` + 2 sigma, firm being those that no firm
-   leader before them has an estimate >= `similarity` with. Never made are pairs in which the document of
-   higher priority does not lead. Such a pair (k, v) matters only if k stays; but the leader that covers k
-   verifies against it (estimates of a pair below the threshold are that high once in 40 times or less), and
-   firm leaders are those that stay, as far as estimates tell. Work is documents x leaders, and n copies of
-   one text make n - 1 pairs instead of n^2 / 2.
+2. *Leaders*, in larger sub-buckets. In the order of priority, each document is compared with all leaders
+   before it and paired with those of estimate >= `similarity` - 3 sigma. It becomes a leader itself unless
+   firm leaders cover it: one of estimate >= `similarity` + 2 sigma, or three of >= `similarity`, firm being
+   those that no firm leader before them has an estimate >= `similarity` with. Never made are pairs in which
+   the document of higher priority does not lead. Such a pair (k, v) matters only if k stays; but one of those
+   that cover k verifies against it (estimates of a pair below the threshold are as high as the first once in
+   40 times, all of three once in eight), and firm leaders are those that stay, as far as estimates tell. Work
+   is documents x leaders, and n copies of one text make n - 1 pairs instead of n^2 / 2.
 
 Bounds: `HubLimits`. Where documents need more leaders than there may be, those left over go through sub-bands
 of twice the values (at 0.8 half of the pairs stay, at 0.9 0.95 of them) and leaders anew. A document with
@@ -65,16 +65,18 @@ _KINDS: tuple[Kind, ...] = ("index", "input", "planted")
 Numbers = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.int64]
 Pairs = tuple[Numbers, Numbers]
-Settings = tuple[np.uint64, np.uint64, np.uint64, int, int]  # of `scan`
+Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]  # of `scan`
 
 
 @dataclass(frozen=True, slots=True)
 class HubLimits:
     """Bounds of the work on one bucket; planted copies do not count."""
 
-    documents: int = 512  # buckets and sub-buckets of more do not get all pairs
+    documents: int = 512  # buckets of more do not get all pairs,
+    sub_documents: int = 64  # nor do sub-buckets of more
     leaders: int = 4096  # in a sub-bucket: each document is compared with all, in 12 microseconds
-    pairs: int = 32  # of one document with leaders of a sub-bucket
+    pairs: int = 16  # of one document with leaders of a sub-bucket
+    covering: int = 3  # firm leaders of estimate >= similarity that cover a document
 
 
 def sub_rows(similarity: float, permutations: int) -> int:
@@ -191,8 +193,8 @@ class _Hub:
         floor, similar, cover = (np.uint64(least) for least in thresholds(similarity, self._permutations))
         never = np.uint64((1 << 64) - 1)
         every = limits.documents + 1  # no limit reached
-        self._leaders: Settings = (floor, similar, cover, limits.leaders, limits.pairs)
-        self._all_pairs: Settings = (floor, never, never, every, every)
+        self._leaders: Settings = (floor, similar, cover, limits.leaders, limits.pairs, limits.covering)
+        self._all_pairs: Settings = (floor, never, never, every, every, every)
         words = -(-self._permutations // 8)
         most = max(limits.leaders, limits.documents + 1)
         self._space = (
@@ -227,7 +229,7 @@ class _Hub:
             inputs = np.add.reduceat(kinds == INPUT, edges[:-1], dtype=np.int64)
             real = np.add.reduceat(kinds != PLANTED, edges[:-1], dtype=np.int64)
             useful = (inputs > 0) & (sizes > 1)
-            every = useful & (real <= self._limits.documents)
+            every = useful & (real <= min(self._limits.sub_documents, self._limits.documents))
             at_once = every & (sizes <= _CHUNK_DOCUMENTS)
             yield from self._groups(sorted_members[np.repeat(at_once, sizes)], sizes[at_once])
             for group in np.flatnonzero(useful & ~at_once).tolist():
