@@ -66,10 +66,10 @@ def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at
 
     Goes through the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. space holds
     `leaders` leaders: (their prints by columns, ranks, kinds, whether they are firm, and place for counts).
-    settings = (floor, similar, cover, most leaders, most pairs of a document, similar firm leaders that cover
-    it), the first three as `matches_for`. Sets bounded[i] to 1 where one more leader was needed than there may
-    be, to 2 where pairs of a document that is not covered were left out (3: both). Returns (next row, leaders,
-    next place in out).
+    settings = (floor, similar, cover, most leaders, most pairs of a document, similar firm leaders that
+    cover it), the first three as `matches_for`. Sets bounded[i] to 1 where one more leader was needed than
+    there may be, to 2 where pairs of a document that is not covered were left out (3: both). Returns (next
+    row, leaders, next place in out).
     """
     floor, similar, cover, most_leaders, most_pairs, enough = settings
     columns, heads, head_kinds, firm, sums = space
