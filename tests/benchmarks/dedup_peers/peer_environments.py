@@ -16,6 +16,7 @@ REQUIREMENTS = {
     "datasketch": ["datasketch", "xxhash", "pyarrow"],
     "rensa": ["rensa", "pyarrow"],
     # Its shingles are str, which xxhash 4 refuses to hash; spaCy and regex are its word splitter.
+    "dolma": ["dolma", "pyarrow"],
     "datatrove": ["datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"],
 }
 MARKER = "requirements.json"  # written last: the environment is whole
@@ -55,9 +56,11 @@ def _version(python: str, package: str) -> str:
 class SideProcess:
     """One running side; requests and answers as `peer_side` has them."""
 
-    def __init__(self, tool: str, python: str, *, core: int | None = None) -> None:
+    def __init__(
+        self, tool: str, python: str, *, core: int | None = None, script: Path | None = None
+    ) -> None:
         self.tool = tool
-        command = [python, str(HERE / f"{tool}_side.py")]
+        command = [python, str(script or HERE / f"{tool}_side.py")]
         if core is not None:
             command += ["--core", str(core)]
         variables = {**os.environ, "DO_NOT_TRACK": "1", "DAFT_PROGRESS_BAR": "0"}

@@ -1,0 +1,84 @@
+"""shardkit's filters, keys and tokenizer engines, from Arrow batches as a build has them."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dedup_peers"))
+
+import numpy as np
+import pyarrow as pa
+from peer_side import Request, serve
+
+BATCH_DOCUMENTS = 4096  # as readers make them
+
+
+def prepare(table: pa.Table) -> list[pa.RecordBatch]:
+    from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+
+    batches = []
+    for start in range(0, len(table), BATCH_DOCUMENTS):
+        texts = table.column("text").slice(start, BATCH_DOCUMENTS).combine_chunks().cast(pa.large_string())
+        count = len(texts)
+        columns: list[Any] = [
+            pa.array(document_ids("x", range(start, start + count)), pa.binary(16)),
+            pa.array(np.zeros(count, np.int32)),
+            pa.array(["x"] * count, pa.string()),
+            pa.array(np.arange(start, start + count)),
+            pa.concat_arrays([texts]),
+            *(pa.nulls(count, pa.string()) for _ in range(3)),
+        ]
+        batches.append(pa.record_batch(columns, schema=DOCUMENT_SCHEMA))
+    return batches
+
+
+@cache
+def chain(task: str) -> Any:
+    from shardkit.writers.filters.chain import FilterChain
+    from shardkit.writers.filters.config import FilterEntry
+
+    entries: dict[str, list[dict[str, Any]]] = {
+        "repetition": [{"gopher_repetition": {}}],
+        "gopher": [{"gopher_repetition": {}}, {"gopher_quality": {}}],
+        "fineweb": [
+            {"gopher_repetition": {}},
+            {"gopher_quality": {}},
+            {"c4_quality": {"filter_no_terminal_punct": False}},
+            {"fineweb_quality": {}},
+        ],
+    }
+    return FilterChain(
+        [step for entry in entries[task] for step in FilterEntry.model_validate(entry).filters()]
+    )
+
+
+def filters(batches: list[pa.RecordBatch], request: Request) -> int:
+    """Documents that pass."""
+    return sum(chain(request["task"]).apply(batch).kept.num_rows for batch in batches)
+
+
+def keys(batches: list[pa.RecordBatch], request: Request) -> int:
+    from shardkit.writers.clean import exact_keys
+
+    return sum(len(exact_keys(batch)) for _ in range(request["repeat"]) for batch in batches)
+
+
+@cache
+def encoder(path: str, eos: str, engine: Any) -> Any:
+    from shardkit.writers.tokenizer import Encoder
+
+    return Encoder(Path(path), eos, engine=engine)
+
+
+def tokenize(batches: list[pa.RecordBatch], request: Request) -> int:
+    """Tokens."""
+    made = encoder(request["tokenizer"], request["eos"], request["engine"])
+    return sum(int(made.encode(batch.column("text"))[1].sum()) for batch in batches)
+
+
+if __name__ == "__main__":
+    tasks = dict.fromkeys(("repetition", "gopher", "fineweb"), filters)
+    serve({**tasks, "keys": keys, "tokenize": tokenize}, prepare)
