@@ -2,15 +2,15 @@
 
 Which of them a file is its first bytes tell. Every record batch is validated before anything is taken out of
 it: Arrow itself trusts offsets, and a damaged file would read memory that is not its own. Damage costs the
-rows behind it; the footer of an IPC file tells how many batches these are, nothing tells how many rows. Memory
-is one record batch as it was written: Arrow cannot read parts of one.
+rows behind it, whose number nothing tells. Memory is one record batch as it was written: Arrow cannot read
+parts of one.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.feather
@@ -31,6 +31,7 @@ from shardkit.writers.record_sink import RecordSink
 __all__ = ["read_arrow"]
 
 _FILE_MAGIC = b"ARROW1"
+_FILE_START_BYTES = 8  # the magic and padding, then a stream
 _FEATHER_MAGIC = b"FEA1"
 
 
@@ -39,15 +40,18 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch
     split, read = sink.split, 0
     with open_input(split.input) as stored:
         try:
-            for batch in _batches(stored, config):
-                unfit = text_problem(batch.schema, config.text)
-                if unfit:
-                    sink.damaged(read, unfit, bytes=split.bytes, records=batch.num_rows)
-                    return
+            schema, batches = _open(stored, config)
+            unfit = text_problem(schema, config.text)
+            if unfit:
+                rows = sum(batch.num_rows for batch in batches)
+                sink.damaged(read, unfit, bytes=split.bytes, records=rows)
+                return
+            for batch in batches:
+                _validate(batch)
                 for start in range(0, batch.num_rows, BATCH_DOCUMENTS):
-                    rows = batch.slice(start, BATCH_DOCUMENTS)
-                    take_rows(sink, config, rows, read)
-                    read += rows.num_rows
+                    part = batch.slice(start, BATCH_DOCUMENTS)
+                    take_rows(sink, config, part, read)
+                    read += part.num_rows
                     if sink.full:
                         yield from sink.take()
         except DAMAGE as error:
@@ -56,45 +60,56 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch
             sink.damaged(read, f"not readable as Arrow: {first_line(error)}", bytes=split.bytes)
 
 
-def _batches(stored: BinaryIO, config: InputConfig) -> Iterator[pa.RecordBatch]:
-    """Validated record batches; an empty one first, whose schema shows what the file has."""
+def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """What columns the file has, and the record batches of those that are wanted."""
     magic = stored.read(len(_FILE_MAGIC))
     stored.seek(0)
-    source = pa.PythonFile(stored, "r")
     if magic.startswith(_FEATHER_MAGIC):
-        yield from _feather_batches(source)
-        return
-    opener = pa.ipc.open_file if magic == _FILE_MAGIC else pa.ipc.open_stream
-    schema = opener(source).schema
-    yield schema.empty_table().to_batches()[0] if schema.names else pa.record_batch([], names=[])
-    stored.seek(0)
-    roots = {
-        path.split(".")[0] if path not in schema.names else path for path in wanted_paths(schema, config)
-    }
-    fields = [number for number, name in enumerate(schema.names) if name in roots]
-    reader = opener(pa.PythonFile(stored, "r"), options=pa.ipc.IpcReadOptions(included_fields=fields))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the format; files of it are still about
+            table = pyarrow.feather.read_table(pa.PythonFile(stored, "r"), memory_map=False)
+        return table.schema, iter(table.to_batches())
     if magic == _FILE_MAGIC:
-        for number in range(reader.num_record_batches):
-            yield _valid(reader.get_batch(number))
-    else:
-        for batch in reader:
-            yield _valid(batch)
+        try:
+            schema, file = _reader(pa.ipc.open_file, stored, 0, config)
+            return schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        except DAMAGE as error:
+            raise_unless_damage(error)
+            return _without_footer(stored, config, error)
+    schema, stream = _reader(pa.ipc.open_stream, stored, 0, config)
+    return schema, iter(stream)
 
 
-def _feather_batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the format is; files of it are still about
-        table = pyarrow.feather.read_table(source, memory_map=False)
-    for batch in table.to_batches() or table.schema.empty_table().to_batches():
-        yield _valid(batch)
+def _without_footer(
+    stored: BinaryIO, config: InputConfig, error: Exception
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """The batches of a file that was cut short: a file is a stream with a frame. Raises `error` behind them."""
+    schema, stream = _reader(pa.ipc.open_stream, stored, _FILE_START_BYTES, config)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from stream
+        raise error
+
+    return schema, batches()
 
 
-def _valid(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch if its buffers fit its lengths; that text is UTF-8 is checked row by row later."""
+def _reader(
+    opener: Callable[..., Any], stored: BinaryIO, start: int, config: InputConfig
+) -> tuple[pa.Schema, Any]:
+    """What columns there are, and a reader of those that the recipe wants."""
+    stored.seek(start)
+    schema = opener(pa.PythonFile(stored, "r")).schema
+    wanted = wanted_paths(schema, config)
+    roots = {path if path in schema.names else path.split(".")[0] for path in wanted}
+    fields = [number for number, name in enumerate(schema.names) if name in roots]
+    stored.seek(start)
+    return schema, opener(pa.PythonFile(stored, "r"), options=pa.ipc.IpcReadOptions(included_fields=fields))
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """ArrowInvalid unless its buffers fit its lengths; that text is UTF-8 is checked row by row later."""
     for column in batch.columns:
-        kind = column.type
         for text, raw in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
-            if kind == text:
+            if column.type == text:
                 column = column.view(raw)
         column.validate(full=True)
-    return batch
