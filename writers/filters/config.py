@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardkit.writers.filters.c4_paragraph_settings import C4ParagraphConfig
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.profiles import PROFILES
@@ -106,6 +107,7 @@ class FilterEntry(StrictModel):
     gopher_repetition: GopherRepetitionConfig | None = Field(
         default=None, description="Repetition rules of Gopher."
     )
+    c4_paragraph: C4ParagraphConfig | None = Field(default=None, description="Long lines, as mC4 asks.")
     dolma_quality: DolmaQualityConfig | None = Field(default=None, description="Quality rules of dolma.")
     dolma_repetition: DolmaRepetitionConfig | None = Field(
         default=None, description="Repetition rules of dolma."
