@@ -31,6 +31,7 @@ EXCERPTS = 3  # dropped documents of which each rule shows the beginning
 EXCERPT_CHARACTERS = 120
 STEPS = {  # by the name of its settings: module and class
     "LengthConfig": ("length", "LengthFilter"),
+    "LanguageConfig": ("language", "LanguageFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
     "GopherRepetitionConfig": ("gopher_repetition", "GopherRepetitionFilter"),
