@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import threading
 from collections.abc import Iterator
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def recipe(folder: Path, *inputs: str | dict[str, Any]) -> Recipe:
 
 def texts(built: Recipe, storage: StorageOptions | None = None) -> list[tuple[str, int, bytes, str]]:
     """(file, record, document id, text) of all documents."""
-    rows = []
+    rows: list[tuple[str, int, bytes, str]] = []
     for split in scan_inputs(built, storage):
         split = pickle.loads(pickle.dumps(split))  # as workers get it
         for batch in read_split(split, built.inputs[split.source], Ledger(), Quarantine()):
@@ -172,6 +174,25 @@ def test_other_file_systems_are_read_through_fsspec(tmp_path: Path) -> None:
     assert texts(recipe(tmp_path, {"path": f"{url}/data/*.jsonl", "base": url})) == texts(
         recipe(tmp_path, "data")
     )
+
+
+def test_a_file_on_a_web_server_is_named_without_its_query(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")  # fsspec's http
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as web:
+        threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{web.server_port}"
+        signed = {"path": f"{url}/data/a.jsonl?signature=1", "base": url}
+        assert texts(recipe(tmp_path, signed)) == texts(recipe(tmp_path, "data"))
+        with pytest.raises(RecipeError, match=r"b.jsonl: there is no such file"):
+            scan_inputs(recipe(tmp_path, f"{url}/b.jsonl"))
+        web.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ _TIME_FIELDS = (
     "mtime",
     "last_modified",
     "LastModified",
+    "Last-Modified",  # http
     "updated",
     "modified",
     "modificationTime",
