@@ -37,7 +37,7 @@ MODELS: list[type[BaseModel]] = [
 def test_every_recipe_key_is_documented(model: type[BaseModel]) -> None:
     text = (ROOT / "writers" / "README.md").read_text()
     documented = {
-        word for key in re.findall(r"`([a-z_.\[\]:]+)", text) for word in re.split(r"[.:\[\]]+", key)
+        word for key in re.findall(r"`([a-z0-9_.\[\]:]+)", text) for word in re.split(r"[.:\[\]]+", key)
     }
     assert set(model.model_fields) <= documented
 

@@ -34,6 +34,7 @@ STEPS = {  # by the name of its settings: module and class
     "LanguageConfig": ("language", "LanguageFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
+    "C4QualityConfig": ("c4_quality", "C4QualityFilter"),
     "GopherRepetitionConfig": ("gopher_repetition", "GopherRepetitionFilter"),
     "C4ParagraphConfig": ("c4_paragraph", "C4ParagraphFilter"),
     "DolmaQualityConfig": ("dolma_quality", "DolmaQualityFilter"),

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from shardkit.writers.filters.c4_paragraph_settings import C4ParagraphConfig
+from shardkit.writers.filters.c4_settings import C4QualityConfig
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.language_settings import LanguageConfig
@@ -113,6 +114,7 @@ class FilterEntry(StrictModel):
     dolma_repetition: DolmaRepetitionConfig | None = Field(
         default=None, description="Repetition rules of dolma."
     )
+    c4_quality: C4QualityConfig | None = Field(default=None, description="Line rules of C4.")
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["dolma", "gopher", "minimal"] | None = Field(

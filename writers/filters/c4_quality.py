@@ -1,0 +1,380 @@
+"""C4's line rules: datatrove's C4QualityFilter, decision for decision and byte for byte of what it leaves.
+
+Source: Raffel et al. 2020, section 2.2, as implemented in `c4_filters.py` with split_paragraph. Lines are
+those of `str.splitlines()`, words of `str.split()`, sentences of `sentences.py`. A line is judged in the
+order of `edits`; a document with a line that gets as far as the rules of lorem ipsum or { is dropped, and
+so is one of too few sentences in what stays. A document that it drops keeps its text, as in datatrove.
+
+One pass over the bytes into a second buffer of the batch's size; `reference_c4` is the same in plain Python.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.filters.c4_settings import C4QualityConfig
+from shardkit.writers.filters.characters import LINE_END, SPACE, character_flags, characters_with
+from shardkit.writers.filters.rules import Edit, Rule
+from shardkit.writers.filters.sentences import count_sentences, reference_sentences, sentence_tables
+from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.utf8 import next_character
+
+__all__ = ["C4QualityFilter", "reference_c4"]
+
+_LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
+_LINES = ("too_long_word", "no_terminal_punct", "too_few_words", "javascript", "policy")
+# Rows of the kernel's counts: bytes of lines cut, by rule; then these.
+_CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(len(_LINES), len(_LINES) + 4)
+
+
+class C4QualityFilter:
+    """Cuts lines that are no prose, and drops documents of too little of it."""
+
+    reasons = ("lorem_ipsum", "curly_bracket", "too_few_sentences")
+    edits = (*_LINES, "citations", "white_space")
+
+    def __init__(self, config: C4QualityConfig, folder: Path | None = None) -> None:
+        self._config = config
+
+    def edit(self, batch: TextBatch) -> Edit:
+        """See Editor.edit."""
+        config, size = self._config, len(batch)
+        base = int(batch.offsets[0])
+        edited = np.empty(int(batch.offsets[-1]) - base, np.uint8)
+        offsets = np.zeros(size + 1, np.int64)
+        counts = np.zeros((_SENTENCES + 1, size), np.int64)
+        switches = (
+            config.remove_citations,
+            config.filter_no_terminal_punct,
+            config.filter_lorem_ipsum,
+            config.filter_javascript,
+            config.filter_curly_bracket,
+            config.filter_policy,
+        )
+        limits = (config.min_num_sentences, config.min_words_per_line, config.max_word_length)
+        tables = (character_flags(), _anchors(), _line_marks(), _decimals(), sentence_tables())
+        _edit(batch.data, batch.offsets, batch.wanted, switches, limits, tables, edited, offsets, counts)
+        texts = pa.LargeStringArray.from_buffers(size, pa.py_buffer(offsets), pa.py_buffer(edited))
+        cut = dict(zip(self.edits, counts[: _CITATIONS + 1], strict=False))
+        cut["white_space"] = batch.sizes - np.diff(offsets) - counts[: _CITATIONS + 1].sum(axis=0)
+        return Edit(texts, self._rules(counts), cut)
+
+    def _rules(self, counts: npt.NDArray[np.int64]) -> list[Rule]:
+        lorem, curly, sentences = counts[_LOREM_AT], counts[_CURLY_AT], counts[_SENTENCES]
+        enough, least = self._config.min_num_sentences, -1
+        return [
+            Rule("lorem_ipsum", (lorem > 0) & ((curly == 0) | (lorem < curly)), (lorem > 0).astype(np.int64)),
+            Rule("curly_bracket", curly > 0, (curly > 0).astype(np.int64)),
+            Rule("too_few_sentences", sentences < enough if enough > least else None, sentences),
+        ]
+
+
+@cache
+def _decimals() -> npt.NDArray[np.bool_]:
+    """bool[131,072]: the characters that `\\d` matches in regular expressions; beyond there are none."""
+    return np.fromiter((chr(code).isdecimal() for code in range(0x20000)), np.bool_, 0x20000)
+
+
+@cache
+def _line_marks() -> npt.NDArray[np.bool_]:
+    """bool[256]: first bytes of line ends."""
+    marks = np.zeros(256, np.bool_)
+    marks[[character.encode()[0] for character in characters_with(LINE_END)]] = True
+    return marks
+
+
+@cache
+def _anchors() -> npt.NDArray[np.bool_]:
+    """bool[256]: first bytes of the characters by which phrases are found; few letters of a text are such."""
+    anchors = np.zeros(256, np.bool_)
+    anchors[[ord(character) for character in "vVpPfFkK{"]] = True
+    anchors["\N{KELVIN SIGN}".encode()[0]] = True  # its lower case is k
+    return anchors
+
+
+def _letters(text: str) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+_JA, _ASCRIPT, _LOREM_IPSUM, _SUM = _letters("ja"), _letters("ascript"), _letters("lorem i"), _letters("sum")
+_TERMS, _PRIVACY, _ACY_POLICY = _letters("terms o"), _letters("pri"), _letters("acy policy")
+_USE, _USES, _USE_OF, _COO = (
+    _letters("use coo"),
+    _letters("uses coo"),
+    _letters("use of coo"),
+    _letters("coo"),
+)
+_IE_POLICY, _IES = _letters("ie policy"), _letters("ies")
+_SPACE_USE = _letters(" use")
+_CITED = (_letters("edit]"), _letters("citation needed]"))
+
+
+@numba.njit(nogil=True, cache=True)
+def _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts):  # type: ignore[no-untyped-def]
+    flags = tables[0]
+    to = 0
+    for document in range(len(wanted)):
+        begin, end, start, out = offsets[document], offsets[document + 1], to, counts[:, document]
+        dropped = True
+        if wanted[document]:
+            to = _document(data, begin, end, switches, limits, tables, edited, start, out)
+            few = limits[0] > -1 and out[_SENTENCES] < limits[0]
+            dropped = out[_LOREM_AT] > 0 or out[_CURLY_AT] > 0 or few
+        if dropped:
+            edited[start : start + end - begin] = data[begin:end]
+            to = start + end - begin
+            out[: _CITATIONS + 1] = 0
+        else:
+            to = _strip(edited, start, to, flags)
+        ends[document + 1] = to
+
+
+@numba.njit(nogil=True, cache=True)
+def _document(data, begin, end, switches, limits, tables, edited, start, out):  # type: ignore[no-untyped-def]
+    """Write the lines that stay to `edited` from `start` on, each with a newline; where they end."""
+    flags, marks = tables[0], tables[2]
+    to, at, lines = start, begin, 0
+    while at < end:
+        line_begin = line_end = at
+        while at < end:
+            if not marks[data[at]]:
+                at += 1
+                continue
+            line_end = at
+            code, at = next_character(data, at)
+            if flags[code] & LINE_END:
+                at += code == 13 and at < end and data[at] == 10
+                break
+        else:
+            line_end = end
+        lines += 1
+        first, last = _bounds(data, line_begin, line_end, flags)
+        to = _line(data, first, last, lines, switches, limits, tables, edited, to, out)
+        if to < 0:
+            to = -to - 1
+        elif line_end < end:
+            edited[to] = 10  # in the room of its own end
+            to += 1
+    return to
+
+
+@numba.njit(nogil=True, cache=True)
+def _bounds(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    """Where data[begin:end] begins and ends without white space."""
+    while begin < end:
+        code, after = next_character(data, begin)
+        if not flags[code] & SPACE:
+            break
+        begin = after
+    while end > begin:
+        at = end - 1
+        while data[at] & 0xC0 == 0x80:
+            at -= 1
+        if not flags[next_character(data, at)[0]] & SPACE:
+            break
+        end = at
+    return begin, end
+
+
+@numba.njit(nogil=True, cache=True)
+def _line(data, first, last, number, switches, limits, tables, edited, start, out):  # type: ignore[no-untyped-def]
+    """Where the line ends in `edited` if it stays, else -1 - start."""
+    citations, terminal, lorem, javascript, curly, policy = switches
+    minimum, least_words, longest_word = limits
+    flags, anchors, _, decimals, sentence = tables
+    rule = -1
+    words, longest = _words(data, first, last, flags)
+    if longest_word != -1 and longest > longest_word:
+        out[0] += last - first
+        return -1 - start
+    to = _copy(data, first, last, decimals, citations, edited, start)
+    if terminal and not _ends_well(edited, start, to):
+        rule = 1
+    elif words < least_words:
+        rule = 2
+    else:
+        found = _phrases(edited, start, to, anchors)
+        if lorem and found & _LOREM:
+            if not out[_LOREM_AT]:
+                out[_LOREM_AT] = number
+            return -1 - start
+        if javascript and found & _JAVASCRIPT:
+            rule = 3
+        elif curly and found & _CURLY:
+            if not out[_CURLY_AT]:
+                out[_CURLY_AT] = number
+            return -1 - start
+        elif policy and found & _POLICY:
+            rule = 4
+    if rule >= 0:
+        out[rule] += last - first
+        return -1 - start
+    if minimum != -1:
+        out[_SENTENCES] += count_sentences(edited, start, to, sentence)
+    out[_CITATIONS] += last - first - (to - start)
+    return to
+
+
+@numba.njit(nogil=True, cache=True)
+def _words(data, at, end, flags):  # type: ignore[no-untyped-def]
+    """(words, characters of the longest one)."""
+    words = longest = length = 0
+    while at < end:
+        if 32 < data[at] < 128:
+            at += 1
+        else:
+            code, at = next_character(data, at)
+            if flags[code] & SPACE:
+                length = 0
+                continue
+        words += length == 0
+        length += 1
+        longest = max(longest, length)
+    return words, longest
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy(data, at, end, decimals, citations, edited, to):  # type: ignore[no-untyped-def]
+    """Copy a line without its citations; where it ends."""
+    while at < end:
+        if citations and data[at] == 91:
+            after = _citation(data, at + 1, end, decimals)
+            if after:
+                at = after
+                continue
+        edited[to] = data[at]
+        to += 1
+        at += 1
+    return to
+
+
+@numba.njit(nogil=True, cache=True)
+def _citation(data, begin, end, decimals):  # type: ignore[no-untyped-def]
+    """Where the citation ends whose bracket is before `begin`; 0 if there is none."""
+    at = begin
+    while at < end:
+        code, after = next_character(data, at)
+        if code >= len(decimals) or not decimals[code]:
+            break
+        at = after
+    if at < end and data[at] == 93:
+        return at + 1
+    for text in _CITED:
+        if end - begin >= len(text):
+            same = True
+            for index in range(len(text)):
+                same &= data[begin + index] == text[index]
+            if same:
+                return begin + len(text)
+    return 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _ends_well(data, begin, end):  # type: ignore[no-untyped-def]
+    if begin == end:
+        return False
+    last = data[end - 1]
+    if last == 46:
+        return not (end - begin > 2 and data[end - 2] == 46 and data[end - 3] == 46)
+    return last == 63 or last == 33 or last == 34 or last == 39
+
+
+@numba.njit(nogil=True, cache=True)
+def _before(data, begin, at, text):  # type: ignore[no-untyped-def]
+    """Whether data[begin:at] ends with `text`, whatever the case of its ASCII letters."""
+    if at - begin < len(text):
+        return False
+    return _after(data, at - len(text), at, text)
+
+
+@numba.njit(nogil=True, cache=True)
+def _after(data, at, end, text):  # type: ignore[no-untyped-def]
+    """Whether data[at:end] begins with `text`, whatever the case of its ASCII letters."""
+    if end - at < len(text):
+        return False
+    for index in range(len(text)):
+        byte = data[at + index]
+        if 65 <= byte <= 90:
+            byte += 32
+        if byte != text[index]:
+            return False
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
+def _phrases(data, begin, end, anchors):  # type: ignore[no-untyped-def]
+    """Bits of the phrases in a line, each found by its rarest letter."""
+    found = 0
+    for at in range(begin, end):
+        if not anchors[data[at]]:
+            continue
+        byte, after = data[at] | 32, at + 1
+        if byte == 123 and data[at] == 123:
+            found |= _CURLY
+        elif byte == 118:  # v
+            if _before(data, begin, at, _JA) and _after(data, after, end, _ASCRIPT):
+                found |= _JAVASCRIPT
+            elif _before(data, begin, at, _PRIVACY) and _after(data, after, end, _ACY_POLICY):
+                found |= _POLICY
+        elif byte == 112:  # p
+            if _before(data, begin, at, _LOREM_IPSUM) and _after(data, after, end, _SUM):
+                found |= _LOREM
+        elif byte == 102:  # f
+            if _before(data, begin, at, _TERMS) and _after(data, after, end, _SPACE_USE):
+                found |= _POLICY
+        elif byte == 107 or (end - at > 2 and data[at + 1] == 0x84 and data[at + 2] == 0xAA):  # k, Kelvin
+            after = at + 1 if byte == 107 else at + 3
+            if _before(data, begin, at, _COO):
+                whose = _before(data, begin, at, _USE) or _before(data, begin, at, _USES)
+                whose = whose or _before(data, begin, at, _USE_OF)
+                if _after(data, after, end, _IE_POLICY) or (whose and _after(data, after, end, _IES)):
+                    found |= _POLICY
+    return found
+
+
+@numba.njit(nogil=True, cache=True)
+def _strip(edited, start, end, flags):  # type: ignore[no-untyped-def]
+    """Take white space off both ends of edited[start:end]; where it ends then."""
+    first, last = _bounds(edited, start, end, flags)
+    if first > start:
+        for at in range(first, last):
+            edited[start + at - first] = edited[at]
+    return start + last - first
+
+
+def reference_c4(text: str, config: C4QualityConfig) -> tuple[str | None, str]:
+    """(the reason it is dropped, or None; the text that stays), in plain Python."""
+    sentences, kept = 0, []
+    for line in map(str.strip, text.splitlines()):
+        words = line.split()
+        if config.max_word_length != -1 and any(len(word) > config.max_word_length for word in words):
+            continue
+        if config.remove_citations:
+            line = re.sub(r"\[\d*]|\[edit]|\[citation needed]", "", line)
+        good = line.endswith((".", "?", "!", '"', "'")) and not line.endswith("...")
+        if (config.filter_no_terminal_punct and not good) or len(words) < config.min_words_per_line:
+            continue
+        lower = line.lower()
+        if config.filter_lorem_ipsum and "lorem ipsum" in lower:
+            return "lorem_ipsum", text
+        if config.filter_javascript and "javascript" in lower:
+            continue
+        if config.filter_curly_bracket and "{" in line:
+            return "curly_bracket", text
+        if config.filter_policy and re.search(_REFERENCE_POLICY, lower):
+            continue
+        sentences += reference_sentences(line)
+        kept.append(line)
+    if config.min_num_sentences != -1 and sentences < config.min_num_sentences:
+        return "too_few_sentences", text
+    return None, "\n".join(kept).strip()
+
+
+_REFERENCE_POLICY = "terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies"
