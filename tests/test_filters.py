@@ -1,12 +1,8 @@
-"""The decisions of the filters: against datatrove's rules in plain Python and against its own outcomes."""
+"""The decisions of the filters: against datatrove's rules in plain Python."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -207,43 +203,3 @@ def test_the_first_failing_filter_of_the_chain_is_the_reason() -> None:
 
 def test_no_filters_keep_everything() -> None:
     assert FilterChain([]).codes(pa.array(["", "x"], pa.large_string())).tolist() == [0, 0]
-
-
-@pytest.fixture
-def data_folder() -> Path:
-    if "SHARDKIT_TEST_DATA" not in os.environ:
-        pytest.skip("SHARDKIT_TEST_DATA is not set")
-    return Path(os.environ["SHARDKIT_TEST_DATA"])
-
-
-@pytest.mark.data
-def test_outcomes_equal_datatrove_on_its_own_unit_cases(data_folder: Path) -> None:
-    models: dict[str, type[GopherQualityConfig] | type[FinewebQualityConfig]] = {
-        "GopherQualityFilter": GopherQualityConfig,
-        "FineWebQualityFilter": FinewebQualityConfig,
-    }
-    cases = [json.loads(line) for line in (data_folder / "filters/datatrove_unit.jsonl").open("rb")]
-    cases = [case for case in cases if case["filter"] in models]
-    assert len(cases) == 12
-    for case in cases:
-        config = models[case["filter"]](**case["params"])
-        assert reasons(config, [case["text"]]) == [case["expected_reason"]], case["n"]
-
-
-@pytest.mark.data
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("GopherQualityFilter", GopherQualityConfig()),
-        ("GopherQualityFilter/no_alpha", GopherQualityConfig(max_non_alpha_words_ratio=None)),
-        ("FineWebQualityFilter", FinewebQualityConfig()),
-    ],
-)
-def test_outcomes_equal_datatrove_on_every_document(
-    data_folder: Path, name: str, config: FilterConfig
-) -> None:
-    with gzip.open(data_folder / "filters/datatrove_oracle_dev.jsonl.gz") as file:
-        documents = [json.loads(line) for line in file]
-    expected = [document["outcomes_ws"][name]["reason"] for document in documents]
-    assert len({reason for reason in expected if reason}) >= 4
-    assert reasons(config, [document["text"] for document in documents]) == expected
