@@ -13,11 +13,13 @@ import pytest
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.annotations import AnnotationFile, Bounds, thresholds
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.filters.c4_settings import C4QualityConfig
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.filters.config import FilterConfig, GopherQualityConfig, LengthConfig
 from shardkit.writers.ledger import Count
 
-WORDS = ["the", "of", "and", "with", "house", "garden", "#", "...", "wonderfully", "1234", "•", "\n", "- "]
+WORDS = ["house. Then", "river.", "the", "of", "and", "with", "house", "garden", "#", "...", "1234", "•"]
+WORDS += ["wonderfully", "\n", "- "]
 STEPS: list[tuple[str, FilterConfig]] = [
     ("length", LengthConfig(min_words=5, max_chars=200)),
     ("gopher_quality", GopherQualityConfig(min_doc_words=8, max_symbol_word_ratio=0.2)),
@@ -106,6 +108,27 @@ def test_other_thresholds_keep_what_a_build_with_them_keeps(
     assert outcome.kept == kept_by(STEPS, *batches)
     assert outcome.would_keep == kept_by([STEPS[0], ("gopher_quality", config)], *batches)
     assert thresholds(tmp_path, {}).would_keep == outcome.kept
+
+
+def test_texts_are_judged_as_editors_leave_them_also_those_dropped_before(tmp_path: Path) -> None:
+    def steps(length: int, words: int) -> list[tuple[str, FilterConfig]]:
+        c4 = C4QualityConfig(min_words_per_line=4, min_num_sentences=2, filter_no_terminal_punct=False)
+        gopher = GopherQualityConfig(min_doc_words=words, max_symbol_word_ratio=None, min_stop_words=None)
+        return [("length", LengthConfig(min_words=length)), ("c4_quality", c4), ("gopher_quality", gopher)]
+
+    batch = documents(300)
+    [filtered] = annotate(tmp_path, steps(25, 20), batch)
+    plain = FilterChain(steps(25, 20)).apply(batch)
+    assert (plain.dropped, plain.cut, plain.excerpts) == (filtered.dropped, filtered.cut, filtered.excerpts)
+    assert plain.kept.equals(filtered.kept)
+    assert sum(plain.cut.values()) > 0
+    bounds: dict[str, Bounds] = {
+        "length/too_few_words": (5, None),
+        "gopher_quality/gopher_short_doc": (10, None),
+    }
+    outcome = thresholds(tmp_path, bounds)
+    assert outcome.would_keep == kept_by(steps(5, 10), batch)
+    assert outcome.would_keep.documents > outcome.kept.documents > 0
 
 
 def test_labels_are_chosen_and_numbers_are_bounded(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
     document_id, source, file, record   as in the provenance tables
     bytes      of UTF-8, as it was read
     dropped    "<filter>/<rule>" that dropped it, null if none did
-    failed     all rules that it fails, in order; a text that an editor changed is judged as changed
+    failed     all rules that it fails, in order; a text that an editor changed is judged as changed, one that
+               an editor itself drops may be judged afterwards as it was
     <filter>/<rule>   the value that was judged: numbers (int64 or double) or labels (string)
 
 so that other thresholds can be tried without reading the text again: `thresholds`. Filters that a recipe
