@@ -1,0 +1,255 @@
+"""Pages out of web archives: WARC responses and WET conversions, and ARC, by warcio's parsers.
+
+Every record of the file has a number and is accounted for. What is sound but no page is dropped: records
+other than responses and conversions (`warc/not_a_response`), statuses but 200 (`warc/http_status`), other
+kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`). A record whose header or
+length is unusable, and bytes between records, are one quarantine entry each, after which reading goes on at
+the next line that looks like the beginning of a record; a file that ends inside a record is damaged. gzip
+files need not have a member for each record. Memory is one record; long ones that are no page are skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from shardkit.errors import MissingExtraError
+from shardkit.writers.decompress import ContainerError
+from shardkit.writers.html_text import decode_page
+from shardkit.writers.http_body import BodyError, decode_body
+from shardkit.writers.input_files import open_input
+from shardkit.writers.recipe import InputConfig
+from shardkit.writers.record_sink import RecordSink
+from shardkit.writers.warc_stream import HeaderTooLongError, WarcStream
+
+try:
+    from warcio.limitreader import LimitReader
+    from warcio.recordloader import ARCHeadersParser, ArcWarcRecordLoader
+    from warcio.statusandheaders import StatusAndHeadersParser, StatusAndHeadersParserException
+except ImportError:
+    raise MissingExtraError("warcio", "warc", "reading WARC, WET and ARC files") from None
+
+__all__ = ["read_warc"]
+
+_WARC_LINE = re.compile(rb"WARC/\d")
+_ARC_LINE = re.compile(rb"\S[^\r\n]* \S+ \d{8,20} \S+ -?\w+\r?\n?$")
+_ARC_HEADER = b"filedesc://"
+_HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
+_CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
+_SNIFFED = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
+_SNIFF_BYTES = 1024
+
+
+def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
+    """Batches of the documents of a whole file."""
+    with open_input(sink.split.input) as file:
+        archive = _Archive(sink, WarcStream(sink.pieces(file)))
+        try:
+            while archive.take_next():
+                if sink.full:
+                    yield from sink.take()
+        except ContainerError as damage:
+            yield from sink.take()
+            lost = archive.unfinished + damage.rest_bytes
+            sink.damaged(archive.record, damage.problem, bytes=lost, offset=archive.start)
+
+
+class _RecordError(Exception):
+    """A record that cannot be read; its reason and the words for it."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason, self.problem = reason, problem
+
+
+class _Archive:
+    """The records of a stream, one by one into the sink."""
+
+    def __init__(self, sink: RecordSink, stream: WarcStream) -> None:
+        self._sink, self._stream = sink, stream
+        self._parsers = {
+            "warc": StatusAndHeadersParser(ArcWarcRecordLoader.WARC_TYPES),
+            "arc": ARCHeadersParser(),
+        }
+        self._http = StatusAndHeadersParser([], verify=False)
+        self._format = ""
+        self._line = b""  # the first of the next record, if it has been read
+        self.record = 0  # number of the record that is being read
+        self.start = 0  # where it began
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes read of the record that is being read."""
+        return self._stream.tell() - self.start
+
+    def take_next(self) -> bool:
+        """Book one record, or bytes that are none; False at the end."""
+        stream = self._stream
+        line, self._line = self._line, b""
+        if not line:
+            while (byte := stream.peek()) and byte in b"\r\n":
+                stream.skip(1)
+            stream.header_begins()
+            line = stream.readline()
+        self.start = stream.tell() - len(line)
+        if not line:
+            return False
+        try:
+            known = self._begins(line)
+            if not known:
+                raise _RecordError("bad_record", "bytes that are no record")
+            self._take(line, known)
+        except HeaderTooLongError:
+            self._go_on(_RecordError("bad_record", "a header of more than a megabyte"), line)
+        except _RecordError as error:
+            self._go_on(error, line)
+        self.record += 1
+        return True
+
+    def _begins(self, line: bytes) -> str:
+        """Whether a "warc" or "arc" record begins with this line; an archive holds one kind."""
+        if self._format != "arc" and _WARC_LINE.match(line):
+            return "warc"
+        if self._format != "warc" and (line.startswith(_ARC_HEADER) or _ARC_LINE.match(line)):
+            return "arc"
+        return ""
+
+    def _take(self, line: bytes, known: str) -> None:
+        stream = self._stream
+        stream.last_line = line
+        try:
+            found = self._parsers[known].parse(stream, line)
+        except StatusAndHeadersParserException as error:
+            raise _RecordError("bad_record", f"unreadable header: {str(error)[:200]}") from None
+        self._format = known
+        ended = stream.last_line.endswith(b"\n") and (known == "arc" or not stream.last_line.strip(b"\r\n"))
+        if not ended:
+            raise _RecordError("damaged_file", "the file ends inside a record's header")
+        headers = {name.lower(): value for name, value in found.headers if value is not None}
+        length = headers.get("length" if known == "arc" else "content-length", "")
+        if not (length.isascii() and length.isdigit()):
+            raise _RecordError("bad_record", f"its length is {length[:40]!r}")
+        size, kind = int(length), headers.get("warc-type", "")
+        if known == "arc":
+            header = line.startswith(_ARC_HEADER)
+            size, kind = (max(size - found.total_len, 0), "") if header else (size, "response")
+        self._take_content(kind, headers, size)
+
+    def _take_content(self, kind: str, headers: dict[str, str], size: int) -> None:
+        """Hand a record's content to the sink, or drop it; books nothing when the file ends inside it."""
+        if kind == "conversion":
+            text = self._content(size)
+            try:
+                self._sink.add(self.record, text.decode(), _fields(headers), bytes=size, markup=False)
+            except UnicodeDecodeError as error:
+                raise _RecordError("bad_utf8", f"byte {error.start:,} of the text is not UTF-8") from None
+            return
+        if kind != "response":
+            self._drop("not_a_response", size)
+            return
+        if not _url_of(headers).lower().startswith(("http:", "https:")):
+            self._drop("not_html", size)
+            return
+        limited = LimitReader(self._stream, size)
+        self._stream.header_begins()
+        try:
+            http = self._http.parse(limited)
+        except EOFError:
+            self._drop("http_status", size, limited.limit)
+            return
+        status = http.get_statuscode()
+        if status != "200":
+            self._drop("http_status", size, limited.limit)
+            return
+        self._take_page(headers, http, limited.limit, size)
+
+    def _take_page(self, headers: dict[str, str], http: Any, left: int, size: int) -> None:
+        declared = http.get_header("content-type") or headers.get("warc-identified-payload-type") or ""
+        kind = declared.split(";")[0].strip().lower()
+        if kind and kind not in _HTML_TYPES:
+            self._drop("not_html", size, left)
+            return
+        body = self._content(left)
+        try:
+            page = decode_body(
+                body,
+                http.get_header("transfer-encoding") or "",
+                http.get_header("content-encoding") or "",
+                self._sink.max_record_bytes,
+            )
+        except BodyError:
+            self._sink.drop("warc/bad_body", bytes=size)
+            return
+        if not kind and not _SNIFFED.match(page[:_SNIFF_BYTES]):
+            self._sink.drop("warc/not_html", bytes=size)
+            return
+        charset = _CHARSET.search(declared)
+        text = decode_page(page, charset[1] if charset else None)
+        fields = _fields(headers) | {"status": 200, "content_type": declared}
+        self._sink.add(self.record, text, fields, bytes=len(page))
+
+    def _content(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        if size > self._sink.max_record_bytes:
+            if self._stream.skip(size) < size:
+                raise _RecordError("damaged_file", "truncated: the file ends inside the record")
+            limit = self._sink.max_record_bytes
+            raise _RecordError("too_long", f"{size:,} bytes, more than max_record_bytes {limit:,}")
+        data = self._stream.read(size)
+        if len(data) < size:
+            missing = size - len(data)
+            raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
+        return data
+
+    def _drop(self, reason: str, size: int, left: int | None = None) -> None:
+        """Leave out the `left` bytes (default: all) of a record's content."""
+        left = size if left is None else left
+        missing = left - self._stream.skip(left)
+        if missing:
+            raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
+        self._sink.drop(f"warc/{reason}", bytes=size)
+
+    def _go_on(self, error: _RecordError, head: bytes) -> None:
+        """Book a record that cannot be read; unless its end is known, with all up to the next record."""
+        stream = self._stream
+        if error.reason == "damaged_file":
+            self._sink.damaged(self.record, error.problem, bytes=self.unfinished, offset=self.start)
+            return
+        if error.reason == "bad_record":
+            self._skip_to_record()
+        self._sink.bad(
+            self.record,
+            error.reason,
+            error.problem,
+            bytes=stream.tell() - len(self._line) - self.start,
+            head=head,
+            offset=self.start,
+        )
+
+    def _skip_to_record(self) -> None:
+        while True:
+            self._stream.header_begins()
+            line = self._stream.readline()
+            if not line or self._begins(line):
+                self._line = line
+                return
+
+
+def _url_of(headers: dict[str, str]) -> str:
+    """The page's address; wget puts it into <>, and spaces in it are not always escaped."""
+    url = headers.get("warc-target-uri") or headers.get("uri") or ""
+    if url.startswith("<") and url.endswith(">"):
+        url = url[1:-1]
+    return url.replace(" ", "%20")
+
+
+def _fields(headers: dict[str, str]) -> dict[str, object]:
+    """What recipes can name: id, url, date, and every header of the record by its lower-case name."""
+    return headers | {
+        "id": headers.get("warc-record-id"),
+        "url": _url_of(headers) or None,
+        "date": headers.get("warc-date") or headers.get("archive-date"),
+    }
