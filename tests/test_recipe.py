@@ -99,7 +99,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
     [
         ({"filters": [{}]}, "filters[0]: an entry holds exactly one filter, this one has none"),
         ({"filters": [{"length": {}, "profile": "minimal"}]}, "this one has length, profile"),
-        ({"filters": [{"profile": "finewebb"}]}, "filters[0].profile: should be 'dolma'"),
+        ({"filters": [{"profile": "finewebb"}]}, "filters[0].profile: should be 'c4', 'dolma'"),
         ({"filters": ["length"]}, "filters[0]: should be a mapping"),
         ({"inputs": []}, "inputs: "),
         ({"inputs": [{"path": "file:///x"}]}, "inputs[0].path: write a local path without file://"),

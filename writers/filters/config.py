@@ -117,7 +117,7 @@ class FilterEntry(StrictModel):
     c4_quality: C4QualityConfig | None = Field(default=None, description="Line rules of C4.")
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
-    profile: Literal["dolma", "gopher", "minimal"] | None = Field(
+    profile: Literal["c4", "dolma", "fineweb", "fineweb_rules", "gopher", "minimal"] | None = Field(
         default=None, description="A named list of filters: profiles.py has them as a recipe would."
     )
 
