@@ -32,6 +32,7 @@ EXCERPT_CHARACTERS = 120
 STEPS = {  # by the name of its settings: module and class
     "LengthConfig": ("length", "LengthFilter"),
     "LanguageConfig": ("language", "LanguageFilter"),
+    "ClassifierConfig": ("classifier", "ClassifierFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
     "C4QualityConfig": ("c4_quality", "C4QualityFilter"),

@@ -1,0 +1,207 @@
+"""`train_classifier`: labelled texts to a fastText model for the `classifier` filter.
+
+A part of the records, chosen by a hash of their text, is held out and tells how good the model is. Training
+is fastText's own code in the package floret, which, unlike others, takes no other package's module name; the
+file is put into fastText's format, so that fastText reads it, too. It runs with one thread and a seed: the
+same records and settings give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from shardkit.errors import BuildError, MissingExtraError
+from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, load_fasttext
+from shardkit.writers.filters.fasttext_scores import FastTextScorer
+from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["LabelQuality", "TrainedClassifier", "TrainingSettings", "train_classifier"]
+
+_SPACES = str.maketrans("\n\r\t\v\f\0", "      ")
+_EXTRA_AT, _EXTRA_BYTES = 52, 8  # floret's two numbers among the arguments, which fastText has not
+_PLAIN = struct.pack("<2i", 1, 1)  # words in a table, one hash for each n-gram: as fastText
+_BATCH_TEXTS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """fastText's arguments, with its names in the command line where it has them; n-grams of characters off.
+
+    A model takes 4 * dimensions * (words + buckets) bytes.
+    """
+
+    epochs: int = 5
+    learning_rate: float = 0.5
+    dimensions: int = 64
+    word_ngrams: int = 2
+    buckets: int = 200_000
+    min_count: int = 1
+    seed: int = 17
+    held_out: float = 0.1
+
+
+@dataclass(frozen=True)
+class LabelQuality:
+    """What the model makes of the held-out documents of one label; None where nothing was to be divided."""
+
+    label: str
+    documents: int
+    held_out: int
+    precision: float | None
+    recall: float | None
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """A model and how good it is on what it was not trained on."""
+
+    path: str
+    bytes: int
+    documents: int
+    held_out: int
+    accuracy: float | None
+    labels: tuple[LabelQuality, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def train_classifier(
+    labelled: Path | str,
+    output: Path | str,
+    *,
+    text: str = "text",
+    label: str = "label",
+    settings: TrainingSettings | None = None,
+) -> TrainedClassifier:
+    """Train on JSONL records that have the fields `text` and `label`, and write the model to `output`.
+
+    Raises BuildError for a record that cannot be used, MissingExtraError without floret.
+    """
+    settings, output = settings or TrainingSettings(), Path(output)
+    floret = _floret()
+    records = list(_records(Path(labelled), text, label))
+    held_out = [_is_held_out(one, settings) for one, _ in records]
+    trained = Counter(name for (_, name), out in zip(records, held_out, strict=True) if not out)
+    if len(trained) < 2:
+        raise BuildError(f"{labelled}: a classifier needs documents of two labels, there are {len(trained)}")
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        train, model = Path(folder, "train.txt"), Path(folder, "model.bin")
+        with train.open("w", encoding="utf-8", newline="") as file:
+            for (one, name), out in zip(records, held_out, strict=True):
+                if not out:
+                    file.write(f"{LABEL_PREFIX}{name} {_line(one)}\n")
+        try:
+            floret.train_supervised(str(train), **_arguments(settings)).save_model(str(model))
+        except (RuntimeError, ValueError) as error:  # such as: the learning rate was too high
+            raise BuildError(f"{labelled}: fastText cannot train on it: {error}") from error
+        _as_fasttext(model)
+        result = _measure(model, output, records, held_out)
+        model.replace(output)
+    return result
+
+
+def _floret() -> Any:
+    try:
+        import floret
+    except ImportError as error:
+        raise MissingExtraError("floret", "classifier", "training a classifier") from error
+    return floret
+
+
+def _arguments(settings: TrainingSettings) -> dict[str, Any]:
+    return {
+        "epoch": settings.epochs,
+        "lr": settings.learning_rate,
+        "dim": settings.dimensions,
+        "wordNgrams": settings.word_ngrams,
+        "bucket": settings.buckets,
+        "minCount": settings.min_count,
+        "seed": settings.seed,
+        "thread": 1,
+        "verbose": 0,
+    }
+
+
+def _records(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
+    """(text, label) of each record."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if line.strip():
+                    yield _record(line, text, label, f"{path}: record {number:,}")
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror or error}") from error
+
+
+def _record(line: bytes, text: str, label: str, where: str) -> tuple[str, str]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise BuildError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(text), str):
+        raise BuildError(f"{where} has no text under {text!r}; name its field")
+    name = record.get(label)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise BuildError(f"{where} has no label under {label!r}: it must be a string or a whole number")
+    name = str(name).removeprefix(LABEL_PREFIX)
+    if not name or name.translate(_SPACES).strip() != name or " " in name:
+        raise BuildError(f"{where}: label {name!r} is empty or has white space, which fastText forbids")
+    return record[text], name
+
+
+def _is_held_out(text: str, settings: TrainingSettings) -> bool:
+    value = xxhash.xxh3_64_intdigest(text.encode(errors="replace"), settings.seed)
+    return value < settings.held_out * 2**64
+
+
+def _line(text: str) -> str:
+    """A text as fastText takes it: one line, no word of which is a label or the end of a line."""
+    plain = text.translate(_SPACES).replace("</s>", " ").replace(LABEL_PREFIX, " ")
+    return plain.encode(errors="replace").decode()
+
+
+def _as_fasttext(path: Path) -> None:
+    """Take floret's two numbers out of a model's arguments."""
+    data = path.read_bytes()
+    assert data[_EXTRA_AT : _EXTRA_AT + _EXTRA_BYTES] == _PLAIN, "not a model of floret 0.10"
+    path.write_bytes(data[:_EXTRA_AT] + data[_EXTRA_AT + _EXTRA_BYTES :])
+
+
+def _measure(
+    model: Path, output: Path, records: Sequence[tuple[str, str]], held_out: Sequence[bool]
+) -> TrainedClassifier:
+    scorer = FastTextScorer(load_fasttext(model))
+    chosen = [record for record, out in zip(records, held_out, strict=True) if out]
+    guessed: list[str] = []
+    for at in range(0, len(chosen), _BATCH_TEXTS):
+        texts = [one.encode(errors="replace") for one, _ in chosen[at : at + _BATCH_TEXTS]]
+        batch = TextBatch(pa.array(texts, pa.large_binary()).cast(pa.large_string()))
+        best = scorer.scores(batch.data, batch.offsets, batch.wanted).argmax(axis=1)
+        guessed += [scorer.model.labels[number] for number in best.tolist()]
+    names = [name for _, name in chosen]
+    right = Counter(name for name, guess in zip(names, guessed, strict=True) if name == guess)
+    documents, true, told = Counter(name for _, name in records), Counter(names), Counter(guessed)
+    labels = [
+        LabelQuality(name, documents[name], true[name], _part(right, told, name), _part(right, true, name))
+        for name in sorted(documents)
+    ]
+    accuracy = float(np.sum(list(right.values())) / len(chosen)) if chosen else None
+    size = model.stat().st_size
+    return TrainedClassifier(str(output), size, len(records), len(chosen), accuracy, tuple(labels))
+
+
+def _part(part: Mapping[str, int], whole: Mapping[str, int], name: str) -> float | None:
+    return part[name] / whole[name] if whole[name] else None
