@@ -22,9 +22,13 @@ import pyarrow as pa
 from shardkit.writers.filters.c4_settings import C4QualityConfig
 from shardkit.writers.filters.characters import LINE_END, SPACE, character_flags, characters_with
 from shardkit.writers.filters.rules import Edit, Rule
-from shardkit.writers.filters.sentences import count_sentences, reference_sentences, sentence_tables
+from shardkit.writers.filters.sentences import (
+    character_at,
+    count_sentences,
+    reference_sentences,
+    sentence_tables,
+)
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.utf8 import next_character
 
 __all__ = ["C4QualityFilter", "reference_c4"]
 
@@ -119,7 +123,7 @@ _CITED = (_letters("edit]"), _letters("citation needed]"))
 @numba.njit(nogil=True, cache=True)
 def _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts):  # type: ignore[no-untyped-def]
     flags = tables[0]
-    to = 0
+    to = ends[0]  # 0; a literal would compile everything twice
     for document in range(len(wanted)):
         begin, end, start, out = offsets[document], offsets[document + 1], to, counts[:, document]
         dropped = True
@@ -128,8 +132,10 @@ def _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts)
             few = limits[0] > -1 and out[_SENTENCES] < limits[0]
             dropped = out[_LOREM_AT] > 0 or out[_CURLY_AT] > 0 or few
         if dropped:
-            edited[start : start + end - begin] = data[begin:end]
-            to = start + end - begin
+            to = start
+            for at in range(begin, end):  # a slice assigned would compile for seconds: it can raise
+                edited[to] = data[at]
+                to += 1
             out[: _CITATIONS + 1] = 0
         else:
             to = _strip(edited, start, to, flags)
@@ -148,7 +154,7 @@ def _document(data, begin, end, switches, limits, tables, edited, start, out):  
                 at += 1
                 continue
             line_end = at
-            code, at = next_character(data, at)
+            code, at = character_at(data, at)
             if flags[code] & LINE_END:
                 at += code == 13 and at < end and data[at] == 10
                 break
@@ -169,7 +175,7 @@ def _document(data, begin, end, switches, limits, tables, edited, start, out):  
 def _bounds(data, begin, end, flags):  # type: ignore[no-untyped-def]
     """Where data[begin:end] begins and ends without white space."""
     while begin < end:
-        code, after = next_character(data, begin)
+        code, after = character_at(data, begin)
         if not flags[code] & SPACE:
             break
         begin = after
@@ -177,7 +183,7 @@ def _bounds(data, begin, end, flags):  # type: ignore[no-untyped-def]
         at = end - 1
         while data[at] & 0xC0 == 0x80:
             at -= 1
-        if not flags[next_character(data, at)[0]] & SPACE:
+        if not flags[character_at(data, at)[0]] & SPACE:
             break
         end = at
     return begin, end
@@ -230,7 +236,7 @@ def _words(data, at, end, flags):  # type: ignore[no-untyped-def]
         if 32 < data[at] < 128:
             at += 1
         else:
-            code, at = next_character(data, at)
+            code, at = character_at(data, at)
             if flags[code] & SPACE:
                 length = 0
                 continue
@@ -260,7 +266,7 @@ def _citation(data, begin, end, decimals):  # type: ignore[no-untyped-def]
     """Where the citation ends whose bracket is before `begin`; 0 if there is none."""
     at = begin
     while at < end:
-        code, after = next_character(data, at)
+        code, after = character_at(data, at)
         if code >= len(decimals) or not decimals[code]:
             break
         at = after
