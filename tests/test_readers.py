@@ -4,59 +4,21 @@ import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import orjson
-import pyarrow as pa
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_inputs import put, read
 
 from shardkit.errors import BuildError
-from shardkit.writers.documents import BATCH_DOCUMENTS, DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.documents import BATCH_DOCUMENTS, document_ids
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine
 from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import recipe_from_mapping
 from shardkit.writers.scan import scan_inputs
-
-Bad = dict[str, Any]
-
-
-def read(
-    folder: Path,
-    name: str,
-    *,
-    split_bytes: int = 1 << 26,
-    allowed: float = 1.0,
-    limit: int = 1 << 26,
-    **config: Any,
-) -> tuple[pa.Table, list[Bad], Ledger]:
-    """All documents of one input file, its quarantine and its checked ledger."""
-    data = {
-        "inputs": [{"path": name, **config}],
-        "tokenizer": {"path": "t.json", "eos": "</s>"},
-        "output": {"path": "out"},
-    }
-    recipe = recipe_from_mapping(data, folder=folder)
-    ledger = Ledger()
-    batches: list[pa.RecordBatch] = []
-    with Quarantine(folder / "q.jsonl", max_bad_fraction=allowed) as quarantine:
-        for split in scan_inputs(recipe, split_bytes=split_bytes):
-            batches += read_split(split, recipe.inputs[0], ledger, quarantine, max_record_bytes=limit)
-    table = pa.Table.from_batches(batches, DOCUMENT_SCHEMA)
-    table.validate(full=True)
-    texts = table["text"].to_pylist()
-    ledger.kept += Count(len(texts), sum(len(text.encode()) for text in texts))
-    ledger.check(name)
-    bad = [json.loads(line) for line in (folder / "q.jsonl").read_bytes().splitlines()]
-    return table, bad, ledger
-
-
-def put(folder: Path, name: str, data: bytes) -> str:
-    (folder / name).write_bytes(data)
-    return name
 
 
 def test_a_document_carries_its_identity_and_the_fields_the_recipe_names(tmp_path: Path) -> None:
@@ -77,6 +39,24 @@ def test_a_document_carries_its_identity_and_the_fields_the_recipe_names(tmp_pat
     table, _, _ = read(tmp_path, name, id="doc")
     assert table["id"].to_pylist() == [None, None, "c"]
     assert table["metadata"].to_pylist() == [None] * 3
+
+
+def test_fields_may_lie_inside_others(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"doc": {"body": "one", "at": {"url": "u1"}}, "meta": {"n": [1], "x": None}, "doc.id": 5},
+        {"doc": {"body": "two", "at": "flat"}, "meta": None},
+        {"doc.body": "its own name comes first", "doc": {"body": "not this"}},
+        {"doc": {"text": "elsewhere"}},
+        {"doc": "flat"},
+    ]
+    name = put(tmp_path, "a.jsonl", b"\n".join(map(orjson.dumps, rows)))
+    fields = {"text": "doc.body", "url": "doc.at.url", "id": "doc.id", "metadata": ["meta.n", "meta.x"]}
+    table, bad, _ = read(tmp_path, name, **fields)
+    assert table["text"].to_pylist() == ["one", "two", "its own name comes first"]
+    assert table["url"].to_pylist() == ["u1", None, None]
+    assert table["id"].to_pylist() == ["5", None, None]
+    assert table["metadata"].to_pylist() == ['{"meta.n":[1],"meta.x":null}', "{}", "{}"]
+    assert [(entry["record"], entry["reason"]) for entry in bad] == [(3, "no_text"), (4, "no_text")]
 
 
 def test_lines_end_at_newlines_only_and_blank_ones_are_no_records(tmp_path: Path) -> None:

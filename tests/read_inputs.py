@@ -1,0 +1,53 @@
+"""Reading one input file as a build does: all documents, quarantine entries and the checked ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.readers import read_split
+from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.scan import scan_inputs
+
+Bad = dict[str, Any]
+
+
+def read(
+    folder: Path,
+    name: str,
+    *,
+    split_bytes: int = 1 << 26,
+    allowed: float = 1.0,
+    limit: int = 1 << 26,
+    **config: Any,
+) -> tuple[pa.Table, list[Bad], Ledger]:
+    """All documents of one input file, its quarantine and its checked ledger."""
+    data = {
+        "inputs": [{"path": name, **config}],
+        "tokenizer": {"path": "t.json", "eos": "</s>"},
+        "output": {"path": "out"},
+    }
+    recipe = recipe_from_mapping(data, folder=folder)
+    ledger = Ledger()
+    batches: list[pa.RecordBatch] = []
+    with Quarantine(folder / "q.jsonl", max_bad_fraction=allowed) as quarantine:
+        for split in scan_inputs(recipe, split_bytes=split_bytes):
+            batches += read_split(split, recipe.inputs[0], ledger, quarantine, max_record_bytes=limit)
+    table = pa.Table.from_batches(batches, DOCUMENT_SCHEMA)
+    table.validate(full=True)
+    texts = table["text"].to_pylist()
+    ledger.kept += Count(len(texts), sum(len(text.encode()) for text in texts))
+    ledger.check(name)
+    bad = [json.loads(line) for line in (folder / "q.jsonl").read_bytes().splitlines()]
+    return table, bad, ledger
+
+
+def put(folder: Path, name: str, data: bytes) -> str:
+    (folder / name).write_bytes(data)
+    return name
