@@ -112,7 +112,7 @@ def count_sentences(data, begin, end, tables):  # type: ignore[no-untyped-def]
             while flags[character_at(data, at)[0]] & _SPACE:
                 at = character_at(data, at)[1]
             if at - gap > 1 or (at > gap and data[gap] != 32):  # such a gap is a token
-                count, pending = count + 1, False
+                count, pending = count + 1, np.bool_(False)
                 continue
             first = at
         else:
