@@ -98,7 +98,8 @@ def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at
         if leaders == most_leaders:
             bounded[i] |= 1
         elif kind != PLANTED:
-            columns[:, leaders] = prints[i]
+            for word in range(len(columns)):  # a slice assigned to a slice takes Numba seconds to compile
+                columns[word, leaders] = prints[i, word]
             heads[leaders] = ranks[i]
             head_kinds[leaders] = kind
             firm[leaders] = kind == INDEX or best < similar

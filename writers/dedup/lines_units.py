@@ -268,7 +268,9 @@ def _has_characters(data, begin, end, least):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _copy(data, begin, end, out, size):  # type: ignore[no-untyped-def]
-    out[size : size + end - begin] = data[begin:end]
+    source, target = data[begin:end], out[size:]  # two views, indexed from 0: so written it is a memory copy
+    for at in range(end - begin):
+        target[at] = source[at]
     return size + end - begin
 
 

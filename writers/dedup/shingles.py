@@ -113,7 +113,8 @@ def next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key
 
 @numba.njit(nogil=True, cache=True)
 def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
-    hashes[:count] = units[:count]
+    for i in range(count):
+        hashes[i] = units[i]
     for further in range(1, ngram):
         for i in range(count):
             hashes[i] = hashes[i] * _BASE_64 + units[i + further]
@@ -197,7 +198,8 @@ def _collect_shingles(data, edges, ngram, characters, tables, out, offsets):  # 
         at, stop, state = edges[text], edges[text + 1], (0, 0)
         while at < stop:
             found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
-            out[total : total + found] = hashes[:found]
+            for i in range(found):
+                out[total + i] = hashes[i]
             total += found
         offsets[text + 1] = total
 

@@ -51,8 +51,10 @@ def next_words(data, at, stop, tables, scratch, out, count):  # type: ignore[no-
     segment, lower, edges = scratch
     flags, lower_table = tables
     size = min(SEGMENT_BYTES, stop - at)
-    segment[:size] = data[at : at + size]
-    segment[size : size + 72] = 0
+    for i in range(size):  # Numba takes six seconds to compile the assignment of a slice to a slice
+        segment[i] = data[at + i]
+    for i in range(size, size + 72):
+        segment[i] = 0
     found = _find_edges(segment, size, lower, edges)
     after = size
     if at + size < stop and found and edges[found - 1] == size:  # the last run may go on
