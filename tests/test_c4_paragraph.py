@@ -13,7 +13,7 @@ from shardkit.writers.filters.text_batch import TextBatch
 TEXT = st.lists(st.sampled_from(["a", "é", "\n", "\r\n", "\u2028", " ", "wörd"]), max_size=40).map("".join)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT, max_size=4), st.integers(0, 4), st.integers(0, 5))
 @example(["", "\n", "\n\n", "é" * 5, "abcde\nabcd\n", "abcde\nabcde"], 2, 5)
 def test_long_lines_are_counted_as_in_plain_python(texts: list[str], fewest: int, length: int) -> None:

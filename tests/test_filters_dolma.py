@@ -32,9 +32,9 @@ def reasons(config: FilterConfig, texts: list[str]) -> list[str | None]:
     return [chain.reasons[code - 1].removeprefix("x/") if code else None for code in codes]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(TEXT, max_size=4))
-@example(["", "\n", "…", "\n…\n", "*", "-\r\n*\r\n", "é…", "x" * (LONGEST + 9), "a " * 300_000, "   "])
+@example(["", "\n", "…", "\n…\n", "*", "-\r\n*\r\n", "é…", "x" * (LONGEST + 9), "a " * 3_000, "   "])
 def test_counts_are_those_of_plain_python(texts: list[str]) -> None:
     batch = TextBatch(pa.array(texts, pa.large_string()))
     counts = dolma_statistics(batch.data, batch.offsets, batch.wanted, REQUIRED)
@@ -63,7 +63,7 @@ def repetition(text: str, config: DolmaRepetitionConfig) -> str | None:
     return next((name for name, value, bound in rules if bound is not None and value > bound), None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT.filter(str.split), max_size=4))
 def test_repetition_decides_as_dolma_does(texts: list[str]) -> None:
     lenient = DolmaRepetitionConfig(

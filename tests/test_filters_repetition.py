@@ -53,7 +53,7 @@ def ngrams(texts: list[str], jobs: list[tuple[int, int]]) -> list[list[tuple[int
     return [[(int(first), int(second)) for first, second in row] for row in rows]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT, max_size=4))
 @example(["ab c ab c a bc " * 9, "", " ", "x" * 5000 + " y " + "x" * 5000 + " y", "a " * 400])
 @example([" ".join(f"w{i * i % 97}" for i in range(3000))])
@@ -65,7 +65,7 @@ def test_ngram_counts_are_those_of_plain_python(texts: list[str]) -> None:
     assert counts.word_characters.tolist() == [len("".join(text.split())) for text in texts]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(TEXT, max_size=4))
 @example(
     ["", "\n", "\n\n\n", "a\n", "\na", "\na\n", " a\n\na ", "a\n\n\n\na\n\nb", "x\n" * 100, "a\n\na\n\na"]
@@ -137,7 +137,7 @@ def reasons(config: GopherRepetitionConfig, texts: list[str]) -> list[str | None
     return [chain.reasons[code - 1].removeprefix("x/") if code else None for code in codes]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT, max_size=4))
 @example(["I am Frank, I am Frank, I am Frank", "\n", " \n \n ", "a\n\na", "one two"])
 def test_repetition_decides_as_datatrove_does(texts: list[str]) -> None:
