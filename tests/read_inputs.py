@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.ledger import Count, Ledger
@@ -51,3 +53,10 @@ def read(
 def put(folder: Path, name: str, data: bytes) -> str:
     (folder / name).write_bytes(data)
     return name
+
+
+def data_folder() -> Path:
+    """The corpora to test against; skips the test without them."""
+    if "SHARDKIT_TEST_DATA" not in os.environ:
+        pytest.skip("SHARDKIT_TEST_DATA is not set")
+    return Path(os.environ["SHARDKIT_TEST_DATA"])

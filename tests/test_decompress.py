@@ -194,7 +194,7 @@ def test_igzip_reads_whatever_zlib_reads_and_nothing_else() -> None:
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         cases.append(bytes(data))
-    for data in cases:
-        good, error = read(bytes(data), "gzip")
+    for case in cases:
+        good, error = read(case, "gzip")
         found = (good, error.problem, error.rest_bytes) if error else (good, None, 0)
-        assert found == zlib_read(bytes(data))
+        assert found == zlib_read(case)

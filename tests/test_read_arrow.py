@@ -74,7 +74,7 @@ def test_fields_inside_structs_and_dictionaries_are_found(tmp_path: Path) -> Non
     [({"text": "body"}, "no column 'body'; its columns: text"), ({"text": "id"}, "holds int64, not text")],
 )
 def test_a_file_without_the_column_is_refused_whole(
-    tmp_path: Path, config: dict[str, str], words: str
+    tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     table, bad, ledger = read(tmp_path, put(tmp_path, "a.arrow", FILES["file.arrow"]), **config)
     assert table.num_rows == 0

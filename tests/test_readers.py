@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -50,7 +51,12 @@ def test_fields_may_lie_inside_others(tmp_path: Path) -> None:
         {"doc": "flat"},
     ]
     name = put(tmp_path, "a.jsonl", b"\n".join(map(orjson.dumps, rows)))
-    fields = {"text": "doc.body", "url": "doc.at.url", "id": "doc.id", "metadata": ["meta.n", "meta.x"]}
+    fields: dict[str, Any] = {
+        "text": "doc.body",
+        "url": "doc.at.url",
+        "id": "doc.id",
+        "metadata": ["meta.n", "meta.x"],
+    }
     table, bad, _ = read(tmp_path, name, **fields)
     assert table["text"].to_pylist() == ["one", "two", "its own name comes first"]
     assert table["url"].to_pylist() == ["u1", None, None]

@@ -15,6 +15,7 @@ import zstandard
 __all__ = ["BodyError", "decode_body", "join_chunks"]
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
+_CUT_CHUNK = re.compile(rb"[0-9a-fA-F]{1,8}[ \t]*(?:;[^\r\n]*)?\r?")  # a head that the body ends in
 _MAX_ENCODINGS = 4
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -39,11 +40,13 @@ def decode_body(body: bytes, transfer_encoding: str, content_encoding: str, limi
 
 def join_chunks(body: bytes) -> bytes:
     """What the chunks hold; from where no chunk begins on, the bytes as they are."""
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while at < len(body):
         head = _CHUNK.match(body, at)
         if head is None:
-            parts.append(body[at:])
+            if not (parts and _CUT_CHUNK.fullmatch(body, at)):
+                parts.append(body[at:])
             break
         size = int(head[1], 16)
         if not size:
