@@ -100,7 +100,7 @@ class _Losses:
 
 def task_memory(recipe: Recipe) -> int:
     """Bytes that one task of duplicate removal may hold: the rest of `memory` is libraries and file pages."""
-    return recipe.memory // 4
+    return recipe.memory // 5
 
 
 def remove_duplicates(

@@ -30,6 +30,8 @@ from shardkit.writers.dedup.index import (
     publish_index,
 )
 from shardkit.writers.dedup.near import NearResult
+from shardkit.writers.dedup.normalization import normalization_version
+from shardkit.writers.dedup.parts import part_settings
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.duplicates import NEAR, Deduplicated
 from shardkit.writers.engine_local import LocalEngine, default_workers
@@ -107,7 +109,10 @@ def build_dedup_index(
         }
         forget_damaged(journal, made)
         parts = [(commit.folder, commit.counts) for commit in made]
-        opened = publish_index(parts, target, facts, config, sketch=sketch, replace=replace)
+        settings = made[0].counts["settings"]
+        opened = publish_index(
+            parts, target, facts, config, sketch=sketch, replace=replace, settings=settings
+        )
         if recipe.work is None:
             journal.remove()
     return DedupIndexResult(
@@ -131,7 +136,8 @@ def _index_tasks(unique: Deduplicated, near: NearResult, config: NearDedupConfig
             "documents": documents.outputs[DOCUMENTS_FILE].xxh3_128,
             "part": part.content,
             "removed": losers.digest(number),
-            "settings": index_settings(config),
+            "settings": part_settings(config),
+            "normalization": normalization_version(),
             "sketch": sketch,
         }
         args = (documents.folder / DOCUMENTS_FILE, part.folder, losers, number, config, sketch)
@@ -150,7 +156,8 @@ def _index(
     sketch: int,
 ) -> dict[str, Any]:
     rows = losers.of_split(split).rows.get(NEAR, np.zeros(0, np.int64))
-    return dict(index_part(documents, part, rows, config, sketch, folder))
+    counts = dict(index_part(documents, part, rows, config, sketch, folder))
+    return counts | {"settings": index_settings(config)}
 
 
 def _removed(prepared: Prepared) -> dict[str, int]:

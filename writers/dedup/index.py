@@ -250,16 +250,18 @@ def publish_index(
     *,
     sketch: int = SKETCH,
     replace: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> DedupIndex:
     """Make `target` the index of these parts: each the folder that `index_part` wrote and what it returned.
 
+    `settings` are `index_settings(config)`, if they are known already (that loads the compiled kernels).
     `made_from` is plain data for people: of which recipe and inputs it is. If the very same index is there,
     nothing is done. BuildError: the target holds another index and `replace` is not set, or other files.
     """
     data = {
         "format": FORMAT,
         "shardkit_version": shardkit.__version__,
-        "settings": index_settings(config),
+        "settings": index_settings(config) if settings is None else dict(settings),
         "sketch": sketch,
         "documents": sum(counts["documents"] for _, counts in parts),
         "bytes": sum(counts["bytes"] for _, counts in parts),
