@@ -33,6 +33,7 @@ STEPS = {  # by the name of its settings: module and class
     "LengthConfig": ("length", "LengthFilter"),
     "LanguageConfig": ("language", "LanguageFilter"),
     "ClassifierConfig": ("classifier", "ClassifierFilter"),
+    "DecontaminationConfig": ("decontamination", "DecontaminationFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
     "C4QualityConfig": ("c4_quality", "C4QualityFilter"),

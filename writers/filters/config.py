@@ -19,6 +19,7 @@ from pydantic import (
 from shardkit.writers.filters.c4_paragraph_settings import C4ParagraphConfig
 from shardkit.writers.filters.c4_settings import C4QualityConfig
 from shardkit.writers.filters.classifier_settings import ClassifierConfig
+from shardkit.writers.filters.decontamination_settings import DecontaminationConfig
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.language_settings import LanguageConfig
@@ -118,6 +119,7 @@ class FilterEntry(StrictModel):
     c4_quality: C4QualityConfig | None = Field(default=None, description="Line rules of C4.")
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
+    decontamination: DecontaminationConfig | None = Field(default=None, description="Overlap with test sets.")
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["c4", "dolma", "fineweb", "fineweb_rules", "gopher", "minimal"] | None = Field(
         default=None, description="A named list of filters: profiles.py has them as a recipe would."
