@@ -6,6 +6,7 @@ import io
 import lzma
 import random
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import lz4.frame
 import pytest
 import zstandard
 
+from shardkit.errors import MissingExtraError
 from shardkit.writers.decompress import ContainerError, _zlib_members, decompressed
 
 TEXT = b"".join(b'{"text": "line %d of some text"}\n' % (i * i) for i in range(20_000))
@@ -198,3 +200,10 @@ def test_igzip_reads_whatever_zlib_reads_and_nothing_else() -> None:
         good, error = read(case, "gzip")
         found = (good, error.problem, error.rest_bytes) if error else (good, None, 0)
         assert found == zlib_read(case)
+
+
+def test_without_lz4_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lz4", None)
+    monkeypatch.delitem(sys.modules, "lz4.frame")
+    with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[formats\]'"):
+        read(b"", "lz4")
