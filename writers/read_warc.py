@@ -121,7 +121,10 @@ class _Archive:
         stream = self._stream
         stream.last_line = line
         try:
-            found = self._parsers[known].parse(stream, line)
+            lines = stream.header_lines() if known == "warc" else None
+            found = self._parsers[known].parse(lines or stream, line)
+            if lines:
+                stream.take_lines(lines)
         except StatusAndHeadersParserException as error:
             raise _RecordError("bad_record", f"unreadable header: {str(error)[:200]}") from None
         self._format = known

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
+from typing import BinaryIO
 
 __all__ = ["HeaderTooLongError", "WarcStream"]
 
@@ -69,6 +71,19 @@ class WarcStream:
             raise HeaderTooLongError
         self.last_line = b"".join(parts)
         return self.last_line
+
+    def header_lines(self) -> BinaryIO | None:
+        """What is held up to an empty line, as a file that is quick to read; None if it ends before.
+
+        `take_lines` then takes what was read of it.
+        """
+        end = self._held.find(b"\r\n\r\n", self._at, self._at + _LINE_BYTES)
+        return BytesIO(self._held[self._at : end + 4]) if end >= 0 else None
+
+    def take_lines(self, lines: BinaryIO) -> None:
+        """Take from the stream what was read of `header_lines`: up to an empty line."""
+        self._at += lines.tell()
+        self.last_line = b"\r\n"
 
     def peek(self) -> bytes:
         """The next byte; b"" at the end."""
