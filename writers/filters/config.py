@@ -23,7 +23,10 @@ from shardkit.writers.filters.decontamination_settings import DecontaminationCon
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.language_settings import LanguageConfig
+from shardkit.writers.filters.pii_settings import PiiConfig
 from shardkit.writers.filters.profiles import PROFILES
+from shardkit.writers.filters.ratios_settings import RatiosConfig
+from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
 
 __all__ = [
@@ -117,6 +120,11 @@ class FilterEntry(StrictModel):
         default=None, description="Repetition rules of dolma."
     )
     c4_quality: C4QualityConfig | None = Field(default=None, description="Line rules of C4.")
+    ratios: RatiosConfig | None = Field(default=None, description="Bounds on kinds of characters.")
+    repeated_lines: RepeatedLinesConfig | None = Field(
+        default=None, description="Cut lines that stood before in the document."
+    )
+    pii: PiiConfig | None = Field(default=None, description="Redact addresses and phone numbers.")
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
     decontamination: DecontaminationConfig | None = Field(default=None, description="Overlap with test sets.")

@@ -1,0 +1,151 @@
+"""Redact e-mail addresses, public IP addresses and phone numbers, and count them.
+
+An e-mail address is a local part of at most 64 characters, "@" and a host with a dot and a domain of letters,
+in any case (datatrove's pattern finds lower case only). An IP address is public if it is global by Python's
+`ipaddress`, and of IPv6 only 2000::/3, so that C++'s "a::b" is none. A phone number is
+"+", a country code and 8 to 15 digits in all, or a North American (212) 555-0123, 212-555-0123 or
+212.555.0123, with or without "1-" before; not a part of a longer number or word. What is a replacement already stays.
+
+Arrow's regular expressions pick the few documents that can have finds; only those meet Python's. All patterns
+are bounded, so that no text takes more than linear time.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.writers.filters.pii_settings import PiiConfig
+from shardkit.writers.filters.rules import Edit, Rule
+from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["PiiEditor", "find_emails", "find_ip_addresses", "find_phones"]
+
+Spans = Iterator[tuple[int, int]]
+
+_LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-][A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{0,63}\Z")
+_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9-])")
+_IPV4 = re.compile(r"(?<![\w.])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w]|\.\d)", re.ASCII)
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])")
+_GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
+_INTERNATIONAL = r"\+[1-9]\d{0,2}(?:[ .-]?\(?\d{1,4}\)?){2,5}"
+_AMERICAN = r"(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[.-]\d{4}"
+_PHONE = re.compile(rf"(?<![\w+.-])(?:{_INTERNATIONAL}|{_AMERICAN})(?![\w-]|\.\d)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    candidate: str  # RE2: matches every text with a find
+    find: Callable[[str], Spans]
+    replacements: tuple[str, ...]
+
+
+class PiiEditor:
+    """Replaces what it finds, and drops documents with too many finds."""
+
+    reasons = ("too_many_matches",)
+    edits = ("emails", "ip_addresses", "phones")
+
+    def __init__(self, config: PiiConfig, folder: Path | None = None) -> None:
+        self._most = config.max_matches
+        ip_candidate = r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]|[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]"
+        phone_candidate = r"\+[1-9][0-9 .(-]|[2-9][0-9][0-9]\)? ?[ .-]?[2-9][0-9][0-9][.-][0-9]{4}"
+        kinds = (
+            (
+                config.emails,
+                _Kind("emails", "[A-Za-z0-9!-~]@[A-Za-z0-9]", find_emails, config.email_replacement),
+            ),
+            (
+                config.ip_addresses,
+                _Kind("ip_addresses", ip_candidate, find_ip_addresses, config.ip_replacement),
+            ),
+            (config.phones, _Kind("phones", phone_candidate, find_phones, config.phone_replacement)),
+        )
+        self._kinds = [kind for wanted, kind in kinds if wanted]
+
+    def edit(self, batch: TextBatch) -> Edit:
+        """See Editor.edit."""
+        zeros = {name: np.zeros(len(batch), np.int64) for name in self.edits}
+        cut, counts = zeros, {name: zero.copy() for name, zero in zeros.items()}
+        texts = batch.texts
+        for kind in self._kinds:
+            texts = _redact(kind, texts, batch.wanted, cut[kind.name], counts[kind.name])
+        found = np.sum(list(counts.values()), axis=0)
+        fails = None if self._most is None else found > self._most
+        return Edit(texts, [Rule("too_many_matches", fails, found)], cut, counts)
+
+
+def _redact(
+    kind: _Kind,
+    texts: pa.LargeStringArray,
+    wanted: npt.NDArray[np.bool_],
+    cut: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+) -> pa.LargeStringArray:
+    """The texts without finds of a kind; fills what was cut and found of each."""
+    hits = pc.match_substring_regex(texts, kind.candidate).to_numpy(zero_copy_only=False)
+    changed = {}
+    for document in np.flatnonzero(hits & wanted).tolist():
+        before = texts[document].as_py()
+        after, counts[document] = _replace(kind, before)
+        if counts[document]:
+            cut[document] = len(before.encode()) - len(after.encode())
+            changed[document] = after
+    if not changed:
+        return texts
+    mask = np.zeros(len(texts), np.bool_)
+    mask[list(changed)] = True
+    return pc.replace_with_mask(texts, pa.array(mask), pa.array(changed.values(), pa.large_string()))
+
+
+def _replace(kind: _Kind, text: str) -> tuple[str, int]:
+    """(the text with every find replaced, how many)."""
+    pieces, last, count = [], 0, 0
+    for begin, end in kind.find(text):
+        if text[begin:end] not in kind.replacements:
+            pieces += [text[last:begin], kind.replacements[count % len(kind.replacements)]]
+            last, count = end, count + 1
+    return "".join([*pieces, text[last:]]), count
+
+
+def find_emails(text: str) -> Spans:
+    """(begin, end) of every e-mail address."""
+    at, done = text.find("@"), 0
+    while at >= 0:
+        local = _LOCAL.search(text, max(done, at - 64), at)
+        host = _HOST.match(text, at + 1) if local else None
+        if local and host and ".." not in local[0] and text[at - 1] != ".":
+            done = host.end()
+            yield local.start(), done
+        at = text.find("@", at + 1)
+
+
+def find_ip_addresses(text: str) -> Spans:
+    """(begin, end) of every public IPv4 or IPv6 address."""
+    spans = [(m.start(), m.end()) for m in _IPV4.finditer(text) if _is_public(m[0])]
+    spans += [(m.start(), m.end()) for m in _IPV6.finditer(text) if _is_public(m[0])]
+    yield from sorted(spans)
+
+
+def _is_public(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_global and (parsed.version == 4 or parsed in _GLOBAL_IPV6)
+
+
+def find_phones(text: str) -> Spans:
+    """(begin, end) of every phone number."""
+    for match in _PHONE.finditer(text):
+        if not match[0].startswith("+") or 8 <= sum(map(str.isdigit, match[0])) <= 15:
+            yield match.start(), match.end()
