@@ -33,6 +33,8 @@ STEPS = {  # by the name of its settings: module and class
     "LengthConfig": ("length", "LengthFilter"),
     "LanguageConfig": ("language", "LanguageFilter"),
     "ClassifierConfig": ("classifier", "ClassifierFilter"),
+    "PerplexityConfig": ("perplexity", "PerplexityFilter"),
+    "UnigramLogProbConfig": ("unigram_log_prob", "UnigramLogProbFilter"),
     "DecontaminationConfig": ("decontamination", "DecontaminationFilter"),
     "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),

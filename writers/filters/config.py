@@ -27,6 +27,7 @@ from shardkit.writers.filters.pii_settings import PiiConfig
 from shardkit.writers.filters.profiles import PROFILES
 from shardkit.writers.filters.ratios_settings import RatiosConfig
 from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
+from shardkit.writers.filters.perplexity_settings import PerplexityConfig, UnigramLogProbConfig
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
 
 __all__ = [
@@ -128,6 +129,10 @@ class FilterEntry(StrictModel):
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
     decontamination: DecontaminationConfig | None = Field(default=None, description="Overlap with test sets.")
+    perplexity: PerplexityConfig | None = Field(default=None, description="A KenLM model of your own.")
+    unigram_log_prob: UnigramLogProbConfig | None = Field(
+        default=None, description="Mean log-probability of words."
+    )
     # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["c4", "dolma", "fineweb", "fineweb_rules", "gopher", "minimal"] | None = Field(
         default=None, description="A named list of filters: profiles.py has them as a recipe would."
