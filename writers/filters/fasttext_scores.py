@@ -4,7 +4,7 @@ As fastText does: tokens are separated by ASCII white space and NUL; a text is t
 tokens, of their character n-grams and of n-grams of tokens, with one `</s>` at its end; newlines are spaces.
 Two things differ. `</s>` within a text does not end it. And sums are kept in another order: the vector of a
 token is summed in float32 and kept in a table for the next time, the vectors of a text in float64, so scores
-equal fastText's to about 1e-5. They depend on nothing but the model and the text.
+equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
 
 `fasttext_reference.py` is the same in plain Python.
 """
