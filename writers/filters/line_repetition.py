@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.filters.byte_runs import count_characters, hash_run, same_runs
-from shardkit.writers.filters.characters import SPACE, character_flags
-from shardkit.writers.utf8 import next_character
+from shardkit.writers.filters.characters import character_flags
+from shardkit.writers.utf8 import strip_space
 
 __all__ = ["ALL_LINES", "LINES", "PARAGRAPHS", "Repetition", "line_repetition", "reference_repetition"]
 
@@ -59,7 +59,7 @@ def _count(data, offsets, wanted, kind, flags, counts):  # type: ignore[no-untyp
             continue
         begin, end = offsets[document], offsets[document + 1]
         if kind == PARAGRAPHS:
-            begin, end = _strip(data, begin, end, flags)
+            begin, end = strip_space(data, begin, end, flags)
         most = 1
         for at in range(begin, end):
             most += data[at] == _NEWLINE
@@ -79,24 +79,6 @@ def _count(data, offsets, wanted, kind, flags, counts):  # type: ignore[no-untyp
         found = (data, begins[:elements], ends[:elements])
         repeated, characters = _find_repeated(found, copies, table[:slots], kind == ALL_LINES)
         counts[0][document], counts[1][document], counts[2][document] = elements, repeated, characters
-
-
-@numba.njit(nogil=True, cache=True)
-def _strip(data, begin, end, flags):  # type: ignore[no-untyped-def]
-    """The range without white space at both ends."""
-    while begin < end:
-        code, after = next_character(data, begin)
-        if not flags[code] & SPACE:
-            break
-        begin = after
-    while begin < end:
-        last = end - 1
-        while data[last] & 0xC0 == 0x80:
-            last -= 1
-        if not flags[next_character(data, last)[0]] & SPACE:
-            break
-        end = last
-    return begin, end
 
 
 @numba.njit(nogil=True, cache=True)
