@@ -27,9 +27,39 @@ PROSE = "\n".join(
     f"In the {n}th year of the {word} there was a plan that many people had to be with, and they kept it."
     for n, word in enumerate(["river", "house", "garden", "winter", "letter", "island"])
 )
+STORY = """\
+The harbour froze early that year, and the fishermen had little to do but mend their nets and wait for spring.
+Anna kept the light above the pier. She climbed the stairs each evening with a can of oil, counted the ships
+in the ice, and wrote their names into a book that her grandmother began. Nobody had asked her to.
+In February a stranger came over the ice with a sledge, and with him a clock that had stopped years ago.
+"Can you make it go?" he asked. She had never seen such wheels, but she could not resist taking them apart.
+By the time the thaw set in, the clock was running, the stranger had gone, and the book held one more name.
+"""
+PAGE = """\
+Every Thursday the bakery on the corner gives its last loaves away, and half of the street is there.
+Old Martin comes with two bags. One is for himself, and the other one is for the horses behind the mill.
+There was a time when nobody spoke while they waited; now they trade recipes, seeds and some news.
+A girl of about nine has begun to draw them. She sits on the kerb with her pencils and sells nothing.
+"You have made my nose too long," the baker said to her once, but he hung it over the oven all the same.
+What they will do when he retires is a question that no one in the queue likes to be asked.
+"""
+DANISH = """\
+De to brødre boede i et hus ved havnen, og bag huset lå der en have med gamle æbletræer.
+Om vinteren frøs vandet til is, og de kunne gå helt ud til øen og hjem igen på en eftermiddag.
+Den ældste ville gerne have et skib, men der var aldrig penge nok. Den yngste læste hellere om stjerner.
+En morgen kom der et brev fra Amerika, som ingen af dem havde ventet.
+De talte om det hele natten, og til sidst blev de enige om at rejse.
+"""
 TEXTS = [PROSE.replace("plan", f"plan{n}") for n in range(30)]
 
-KEPT = {"jsonl-mds": 30, "near-dedup": 20, "parquet-wds": 30, "plain-text": 8, "s3": 30}
+KEPT = {"fineweb": 2, "jsonl-mds": 30, "near-dedup": 20, "parquet-wds": 30, "plain-text": 8, "s3": 30}
+
+DROPPED = {
+    "gopher_repetition/top_4_gram": 1,  # PROSE
+    "language/label": 1,  # DANISH, which has English stop words
+    "warc/http_status": 1,
+    "warc/not_a_response": 1,
+}
 
 
 @pytest.fixture
@@ -49,7 +79,37 @@ def folder(tmp_path: Path) -> Path:
     (data / "text" / "deep" / "c.txt").write_text(TEXTS[0])
     (data / "text" / "d").write_text(TEXTS[1])
     (data / "lines.txt").write_text(PROSE)
+    make_web(data)
     return tmp_path
+
+
+def make_web(data: Path) -> None:
+    """What fineweb.yaml reads: extracted texts, and pages among other records of a WARC file."""
+    (data / "web").mkdir()
+    (data / "warc").mkdir()
+    texts = [STORY, PROSE]  # the second one repeats itself
+    lines = "".join(json.dumps({"text": text, "url": "http://example.com/"}) + "\n" for text in texts)
+    (data / "web" / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    tale, danish = ("".join(f"<p>{line}</p>" for line in page.splitlines()) for page in (PAGE, DANISH))
+    records = [_warc_record("warcinfo", "application/warc-fields", b"software: x\r\n")]
+    for number, (status, page) in enumerate([("200 OK", tale), ("200 OK", danish), ("404 Not Found", tale)]):
+        body = f"<html><head><title>x</title></head><body><article>{page}</article></body></html>".encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n\r\n"
+        records.append(_warc_record("response", "application/http", head.encode() + body, number))
+    (data / "warc" / "b.warc.gz").write_bytes(b"".join(gzip.compress(record) for record in records))
+
+
+def _warc_record(kind: str, content: str, block: bytes, number: int = 9) -> bytes:
+    lines = [
+        "WARC/1.0",
+        f"WARC-Type: {kind}",
+        f"WARC-Record-ID: <urn:uuid:00000000-0000-4000-8000-00000000000{number}>",
+        "WARC-Date: 2024-01-01T00:00:00Z",
+        f"WARC-Target-URI: http://example.com/{number}",
+        f"Content-Type: {content}",
+        f"Content-Length: {len(block)}",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + block + b"\r\n\r\n"
 
 
 def test_there_are_recipes() -> None:
@@ -64,6 +124,9 @@ def test_a_recipe_builds_a_sound_dataset(folder: Path, recipe: Path) -> None:
         result = build(folder / recipe.name, workers=1, progress=False)
         assert verify(result.location).ok
         assert result.funnel.kept.documents == KEPT[recipe.stem]
+        if recipe.stem == "fineweb":
+            dropped = result.funnel.dropped
+            assert {reason: lost.documents for reason, lost in dropped.items() if lost.documents} == DROPPED
         with open_dataset(result.location) as dataset:
             assert len(dataset) == result.samples > 0
 

@@ -92,7 +92,8 @@ def _book(filtered: Filtered, ledger: Ledger) -> None:
     for reason, count in filtered.dropped.items():
         ledger.drop(reason, count.documents, count.bytes)
     for reason, size in filtered.cut.items():
-        ledger.drop(reason, 0, size)
+        if size:
+            ledger.drop(reason, 0, size)
     kept = filtered.kept
     ledger.kept += Count(kept.num_rows, int(np.diff(text_offsets(kept.column("text"))).sum()))
 

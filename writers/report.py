@@ -111,7 +111,7 @@ def render_report(card: Mapping[str, Any]) -> bytes:
         "<h2>Funnel</h2>",
         _funnel(card["funnel"]),
         '<p class="note">Every record that was read is kept, dropped by a rule or quarantined as unreadable; '
-        "bars show documents.</p>",
+        "what is cut is parts of documents. Bars show documents.</p>",
         "<h2>Sources</h2>",
         _sources(card),
         render_filters(card["filters"], card["funnel"]["read"]) if card["filters"] else "",
@@ -147,7 +147,8 @@ def _facts(card: Mapping[str, Any]) -> str:
 def _funnel(funnel: Mapping[str, Any]) -> str:
     steps = [("read", "read", funnel["read"])]
     for kind in ("quarantined", "dropped"):
-        steps += [(kind, f"{kind}: {reason}", lost) for reason, lost in funnel[kind].items()]
+        for reason, lost in funnel[kind].items():  # editors cut parts of documents that stay
+            steps.append((kind, f"{kind if lost['documents'] else 'cut'}: {reason}", lost))
     steps.append(("kept", "kept", funnel["kept"]))
     whole = max(1, funnel["read"]["documents"])
     rows = "".join(

@@ -96,7 +96,8 @@ def _show(result: BuildResult) -> None:
     table.add_row("read", f"{funnel.read.documents:,} documents", format_bytes(funnel.read.bytes))
     for kind, losses in (("quarantined", funnel.quarantined), ("dropped", funnel.dropped)):
         for reason, lost in sorted(losses.items()):
-            table.add_row(f"  {kind}: {reason}", f"-{lost.documents:,}", format_bytes(lost.bytes))
+            what = kind if lost.documents else "cut"  # parts of documents that stay
+            table.add_row(f"  {what}: {reason}", f"-{lost.documents:,}", format_bytes(lost.bytes))
     table.add_row("kept", f"{funnel.kept.documents:,} documents", format_bytes(funnel.kept.bytes))
     console.print(table)
     cells = max(1, result.tokens + result.padding)

@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_filters.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 8] [--runs 5]
                                              [--tasks …] [--venvs DIR] [--json]
 
-    fineweb     Gopher repetition and quality, C4 without its rule of line ends, FineWeb's own rules, in this
-                order, until a document fails (the profile without URL lists, extraction and language)
+    fineweb     Gopher repetition and quality, C4 without its rule of line ends, FineWeb's own rules, until a
+                document fails: our profile fineweb_rules, FineWeb without URL lists, extraction and language
     repetition  Gopher repetition alone
     gopher      Gopher repetition and quality; dolma's tagger gives all their values and drops nothing
     keys        128-bit keys of exact duplicates

@@ -16,7 +16,8 @@ REQUIREMENTS = {
     "datasketch": ["datasketch", "xxhash", "pyarrow"],
     "rensa": ["rensa", "pyarrow"],
     # Its shingles are str, which xxhash 4 refuses to hash; spaCy and regex are its word splitter.
-    "dolma": ["dolma", "pyarrow"],
+    # pip searches for versions that fit to dolma's s3fs for longer than the benchmark takes.
+    "dolma": ["dolma", "pyarrow<20", "boto3==1.28.17", "aiobotocore==2.5.4", "setuptools<81"],
     "datatrove": ["datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"],
 }
 MARKER = "requirements.json"  # written last: the environment is whole

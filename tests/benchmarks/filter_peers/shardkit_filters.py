@@ -40,19 +40,12 @@ def chain(task: str) -> Any:
     from shardkit.writers.filters.chain import FilterChain
     from shardkit.writers.filters.config import FilterEntry
 
-    entries: dict[str, list[dict[str, Any]]] = {
-        "repetition": [{"gopher_repetition": {}}],
-        "gopher": [{"gopher_repetition": {}}, {"gopher_quality": {}}],
-        "fineweb": [
-            {"gopher_repetition": {}},
-            {"gopher_quality": {}},
-            {"c4_quality": {"filter_no_terminal_punct": False}},
-            {"fineweb_quality": {}},
-        ],
+    entries: dict[str, dict[str, Any]] = {
+        "repetition": {"gopher_repetition": {}},
+        "gopher": {"profile": "gopher"},
+        "fineweb": {"profile": "fineweb_rules"},
     }
-    return FilterChain(
-        [step for entry in entries[task] for step in FilterEntry.model_validate(entry).filters()]
-    )
+    return FilterChain(FilterEntry.model_validate(entries[task]).filters())
 
 
 def filters(batches: list[pa.RecordBatch], request: Request) -> int:
