@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.filters.config import FilterConfig, GopherQualityConfig
-from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, first_failing
+from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, Telling, first_failing
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
@@ -40,6 +40,9 @@ STEPS = {  # by the name of its settings: module and class
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
     "C4QualityConfig": ("c4_quality", "C4QualityFilter"),
     "PiiConfig": ("pii", "PiiEditor"),
+    "UrlListsConfig": ("url_lists", "UrlListsFilter"),
+    "BadWordsConfig": ("word_lists", "BadWordsFilter"),
+    "StopWordsConfig": ("word_lists", "StopWordsFilter"),
     "RatiosConfig": ("ratios", "RatiosFilter"),
     "RepeatedLinesConfig": ("repeated_lines", "RepeatedLinesEditor"),
     "GopherRepetitionConfig": ("gopher_repetition", "GopherRepetitionFilter"),
@@ -67,6 +70,7 @@ class Filtered:
     `excerpts` are up to EXCERPTS of the documents that each rule dropped.
     `annotations` has a value of every rule for every document of the batch (before dropping), if wanted, with
     the reason it was dropped for under "dropped"; `failed` tells, bool[n], who fails each rule.
+    `side_rows` are what filters tell beyond that, by the name of the file it belongs into.
     """
 
     kept: pa.RecordBatch
@@ -78,6 +82,7 @@ class Filtered:
     excerpts: dict[str, list[Excerpt]] = field(default_factory=dict)
     annotations: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     failed: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    side_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class FilterChain:
         self.reasons = tuple(f"{step.name}/{reason}" for step in self._steps for reason in step.work.reasons)
         editors = [(step.name, step.work) for step in self._steps if isinstance(step.work, Editor)]
         self.edits = tuple(f"{name}/{edit}" for name, editor in editors for edit in editor.edits)
+        self._sides = [step.work for step in self._steps if isinstance(step.work, Telling)]
+        self.side_files = tuple(sorted({work.side_file for work in self._sides}))
         gopher = [config for _, config in steps if isinstance(config, GopherQualityConfig)]
         self._stop_words = tuple(gopher[0].stop_words) if gopher else ()
 
@@ -113,10 +120,14 @@ class FilterChain:
         batch = TextBatch(documents.column("text"), columns=documents, stop_words=self._stop_words)
         hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
         codes = self._codes(batch, result, hashes)
+        for work in self._sides:
+            result.side_rows.setdefault(work.side_file, []).extend(work.take_rows())
         if self._annotate:
             dropped = [self.reasons[code - 1] if code else None for code in codes.tolist()]
             result.annotations["dropped"] = np.array(dropped, np.object_)
         self._sample(documents, hashes, result)
+        for work in self._sides:
+            work.take_rows()  # of the sample, told above
         if batch.texts is not documents.column("text"):
             number = documents.schema.get_field_index("text")
             documents = documents.set_column(number, documents.schema.field(number), batch.texts)

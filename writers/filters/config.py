@@ -23,12 +23,14 @@ from shardkit.writers.filters.decontamination_settings import DecontaminationCon
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
 from shardkit.writers.filters.language_settings import LanguageConfig
+from shardkit.writers.filters.perplexity_settings import PerplexityConfig, UnigramLogProbConfig
 from shardkit.writers.filters.pii_settings import PiiConfig
 from shardkit.writers.filters.profiles import PROFILES
 from shardkit.writers.filters.ratios_settings import RatiosConfig
 from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
-from shardkit.writers.filters.perplexity_settings import PerplexityConfig, UnigramLogProbConfig
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
+from shardkit.writers.filters.url_lists_settings import UrlListsConfig
+from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
 
 __all__ = [
     "FilterConfig",
@@ -125,6 +127,9 @@ class FilterEntry(StrictModel):
     repeated_lines: RepeatedLinesConfig | None = Field(
         default=None, description="Cut lines that stood before in the document."
     )
+    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs, their words.")
+    bad_words: BadWordsConfig | None = Field(default=None, description="Lists of words that must not be.")
+    stop_words: StopWordsConfig | None = Field(default=None, description="Stop words of languages.")
     pii: PiiConfig | None = Field(default=None, description="Redact addresses and phone numbers.")
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")

@@ -1,0 +1,132 @@
+"""Drop documents by their URL: datatrove's URLFilter with lists given as files, without a public-suffix list.
+
+An entry of `domains` matches the host of that name and all below it, so "example.co.uk" matches
+"www.example.co.uk" and never "example2.co.uk"; which suffixes are public does not matter. Hosts are compared
+in lower case and, if they are not ASCII, in IDNA; URLs without scheme, fragment and a slash at the end. Words
+are what lies between characters that are no ASCII letters and digits, in lower case (datatrove compares words of
+URLs in their own case). Documents without a URL pass.
+
+Hosts and URLs are kept as sorted 64-bit hashes, 8 bytes each: among n entries another host is taken for one
+with a probability of n / 2^64.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardkit.writers.filters.list_files import load_list
+from shardkit.writers.filters.rules import Rule
+from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.url_lists_settings import UrlListsConfig
+
+__all__ = ["UrlListsFilter", "plain_url", "url_host"]
+
+_WORDS = re.compile(r"[^a-z0-9]+")
+
+
+class UrlListsFilter:
+    """Drops documents whose URL is in a list."""
+
+    reasons = ("domain", "host", "url", "hard_blacklisted", "soft_blacklisted", "blacklisted_subword")
+
+    def __init__(self, config: UrlListsConfig, folder: Path) -> None:
+        self._config = config
+        self._domains = load_list(folder, config.domains, _host_hashes)
+        self._hosts = load_list(folder, config.hosts, _host_hashes)
+        self._urls = load_list(folder, config.urls, _url_hashes)
+        self._words = load_list(folder, config.banned_words, _normalized)
+        self._soft_words = load_list(folder, config.soft_banned_words, _normalized)
+        subwords = sorted(load_list(folder, config.banned_subwords, _normalized))
+        self._subwords = re.compile("|".join(subwords)) if subwords else None
+
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge. The value of soft words is how many there are."""
+        values = np.zeros((len(self.reasons), len(batch)), np.int64)
+        wanted = batch.wanted
+        chosen = [n for n, url in enumerate(batch.column("url")) if url and wanted[n]]
+        urls = [str(url) for url in batch.column("url")]
+        hosts = [url_host(urls[number]) for number in chosen]
+        for row, listed, keys in (
+            (0, self._domains, [_parents(host) for host in hosts]),
+            (1, self._hosts, [[host] for host in hosts]),
+            (2, self._urls, [[plain_url(urls[number])] for number in chosen]),
+        ):
+            values[row, chosen] = _among(listed, keys)
+        if self._words or self._soft_words or self._subwords:
+            for number in chosen:
+                words = set(_WORDS.split(urls[number].lower()))
+                values[3, number] = not words.isdisjoint(self._words)
+                values[4, number] = len(words & self._soft_words)
+                joined = _WORDS.sub("", urls[number].lower())
+                values[5, number] = self._subwords is not None and self._subwords.search(joined) is not None
+        least = [1, 1, 1, 1, self._config.soft_word_threshold, 1]
+        return [
+            Rule(name, row >= bound, row)
+            for name, row, bound in zip(self.reasons, values, least, strict=True)
+        ]
+
+
+def url_host(url: str) -> str:
+    """The host of a URL, or of an entry without scheme, in lower case and IDNA."""
+    rest = url.partition("://")[2] if "://" in url else url
+    host = re.split(r"[/?#\\]", rest, maxsplit=1)[0].rpartition("@")[2].strip().lower()
+    if not host.startswith("["):
+        host = host.partition(":")[0]
+    host = host.strip(".")
+    if not host.isascii():
+        try:
+            host = host.encode("idna").decode()
+        except UnicodeError:
+            pass  # not a name that IDNA knows: compared as it is
+    return host
+
+
+def plain_url(url: str) -> str:
+    """A URL as it is compared: host, path and query."""
+    rest = (url.partition("://")[2] if "://" in url else url).partition("#")[0].strip()
+    end = re.search(r"[/?\\]", rest)
+    return (url_host(url) + (rest[end.start() :] if end else "")).rstrip("/")
+
+
+def _parents(host: str) -> list[str]:
+    """The host and all above it."""
+    labels = host.split(".")
+    return [".".join(labels[first:]) for first in range(len(labels))]
+
+
+def _normalized(words: Iterable[str]) -> frozenset[str]:
+    return frozenset(_WORDS.sub("", word.lower()) for word in words) - {""}
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def _host_hashes(entries: Iterable[str]) -> npt.NDArray[np.uint64]:
+    return _hashes(map(url_host, entries))
+
+
+def _url_hashes(entries: Iterable[str]) -> npt.NDArray[np.uint64]:
+    return _hashes(map(plain_url, entries))
+
+
+def _hashes(names: Iterable[str]) -> npt.NDArray[np.uint64]:
+    """Sorted hashes of names that are not empty."""
+    return np.unique(np.fromiter((_hash(name) for name in names if name), np.uint64))
+
+
+def _among(listed: npt.NDArray[np.uint64], keys: Sequence[Sequence[str]]) -> npt.NDArray[np.int64]:
+    """1 where any of the keys is listed."""
+    found = np.zeros(len(keys), np.int64)
+    if len(listed):
+        hashes = np.fromiter((_hash(key) for some in keys for key in some), np.uint64)
+        places = np.minimum(np.searchsorted(listed, hashes), len(listed) - 1)
+        owners = np.repeat(np.arange(len(keys)), [len(some) for some in keys])
+        found[owners[listed[places] == hashes]] = 1
+    return found
