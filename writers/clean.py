@@ -10,13 +10,14 @@ Memory is one batch, one record and a run of keys, whatever the split's size.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import xxhash
 
@@ -62,9 +63,11 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
         KeyFile(folder / KEYS_FILE) as keys,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
+        ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
         pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as documents,
     ):
+        sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
         for batch in read_split(
             split,
             recipe.inputs[split.source],
@@ -76,6 +79,8 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
             kept = filtered.kept
             _book(filtered, ledger)
             counts.add(filtered)
+            for name, rows in filtered.side_rows.items():
+                sides[name].writelines(orjson.dumps(row) + b"\n" for row in rows)
             if annotations is not None:
                 annotations.write(batch, filtered)
             if kept.num_rows:

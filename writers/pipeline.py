@@ -74,10 +74,10 @@ def build(
 ) -> BuildResult:
     """Build the dataset that `recipe` (or the YAML file it names) describes; what is finished is not redone.
 
-    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` says
-    how stores are reached, of inputs and output. `overrides` such as "pack.sequence_length=512" replace other keys.
-    `workers` processes (default: one a core, as memory allows) run the tasks; they never change a byte. A
-    place that holds another dataset is refused unless `replace`.
+    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. Stores, of
+    inputs too, are reached as `storage` says. `overrides` such as "pack.sequence_length=512" replace other
+    keys. `workers` processes (default: one a core, as memory allows) run the tasks; they never change a byte.
+    A place that holds another dataset is refused unless `replace`.
     Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
     """
     if engine != "local":
@@ -263,11 +263,15 @@ class _Build:
             partitions=len(packed),
             dedup=prepared.unique.card,
             filters=filters_card(commit.counts["filters"] for commit in prepared.cleaned),
+            filter_files=stages.filter_files(recipe),
         )
         texts = {REPORT_NAME: render_report(card)}
         quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in prepared.cleaned)
         if quarantine:
             texts[QUARANTINE_NAME] = quarantine
+        told = {name for commit in prepared.cleaned for name in commit.outputs if name.endswith(".jsonl")}
+        for name in sorted(told - {QUARANTINE_FILE}):  # what filters have to tell beyond the report
+            texts[name] = b"".join((commit.folder / name).read_bytes() for commit in prepared.cleaned)
         card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
         texts[CARD_NAME] = card_bytes(card)
         place(manifest, links, texts)

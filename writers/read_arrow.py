@@ -83,7 +83,7 @@ def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa
 def _without_footer(
     stored: BinaryIO, config: InputConfig, error: Exception
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The batches of a file that was cut short: a file is a stream with a frame. Raises `error` behind them."""
+    """The batches of a file that was cut short: it is a stream with a frame. Raises `error` behind them."""
     schema, stream = _reader(pa.ipc.open_stream, stored, _FILE_START_BYTES, config)
 
     def batches() -> Iterator[pa.RecordBatch]:

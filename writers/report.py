@@ -58,6 +58,7 @@ def make_card(
     partitions: int,
     dedup: Mapping[str, Any] | None = None,
     filters: Mapping[str, Any] | None = None,
+    filter_files: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a dataset says of itself, but for its `files`."""
     content = recipe_content(recipe)
@@ -87,6 +88,7 @@ def make_card(
         "funnel": funnel.to_dict(),
         "dedup": dedup,
         "filters": filters,
+        "filter_files": dict(filter_files or {}),
         "packing": {"partitions": partitions, **packed},
     }
 

@@ -22,6 +22,7 @@ from shardkit.writers.publish_remote import RemoteOutput, find_remote_dataset, f
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import recipe_content
 from shardkit.writers.scan import Split
+from shardkit.writers.stages import filter_files
 
 __all__ = ["check_output"]
 
@@ -94,6 +95,8 @@ def _difference(
             return "made with another tokenizer"
         if recipe.dedup.near and card["dedup"]["near"]["indexes"] != [index.digest for index in indexes]:
             return "made against other indexes"
+        if card["filter_files"] != filter_files(recipe):
+            return "made with other lists or models of its filters"
         names = ("source", "files", "bytes", "digest")
         stated = [{name: entry[name] for name in names} for entry in card["inputs"]]
     except (KeyError, TypeError):

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["Edit", "Editor", "Filter", "Rule", "first_failing", "ratio"]
+__all__ = ["Edit", "Editor", "Filter", "Rule", "Telling", "first_failing", "ratio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,18 @@ class Editor(Protocol):
 
     def edit(self, batch: TextBatch) -> Edit:
         """The edited texts of the wanted documents; the others may stay as they are."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A step that has more to tell than a value for each document."""
+
+    @property
+    def side_file(self) -> str:
+        """Name of the JSON-lines file beside the dataset that it goes into."""
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        """Plain data about the documents of the last batch, in their order; told once."""
 
 
 def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
