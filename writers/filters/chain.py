@@ -40,6 +40,7 @@ STEPS = {  # by the name of its settings: module and class
     "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
     "C4QualityConfig": ("c4_quality", "C4QualityFilter"),
     "PiiConfig": ("pii", "PiiEditor"),
+    "PythonConfig": ("user", "PythonFilter"),
     "UrlListsConfig": ("url_lists", "UrlListsFilter"),
     "BadWordsConfig": ("word_lists", "BadWordsFilter"),
     "StopWordsConfig": ("word_lists", "StopWordsFilter"),

@@ -30,6 +30,7 @@ from shardkit.writers.filters.ratios_settings import RatiosConfig
 from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
 from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
 from shardkit.writers.filters.url_lists_settings import UrlListsConfig
+from shardkit.writers.filters.user_settings import PythonConfig
 from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
 
 __all__ = [
@@ -130,6 +131,7 @@ class FilterEntry(StrictModel):
     url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs, their words.")
     bad_words: BadWordsConfig | None = Field(default=None, description="Lists of words that must not be.")
     stop_words: StopWordsConfig | None = Field(default=None, description="Stop words of languages.")
+    python: PythonConfig | None = Field(default=None, description="A function of your own.")
     pii: PiiConfig | None = Field(default=None, description="Redact addresses and phone numbers.")
     language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")

@@ -3,8 +3,8 @@
 An entry of `domains` matches the host of that name and all below it, so "example.co.uk" matches
 "www.example.co.uk" and never "example2.co.uk"; which suffixes are public does not matter. Hosts are compared
 in lower case and, if they are not ASCII, in IDNA; URLs without scheme, fragment and a slash at the end. Words
-are what lies between characters that are no ASCII letters and digits, in lower case (datatrove compares words of
-URLs in their own case). Documents without a URL pass.
+are what lies between characters that are no ASCII letters and digits, in lower case (datatrove compares
+words of URLs in their own case). Documents without a URL pass.
 
 Hosts and URLs are kept as sorted 64-bit hashes, 8 bytes each: among n entries another host is taken for one
 with a probability of n / 2^64.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -80,10 +81,8 @@ def url_host(url: str) -> str:
         host = host.partition(":")[0]
     host = host.strip(".")
     if not host.isascii():
-        try:
+        with suppress(UnicodeError):  # a name that IDNA does not know is compared as it is
             host = host.encode("idna").decode()
-        except UnicodeError:
-            pass  # not a name that IDNA knows: compared as it is
     return host
 
 

@@ -1,0 +1,139 @@
+"""A user's function over Arrow batches: what it sees, what it may answer, and errors that name it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.filters.chain import FilterChain
+from shardkit.writers.filters.pii_settings import PiiConfig
+from shardkit.writers.filters.user_settings import PythonConfig
+from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.stages import filter_files
+
+SOURCE = """
+import numpy as np
+import pyarrow.compute as pc
+
+def long(batch, least):
+    assert batch.schema.names[0] == "document_id"
+    return pc.greater_equal(pc.utf8_length(batch.column("text")), least)
+
+def labels(batch):
+    return ["odd" if len(text) % 2 else None for text in batch.column("text").to_pylist()]
+
+def seen(batch):
+    assert "@b.de" not in str(batch.column("text")), "not edited"
+    return np.array(["shout" in text for text in batch.column("text").to_pylist()])
+
+def fails(batch):
+    raise KeyError("no such thing")
+
+def short(batch):
+    return [True]
+
+def numbers(batch):
+    return [1] * batch.num_rows
+
+def nothing(batch):
+    return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return tmp_path
+
+
+def config(name: str, **more: object) -> PythonConfig:
+    return PythonConfig.model_validate({"function": f"mine:{name}", "file": "mine.py"} | more)
+
+
+def documents(*texts: str) -> pa.RecordBatch:
+    ids = document_ids("f", range(len(texts)))
+    rows = [
+        {"document_id": identity, "source": 0, "file": "f", "record": number, "text": text}
+        for number, (text, identity) in enumerate(zip(texts, ids, strict=True))
+    ]
+    return pa.RecordBatch.from_pylist(rows, schema=DOCUMENT_SCHEMA)
+
+
+def test_a_mask_tells_what_stays(folder: Path) -> None:
+    chain = FilterChain([("python", config("long", parameters={"least": 3}))], folder)
+    result = chain.apply(documents("ab", "abc", "", "é中\n\u2028"))
+    assert result.kept.column("text").to_pylist() == ["abc", "é中\n\u2028"]
+    assert {name: count.documents for name, count in result.dropped.items()} == {"python/rejected": 2}
+
+
+def test_reasons_are_told_apart(folder: Path) -> None:
+    chain = FilterChain([("python", config("labels", reasons=["odd", "never"]))], folder)
+    assert chain.reasons == ("python/odd", "python/never")
+    result = chain.apply(documents("ab", "abc", ""))
+    assert result.kept.column("text").to_pylist() == ["ab", ""]
+    assert list(result.dropped) == ["python/odd"]
+
+
+def test_it_sees_edited_texts_of_the_documents_that_are_left_and_no_empty_batch(folder: Path) -> None:
+    first = ("python", config("seen"))
+    chain = FilterChain([("pii", PiiConfig()), first, ("python", config("short"))], folder)
+    assert chain.apply(documents("a@b.de shout", "b@b.de")).kept.num_rows == 1
+    assert chain.apply(documents("quiet")).kept.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "problem"),
+    [
+        ("fails", {}, "mine:fails: KeyError: 'no such thing'.* begins 'first'"),
+        ("short", {}, "mine:short: 2 documents, but 1 answers"),
+        ("numbers", {}, "mine:numbers: it returned 1 where true or false was due"),
+        ("nothing", {}, "mine:nothing: it returned what is no array"),
+        ("labels", {}, "where true or false was due"),
+        ("labels", {"reasons": ["even"]}, "it returned 'odd' where one of even or null was due"),
+        ("long", {"parameters": {"most": 1}}, "mine:long: TypeError"),
+    ],
+)
+def test_errors_name_the_function(folder: Path, name: str, more: dict[str, object], problem: str) -> None:
+    chain = FilterChain([("python", config(name, **more))], folder)
+    with pytest.raises(BuildError, match=problem):
+        chain.apply(documents("first", "second"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"function": "mine:absent", "file": "mine.py"}, "has no function absent"),
+        ({"function": "mine:long", "file": "gone.py"}, "gone.py"),
+        ({"function": "broken:long", "file": "broken.py"}, "SyntaxError"),
+        ({"function": "no_such_module_at_all:long"}, "no_such_module_at_all"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(folder: Path, settings: dict[str, str], problem: str) -> None:
+    (folder / "broken.py").write_text("def")
+    with pytest.raises(RecipeError, match=problem):
+        FilterChain([("python", PythonConfig.model_validate(settings))], folder)
+
+
+def test_a_changed_source_is_another_build(folder: Path) -> None:
+    entry = {"python": {"function": "json.encoder:JSONEncoder"}}
+    own = {"python": {"function": "mine:long", "file": "mine.py", "parameters": {"least": 1}}}
+    data = {
+        "inputs": [{"path": "x"}],
+        "filters": [entry, own],
+        "tokenizer": {"path": "t", "eos": "e"},
+        "output": {"path": "o"},
+    }
+    recipe = recipe_from_mapping(data, folder=folder)
+    before = filter_files(recipe)
+    assert set(before) == {json.encoder.__file__, "mine.py"}
+    (folder / "mine.py").write_text(SOURCE + "\n")
+    after = filter_files(recipe)
+    assert [name for name in before if before[name] != after[name]] == ["mine.py"]
+    missing = {"filters": [{"python": {"function": "no_such_module_at_all:f"}}]}
+    with pytest.raises(RecipeError, match="no_such_module_at_all:f: no module"):
+        filter_files(recipe_from_mapping(data | missing, folder=folder))

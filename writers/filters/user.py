@@ -1,0 +1,104 @@
+"""Filters that users write: any function over an Arrow record batch.
+
+The function gets the documents that are still there (columns of `DOCUMENT_SCHEMA` in `documents.py`, the text
+as edited so far) and the parameters of the recipe as keyword arguments. It returns, for each row, whether the
+document stays (a boolean Arrow array, NumPy array or list without nulls), or, if the recipe lists `reasons`,
+one of them, or null or "" for those that stay. It must be a pure function of its batch: batches are cut
+anywhere. The digest of its source file is part of a task's identity, so that changing the code runs it
+again; that of modules which it imports is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.filters.rules import Rule
+from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.user_settings import PythonConfig
+
+__all__ = ["PythonFilter"]
+
+
+class PythonFilter:
+    """Drops what the user's function says."""
+
+    def __init__(self, config: PythonConfig, folder: Path) -> None:
+        self._config = config
+        self._name = f"filters: python: {config.function}"
+        self.reasons = config.reasons or ("rejected",)
+        self._function = self._load(folder)
+
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge. BuildError names the function, whatever it raises or returns."""
+        chosen = np.flatnonzero(batch.wanted)
+        documents = _with_texts(batch)
+        if len(chosen) < len(batch):
+            documents = documents.take(pa.array(chosen))
+        codes = np.zeros(len(batch), np.int64)
+        if len(chosen):
+            codes[chosen] = self._codes(documents)
+        return [Rule(name, codes == number) for number, name in enumerate(self.reasons, 1)]
+
+    def _codes(self, documents: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """0 where a document stays, else 1 + the index of its reason."""
+        try:
+            answer: Any = self._function(documents, **self._config.parameters)
+        except Exception as error:  # the user's code may raise anything
+            first = documents.column("text")[0].as_py()[:60]
+            raise BuildError(
+                f"{self._name}: {type(error).__name__}: {error} (a batch of {documents.num_rows} documents, "
+                f"the first begins {first!r})"
+            ) from error
+        try:
+            values = (answer if hasattr(answer, "to_pylist") else pa.array(answer)).to_pylist()
+        except (pa.ArrowException, TypeError) as error:
+            raise BuildError(f"{self._name}: it returned what is no array: {error}") from None
+        if len(values) != documents.num_rows:
+            raise BuildError(f"{self._name}: {documents.num_rows} documents, but {len(values)} answers")
+        known: dict[Any, int] = {None: 0, "": 0} if self._config.reasons else {True: 0, False: 1}
+        known |= {reason: number for number, reason in enumerate(self._config.reasons, 1)}
+        codes = [known.get(value, -1) if isinstance(value, bool | str | None) else -1 for value in values]
+        if -1 in codes:
+            wanted = f"one of {', '.join(self.reasons)} or null" if self._config.reasons else "true or false"
+            raise BuildError(f"{self._name}: it returned {values[codes.index(-1)]!r} where {wanted} was due")
+        return np.array(codes, np.int64)
+
+    def _load(self, folder: Path) -> Callable[..., object]:
+        module, _, name = self._config.function.partition(":")
+        try:
+            made = _from_file(module, folder / self._config.file) if self._config.file else None
+            made = made or importlib.import_module(module)
+        except Exception as error:  # importing the user's code may raise anything
+            raise RecipeError(f"{self._name}: {type(error).__name__}: {error}") from error
+        function = getattr(made, name, None)
+        if not callable(function):
+            raise RecipeError(f"{self._name}: {made.__file__} has no function {name}")
+        called: Callable[..., object] = function
+        return called
+
+
+def _with_texts(batch: TextBatch) -> pa.RecordBatch:
+    """The documents with their texts as they are by now."""
+    if batch.columns is None:
+        return pa.RecordBatch.from_arrays([batch.texts], names=["text"])
+    number = batch.columns.schema.get_field_index("text")
+    return batch.columns.set_column(number, batch.columns.schema.field(number), batch.texts)
+
+
+def _from_file(name: str, path: Path) -> ModuleType:
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
