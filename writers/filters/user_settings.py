@@ -35,7 +35,7 @@ class PythonConfig(FilterSettings):
         return self
 
     def files(self) -> tuple[str, ...]:
-        """The source file of the function: its digest decides, with the parameters, what a result is worth."""
+        """The function's source file: its digest is part of the identity of what was made with it."""
         return (self.file if self.file is not None else self._installed(),)
 
     def _installed(self) -> str:
