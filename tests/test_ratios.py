@@ -19,7 +19,7 @@ TEXT = st.text(
 EVERY = "".join(chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(TEXT, max_size=5))
 @example(["", " ", "\r\n", EVERY, " " * (1 << 20)])
 def test_ratios_are_those_of_plain_python(texts: list[str]) -> None:

@@ -29,7 +29,7 @@ def edit(texts: list[str], config: RepeatedLinesConfig, wanted: list[bool] | Non
     return RepeatedLinesEditor(config).edit(batch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(PARTS, max_size=20).map("".join), max_size=4))
 @example(["a\na", "a\na\n", "a\r\na\n a \nb", "a\n\na\n\n\nb\n\na", "x" * (1 << 20) + "\n" + "x" * (1 << 20)])
 def test_texts_are_those_of_plain_python_and_every_byte_is_booked(texts: list[str]) -> None:

@@ -4,7 +4,8 @@ An e-mail address is a local part of at most 64 characters, "@" and a host with 
 in any case (datatrove's pattern finds lower case only). An IP address is public if it is global by Python's
 `ipaddress`, and of IPv6 only 2000::/3, so that C++'s "a::b" is none. A phone number is
 "+", a country code and 8 to 15 digits in all, or a North American (212) 555-0123, 212-555-0123 or
-212.555.0123, with or without "1-" before; not a part of a longer number or word. What is a replacement already stays.
+212.555.0123, with or without "1-" before; not a part of a longer number or word. What is a
+replacement already stays.
 
 Arrow's regular expressions pick the few documents that can have finds; only those meet Python's. All patterns
 are bounded, so that no text takes more than linear time.

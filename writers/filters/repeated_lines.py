@@ -1,8 +1,8 @@
 """Cut lines or paragraphs that stood before in the same document; the first copy stays.
 
 Units and their equality are those of `dedup.lines` (`dedup/lines_units.py`): lines end at LF, white space at
-both ends does not count, blank ones never go. Two different units of a document of n are taken for equal with a
-probability of n^2 / 2^129. Costs 28 bytes a unit of the batch.
+both ends does not count, blank ones never go. Two different units of a document of n are taken for equal with
+a probability of n^2 / 2^129. Costs 28 bytes a unit of the batch.
 """
 
 from __future__ import annotations

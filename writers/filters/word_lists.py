@@ -1,4 +1,4 @@
-"""Filters by lists of words: those that documents should not have, and those that a language cannot do without.
+"""Filters by lists of words: what documents should not have, and what a language cannot do without.
 
 Bad words are datatrove's C4BadWordsFilter with lists given as files: which documents stay for `keep_fraction`
 is a hash of their id, so that the result does not depend on order. Phrases are found as `phrases.py` says.
