@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,10 @@ def test_kernels_are_kept_by_the_version_of_all_their_sources(
     (tmp_path / "b.py").write_text("no kernel in here\n")
     assert kernel_cache() == {"NUMBA_CACHE_DIR": other}
     (tmp_path / "a.py").write_text("import numba as nb\n")
+    os.utime(folder, (0, 0))
     [last] = kernel_cache().values()
+    assert not Path(folder).exists()
+    assert Path(other).exists()
     assert len({folder, other, last}) == 3
 
 
