@@ -48,6 +48,7 @@ DEDUP: dict[str, Any] = {
         "rows": 8,
         "scope": "global",
         "against": ["<last year>"],
+        "counts": {"hubs": 3, "largest_bucket": 20_123, "bounded": 4_567},
     },
     "stages": [
         {"stage": "exact_duplicate", "documents": 81_234, "bytes": 345_000_000},
@@ -145,6 +146,8 @@ def test_every_count_of_the_card_is_on_the_page() -> None:
         "One document stands for 98 at most",
         "8,123",
         "112 permutations, 14 bands of 8 rows",
+        "3, the largest of 20,123 documents",
+        "4,567 times",
         "at least 0.8, or containment at least 0.95",
         "0.85 to 0.90",
         "17 more were planted",

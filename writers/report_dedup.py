@@ -3,7 +3,7 @@
 A function of the card's `dedup`, which is plain data without times, paths or numbers of workers:
 
     near        None without near-duplicate removal, or {"similarity", "containment", "unit", "ngram",
-                "permutations", "bands", "rows", "scope", "against": names of indexes}
+                "permutations", "bands", "rows", "scope", "against": names of indexes, "counts": of near.py}
     stages      [{"stage": reason, "documents", "bytes"}] in the order they ran
     sources     [{"source", "documents", "bytes", "removed": {reason: {"documents", "bytes"}}}], one an input,
                 `documents` and `bytes` being what the first stage was given
@@ -120,6 +120,11 @@ def _parameters(near: Mapping[str, Any]) -> str:
         "Candidates": f"{near['permutations']} permutations, {near['bands']} bands of {near['rows']} rows",
         "Scope": near["scope"],
     }
+    if (counts := near.get("counts", {})).get("hubs"):
+        facts["Large buckets"] = (
+            f"{counts['hubs']:,}, the largest of {counts['largest_bucket']:,} documents, compared by sub-bands "
+            f"and leaders; {counts['bounded']:,} times a document had more alike ones than pairs are made of"
+        )
     if near["against"]:
         facts["Against"] = ", ".join(near["against"])
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
