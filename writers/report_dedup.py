@@ -122,8 +122,9 @@ def _parameters(near: Mapping[str, Any]) -> str:
     }
     if (counts := near.get("counts", {})).get("hubs"):
         facts["Large buckets"] = (
-            f"{counts['hubs']:,}, the largest of {counts['largest_bucket']:,} documents, compared by sub-"
-            f"bands and leaders; {counts['bounded']:,} times a document had more alike ones than pairs are made of"
+            f"{counts['hubs']:,}, the largest of {counts['largest_bucket']:,} documents, "
+            "compared by sub-bands and leaders; "
+            f"{counts['bounded']:,} times a document had more alike ones than pairs are made of"
         )
     if near["against"]:
         facts["Against"] = ", ".join(near["against"])
