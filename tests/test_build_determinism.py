@@ -100,6 +100,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path: Path, many_tasks: None) -> None:
     expected = tree(build(make_corpus(tmp_path / "whole"), workers=1, progress=False).output)
@@ -126,6 +127,7 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path: Path, man
     assert not output.with_name("out.work").exists()
 
 
+@pytest.mark.extended
 def test_a_build_killed_just_after_the_index_is_complete(tmp_path: Path) -> None:
     recipe = make_corpus(tmp_path, 80)
     command = [sys.executable, "-c", KILLER, str(recipe), "after index", "1"]

@@ -14,6 +14,7 @@ from s3_moto import s3_server
 SEED = 20
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compressed", "kills"),

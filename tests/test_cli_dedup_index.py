@@ -40,6 +40,7 @@ def test_an_index_is_shown_with_its_settings_and_its_curve(
     assert json.loads(capsys.readouterr().out) == open_index(index).to_dict()
 
 
+@pytest.mark.extended
 def test_the_index_of_a_recipe_is_made_once_and_named_in_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

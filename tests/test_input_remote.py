@@ -210,6 +210,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
         return build(path, workers=1, progress=False)
 
 
+@pytest.mark.extended
 def test_a_corpus_moved_to_a_bucket_gives_the_same_shards(
     local: BuildResult, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,6 +355,7 @@ def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("shardkit")]
 
 
+@pytest.mark.extended
 def test_200_loaders_begun_and_abandoned_leave_no_threads(data: Path) -> None:
     kept = []
     for number in range(200):

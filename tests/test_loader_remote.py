@@ -196,6 +196,7 @@ def bucket_url(datasets: Datasets) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.extended
 def test_a_dataset_on_s3_gives_the_same_batches_in_this_process_and_in_new_ones(
     datasets: Datasets, bucket_url: str, tmp_path: Path
 ) -> None:
@@ -399,6 +400,7 @@ def test_an_entry_that_was_damaged_between_two_runs_is_fetched_again(
         assert len(list((cache / "shardkit-cache-1" / "damaged").iterdir())) == 1, damage
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rows", [0, 128])
 @pytest.mark.parametrize("operation", ["open", "any"])
 def test_a_store_that_hangs_ends_in_an_error_that_says_all_within_the_timeout(

@@ -63,6 +63,7 @@ def test_without_prefetching_and_endless_the_run_is_the_same(datasets: dict[str,
     assert_exact_resume(partial(make, datasets["mds"], batch_size=4, prefetch_batches=0), steps=16)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["mds", pytest.param("columns", marks=pytest.mark.extended)])
 def test_a_new_process_goes_on_exactly(datasets: dict[str, Path], kind: str, tmp_path: Path) -> None:
     arguments = {

@@ -226,6 +226,7 @@ print("rank 1 ended with", code)
 """
 
 
+@pytest.mark.extended
 def test_an_error_in_one_loader_ends_the_rank_that_waits_for_it_in_a_collective(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -237,6 +237,7 @@ def test_any_value_anywhere_gives_a_manifest_or_a_shard_error(
     assert len(manifest.fingerprint) == 32
 
 
+@pytest.mark.extended
 def test_a_large_index_opens_in_time_that_grows_with_the_shards_only(tmp_path: Path) -> None:
     shards = [
         ShardInfo(FileInfo(f"p/shard.{k:07}.mds", 10**6), 99, COLUMNS, size_limit=1 << 26)

@@ -138,6 +138,7 @@ def test_other_numbers_of_workers_reuse_everything(kept: BuildResult, corpus: Pa
     assert tree(result.output) == tree(kept.output)
 
 
+@pytest.mark.extended
 def test_one_more_file_costs_its_own_cleaning_and_tokenizing(tmp_path: Path) -> None:
     recipe = make_corpus(tmp_path, 80)
     build(recipe, output=tmp_path / "a", overrides=["work=work"], workers=1, progress=False)
@@ -151,6 +152,7 @@ def test_one_more_file_costs_its_own_cleaning_and_tokenizing(tmp_path: Path) -> 
     assert tree(result.output) == tree(fresh.output)
 
 
+@pytest.mark.extended
 def test_an_edited_file_of_the_same_size_is_noticed(tmp_path: Path) -> None:
     recipe = make_corpus(tmp_path, 80)
     first = build(recipe, overrides=["work=work"], workers=1, progress=False)
@@ -270,6 +272,7 @@ def test_a_damaged_leftover_is_not_published(kept: BuildResult, corpus: Path, tm
     assert tree(run().output) == tree(kept.output)
 
 
+@pytest.mark.extended
 def test_a_tokenizer_that_only_the_slow_engine_gets_right_is_used_with_a_warning(
     tmp_path: Path,
 ) -> None:

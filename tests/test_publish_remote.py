@@ -134,6 +134,7 @@ def test_a_publication_killed_at_any_operation_is_gone_on_with(
         assert sorted(sent) == sorted(local), limit
 
 
+@pytest.mark.extended
 # Seven writes: the marker, two shards, the provenance, the report, the card and the index.
 @pytest.mark.parametrize(("fatal", "late"), [(1, True), (7, False)], ids=str)
 def test_a_build_process_that_is_killed_while_it_publishes_goes_on_with_the_rest(

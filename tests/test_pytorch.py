@@ -98,6 +98,7 @@ def test_workers_that_persist_go_on_with_the_next_epoch(data: dict[str, Path], p
     assert_same(list(chain(*got)), reference(data["mds"], sum(lengths)), "persistent workers")
 
 
+@pytest.mark.extended
 def test_a_spawned_worker_gives_the_same_and_shares_where_it_is(data: dict[str, Path]) -> None:
     """One worker, for each takes seconds to import torch."""
     length, following = epoch_lengths(data["columns"], 2)

@@ -64,7 +64,13 @@ def assert_same(got: list[Batch], expected: list[tuple[Batch, State]], where: st
 
 @pytest.mark.parametrize(
     ("workers", "every", "persistent"),
-    [(0, 1, False), (1, 3, False), (2, 1, False), (2, 3, True), (3, 3, False)],
+    [
+        (0, 1, False),
+        (1, 3, False),
+        pytest.param(2, 1, False, marks=pytest.mark.extended),
+        (2, 3, True),
+        pytest.param(3, 3, False, marks=pytest.mark.extended),
+    ],
 )
 def test_it_goes_on_exactly_from_any_state(
     path: Path, expected: list[tuple[Batch, State]], workers: int, every: int, persistent: bool

@@ -101,6 +101,7 @@ def test_ranks_that_come_to_their_loader_get_the_peers_error_and_time_to_save(
         assert "shardkit:" not in rank.output
 
 
+@pytest.mark.extended
 def test_ranks_that_end_one_after_another_disturb_nobody(run: Run) -> None:
     for rank in run("one_ends"):
         assert rank.code == 0

@@ -52,7 +52,9 @@ def leave_half_a_checkpoint(training: Training) -> None:
     (folder / ".metadata").write_bytes(b"half")
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+@pytest.mark.parametrize(
+    "script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.extended)]
+)
 def test_a_run_killed_at_any_step_goes_on_with_as_many_ranks_or_others(
     script: str, server: ScriptServer, data: list[str], tmp_path: Path
 ) -> None:
@@ -91,7 +93,9 @@ def test_a_run_killed_at_any_step_goes_on_with_as_many_ranks_or_others(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+@pytest.mark.parametrize(
+    "script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.extended)]
+)
 def test_torchrun_starts_killed_ranks_again_and_they_go_on(
     script: str, server: ScriptServer, data: list[str], tmp_path: Path
 ) -> None:

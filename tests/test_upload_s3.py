@@ -176,6 +176,7 @@ def test_a_real_server_keeps_large_shards_and_their_hashes(
     assert tree(tmp_path / "copy") == tree(large)
 
 
+@pytest.mark.extended
 def test_a_killed_upload_of_large_shards_to_a_real_server_goes_on(rgw_bucket: RgwBucket, large: Path) -> None:
     storage = StorageOptions(endpoint_url=rgw_bucket.endpoint_url)
     url = f"{rgw_bucket.url}/killed"
@@ -197,6 +198,7 @@ def test_a_killed_upload_of_large_shards_to_a_real_server_goes_on(rgw_bucket: Rg
     assert bytes_in(client, rgw_bucket.name, "killed/") == files_of(large)
 
 
+@pytest.mark.extended
 def test_of_two_processes_with_different_datasets_one_wins_on_a_real_server(
     rgw_bucket: RgwBucket, made: Path, tmp_path: Path
 ) -> None:
