@@ -23,3 +23,18 @@ def heeded_ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def inline_builds() -> Iterator[None]:
+    """Builds run their tasks in this process, which saves the start of workers, a second of CPU each.
+
+    For what does not depend on them: tests/test_build_determinism.py holds any number to the same bytes.
+    """
+    from shardkit.writers import index_build, pipeline
+    from shardkit.writers.engine_inline import InlineEngine
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pipeline, index_build):
+            patch.setattr(module, "LocalEngine", lambda workers: InlineEngine())
+        yield

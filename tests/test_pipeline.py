@@ -22,6 +22,8 @@ from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress
 
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

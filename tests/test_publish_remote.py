@@ -27,6 +27,8 @@ from shardkit.upload.contents import MARKER_NAME
 from shardkit.writers import BuildResult, build
 from shardkit.writers import publish_remote as module
 
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ from shardkit import open_dataset
 from shardkit.verify import verify
 from shardkit.writers import build, build_dedup_index, load_recipe
 
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
 PROSE = "\n".join(
