@@ -107,15 +107,17 @@ def band_keys(
 def _sign(data, edges, ngram, characters, tables, factors, values, keys, shingles):  # type: ignore[no-untyped-def]
     scratch = make_shingle_scratch(ngram)
     hashes = scratch[2]
+    some = len(factors) > 0
     for text in range(len(edges) - 1):
         at, stop, state = edges[text], edges[text + 1], (0, 0)
+        key, lowest = keys[text], values[text]  # here, because a view costs a counted reference
+        count = 0
         while at < stop:
-            found, at, state = next_shingles(
-                data, at, stop, state, ngram, characters, tables, scratch, keys[text]
-            )
-            shingles[text] += found
-            if len(factors):
-                _lower_values(hashes, found, factors, values[text])
+            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            count += found
+            if some:
+                _lower_values(hashes, found, factors, lowest)
+        shingles[text] = count
 
 
 @numba.njit(nogil=True, cache=True)

@@ -138,6 +138,10 @@ def _find_composing(data, offsets, flags, classes, found):  # type: ignore[no-un
                 at += 8
                 before = 0
                 continue
+            if data[at] < 0xCC:  # below U+0300 nothing combines or changes
+                at += 1 + (data[at] >= 0x80)
+                before = 0
+                continue
             code, at = next_character(data, at)
             combining = classes[code]
             if flags[code] & COMPOSING or 0 < combining < before:

@@ -116,8 +116,9 @@ def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
     for i in range(count):
         hashes[i] = units[i]
     for further in range(1, ngram):
+        shifted = units[further:]  # a view, indexed from 0, as vector instructions need it
         for i in range(count):
-            hashes[i] = hashes[i] * _BASE_64 + units[i + further]
+            hashes[i] = hashes[i] * _BASE_64 + shifted[i]
     for i in range(count):
         value = hashes[i]
         value ^= value >> _U32
@@ -198,8 +199,9 @@ def _collect_shingles(data, edges, ngram, characters, tables, out, offsets):  # 
         at, stop, state = edges[text], edges[text + 1], (0, 0)
         while at < stop:
             found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            target = out[total:]
             for i in range(found):
-                out[total + i] = hashes[i]
+                target[i] = hashes[i]
             total += found
         offsets[text + 1] = total
 

@@ -51,8 +51,9 @@ def next_words(data, at, stop, tables, scratch, out, count):  # type: ignore[no-
     segment, lower, edges = scratch
     flags, lower_table = tables
     size = min(SEGMENT_BYTES, stop - at)
-    for i in range(size):  # Numba takes six seconds to compile the assignment of a slice to a slice
-        segment[i] = data[at + i]
+    source = data[at : at + size]  # a view, indexed from 0: the loop becomes a memory copy
+    for i in range(size):  # (Numba takes six seconds to compile the assignment of a slice to a slice)
+        segment[i] = source[i]
     for i in range(size, size + 72):
         segment[i] = 0
     found = _find_edges(segment, size, lower, edges)
