@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shardkit.cli.output import count, print_json, stderr_console
+from shardkit.cli.output import print_json, stderr_console
+from shardkit.cli.recipe_arguments import add_recipe_arguments
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
 
@@ -33,9 +34,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="PLACE",
         help="folder or URL, such as s3://bucket/prefix, for the dataset (default: the recipe's output.path)",
     )
-    parser.add_argument(
-        "--workers", type=count, metavar="N", help="processes (default: one a core, as far as memory allows)"
-    )
+    add_recipe_arguments(parser, example="pack.sequence_length=4096")
     parser.add_argument(
         "--engine",
         choices=["local"],
@@ -43,19 +42,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="what runs the tasks (default: local, on this machine)",
     )
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="replace a key of the recipe, such as pack.sequence_length=4096; may be repeated",
-    )
-    parser.add_argument(
         "--replace",
         action="store_true",
         help="build even if the output holds a dataset, and put the new one in its place (default: refuse)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON (default: a table on stderr)"
     )

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.output import count, print_json, stderr_console, stdout_console
+from shardkit.cli.output import print_json, stderr_console, stdout_console
+from shardkit.cli.recipe_arguments import add_recipe_arguments
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.units import format_bytes
 
@@ -37,17 +38,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("index", metavar="INDEX", nargs="?", help="folder for the index")
     parser.add_argument("--show", metavar="INDEX", help="tell what this index holds (default: make one)")
-    parser.add_argument(
-        "--workers", type=count, metavar="N", help="processes (default: one a core, as far as memory allows)"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="replace a key of the recipe, such as dedup.near.similarity=0.7; may be repeated",
-    )
+    add_recipe_arguments(parser, example="dedup.near.similarity=0.7")
     parser.add_argument(
         "--sketch",
         type=_sketch,
@@ -59,7 +50,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--replace", action="store_true", help="put it in the place of another index (default: refuse)"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON (default: text for people)"
     )
