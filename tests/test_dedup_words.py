@@ -74,6 +74,18 @@ def test_composing_gives_form_c_and_leaves_the_rest_alone(texts: list[str]) -> N
     assert composed(done) is done
 
 
+def test_every_pair_that_form_c_makes_one_is_found() -> None:
+    """All characters alone, and each that leads a pair before each that ends one, with a mark between or not."""
+    every = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
+    pairs = [unicodedata.decomposition(character).split() for character in every]
+    pairs = [pair for pair in pairs if len(pair) == 2 and not pair[0].startswith("<")]
+    leading, joining = ({chr(int(pair[end], 16)) for pair in pairs} for end in (0, 1))
+    leading, joining = leading | set("\u1100\uac00\uac01"), joining | set("\u1161\u11a8")
+    texts = every + [one + other for one in sorted(leading) for other in sorted(joining)]
+    texts += [f"{one}\u0327{other}" for one in sorted(leading)[::9] for other in sorted(joining)]
+    assert composed(texts_of(texts)).to_pylist() == [unicodedata.normalize("NFC", text) for text in texts]
+
+
 @settings(deadline=None)
 @given(TEXTS, st.sampled_from(["words", "characters"]), st.integers(1, 7))
 def test_shingles_are_those_of_plain_python(texts: list[str], unit: str, ngram: int) -> None:

@@ -25,7 +25,6 @@ from shardkit.writers.documents import text_offsets
 from shardkit.writers.utf8 import next_character
 
 __all__ = [
-    "COMPOSING",
     "NORMALIZATION",
     "WORD",
     "CharacterTables",
@@ -39,11 +38,14 @@ __all__ = [
 NORMALIZATION = "shardkit-1"
 
 WORD = 1
-COMPOSING = 2  # Unicode's quick check for form C says No or Maybe
+CHANGING = 2  # form C writes it differently
+LEADING = 4  # form C may make one of it and a JOINING character after it
+JOINING = 8
 
 _ASSIGNED = 0x40000  # planes above hold tags, private use and nothing
 _CODE_POINTS = 0x110000
 _SPECIAL_LOWER = {0x0130: 0x69, 0x03C2: 0x03C3}  # dotted capital I, final sigma
+_HANGUL_INITIALS, _HANGUL_SYLLABLES = range(0x1100, 0x1113), range(0xAC00, 0xD7A4)
 _HANGUL_VOWELS, _HANGUL_FINALS = range(0x1161, 0x1176), range(0x11A8, 0x11C3)
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
 _WORDS = re.compile(r"\w+")
@@ -83,24 +85,27 @@ def character_tables() -> CharacterTables:
             lower[code] = ord(low)
     for code, replacement in _SPECIAL_LOWER.items():
         lower[code] = replacement
-    flags[_composing(every)] |= COMPOSING
+    _mark_composing(flags, every)
     flags.flags.writeable = lower.flags.writeable = False
     return CharacterTables(flags, lower)
 
 
-def _composing(every: list[str]) -> list[int]:
-    """Code points that are another one in form C, or may join with one before them."""
-    found = {*_HANGUL_VOWELS, *_HANGUL_FINALS}
+def _mark_composing(flags: npt.NDArray[np.uint8], every: list[str]) -> None:
+    """Set CHANGING, LEADING and JOINING: what form C writes differently, and which pairs it makes one."""
     for code, character in enumerate(every):
-        if code < 0xC0:
+        decomposition = unicodedata.decomposition(character) if code >= 0xC0 else ""
+        if not decomposition or decomposition.startswith("<"):
             continue
-        decomposition = unicodedata.decomposition(character)
-        if decomposition and not decomposition.startswith("<"):
-            parts = decomposition.split()
-            found.update(int(part, 16) for part in parts[1:])
-            if unicodedata.normalize("NFC", character) != character:
-                found.add(code)
-    return sorted(found)
+        parts = [int(part, 16) for part in decomposition.split()]
+        if unicodedata.normalize("NFC", character) != character:
+            flags[code] |= CHANGING
+        elif len(parts) == 2:
+            flags[parts[0]] |= LEADING
+            flags[parts[1]] |= JOINING
+    for leading in (_HANGUL_INITIALS, _HANGUL_SYLLABLES):
+        flags[leading.start : leading.stop] |= LEADING
+    for joining in (_HANGUL_VOWELS, _HANGUL_FINALS):
+        flags[joining.start : joining.stop] |= JOINING
 
 
 def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
@@ -129,24 +134,24 @@ def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
 
 @numba.njit(nogil=True, cache=True)
 def _find_composing(data, offsets, flags, classes, found):  # type: ignore[no-untyped-def]
-    """The quick check of Unicode Standard Annex 15: texts that it cannot call normalized."""
+    """Texts that may not be in form C: the quick check of Unicode Standard Annex 15, which also looks at what
+    stands before a character that joins, as vowel signs and dots of Indic scripts seldom do."""
     for text in range(len(found)):
         at, stop = offsets[text], offsets[text + 1]
-        before = 0
+        leading = before = np.int64(0)
         while at < stop:
             if at + 8 <= stop and not load_8_bytes(data, at) & _BEYOND_ASCII:
                 at += 8
-                before = 0
-                continue
-            if data[at] < 0xCC:  # below U+0300 nothing combines or changes
-                at += 1 + (data[at] >= 0x80)
-                before = 0
+                leading, before = np.int64(data[at - 1]), np.int64(0)
                 continue
             code, at = next_character(data, at)
-            combining = classes[code]
-            if flags[code] & COMPOSING or 0 < combining < before:
+            flag, combining = flags[code], np.int64(classes[code])
+            joins = (flag & JOINING) != 0 and (flags[leading] & LEADING) != 0
+            if joins or flag & CHANGING or 0 < combining < before:
                 found[text] = True
                 break
+            if combining == 0:
+                leading = code
             before = combining
 
 
