@@ -75,7 +75,7 @@ def test_composing_gives_form_c_and_leaves_the_rest_alone(texts: list[str]) -> N
 
 
 def test_every_pair_that_form_c_makes_one_is_found() -> None:
-    """All characters alone, and each that leads a pair before each that ends one, with a mark between or not."""
+    """All characters alone; each that leads a pair before each that ends one, with a mark between or not."""
     every = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
     pairs = [unicodedata.decomposition(character).split() for character in every]
     pairs = [pair for pair in pairs if len(pair) == 2 and not pair[0].startswith("<")]
