@@ -70,10 +70,8 @@ def make(folder: Path, changes: str = "", texts: dict[str, list[str]] | None = N
 
 
 @pytest.fixture(autouse=True)
-def _inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks run in this process: what is tested here does not depend on it (test_build_determinism.py)."""
+def _many_splits(monkeypatch: pytest.MonkeyPatch, inline_builds: None) -> None:
     for module in (pipeline, index_build):
-        monkeypatch.setattr(module, "LocalEngine", lambda workers: InlineEngine())
         monkeypatch.setattr(module.scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=9000))
 
 

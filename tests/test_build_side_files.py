@@ -9,8 +9,7 @@ import pytest
 from small_build import make_corpus, text_of
 
 from shardkit.errors import BuildError
-from shardkit.writers import build, pipeline
-from shardkit.writers.engine_inline import InlineEngine
+from shardkit.writers import build
 
 RECIPE = """\
 inputs: [{path: "plain-*.jsonl"}]
@@ -21,10 +20,10 @@ output: {path: out}
 """
 
 
+@pytest.mark.usefixtures("inline_builds")
 def test_overlaps_with_evaluation_sets_are_published_and_a_changed_set_is_another_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(pipeline, "LocalEngine", lambda workers: InlineEngine())
     recipe = make_corpus(tmp_path, documents=80, recipe=RECIPE)
     (tmp_path / "evaluation.jsonl").write_text(json.dumps({"text": text_of(7)}) + "\n")
     result = build(recipe, progress=False)

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 import numpy as np
 import pyarrow as pa
 from near_texts import read_sources
-from peer_environments import Environment, SideProcess, environment
+from peer_environments import Environment, SideProcess, environments
 
 HERE = Path(__file__).resolve().parent / "filter_peers"
 DEFAULT_VENVS = Path("~/.cache/shardkit-peers")
@@ -195,13 +195,8 @@ def main() -> None:
             if task == "tokenize" and tokenizer is None:
                 print("tokenize is left out: name a --tokenizer", file=sys.stderr)
                 continue
-            sides = {}
-            for name, side in TASKS[task].items():
-                place = environment(side.tool, arguments.venvs.expanduser())
-                if place.missing:
-                    print(f"{name} is left out: {place.missing}", file=sys.stderr)
-                else:
-                    sides[name] = place
+            tools = {name: side.tool for name, side in TASKS[task].items()}
+            sides = environments(list(tools), tools, arguments.venvs.expanduser())
             made = report(task, sides, measure(task, sides, files, common))
             rows += made
             if not arguments.json:

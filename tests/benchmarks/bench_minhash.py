@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
 from near_texts import read_sources, write_documents
-from peer_environments import Environment, SideProcess, environment
+from peer_environments import Environment, SideProcess, environments
 
 MEAN_WORDS = 550
 DEFAULT_VENVS = Path("~/.cache/shardkit-peers")
@@ -168,13 +168,8 @@ def main() -> None:
     parser.add_argument("--no-scaling", action="store_true", help="leave out the runs of two processes")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sides = {}
-    for name in arguments.sides.split(","):
-        place = environment(SIDES[name].tool, arguments.venvs.expanduser())
-        if place.missing:
-            print(f"{name} is left out: {place.missing}", file=sys.stderr)
-        else:
-            sides[name] = place
+    tools = {name: side.tool for name, side in SIDES.items()}
+    sides = environments(arguments.sides.split(","), tools, arguments.venvs.expanduser())
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "documents.arrow"
         documents = arguments.megabytes * 1_000_000 // (MEAN_WORDS * 7)

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
 from bench_minhash import DEFAULT_VENVS, MEAN_WORDS
 from near_texts import PAIR, read_sources, write_documents
-from peer_environments import Environment, SideProcess, environment
+from peer_environments import Environment, SideProcess, environments
 
 SIMILARITY = 0.8
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0 + 1e-9)
@@ -181,13 +181,8 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sides = {}
-    for name in arguments.sides.split(","):
-        place = environment(SIDES[name].tool, arguments.venvs.expanduser())
-        if place.missing:
-            print(f"{name} is left out: {place.missing}", file=sys.stderr)
-        else:
-            sides[name] = place
+    tools = {name: side.tool for name, side in SIDES.items()}
+    sides = environments(arguments.sides.split(","), tools, arguments.venvs.expanduser())
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.work or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -47,6 +48,18 @@ def environment(tool: str, folder: Path) -> Environment:
                 return Environment(python, "", f"{tool} cannot be installed: {lines[-1]}")
         marker.write_text(json.dumps(REQUIREMENTS[tool]))
     return Environment(python, _version(python, tool))
+
+
+def environments(names: Sequence[str], tools: Mapping[str, str], folder: Path) -> dict[str, Environment]:
+    """Where each of the named sides runs (`tools`: their tools); those that cannot are left out, and said."""
+    places = {}
+    for name in names:
+        place = environment(tools[name], folder)
+        if place.missing:
+            print(f"{name} is left out: {place.missing}", file=sys.stderr)
+        else:
+            places[name] = place
+    return places
 
 
 def _version(python: str, package: str) -> str:
