@@ -19,7 +19,7 @@ from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import local_path
-from shardkit.writers import scan
+from shardkit.writers import scan, stages
 from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import (
@@ -98,7 +98,7 @@ def build_dedup_index(
     count = default_workers(recipe.memory) if workers is None else workers
     with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as engine:
         runner = Runner(journal, engine, listener)
-        prepared = prepare(recipe, splits, runner.run, indexes)
+        prepared = prepare(recipe, splits, runner.run, indexes, stages.filter_files(recipe))
         near = prepared.unique.near
         assert near is not None
         [made] = runner.run(_index_tasks(prepared.unique, near, config, sketch))

@@ -29,7 +29,18 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.index import publish_bytes
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["COMMIT_NAME", "Commit", "Journal", "Output", "Task", "code_version", "fsync_path", "run_task"]
+__all__ = [
+    "COMMIT_NAME",
+    "Commit",
+    "Journal",
+    "Output",
+    "Task",
+    "code_version",
+    "contents",
+    "fsync_path",
+    "partition_name",
+    "run_task",
+]
 
 COMMIT_NAME = "commit.json"
 CONTENT_HASH = "xxh3_128"
@@ -125,6 +136,16 @@ def code_version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return state.hexdigest()
+
+
+def partition_name(number: int, partitions: int) -> str:
+    """Name of the task of one partition of a stage: never of a worker."""
+    return f"{number:05d}-of-{partitions:05d}"
+
+
+def contents(commits: Iterable[Commit]) -> str:
+    """Digest of all outputs of these tasks, in this order: what later tasks name as their input."""
+    return digest_of([commit.content for commit in commits])
 
 
 class Journal:

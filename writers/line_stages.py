@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardkit.hashing import digest_of
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.lines_cut import cut_lines
 from shardkit.writers.dedup.lines_keys import (
@@ -17,7 +16,7 @@ from shardkit.writers.dedup.lines_keys import (
 )
 from shardkit.writers.dedup.near_stages import SplitDocuments
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE
-from shardkit.writers.journal import Commit, Task
+from shardkit.writers.journal import Commit, Task, contents, partition_name
 
 __all__ = ["cut_tasks", "key_tasks", "loser_tasks"]
 
@@ -27,7 +26,7 @@ def key_tasks(
 ) -> list[Task]:
     """One task a split."""
     losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
-    shared = {"config": config.model_dump(mode="json"), "exact": _contents(exact)}
+    shared = {"config": config.model_dump(mode="json"), "exact": contents(exact)}
     return [
         Task(
             "line_keys",
@@ -44,12 +43,12 @@ def key_tasks(
 def loser_tasks(keys: Sequence[Commit], config: LinesDedupConfig, memory_bytes: int) -> list[Task]:
     """One task a partition of keys."""
     partitions = partitions_for(sum(commit.counts["keys"] for commit in keys), memory_bytes)
-    shared = {"keys": _contents(keys), "keep": config.keep, "partitions": partitions}
+    shared = {"keys": contents(keys), "keep": config.keep, "partitions": partitions}
     folders = tuple(commit.folder for commit in keys)
     return [
         Task(
             "line_losers",
-            f"{number:05d}-of-{partitions:05d}",
+            partition_name(number, partitions),
             shared | {"partition": number},
             _find_losers,
             (folders, number, partitions, config.keep),
@@ -70,8 +69,8 @@ def cut_tasks(
     exact_losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
     exact_winners = tuple(commit.folder / WINNERS_FILE for commit in exact)
     shared = {
-        "losers": _contents(losers),
-        "exact": _contents(exact),
+        "losers": contents(losers),
+        "exact": contents(exact),
         "config": config.model_dump(mode="json"),
     }
     tasks = []
@@ -114,7 +113,3 @@ def _cut(
         exact_losers=exact_losers,
         exact_winners=exact_winners,
     )
-
-
-def _contents(commits: Sequence[Commit]) -> str:
-    return digest_of([commit.content for commit in commits])

@@ -89,7 +89,8 @@ def build(
     splits = scan.scan_inputs(recipe, storage)
     refuse_own_files(splits, work, target if isinstance(target, Path) else str(target))
     digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
-    if card := check_output(target, recipe, splits, digest, indexes, replace=replace):
+    files = stages.filter_files(recipe)
+    if card := check_output(target, recipe, splits, digest, indexes, files, replace=replace):
         return _result_of_card(str(target), card, time.perf_counter() - start)
     count = default_workers(recipe.memory) if workers is None else workers
     with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as local:
@@ -100,7 +101,7 @@ def build(
             if isinstance(target, Path)
             else partial(publish_remote, target, replace=replace, listener=listener)
         )
-        result = _Build(recipe, splits, digest, indexes, runner).run(str(target), place)
+        result = _Build(recipe, splits, digest, indexes, files, runner).run(str(target), place)
         if recipe.work is None:
             journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
@@ -146,17 +147,18 @@ class _Build:
         splits: Sequence[scan.Split],
         digest: str,
         indexes: Sequence[DedupIndex],
+        files: Mapping[str, str],
         runner: Runner,
     ) -> None:
         self._recipe, self._splits, self._runner = recipe, splits, runner
-        self._digest, self._indexes = digest, indexes
+        self._digest, self._indexes, self._files = digest, indexes, files
         self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
 
     def run(self, location: str, place: Publisher) -> BuildResult:
         recipe, runner = self._recipe, self._runner
         eos = recipe.tokenizer.eos
         tokenizer_task = stages.tokenizer_task(self._tokenizer_path, eos, self._digest)
-        prepared = prepare(recipe, self._splits, runner.run, self._indexes, [tokenizer_task])
+        prepared = prepare(recipe, self._splits, runner.run, self._indexes, self._files, [tokenizer_task])
         [tokenizer] = prepared.beside
         cleaned, unique = prepared.cleaned, prepared.unique
         partitions = _count_partitions(recipe, prepared.kept)
@@ -263,7 +265,7 @@ class _Build:
             partitions=len(packed),
             dedup=prepared.unique.card,
             filters=filters_card(commit.counts["filters"] for commit in prepared.cleaned),
-            filter_files=stages.filter_files(recipe),
+            filter_files=self._files,
         )
         texts = {REPORT_NAME: render_report(card)}
         quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in prepared.cleaned)

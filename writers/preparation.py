@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ def prepare(
     splits: Sequence[scan.Split],
     run: Callable[..., list[list[Commit]]],
     indexes: Sequence[DedupIndex],
+    files: Mapping[str, str],
     beside: Sequence[Task] = (),
 ) -> Prepared:
-    """Run the stages; `beside` are tasks of another stage that need nothing of these.
+    """Run the stages. `files` are `stages.filter_files`; `beside` are tasks that need nothing of them.
 
     BuildError if too much is unreadable, if nothing is left, or if an input is mostly duplicates.
     """
-    others, cleaned = run(beside, stages.clean_tasks(recipe, splits))
+    others, cleaned = run(beside, stages.clean_tasks(recipe, splits, files))
     total = Ledger()
     for commit in cleaned:
         total.merge(commit.ledger())

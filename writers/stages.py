@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from shardkit.writers.dedup.exact import find_losers, find_winners
 from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
 from shardkit.writers.input_digest import hash_split
-from shardkit.writers.journal import Commit, Task
+from shardkit.writers.journal import Commit, Task, contents, partition_name
 from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.scan import Split
@@ -36,6 +36,7 @@ from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encod
 __all__ = [
     "clean_tasks",
     "exact_tasks",
+    "filter_files",
     "pack_tasks",
     "parity_task",
     "provenance_tasks",
@@ -71,13 +72,13 @@ def _likely_engine(path: Path, eos: str) -> Engine:
     return "gigatoken"
 
 
-def clean_tasks(recipe: Recipe, splits: Sequence[Split]) -> list[Task]:
-    """One task a split."""
+def clean_tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str]) -> list[Task]:
+    """One task a split; `files` are `filter_files`."""
     filters = [[name, config.model_dump(mode="json")] for name, config in recipe.filter_chain()]
     exact = recipe.dedup.exact
     shared = {
         "filters": filters,
-        "filter_files": filter_files(recipe),
+        "filter_files": dict(files),
         "annotate": recipe.annotate,
         "keys": normalization_version() if exact is not None and exact.text == "normalized" else "raw",
         "max_bad_fraction": recipe.max_bad_fraction,
@@ -120,7 +121,7 @@ def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
     return [
         Task(
             "exact",
-            _partition_name(p, partitions),
+            partition_name(p, partitions),
             {"keys": keys, "partition": p, "partitions": partitions},
             _find_exact,
             (paths, p, partitions),
@@ -218,7 +219,7 @@ def pack_tasks(
     output = recipe.output.model_dump(mode="json", exclude={"path"})
     eos_id, dtype = tokenizer.counts["eos_id"], tokenizer.counts["dtype"]
     shared = {
-        "spills": digest_of([commit.content for commit in spilled]),
+        "spills": contents(spilled),
         "pack": recipe.pack.model_dump(mode="json"),
         "output": output,
         "seed": recipe.seed,
@@ -229,7 +230,7 @@ def pack_tasks(
     tasks = []
     for p in range(partitions):
         args = (spills, p, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
-        tasks.append(Task("pack", _partition_name(p, partitions), shared | {"partition": p}, _pack, args))
+        tasks.append(Task("pack", partition_name(p, partitions), shared | {"partition": p}, _pack, args))
     return tasks
 
 
@@ -289,7 +290,3 @@ def _split_name(split: Split) -> str:
     """Readable, and unique and constant for (file, start)."""
     readable = _UNSAFE.sub("_", Path(split.file).name)[:40].strip(".") or "file"
     return f"{readable}-{digest_of([split.file, split.start])[:16]}"
-
-
-def _partition_name(partition: int, partitions: int) -> str:
-    return f"{partition:05d}-of-{partitions:05d}"

@@ -6,7 +6,7 @@ which are read again for this (at the disk's speed, much faster than building).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from shardkit.writers.publish_remote import RemoteOutput, find_remote_dataset, f
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import recipe_content
 from shardkit.writers.scan import Split
-from shardkit.writers.stages import filter_files
 
 __all__ = ["check_output"]
 
@@ -41,7 +40,8 @@ def check_output(
     recipe: Recipe,
     splits: Sequence[Split],
     tokenizer_digest: str,
-    indexes: Sequence[DedupIndex] = (),
+    indexes: Sequence[DedupIndex],
+    filter_files: Mapping[str, str],
     *,
     replace: bool,
 ) -> dict[str, Any] | None:
@@ -52,7 +52,8 @@ def check_output(
     found = _find_remote(output) if isinstance(output, RemoteOutput) else _find_local(output)
     if found is None or replace:
         return None
-    problem = _difference(found.card, recipe, splits, tokenizer_digest, indexes) or found.damage()
+    problem = _difference(found.card, recipe, splits, tokenizer_digest, indexes, filter_files)
+    problem = problem or found.damage()
     if problem is not None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
@@ -82,6 +83,7 @@ def _difference(
     splits: Sequence[Split],
     tokenizer_digest: str,
     indexes: Sequence[DedupIndex],
+    filter_files: Mapping[str, str],
 ) -> str | None:
     """Why the card is not this build's, or None."""
     if card is None or "recipe_digest" not in card:
@@ -95,7 +97,7 @@ def _difference(
             return "made with another tokenizer"
         if recipe.dedup.near and card["dedup"]["near"]["indexes"] != [index.digest for index in indexes]:
             return "made against other indexes"
-        if card["filter_files"] != filter_files(recipe):
+        if card["filter_files"] != filter_files:
             return "made with other lists or models of its filters"
         names = ("source", "files", "bytes", "digest")
         stated = [{name: entry[name] for name in names} for entry in card["inputs"]]

@@ -30,6 +30,7 @@ from shardkit.writers.dedup.index import copy_sketches
 from shardkit.writers.dedup.measure import measure_precision, measure_recall
 from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.parts import KEYS_FILE, bands_and_rows, part_settings, sign_documents
+from shardkit.writers.dedup.planted import DOCUMENTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.planted import PLANTED_FILE, plant
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, Population
 from shardkit.writers.dedup.removals import LOSERS_FILE, Removals
@@ -37,13 +38,12 @@ from shardkit.writers.dedup.resolve import resolve
 from shardkit.writers.dedup.shingle_store import ShingleWriter
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.dedup.verify import EDGES_FILE, verify_block
-from shardkit.writers.journal import Commit, Task
+from shardkit.writers.journal import Commit, Task, contents, partition_name
 from shardkit.writers.spill import Removed
 
 __all__ = ["NearStages", "SplitDocuments", "population_of"]
 
 MASK_FILE = "removed.bin"  # one bit a document, the lowest first
-PLANTED_DOCUMENTS = "documents.arrow"
 _PLANTED_SOURCE = 1 << 30  # after all inputs
 
 
@@ -107,7 +107,7 @@ class NearStages:
         return [
             Task(
                 "equal",
-                _partition_name(number, partitions),
+                partition_name(number, partitions),
                 {"parts": digest, "partition": number, "partitions": partitions},
                 _find_equal,
                 (population, number, partitions),
@@ -118,7 +118,7 @@ class NearStages:
     def mask_task(self, population: Population, equal: Sequence[Commit]) -> Task:
         """The bits of documents that lost to equal words."""
         folders = tuple(commit.folder for commit in equal)
-        spec = {"equal": _contents(equal), "starts": digest_of(population.starts.tolist())}
+        spec = {"equal": contents(equal), "starts": digest_of(population.starts.tolist())}
         return Task("equal_mask", "equal_mask", spec, _write_mask, (population, folders))
 
     def candidate_tasks(self, population: Population, digest: str, mask: Commit) -> list[Task]:
@@ -130,15 +130,13 @@ class NearStages:
         for number in range(partitions):
             spec = shared | {"partition": number, "partitions": partitions}
             args = (population, number, partitions, mask.folder, self.config.similarity, self.memory_bytes)
-            tasks.append(
-                Task("candidates", _partition_name(number, partitions), spec, _find_candidates, args)
-            )
+            tasks.append(Task("candidates", partition_name(number, partitions), spec, _find_candidates, args))
         return tasks
 
     def shingle_tasks(self, population: Population, digest: str, candidates: Sequence[Commit]) -> list[Task]:
         """One task a part."""
         pairs = tuple(commit.folder for commit in candidates)
-        shared = {"parts": digest, "pairs": _contents(candidates), "settings": part_settings(self.config)}
+        shared = {"parts": digest, "pairs": contents(candidates), "settings": part_settings(self.config)}
         sources = [(split.name, split.documents) for split in self.splits]
         sources += [("planted", part.folder / PLANTED_DOCUMENTS) for part in _of_kind(population, "planted")]
         sources += [
@@ -162,8 +160,8 @@ class NearStages:
         folders = [tuple(commit.folder for commit in commits) for commits in (candidates, shingles)]
         names = ("similarity", "containment", "small_shingles", "small_repetition", "small_similarity")
         shared = {
-            "pairs": _contents(candidates),
-            "sets": _contents(shingles),
+            "pairs": contents(candidates),
+            "sets": contents(shingles),
             "rule": {name: getattr(self.config, name) for name in names},
         }
         tasks = []
@@ -177,7 +175,7 @@ class NearStages:
         self, population: Population, digest: str, equal: Sequence[Commit], verified: Sequence[Commit]
     ) -> Task:
         """Who is removed."""
-        spec = {"parts": digest, "equal": _contents(equal), "edges": _contents(verified)}
+        spec = {"parts": digest, "equal": contents(equal), "edges": contents(verified)}
         edges, losers = (tuple(commit.folder for commit in commits) for commits in (verified, equal))
         args = (population, edges, losers, self.memory_bytes)
         return Task("near", "near", spec, _resolve, args)
@@ -193,8 +191,8 @@ class NearStages:
         if self.config.measure is None:
             return []
         spec = {
-            "found": {stage: _contents(commits) for stage, commits in found.items()},
-            "planted": _contents(planted),
+            "found": {stage: contents(commits) for stage, commits in found.items()},
+            "planted": contents(planted),
             "mask": mask.content,
             "documents": [split.digest for split in self.splits],
             "config": self.config.model_dump(mode="json", exclude={"against"}),
@@ -358,11 +356,3 @@ def _measure(
 
 def _of_kind(population: Population, kind: str) -> list[Part]:
     return [part for part in population.parts if part.kind == kind]
-
-
-def _contents(commits: Sequence[Commit]) -> str:
-    return digest_of([commit.content for commit in commits])
-
-
-def _partition_name(number: int, partitions: int) -> str:
-    return f"{number:05d}-of-{partitions:05d}"

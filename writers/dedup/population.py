@@ -14,7 +14,6 @@ lowest source, the longest text, the lowest document id; planted copies come las
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +32,6 @@ __all__ = [
     "SIGNATURES_FILE",
     "Part",
     "Population",
-    "open_array",
-    "open_signatures",
     "priority",
 ]
 
@@ -117,15 +114,3 @@ def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint
     keys[:, 0] = sources.astype(np.uint64) << np.uint64(40) | lengths.astype(np.uint64)
     keys[:, 1:] = np.ascontiguousarray(documents["id"]).view(">u8").reshape(-1, 2)
     return keys
-
-
-def open_array(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[np.void]:
-    """A .npy file, mapped; an empty array if it has no rows."""
-    array: npt.NDArray[np.void] = np.load(path, mmap_mode="r")
-    assert array.dtype == dtype, path
-    return array
-
-
-def open_signatures(parts: Sequence[Part]) -> list[npt.NDArray[np.uint32]]:
-    """uint32[n, permutations] of each part, mapped: reading a row is reading a page."""
-    return [np.load(part.folder / SIGNATURES_FILE, mmap_mode="r") for part in parts]

@@ -16,13 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.hashing import digest_of, hash_bytes
-from shardkit.writers.dedup.resolve import GROUP_SIZES
+from shardkit.writers.dedup.resolve import GROUP_SIZES, LOSERS_FILE, WINNERS_FILE
 from shardkit.writers.spill import Removed
 
 __all__ = ["LOSERS_FILE", "WINNERS_FILE", "Removals", "count_groups"]
-
-LOSERS_FILE = "losers.npy"  # sorted by (split, row)
-WINNERS_FILE = "winners.npy"  # WINNER_DTYPE, sorted by (split, row)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from shardkit.writers.filters.sentences import (
     sentence_tables,
 )
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.utf8 import strip_space
 
 __all__ = ["C4QualityFilter", "reference_c4"]
 
@@ -161,7 +162,7 @@ def _document(data, begin, end, switches, limits, tables, edited, start, out):  
         else:
             line_end = end
         lines += 1
-        first, last = _bounds(data, line_begin, line_end, flags)
+        first, last = strip_space(data, line_begin, line_end, flags)
         to = _line(data, first, last, lines, switches, limits, tables, edited, to, out)
         if to < 0:
             to = -to - 1
@@ -169,24 +170,6 @@ def _document(data, begin, end, switches, limits, tables, edited, start, out):  
             edited[to] = 10  # in the room of its own end
             to += 1
     return to
-
-
-@numba.njit(nogil=True, cache=True)
-def _bounds(data, begin, end, flags):  # type: ignore[no-untyped-def]
-    """Where data[begin:end] begins and ends without white space."""
-    while begin < end:
-        code, after = character_at(data, begin)
-        if not flags[code] & SPACE:
-            break
-        begin = after
-    while end > begin:
-        at = end - 1
-        while data[at] & 0xC0 == 0x80:
-            at -= 1
-        if not flags[character_at(data, at)[0]] & SPACE:
-            break
-        end = at
-    return begin, end
 
 
 @numba.njit(nogil=True, cache=True)
@@ -348,7 +331,7 @@ def _phrases(data, begin, end, anchors):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, cache=True)
 def _strip(edited, start, end, flags):  # type: ignore[no-untyped-def]
     """Take white space off both ends of edited[start:end]; where it ends then."""
-    first, last = _bounds(edited, start, end, flags)
+    first, last = strip_space(edited, start, end, flags)
     if first > start:
         for at in range(first, last):
             edited[start + at - first] = edited[at]
