@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -13,6 +14,7 @@ from shardkit.storage.errors import StoreError, ThrottledError, TransientError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Body, ObjectInfo
 
+_NUMBERS = count()
 Kind = Literal["error", "throttle", "refuse", "break", "short", "lost", "slow"]
 
 
@@ -43,7 +45,7 @@ class ScriptedStore:
     """Each request takes the next entry of `script`; after its end all goes well. `log` has the requests."""
 
     def __init__(self, script: Sequence[Fault | None] = (), clock: FakeClock | None = None) -> None:
-        self.inner = MemoryStore(f"memory://scripted-{id(self)}")
+        self.inner = MemoryStore(f"memory://scripted-{next(_NUMBERS)}")  # an id() comes again: not a name
         self.script = list(script)
         self.clock = clock or FakeClock()
         self.log: list[str] = []
