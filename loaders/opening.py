@@ -144,6 +144,11 @@ def _exclusions(excluded: ExcludedRows, dataset: Dataset) -> Exclusions | None:
         excluded = Exclusions.read(Path(excluded))
     elif not isinstance(excluded, Exclusions):
         excluded = Exclusions.of(excluded)
+    if excluded.fingerprint not in (None, dataset.fingerprint):
+        raise ValueError(
+            f"the exclusion list names rows of the dataset with fingerprint {excluded.fingerprint}, and "
+            f"{dataset.location} is {dataset.fingerprint}: its rows have other numbers"
+        )
     excluded.kept_of_shards(dataset.manifest.shard_samples)  # ValueError for rows that are not there
     return excluded if excluded.count else None
 

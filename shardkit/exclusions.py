@@ -26,6 +26,7 @@ from shardkit.lanes import MAX_SAMPLES
 __all__ = ["Exclusions"]
 
 _LINE = re.compile(r"([0-9]+)(?:\s*:\s*([0-9]+))?")
+_FINGERPRINT = re.compile(r"#\s*fingerprint:\s*([0-9a-f]{32})\s*")
 
 _Ints = npt.NDArray[np.int64]
 _AnyInts = npt.NDArray[np.integer[Any]]
@@ -39,6 +40,8 @@ class Exclusions:
 
     def __init__(self, ranges: Iterable[tuple[int, int]] | _AnyInts) -> None:
         pairs = _pairs(ranges)
+        self.fingerprint: str | None = None
+        """Of the dataset whose rows these are, where a file states it."""
         self._begins, self._ends = _merged(pairs[:, 0], pairs[:, 1])
         self._removed = np.zeros(len(self._begins) + 1, dtype=np.int64)
         np.cumsum(self._ends - self._begins, out=self._removed[1:])
@@ -56,19 +59,24 @@ class Exclusions:
     def read(cls, path: str | os.PathLike[str]) -> Exclusions:
         """From a text file: on each line a row (17) or a range without its end (17:21), # before a comment.
 
+        A line "# fingerprint: HEX", which `shardkit trace --exclude` writes, says of which dataset they are.
         ValueError names the file and the line that is neither; OSError if it cannot be read.
         """
-        ranges = []
+        ranges, fingerprint = [], None
         with Path(path).open(encoding="utf-8-sig", errors="backslashreplace") as file:
             for number, line in enumerate(file, 1):
                 text = line.partition("#")[0].strip()
                 if not text:
+                    stated = _FINGERPRINT.fullmatch(line.strip())
+                    fingerprint = stated[1] if stated else fingerprint
                     continue
                 try:
                     ranges.append(_parsed(text))
                 except ValueError as error:
                     raise ValueError(f"{os.fspath(path)}: line {number:,}: {error}") from None
-        return cls(ranges)
+        found = cls(ranges)
+        found.fingerprint = fingerprint
+        return found
 
     @property
     def count(self) -> int:
