@@ -28,7 +28,7 @@ from shardkit.compression import decompress
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
 from shardkit.index import Column, FileInfo, ShardInfo
-from shardkit.mds.encodings import encoding_of
+from shardkit.mds.encodings import Encoding, encoding_of
 from shardkit.mds.index import parse_columns
 
 __all__ = ["MdsShard", "open_shard", "shard_from_raw"]
@@ -67,31 +67,20 @@ class MdsShard:
 
         Only `columns` are decoded, if they are given.
         """
-        if not 0 <= row < self.info.samples:
-            raise IndexError(f"{self._file}: row {row} of {self.info.samples}")
-        begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
-        data = self._data.data[begin:end]
-        position = 4 * self._variable_columns
-        if position + self._fixed_bytes > len(data):
-            raise self._damaged(row, begin, f"{len(data):,} bytes are too few for its columns")
-        words = iter(np.frombuffer(data[:position], _U32).tolist())
         values: dict[str, object] = {}
-        for column, encoding in zip(self.info.columns, self._encodings, strict=True):
-            size = next(words) if encoding.size is None else encoding.size
-            if position + size > len(data):
-                raise self._damaged(
-                    row, begin, f"column {column.name!r} states {size:,} bytes, beyond its end"
-                )
+        for column, encoding, position, data in self._values(row):
+            if columns is not None and column.name not in columns:
+                continue
             try:
-                if columns is None or column.name in columns:
-                    values[column.name] = encoding.decode(data[position : position + size])
+                values[column.name] = encoding.decode(data)
             except ValueError as error:
                 problem = f"column {column.name!r} ({column.encoding}): {error}"
-                raise self._damaged(row, begin + position, problem) from error
-            position += size
-        if position != len(data):
-            raise self._damaged(row, begin + position, f"{len(data) - position:,} bytes are left over")
+                raise self._damaged(row, position, problem) from error
         return values
+
+    def payloads(self, row: int) -> dict[str, memoryview]:
+        """{column: its bytes as they are stored} of one row, not decoded; errors as of `sample`."""
+        return {column.name: data for column, _, _, data in self._values(row)}
 
     def fixed_rows(self, column: str) -> npt.NDArray[Any] | None:
         """Read-only view (samples, *shape) of a column, or None unless all columns have a fixed size.
@@ -115,6 +104,29 @@ class MdsShard:
         """Let go of the file; views already handed out stay readable."""
         self._data = np.empty(0, dtype=np.uint8)
         self._offsets = np.zeros(1, dtype=_U32)
+
+    def _values(self, row: int) -> list[tuple[Column, Encoding, int, memoryview]]:
+        """(column, its encoding, byte in the file, bytes) of each value of one row."""
+        if not 0 <= row < self.info.samples:
+            raise IndexError(f"{self._file}: row {row} of {self.info.samples}")
+        begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
+        data = self._data.data[begin:end]
+        position = 4 * self._variable_columns
+        if position + self._fixed_bytes > len(data):
+            raise self._damaged(row, begin, f"{len(data):,} bytes are too few for its columns")
+        words = iter(np.frombuffer(data[:position], _U32).tolist())
+        values = []
+        for column, encoding in zip(self.info.columns, self._encodings, strict=True):
+            size = next(words) if encoding.size is None else encoding.size
+            if position + size > len(data):
+                raise self._damaged(
+                    row, begin, f"column {column.name!r} states {size:,} bytes, beyond its end"
+                )
+            values.append((column, encoding, begin + position, data[position : position + size]))
+            position += size
+        if position != len(data):
+            raise self._damaged(row, begin + position, f"{len(data) - position:,} bytes are left over")
+        return values
 
     def _check_stride(self) -> None:
         steps = np.diff(self._offsets)

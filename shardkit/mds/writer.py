@@ -96,15 +96,26 @@ class MdsWriter:
         if sample.keys() != {column.name for column in self._columns}:
             names = ", ".join(column.name for column in self._columns)
             raise ValueError(f"a sample needs exactly the columns {names}; it has {', '.join(sample)}")
-        words, values = [], []
+        encoded: dict[str, bytes] = {}
         for column, encoding in zip(self._columns, self._encodings, strict=True):
             try:
-                value = encode_value(encoding, sample[column.name])
+                encoded[column.name] = encode_value(encoding, sample[column.name])
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"column {column.name!r} ({column.encoding}): {error}") from error
+        self.write_encoded(encoded)
+
+    def write_encoded(self, sample: Mapping[str, bytes | memoryview]) -> None:
+        """Append {column: value as it is stored}, from whoever has checked it: only sizes are looked at."""
+        words, values = [], []
+        for column, encoding in zip(self._columns, self._encodings, strict=True):
+            value = sample[column.name]
             if encoding.size is None:
                 words.append(len(value))
+            elif encoding.size != len(value):
+                raise ValueError(
+                    f"column {column.name!r}: {len(value):,} bytes, {encoding.name} takes {encoding.size:,}"
+                )
             values.append(value)
         data = b"".join([np.array(words, "<u8").astype("<u4").tobytes(), *values])
         self._make_room(len(data))
