@@ -1,7 +1,7 @@
 """What a loader can be told besides the arguments that everyone uses.
 
-`StreamingLoader` takes these as keyword arguments too (`LoaderOptions` gives editors and type checkers their
-names); `LoaderConfig` holds them with their defaults, checked.
+`StreamingLoader` takes these as keyword arguments too (`LoaderOptions` gives editors and type checkers
+their names); `LoaderConfig` holds them with their defaults, checked.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class LoaderOptions(TypedDict, total=False):
     connections: int
     storage: StorageOptions | None
     metrics_file: str | os.PathLike[str] | None
+    usage_log: str | os.PathLike[str] | None
     stop_grace_seconds: float | None
 
 
@@ -145,6 +146,8 @@ class LoaderConfig:
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
     metrics_file: str | os.PathLike[str] | None = None
     """Keep this rank's figures there for Prometheus (a ….prom for node_exporter's textfile collector)."""
+    usage_log: str | os.PathLike[str] | None = None
+    """Log in this folder, of all ranks, which samples the loop is given: for `shardkit audit --logs`."""
     stop_grace_seconds: float | None = 60.0
     """When another rank's loader has failed: end this process if its loop hangs for so long (None: never)."""
 

@@ -41,6 +41,7 @@ class Group:
 
     batches: list[Batch]
     cursors: list[Cursor]
+    ids: npt.NDArray[np.int64]  # (batches, batch size): of the samples, -1 is padding
     bytes: int
 
     @property
@@ -154,7 +155,7 @@ class GroupMaker:
             with self._placed():
                 columns = reader(low, high) if real is None else reader(int(real[low]), int(real[high]))
             batches, count = make(columns, ids[low:high])
-            yield Group(batches, done, count)
+            yield Group(batches, done, ids[low:high].reshape(-1, size), count)
 
     @contextmanager
     def _placed(self) -> Iterator[None]:

@@ -38,6 +38,7 @@ from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
 from shardkit.loaders.stats import LoaderStats
 from shardkit.loaders.stop_together import PeerError, StopTogether
 from shardkit.loaders.telemetry import Telemetry
+from shardkit.loaders.usage_log import UsageLog
 from shardkit.order import OrderSpec, Shuffle
 from shardkit.units import parse_bytes
 from shardkit.uses import lanes_of_part
@@ -112,6 +113,10 @@ class StreamingLoader:
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": place.rank})
+        self.usage: UsageLog | None = None
+        if (folder := self.config.usage_log) is not None:
+            self.usage = UsageLog(folder, streams, place.rank, place.world_size, batch_size)
+            self.usage.begin(self._state, 0)
 
     @property
     def dataset(self) -> Dataset:
@@ -211,6 +216,8 @@ class StreamingLoader:
                     self._stop_together.check()
                     if number:
                         self._telemetry.more()
+                    if self.usage is not None:
+                        self.usage.step(self._plan.start(self.position), group.ids[number], cursor[0])
                     self._cursor = cursor
                     yield batch
                     if self._iteration is not iteration or self._running is None:
@@ -257,6 +264,8 @@ class StreamingLoader:
         if replace(resumed, position=0, epoch_batches=0) != self._state:
             self._arrange(resumed)
         self._cursor = (resumed.position, resumed.epoch_batches)
+        if self.usage is not None:
+            self.usage.begin(self._state, self.position)
 
     def set_weights(self, weights: Weights, *, at_position: int) -> None:
         """Mix with `weights` from `at_position` on, which must not have been delivered yet.
@@ -275,6 +284,8 @@ class StreamingLoader:
         running, iteration = self._running, self._iteration
         self._stop()
         self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
+        if self.usage is not None:
+            self.usage.begin(self._state, self.position)
         if running is not None:
             self._iteration = iteration
             self._start()
@@ -294,6 +305,8 @@ class StreamingLoader:
         self._stop()
         if self._metrics is not None:
             self._metrics.close()
+        if self.usage is not None:
+            self.usage.close()
         self._stop_together.close()
         self._opened.streams.close()
 

@@ -1,0 +1,109 @@
+"""Writes which samples a training loop was given: one file for each rank and start of a process.
+
+    loader = StreamingLoader("out", batch_size=8, usage_log="logs/run-7")
+    shardkit audit --logs logs/run-7 out
+
+A step is logged before it is handed over, by one unbuffered write: what a killed process was given is in
+the log, but for a last record cut short. The file is created with the first step. What cannot be written is
+warned of once, and training goes on: the audit will miss the steps. `shardkit.audit.usage_file` has the
+format.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.audit.usage_file import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
+from shardkit.loaders.planned import settings_of
+from shardkit.loaders.state import LoaderState
+from shardkit.loaders.streams import Streams
+from shardkit.storage.url import is_remote
+
+__all__ = ["UsageLog"]
+
+
+class UsageLog:
+    """The log of one rank in `folder` (a local path, or one that all machines share)."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], streams: Streams, rank: int, world_size: int, batch_size: int
+    ) -> None:
+        if is_remote(os.fspath(folder)):
+            raise ValueError(f"usage_log must be a folder of a file system, not {os.fspath(folder)}")
+        self._folder, self._names = Path(folder), streams.names
+        self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
+        self._type = id_type(sum(map(len, streams.datasets)))
+        self._head, self._head_due = b"", False
+        self._descriptor: int | None = None
+        self._process: int | None = None
+        self._failed = False
+        self._end = 0
+        self.path: Path | None = None
+        """The file; None before the first step."""
+
+    def begin(self, state: LoaderState, position: int) -> None:
+        """The next step begins a run, or goes on from a state, at `position`."""
+        self._head_due = True
+        self._head = RunHead(
+            settings=settings_of(state, self._names),
+            rank=self._rank,
+            world_size=self._world_size,
+            batch_size=self._batch_size,
+            position=position,
+            id_bytes=self._type.itemsize,
+            time_ns=time.time_ns(),
+            process=f"{socket.gethostname()}:{os.getpid()}",
+        ).record()
+
+    def step(self, start: int, ids: npt.NDArray[np.int64], after: int) -> None:
+        """A batch is handed over: its step begins at `start`, the next one at `after`; -1 is padding."""
+        if self._failed:
+            return
+        record = step_record(start, ids.astype(self._type).tobytes())
+        try:
+            if self._descriptor is None or self._process != os.getpid():
+                self._create()
+            if self._head_due:
+                record, self._head_due = self._head + record, False
+            self._write(record)
+        except OSError as error:
+            self._fail(error)
+        self._end = after
+
+    def close(self) -> None:
+        """Say that the run ended in order."""
+        if self._descriptor is not None and self._process == os.getpid():
+            try:
+                self._write(end_record(self._end))
+            except OSError as error:
+                self._fail(error)
+            os.close(self._descriptor)
+        self._descriptor = None
+
+    def _create(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        name = f"rank-{self._rank:05d}-of-{self._world_size:05d}.{stamp}.{secrets.token_hex(6)}{SUFFIX}"
+        self.path = self._folder / name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o644)
+        self._process, self._head_due = os.getpid(), True
+        self._write(MAGIC)
+
+    def _write(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        text = f"{self.path or self._folder}: cannot write the usage log ({error}); training goes on without"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)

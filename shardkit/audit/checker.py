@@ -1,0 +1,302 @@
+"""Checks steps as they were delivered, one after another: exactly once, and in the order that was promised.
+
+Two proofs, independent of each other, in memory that does not grow with the number of samples:
+
+    exact   every delivered id is taken back to its stream's index (`positions_of`, a function of id and
+            epoch). A step's indices must be exactly those of its positions, each once. Different indices come
+            from different samples, so that none is delivered twice in an epoch, whatever that function does;
+            and N different ids of N are all. The set of a step then follows from its positions alone.
+    sums    of each epoch's ids, as a multiset, against those of all kept rows of the index (`fingerprint`):
+            no order's arithmetic takes part.
+
+Deliveries are int64[steps, ranks, batch]; -1 is padding. What does not fit is kept, up to a limit, with
+signs: an id where it does not belong +1, one that is missing there -1. What is left over in an epoch is
+repeated or lost; what cancels out was moved to another step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.audit.expectation import Expectation
+from shardkit.audit.findings import Finding, Findings
+from shardkit.audit.fingerprint import SampleHash, Tally
+from shardkit.audit.offences import Misfits, Offences
+from shardkit.audit.shard_counts import ShardCounts, check_shards
+from shardkit.audit.tiling import Steps
+
+__all__ = ["BLOCK_POSITIONS", "Checker"]
+
+BLOCK_POSITIONS = 1 << 18  # checked at once: about 20 MB of temporaries
+_EXPECTED_CHUNK = 1 << 20
+
+_Ints = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+_Bools = npt.NDArray[np.bool_]
+
+
+class Checker:
+    """Follows a run from `position` on; `finish` closes the books."""
+
+    def __init__(
+        self, expected: Expectation, findings: Findings, hashing: SampleHash, *, position: int = 0
+    ) -> None:
+        self.expected, self.findings = expected, findings
+        self.position = self.origin = position
+        self.steps = self.samples = self.padding = self.dropped = 0
+        self.epochs_proved = self.epochs_wrong = 0
+        self.partial: list[tuple[str, int, int]] = []
+        """(stream, epoch, samples) of epochs that were not delivered whole."""
+        self.usage = np.zeros(len(expected.shard_starts) - 1, dtype=np.int64)
+        """Samples delivered of each shard."""
+        self.dropped_usage = np.zeros_like(self.usage)
+        self.whole_epochs = [0] * len(expected.streams)
+        self._hashing = hashing
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._origins = self._indices = expected.indices_at(position)
+        self._tallies: dict[tuple[int, int], Tally] = {}
+        self._of_index: dict[int, Tally] = {}
+        self._broken: list[tuple[int, int]] = []  # ranges of positions that nobody delivered or logged
+        self.offences = Offences(expected, findings)
+
+    @property
+    def digest(self) -> str:
+        """Of the sets of all steps, in their order, under this audit's key: the same for any world size."""
+        return self._digest.hexdigest()
+
+    def deliver(self, ids: _Ints) -> None:
+        """The next steps: int64[steps, ranks, batch]."""
+        count, ranks, batch = ids.shape
+        done = 0
+        while done < count:
+            most = min(count - done, max(1, BLOCK_POSITIONS // (ranks * batch)))
+            steps = self.expected.tiling.steps(self.position, ranks * batch, most)
+            if steps.start > self.position:
+                self._drop(self.position, steps.start)
+            self._check(steps, ids[done : done + steps.count])
+            done += steps.count
+            settled = self.expected.tiling.settle(steps.end, ranks * batch)
+            if settled > steps.end:  # a loader moves on at once, whatever the next step's size
+                self._drop(steps.end, settled)
+
+    def skip(self, position: int) -> None:
+        """What lies before `position` was not delivered, or is not known: its epochs are not proved."""
+        assert position >= self.position
+        if position > self.position:
+            self._broken.append((self.position, position))
+            self.position = position
+            self._indices = self.expected.indices_at(position)
+            self._close_epochs()
+
+    def finish(self) -> None:
+        """All has been delivered: account for epochs that are not whole, for shards, for what was moved."""
+        for (stream, epoch), tally in sorted(self._tallies.items()):
+            if tally.count:
+                self.partial.append((self.expected.names[stream], epoch, tally.count))
+        self.offences.settle()
+        check_shards(self.shard_uses(), self.expected, self.findings)
+
+    def shard_uses(self) -> ShardCounts:
+        """Samples delivered of each shard, and what they should be."""
+        parts = [0] * len(self.expected.streams)
+        for stream, _ in self._tallies:
+            parts[stream] += 1
+        return ShardCounts.of(self.expected, self.usage, self.dropped_usage, self.whole_epochs, parts)
+
+    def _drop(self, start: int, end: int) -> None:
+        """The tail "drop" left these positions out: they count as seen, or no epoch could be whole."""
+        self.dropped += end - start
+        for begin in range(start, end, BLOCK_POSITIONS):
+            steps = Steps(begin, min(BLOCK_POSITIONS, end - begin), 1)
+            for stream, edges in enumerate(self.expected.edges(steps)):
+                indices = np.arange(edges[0], edges[-1], dtype=np.int64)
+                if len(indices):
+                    ids = self.expected.samples_at(stream, indices)
+                    self._count(stream, indices, ids, self._hashing(ids))
+                    shards = self.expected.shards_of(ids)
+                    self.dropped_usage += np.bincount(shards, minlength=len(self.usage))
+        self.position = end
+        self._indices = self.expected.indices_at(end)
+        self._close_epochs()
+
+    def _check(self, steps: Steps, delivered: _Ints) -> None:
+        count, ranks, batch = delivered.shape
+        ids = delivered.reshape(count, ranks * batch)
+        real = self._real(steps, ids)
+        low, high = self._hashing(ids)
+        if not real.all():
+            low, high = np.where(real, low, 0).astype(np.uint64), np.where(real, high, 0).astype(np.uint64)
+        for words in (low, high):
+            self._digest.update(words.sum(axis=1, dtype=np.uint64).astype("<u8").tobytes())
+        edges = self.expected.edges(steps)
+        rows = np.repeat(np.arange(count), ranks * batch)
+        flat = ids.ravel()
+        where = np.arange(flat.size) if real.all() else np.flatnonzero(real)
+        faulty: set[int] = set()
+        for stream, own in enumerate(self._by_stream(flat, where)):
+            faulty |= self._check_stream(
+                stream,
+                flat[own],
+                rows[own],
+                edges[stream],
+                (low.ravel()[own], high.ravel()[own]),
+                own // batch % ranks,
+            )
+        used = np.bincount(self.expected.shards_of(flat[where]), minlength=len(self.usage))
+        self.usage += used[: len(self.usage)]
+        self.samples += len(where)
+        self.padding += flat.size - len(where)
+        if faulty:
+            self.offences.explain(steps, delivered, sorted(faulty), self.steps)
+        self.steps += count
+        self.position = steps.end
+        self._indices = [int(each[-1]) for each in edges]
+        self._close_epochs()
+
+    def _real(self, steps: Steps, ids: _Ints) -> _Bools:
+        """Which entries are samples; findings for misplaced padding, and for what is no row at all."""
+        real: _Bools = ids >= 0
+        if ids.shape[1] != steps.size or not real.all():
+            counts = real.sum(axis=1)
+            for row in np.flatnonzero(counts != steps.size).tolist():
+                problem = f"{counts[row]:,} samples in a step that has {steps.size:,}"
+                self._found("padding", problem, steps, row)
+        foreign = (ids < -1) | (ids >= self.expected.samples)
+        if foreign.any():
+            for row, column in np.argwhere(foreign)[:1].tolist():
+                problem = f"{int(foreign.sum()):,} ids from here on that the dataset does not have"
+                self._found("foreign", f"{problem}, the first {ids[row, column]}", steps, row)
+        excluded = np.zeros_like(real)
+        for stream, one in enumerate(self.expected.data):
+            if one.exclusions is not None:
+                first, end = self.expected.first_samples[stream : stream + 2].tolist()
+                own = real & (ids >= first) & (ids < end)
+                excluded[own] = self.expected.is_excluded(stream, ids[own] - first)
+        for row, column in np.argwhere(excluded).tolist():
+            place = self.expected.place(int(ids[row, column])) if self.findings.wants("excluded") else {}
+            self._found("excluded", "an excluded row was delivered", steps, row, **place)
+        return real & ~foreign & ~excluded
+
+    def _found(self, kind: str, problem: str, steps: Steps, row: int, **place: object) -> None:
+        position = steps.start + row * steps.size
+        facts = {"step": self.steps + row, "position": position} | place
+        self.findings.add(Finding(kind=kind, problem=problem, **facts))  # type: ignore[arg-type]
+
+    def _by_stream(self, flat: _Ints, where: npt.NDArray[np.intp]) -> Sequence[npt.NDArray[np.intp]]:
+        """Which of the entries `where` belong to each stream, ascending."""
+        if len(self.expected.streams) == 1:
+            return [where]
+        stream = np.searchsorted(self.expected.first_samples, flat[where], side="right") - 1
+        by_stream = np.argsort(stream.astype(np.int16), kind="stable")
+        cuts = np.searchsorted(stream[by_stream], np.arange(1, len(self.expected.streams)))
+        return [where[part] for part in np.split(by_stream, cuts)]
+
+    def _check_stream(
+        self,
+        stream: int,
+        ids: _Ints,
+        rows: _Ints,
+        edges: _Ints,
+        words: tuple[_Words, _Words],
+        ranks: _Ints,
+    ) -> set[int]:
+        """One stream's samples of a block of steps; gives the rows of steps in which something is wrong."""
+        first, end = int(edges[0]), int(edges[-1])
+        if not len(ids) and first == end:
+            return set()
+        indices = self._indices_of(stream, ids - self.expected.first_samples[stream], rows, edges)
+        self._count(stream, indices, ids, words)
+        fits = (indices >= edges[rows]) & (indices < edges[rows + 1])
+        times = np.bincount(indices[fits] - first, minlength=end - first)
+        if fits.all() and len(ids) == end - first and int(times.max(initial=1)) == 1:
+            return set()
+        return self.offences.add(stream, Misfits(ids, indices, rows, ranks, edges, fits), self.steps)
+
+    def _indices_of(self, stream: int, own_ids: _Ints, rows: _Ints, edges: _Ints) -> _Ints:
+        """The index of each sample in the epoch of its step; of two epochs, in the one where it fits."""
+        order = self.expected.streams[stream]
+        size = max(order.samples, 1)
+        first, end = int(edges[0]), int(edges[-1])
+        if not order.samples or first == end or first // size == (end - 1) // size:
+            return order.positions_of(own_ids, first // size) if order.samples else own_ids
+        indices = np.full(len(own_ids), -1, dtype=np.int64)
+        for epoch in range(first // size, (end - 1) // size + 1):
+            begin, stop = max(first, epoch * size), min(end, (epoch + 1) * size)
+            steps = np.searchsorted(edges, (begin, stop), side="right") - 1
+            low, high = np.searchsorted(rows, (steps[0], steps[1] + 1)).tolist()  # rows ascend
+            free = low + np.flatnonzero(indices[low:high] < 0)
+            found = order.positions_of(own_ids[free], epoch)
+            fits = (found >= np.maximum(edges[rows[free]], begin)) & (
+                found < np.minimum(edges[rows[free] + 1], stop)
+            )
+            # Of a sample that comes twice in a step, the other one may belong to the next epoch.
+            found, firsts = np.unique(found[fits], return_index=True)
+            indices[free[fits][firsts]] = found
+        left = np.flatnonzero(indices < 0)
+        epochs = edges[rows[left]] // size
+        for epoch in np.unique(epochs).tolist():
+            which = left[epochs == epoch]
+            indices[which] = order.positions_of(own_ids[which], epoch)
+        return indices
+
+    def _count(self, stream: int, indices: _Ints, ids: _Ints, words: tuple[_Words, _Words]) -> None:
+        """Add to the sums of the epochs that these are in."""
+        if not len(ids):
+            return
+        size = max(self.expected.streams[stream].samples, 1)
+        low, high = int(indices.min()) // size, int(indices.max()) // size
+        if low == high:
+            self._tally(stream, low).add(ids, words)
+            return
+        epochs = indices // size
+        by_epoch = np.argsort(epochs, kind="stable")
+        cuts = np.flatnonzero(np.diff(epochs[by_epoch])) + 1
+        for which in np.split(by_epoch, cuts):
+            tally = self._tally(stream, int(epochs[which[0]]))
+            tally.add(ids[which], (words[0][which], words[1][which]))
+
+    def _tally(self, stream: int, epoch: int) -> Tally:
+        return self._tallies.setdefault((stream, epoch), Tally())
+
+    def _close_epochs(self) -> None:
+        """Compare the sums of the epochs that lie behind with the index."""
+        for stream, epoch in [key for key in self._tallies if self._is_over(*key)]:
+            size = self.expected.streams[stream].samples
+            if epoch * size < self._origins[stream] or self._is_broken(stream, epoch * size, size):
+                continue
+            tally, whole = self._tallies.pop((stream, epoch)), self._tally_of_index(stream)
+            self.whole_epochs[stream] += 1
+            if tally == whole:
+                self.epochs_proved += 1
+                continue
+            self.epochs_wrong += 1
+            name = self.expected.names[stream] if self.expected.mixture is not None else None
+            problem = f"{tally.count:,} samples, the index has {whole.count:,}"
+            if tally.count == whole.count:
+                problem = f"{tally.count:,} samples, as the index has, but not the same ones"
+            self.findings.add(Finding(kind="epoch", problem=problem, epoch=epoch, stream=name))
+
+    def _is_over(self, stream: int, epoch: int) -> bool:
+        return (epoch + 1) * self.expected.streams[stream].samples <= self._indices[stream]
+
+    def _is_broken(self, stream: int, start: int, size: int) -> bool:
+        for begin, end in self._broken:
+            low, high = (self.expected.indices_at(position)[stream] for position in (begin, end))
+            if low < start + size and high > start:
+                return True
+        return False
+
+    def _tally_of_index(self, stream: int) -> Tally:
+        """The sums of all kept rows, counted once."""
+        if stream not in self._of_index:
+            tally = self._of_index[stream] = Tally()
+            first, end = self.expected.first_samples[stream : stream + 2].tolist()
+            for begin in range(0, end - first, _EXPECTED_CHUNK):
+                rows = np.arange(begin, min(begin + _EXPECTED_CHUNK, end - first), dtype=np.int64)
+                rows = rows[~self.expected.is_excluded(stream, rows)] + first
+                tally.add(rows, self._hashing(rows))
+        return self._of_index[stream]
