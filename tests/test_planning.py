@@ -1,0 +1,249 @@
+"""Plans are exact arithmetic: the worked example of a large run, and turning a plan around."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.cli import plan_build, plan_train
+from shardkit.errors import ShardkitError
+from shardkit.lanes import default_lanes, default_window
+from shardkit.planning.build import READ_BYTES, UPLOAD_PART_BYTES, BuildNeeds, BuildPlan
+from shardkit.planning.funnel import Funnel, Stage
+from shardkit.planning.measured import funnel_of, measured_from_card
+from shardkit.planning.prices import Prices
+from shardkit.planning.quantities import (
+    format_count,
+    format_seconds,
+    parse_count,
+    parse_number,
+    parse_rate,
+    parse_seconds,
+    parse_share,
+)
+from shardkit.planning.train import TrainNeeds, TrainPlan
+from shardkit.storage import object_file, s3_upload
+
+TOKENS = 14_800_000_000_000
+RETENTION = ["0.50", "0.40", "0.50", "0.50", "0.50", "0.40", "0.95"]
+shares = st.fractions(Fraction(1, 1000), 1, max_denominator=1000)
+funnels = st.lists(shares, max_size=6).map(
+    lambda found: Funnel(tuple(Stage(str(number), share) for number, share in enumerate(found)))
+)
+
+
+def worked_example(**changes: Any) -> BuildPlan:
+    funnel = Funnel(tuple(Stage(str(number), Fraction(share)) for number, share in enumerate(RETENTION)))
+    return BuildPlan(BuildNeeds(tokens=TOKENS, funnel=funnel, **changes))
+
+
+def test_a_run_of_14_8_trillion_tokens_in_54_days_on_2048_gpus() -> None:
+    plan = TrainPlan(TrainNeeds(tokens=TOKENS, seconds=Fraction(54 * 86400), gpus=2048))
+    assert round(plan.tokens_per_second) == 3_172_154
+    assert round(plan.tokens_per_second_per_gpu) == 1549
+    assert round(plan.bytes_per_second) == 12_688_615  # 12.7 MB/s in all: not GB
+    assert (plan.nodes, plan.global_batch) == (256, 16384)
+    assert plan.steps == ceil(Fraction(TOKENS, 16384 * 4096)) == 220_538
+    assert plan.dataset_bytes == 59_200_000_000_000
+    assert plan.fetch_factor == 4  # 64 lanes for 256 nodes
+    assert plan.gets == ceil(Fraction(59_200_000_000_000, 1 << 26)) * 4
+
+
+def test_a_funnel_that_keeps_0_95_percent_needs_6_2_petabytes_and_516_cores() -> None:
+    plan = worked_example()
+    assert plan.needs.funnel.retention == Fraction("0.0095")
+    assert plan.kept_bytes == 59_200_000_000_000
+    assert round(plan.raw_bytes / 10**13) == 623  # 6.23 PB
+    assert plan.cores == ceil(plan.raw_bytes / (10_000_000 * 14 * 86400)) == 516
+    # Ten times as many, about 5,000, are what 1 MB/s/core takes.
+    assert worked_example(core_bytes_per_second=Fraction(1_000_000)).cores == 5152
+
+
+@given(funnels, st.fractions(1, 10**18))
+def test_a_funnel_turned_around_gives_back_what_went_in(funnel: Funnel, read: Fraction) -> None:
+    assert funnel.before(funnel.after(read)) == read
+    amounts = funnel.amounts(read)
+    assert [left for _, _, left in amounts[:-1]] == [entered for _, entered, _ in amounts[1:]]
+    assert (amounts[-1][2] if amounts else read) == funnel.after(read)
+
+
+@given(
+    funnels,
+    st.integers(1, 10**14),
+    st.fractions(Fraction(1, 2), 8, max_denominator=100),
+    st.integers(1, 10**9),
+    st.integers(1, 10**8),
+)
+def test_a_build_plan_turned_around_gives_back_tokens_cores_and_time(
+    funnel: Funnel, tokens: int, per_token: Fraction, speed: int, seconds: int
+) -> None:
+    needs = BuildNeeds(
+        tokens=tokens,
+        funnel=funnel,
+        text_bytes_per_token=per_token,
+        core_bytes_per_second=Fraction(speed),
+        seconds=Fraction(seconds),
+    )
+    plan = BuildPlan(needs)
+    assert BuildNeeds.of_raw(plan.raw_bytes, needs) == needs
+    assert plan.seconds_with(plan.cores) <= seconds
+    if plan.cores > 1:
+        assert plan.seconds_with(plan.cores - 1) > seconds
+
+
+@given(
+    st.integers(1, 10**15),
+    st.integers(1, 10**8),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.sampled_from([512, 2048, 8192]),
+)
+def test_a_run_s_rates_and_requests_agree_with_its_totals(
+    tokens: int, seconds: int, nodes: int, per_node: int, batch: int, length: int
+) -> None:
+    needs = TrainNeeds(
+        tokens=tokens,
+        seconds=Fraction(seconds),
+        gpus=nodes * per_node,
+        gpus_per_node=per_node,
+        batch_size=batch,
+        sequence_length=length,
+    )
+    plan = TrainPlan(needs)
+    assert plan.tokens_per_second * seconds == tokens
+    assert plan.bytes_per_second_per_node * plan.nodes == plan.bytes_per_second
+    assert (plan.steps - 1) * plan.step_seconds < seconds <= plan.steps * plan.step_seconds
+    assert 1 <= plan.fetch_factor <= plan.nodes
+    assert plan.lanes == default_lanes(plan.global_batch, nodes)
+    assert plan.window == default_window(plan.lanes, plan.sample_bytes)
+    # Every lane is read by somebody, by as many as the factor says.
+    assert sum(plan.lanes_per_node) == plan.fetch_factor * plan.lanes
+    assert plan.prefetch_bytes == plan.fetches_in_flight * needs.shard_bytes
+
+
+def test_costs_are_prices_times_what_they_are_for() -> None:
+    prices = Prices(get_1000=Fraction(1), egress_gb=Fraction(2), gb_month=Fraction(3), put_1000=Fraction(4))
+    needs = TrainNeeds(tokens=10**12, seconds=Fraction(30 * 86400), gpus=8, prices=prices)
+    plan = TrainPlan(needs)
+    assert plan.costs["reads and traffic"] == Fraction(plan.gets, 1000) + 4000 * 2
+    assert plan.costs["dataset stored"] == 4000 * 3
+    build = worked_example(prices=prices, seconds=Fraction(15 * 86400))
+    assert build.costs["writes"] == Fraction(build.puts * 4, 1000)
+    assert build.costs["raw input stored"] == build.raw_bytes / 10**9 * 3 / 2
+    assert build.puts == build.shards * 6  # four parts, a beginning and an end
+
+
+def test_ranges_and_parts_are_those_of_the_storage_layer() -> None:
+    assert object_file._MOST_BYTES == READ_BYTES
+    assert s3_upload.PART_BYTES == UPLOAD_PART_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 2047}, "do not fill nodes of 8"),
+        ({"seconds": Fraction(0)}, "seconds must be above 0"),
+        ({"latency_seconds": Fraction(-1)}, "latency_seconds must not be negative"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    needs: dict[str, Any] = {"tokens": 1, "seconds": Fraction(1), "gpus": 8}
+    with pytest.raises(ValueError, match=message):
+        TrainNeeds(**(needs | changes))
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "expected"),
+    [
+        (parse_count, "14.8e12", TOKENS), (parse_count, "14.8T", TOKENS), (parse_count, "2,048", 2048),
+        (parse_number, ".5", Fraction(1, 2)), (parse_share, "95%", Fraction(19, 20)),
+        (parse_rate, "10MB/s/core", 10**7), (parse_rate, "25Gbit/s", 3_125_000_000),
+        (parse_rate, "1.5 MiB/s", 3 << 19), (parse_rate, "80MBps", 80_000_000),
+        (parse_seconds, "50ms", Fraction(1, 20)), (parse_seconds, "2h", 7200), (parse_seconds, "3", 3),
+    ],
+)  # fmt: skip
+def test_quantities_are_read_exactly(parse: Any, text: str, expected: Any) -> None:
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_count, "0"), (parse_count, "1.5"), (parse_count, "-3"), (parse_count, "many"),
+        (parse_share, "0"), (parse_share, "1.01"), (parse_rate, "0MB/s"), (parse_rate, "fast"),
+        (parse_rate, "10MX/s"), (parse_seconds, "5 fortnights"), (parse_number, "1e9999"),
+    ],
+)  # fmt: skip
+def test_what_is_no_quantity_is_refused(parse: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a|a share is|a rate must"):
+        parse(text)
+
+
+def test_quantities_are_shown_with_three_digits() -> None:
+    assert [format_count(n) for n in (0.25, 7, 1500, 3_172_154, TOKENS, 10**16)] == [
+        "0.25", "7", "1.5 K", "3.17 M", "14.8 T", "10,000 T",
+    ]  # fmt: skip
+    assert [format_seconds(s) for s in (0.05, 21.16, 300, 86400, 14 * 86400)] == [
+        "50 ms", "21.2 s", "5 min", "24 h", "14 days",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [plan_train, plan_build])
+def test_the_command_assumes_what_the_plans_assume(module: Any) -> None:
+    needs: Any = TrainNeeds if module is plan_train else BuildNeeds
+    prices = Prices()
+    for quantity in module.QUANTITIES:
+        if quantity.default is not None:
+            expected = getattr(prices, quantity.name, None)
+            if expected is None:
+                expected = needs.__dataclass_fields__[quantity.name].default
+            assert quantity.parse(quantity.default) == expected, quantity.flag
+
+
+def count(documents: int, size: int) -> dict[str, int]:
+    return {"documents": documents, "bytes": size}
+
+
+LEDGER = {
+    "read": count(100, 1000),
+    "kept": count(60, 300),
+    "dropped": {
+        "exact_duplicate": count(10, 100),
+        "gopher_quality/short": count(5, 50),
+        "gopher_quality/long": count(5, 150),
+        "length/short": count(9, 100),
+        "html/markup": count(0, 200),
+        "near_duplicate": count(10, 50),
+    },
+    "quarantined": {"bad_json": count(1, 50)},
+}
+
+
+def test_a_card_s_rules_become_stages_in_the_order_in_which_they_ran() -> None:
+    funnel = funnel_of(LEDGER, ["length", "gopher_quality"])
+    assert [stage.name for stage in funnel.stages] == [
+        "unreadable", "html", "length", "gopher_quality", "exact_duplicate", "near_duplicate",
+    ]  # fmt: skip
+    assert [left for _, _, left in funnel.amounts(Fraction(1000))] == [950, 750, 650, 450, 350, 300]
+
+
+def test_a_card_tells_bytes_a_token_and_padding() -> None:
+    card = {
+        "funnel": LEDGER,
+        "tokens": 75,
+        "padding": 25,
+        "stored_bytes": 210,
+        "inputs": [{"bytes": 400}],
+        "recipe": {"filters": [{"length": {}}], "output": {"shard_bytes": 64}},
+    }
+    found = measured_from_card(card, "here")
+    assert (found.text_bytes_per_token, found.padding) == (Fraction(4), Fraction(1, 4))
+    assert (found.token_bytes, found.stored_bytes_per_text_byte) == (Fraction("2.1"), Fraction("0.4"))
+    with pytest.raises(ShardkitError, match="here: its card does not tell"):
+        measured_from_card({key: value for key, value in card.items() if key != "funnel"}, "here")
