@@ -1,0 +1,255 @@
+"""The run that `shardkit trace` asks about: from a checkpoint's state, or from what a loader was told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardkit.cli.output import count
+from shardkit.cli.storage_arguments import storage_options
+from shardkit.errors import MissingExtraError, ShardkitError, StateError
+
+if TYPE_CHECKING:
+    from shardkit.dataset import Dataset
+    from shardkit.exclusions import Exclusions
+    from shardkit.loaders.state import LoaderState
+    from shardkit.order import Shuffle
+    from shardkit.trace.run import Run
+
+__all__ = ["TracedRun", "add_run_arguments", "find_run", "read_state"]
+
+_STATE_KEYS = {"position", "order_version", "streams", "tail"}
+_MAX_STATE_BYTES = 64 << 20
+_TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
+
+
+class TracedRun:
+    """A run, its streams' datasets, and the numbers of the streams that deliver the traced dataset."""
+
+    def __init__(self, run: Run, datasets: list[Dataset], streams: list[int]) -> None:
+        self.run, self.datasets, self.streams = run, datasets, streams
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which run is meant."""
+    group = parser.add_argument_group("the training run, to tell when a row is seen")
+    group.add_argument(
+        "--state",
+        metavar="FILE",
+        help="a loader's state as JSON, or a checkpoint of torch that holds one; gives all but the sizes of "
+        "batch and world (default: the options below)",
+    )
+    group.add_argument(
+        "--stream",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="the other datasets of a mixture that --state is of; repeat it (default: none)",
+    )
+    group.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the exclusion list that the run was given; repeat it for several streams (default: none)",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="of the loader (default: 17)")
+    group.add_argument(
+        "--batch-size", type=count, metavar="N", help="sequences a rank and step (default: steps not told)"
+    )
+    group.add_argument("--world-size", type=count, default=1, metavar="N", help="ranks (default: 1)")
+    group.add_argument(
+        "--nodes", type=count, default=1, metavar="N", help="machines, for the default of lanes (default: 1)"
+    )
+    group.add_argument("--lanes", type=count, metavar="N", help="of the loader (default: as the loader's)")
+    group.add_argument(
+        "--window", type=count, metavar="N", help="of the loader, in samples (default: as the loader's)"
+    )
+    group.add_argument(
+        "--shuffle", choices=["window", "global", "none"], help="of the loader (default: window)"
+    )
+    group.add_argument("--tail", choices=["carry", "drop", "pad"], help="of the loader (default: carry)")
+    group.add_argument(
+        "--epochs",
+        type=count,
+        metavar="N",
+        help="epochs that are looked at, from the first on (default: those that the state has begun, or 1)",
+    )
+
+
+def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack) -> TracedRun | None:
+    """The run that the options mean; None if they mean none. Other streams are closed with `opened`."""
+    named = ("seed", "batch_size", "lanes", "window", "shuffle", "tail")
+    given = [name for name in named if getattr(arguments, name) is not None]
+    if arguments.state is None:
+        if arguments.stream:
+            arguments.misuse("--stream needs --state: the weights and the order of a mixture are in it")
+        wanted = given or arguments.step is not None or arguments.position is not None
+        return _from_options(arguments, dataset) if wanted else None
+    if clashing := [name for name in given if name != "batch_size"]:
+        arguments.misuse(f"--{clashing[0]} is in the state: leave it out")
+    state = read_state(Path(arguments.state))
+    datasets = [dataset, *_open_others(arguments, opened)]
+    return _from_state(arguments, state, datasets)
+
+
+def read_state(path: Path) -> LoaderState:
+    """The loader's state in a JSON file or a checkpoint of torch, wherever in it; StateError."""
+    from shardkit.loaders.state import LoaderState
+
+    try:
+        if path.suffix in _TORCH_ENDINGS:
+            data = _load_torch(path)
+        else:
+            if path.stat().st_size > _MAX_STATE_BYTES:
+                raise StateError(f"{path}: is larger than {_MAX_STATE_BYTES:,} bytes, so no state")
+            data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path}: cannot be read as JSON: {error}") from error
+    states = {json.dumps(dict(each), sort_keys=True, default=str): each for each in _states_in(data)}
+    if len(states) != 1:
+        found = "no loader's state" if not states else f"{len(states)} different states of loaders"
+        raise StateError(f"{path}: holds {found}: give the dict of StreamingLoader.state_dict() as JSON")
+    return LoaderState.from_dict(next(iter(states.values())))
+
+
+def _load_torch(path: Path) -> object:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("torch", "torch", f"reading {path.name}") from error
+    try:
+        return torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # of pickle and torch, of many kinds
+        raise StateError(
+            f"{path}: no checkpoint that can be read: {error}; give the state as JSON"
+        ) from error
+
+
+def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
+    """The states of loaders anywhere in a checkpoint."""
+    if isinstance(data, Mapping):
+        if data.keys() >= _STATE_KEYS:
+            yield data
+            return
+        for value in data.values():
+            yield from _states_in(value)
+    elif isinstance(data, (list, tuple)):
+        for value in data:
+            yield from _states_in(value)
+
+
+def _open_others(arguments: argparse.Namespace, opened: ExitStack) -> list[Dataset]:
+    from shardkit.dataset import open_dataset
+
+    storage = storage_options(arguments)
+    return [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
+
+
+def _exclusions(arguments: argparse.Namespace) -> dict[str, Exclusions]:
+    """The lists that the run was given, by their digests."""
+    from shardkit.exclusions import Exclusions
+
+    try:
+        found = [Exclusions.read(path) for path in arguments.without]
+    except (OSError, ValueError) as error:
+        raise ShardkitError(str(error)) from error
+    return {each.digest: each for each in found}
+
+
+def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: list[Dataset]) -> TracedRun:
+    from shardkit.loaders.arrangement import Arrangement
+    from shardkit.loaders.streams import Streams
+    from shardkit.trace.run import Run
+
+    by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
+    lists = _exclusions(arguments)
+    found, exclusions = [], []
+    for number, stream in enumerate(state.streams):
+        called = f"stream {stream.name or number!r} of the state" if state.mixture else "the state"
+        if stream.fingerprint not in by_fingerprint:
+            hint = "give its path with --stream" if state.mixture else "give that dataset's path"
+            raise StateError(
+                f"{called} is of the dataset with fingerprint {stream.fingerprint}, and "
+                f"{datasets[0].location} is {datasets[0].fingerprint}: {hint}"
+            )
+        if stream.excluded and stream.excluded not in lists:
+            raise StateError(
+                f"{called} leaves out the rows of an exclusion list with digest {stream.excluded}: give that "
+                "list with --without"
+            )
+        found.append(by_fingerprint[stream.fingerprint])
+        exclusions.append(lists[stream.excluded] if stream.excluded else None)
+    traced = [n for n, each in enumerate(state.streams) if each.fingerprint == datasets[0].fingerprint]
+    if not traced:
+        raise StateError(f"{datasets[0].location} is no stream of the state")
+    names = [each.name or dataset.location for each, dataset in zip(state.streams, found, strict=True)]
+    order = Arrangement(Streams(found, names), state, exclusions, [None] * len(found)).order
+    steps = _steps(arguments, state.epoch_samples, state.tail)
+    run = Run(order, names, steps=steps, delivered=state.position)
+    return TracedRun(run, found, traced)
+
+
+def _from_options(arguments: argparse.Namespace, dataset: Dataset) -> TracedRun:
+    from shardkit.mixed_order import StreamOrder
+    from shardkit.order import Order, OrderSpec
+    from shardkit.trace.run import Run
+
+    lists = list(_exclusions(arguments).values())
+    if len(lists) > 1:
+        raise ShardkitError("one dataset has one exclusion list: give --without once")
+    sizes = dataset.manifest.shard_samples
+    shuffle: Shuffle = arguments.shuffle or "window"
+    tail = arguments.tail or "carry"
+    try:
+        kept = lists[0].kept_of_shards(sizes) if lists else sizes
+        lanes, window = _shuffle_sizes(arguments, dataset, int(kept.sum()), shuffle, tail)
+        spec = OrderSpec(17 if arguments.seed is None else arguments.seed, lanes, window, shuffle)
+    except ValueError as error:
+        raise ShardkitError(str(error)) from error
+    order = Order(kept, spec)
+    both = StreamOrder(order, lists[0], sizes) if lists else order
+    steps = _steps(arguments, order.samples, tail)
+    return TracedRun(Run(both, [dataset.location], steps=steps), [dataset], [0])
+
+
+def _shuffle_sizes(
+    arguments: argparse.Namespace, dataset: Dataset, samples: int, shuffle: str, tail: str
+) -> tuple[int, int]:
+    """(lanes, window): as given, else those that a loader would take."""
+    if shuffle != "window":
+        return 1, 1
+    if arguments.lanes is not None and arguments.window is not None:
+        return arguments.lanes, arguments.window
+    if arguments.batch_size is None:
+        arguments.misuse("lanes and window follow from the batch size: give --batch-size, or both of them")
+    from shardkit.loaders.config import LoaderConfig
+    from shardkit.loaders.plan import BatchPlan
+    from shardkit.loaders.setup import stream_sizes
+    from shardkit.loaders.sources import open_source
+    from shardkit.loaders.streams import Streams
+
+    plan = BatchPlan(
+        samples, arguments.batch_size, 0, arguments.world_size, "pad" if tail == "pad" else "carry"
+    )
+    streams = Streams([dataset], [dataset.location])
+    config = LoaderConfig(lanes=arguments.lanes, window=arguments.window)
+    row_bytes = open_source(streams, None, None).stored_bytes
+    return stream_sizes(streams, plan, config, arguments.nodes, row_bytes)
+
+
+def _steps(arguments: argparse.Namespace, samples: int, tail: str) -> Any:
+    from shardkit.trace.steps import Steps
+
+    if arguments.batch_size is None:
+        return None
+    try:
+        return Steps(samples, arguments.batch_size, arguments.world_size, tail)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ShardkitError(str(error)) from error

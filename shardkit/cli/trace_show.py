@@ -1,0 +1,188 @@
+"""What `shardkit trace` found, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardkit.cli.output import stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["show"]
+
+_UNMATCHED_SHOWN = 10
+
+
+def show(kind: str, answer: Mapping[str, Any]) -> None:
+    """Print the answer to a question of kind "row", "step" or "search"."""
+    if answer.get("problem"):
+        stderr_console().print(answer["problem"])
+    {"row": _show_rows, "step": _show_step, "search": _show_search}[kind](answer)
+
+
+def _show_rows(answer: Mapping[str, Any]) -> None:
+    console = stdout_console()
+    for row in answer["rows"]:
+        console.print(_title(row), style="bold")
+        _show_documents(row["documents"])
+        for line in _seen(row["runs"]):
+            console.print(f"  {line}")
+
+
+def _show_step(answer: Mapping[str, Any]) -> None:
+    console = stdout_console()
+    first, end = answer["positions"]
+    rank = "" if answer["rank"] is None else f", rank {answer['rank']}"
+    name = "step" if answer["step"] is None else f"step {answer['step']:,}"
+    console.print(
+        f"{name}{rank}: {answer['row_count']:,} rows, of positions {first:,} to {end - 1:,}", style="bold"
+    )
+    if answer["sources"]:
+        table = _table("source", ">rows", ">documents", ">tokens")
+        for entry in answer["sources"]:
+            table.add_row(entry["source"], *(f"{entry[name]:,}" for name in ("rows", "documents", "tokens")))
+        console.print(table)
+    names = {row["dataset"] for row in answer["rows"]}
+    for row in answer["rows"]:
+        where = f" of {row['dataset']}" if len(names) > 1 else ""
+        console.print(
+            f"rank {row['rank']}, sample {row['index']}: {_title(row)}{where}, epoch {row['epoch']}",
+            style="bold",
+        )
+        _show_documents(row["documents"])
+    _more(len(answer["rows"]), answer["row_count"], "rows")
+
+
+def _show_search(answer: Mapping[str, Any]) -> None:
+    console = stdout_console()
+    copies = answer["copies"] - answer["documents"]
+    also = f" (and for {copies:,} duplicates of them)" if copies else ""
+    console.print(
+        f"{_many(answer['documents'], 'document')}{also} in {_many(answer['pieces'], 'piece')}, "
+        f"{_many(answer['tokens'], 'token')}, of {_many(answer['rows'], 'row')}",
+        style="bold",
+    )
+    by_document: dict[str, list[Mapping[str, Any]]] = {}
+    for piece in answer["shown"]:
+        by_document.setdefault(piece["document_id"], []).append(piece)
+    for pieces in by_document.values():
+        for line in _identity(pieces[0]):
+            console.print(line)
+        for piece in sorted(pieces, key=lambda piece: piece["document_tokens"]):
+            place = f"row {piece['row']:,} = {piece['shard_file']} row {piece['row_in_shard']:,}"
+            console.print(f"  {place}, tokens {_span(piece['tokens'])}: {_part(piece)}")
+            for line in _seen(piece.get("runs")):
+                console.print(f"    {line}")
+    _more(len(answer["shown"]), answer["pieces"], "pieces")
+    if export := answer["export"]:
+        console.print(f"{export['file']}: {_many(export['lines'], 'piece')}")
+    if report := answer["exclusions"]:
+        _show_exclusions(report)
+    if unmatched := answer["unmatched"]:
+        stderr_console().print(
+            f"{len(unmatched):,} not found; if one was removed as a duplicate, its text may be here under "
+            "another URL:"
+        )
+        for one in unmatched[:_UNMATCHED_SHOWN]:
+            stderr_console().print(f"  {one}")
+        if len(unmatched) > _UNMATCHED_SHOWN:
+            stderr_console().print(f"  … and {len(unmatched) - _UNMATCHED_SHOWN:,} more (--json has all)")
+    if answer["no_text"]:
+        stderr_console().print(answer["no_text"])
+
+
+def _show_exclusions(report: Mapping[str, Any]) -> None:
+    console = stdout_console()
+    share = 100 * report["rows"] / max(1, report["dataset_rows"])
+    console.print(
+        f"{report['file']}: {_many(report['rows'], 'row')} of {report['dataset_rows']:,} ({share:.3g} %) in "
+        f"{_many(report['ranges'], 'range')}"
+    )
+    table = _table("tokens that go", ">", ">documents")
+    for name, documents in (("removed", "removed_documents"), ("other", "other_documents")):
+        label = "of documents searched for" if name == "removed" else "of others, which share their rows"
+        table.add_row(label, f"{report[name + '_tokens']:,}", f"{report[documents]:,}")
+    table.add_row("padding", f"{report['padding']:,}", "")
+    console.print(table)
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    text = f"row {row['row']:,} = {row['shard_file']} row {row['row_in_shard']:,}"
+    if row["documents"] is None:
+        return text
+    text += f": {_many(len(row['documents']), 'document')}"
+    return text + (f", {row['padding']:,} tokens of padding" if row["padding"] else "")
+
+
+def _show_documents(documents: Sequence[Mapping[str, Any]] | None) -> None:
+    """Each behind its tokens. Lines are not folded, so that URLs can be copied and searched."""
+    spans = [_span(document["tokens"]) for document in documents or ()]
+    width = max(map(len, spans), default=0)
+    for span, document in zip(spans, documents or (), strict=True):
+        for number, line in enumerate(_about(document)):
+            stdout_console().print(f"  {span if not number else '':<{width}}  {line}")
+
+
+def _about(document: Mapping[str, Any]) -> list[str]:
+    """The lines that say what a piece is of."""
+    return [*_identity(document), _part(document)]
+
+
+def _identity(document: Mapping[str, Any]) -> list[str]:
+    """The lines that say which document it is."""
+    copies = f", {document['copies']:,} copies" if document["copies"] > 1 else ""
+    line = f"{document['source']}: {document['file']} record {document['record']:,}"
+    names = [str(document["url"] or document["id"])] if document["url"] or document["id"] else []
+    return [f"{line}, document {document['document_id']}{copies}", *names]
+
+
+def _part(document: Mapping[str, Any]) -> str:
+    """Which of a document's tokens a piece has, and their text."""
+    first, end = document["document_tokens"]
+    text = "" if document["text"] is None else f" “{'…' if first else ''}{document['text']}”"
+    return f"its {first:,}–{end - 1:,}{text}"
+
+
+def _seen(runs: Iterable[Mapping[str, Any]] | None) -> list[str]:
+    lines = []
+    for run in runs or ():
+        if run["excluded"]:
+            lines.append("never seen: the run's exclusion list has this row")
+        for each in run["seen"]:
+            text = f"epoch {each['epoch']}: position {each['position']:,}"
+            if each["is_dropped"]:
+                text += ", dropped at the end of the epoch"
+            elif each["step"] is not None:
+                text += f", step {each['step']:,}, rank {each['rank']}, sample {each['index']} of its batch"
+            if each["is_delivered"] is False and not each["is_dropped"]:
+                text += " (not delivered yet)"
+            lines.append(text)
+    return lines
+
+
+def _span(tokens: list[int]) -> str:
+    return f"{tokens[0]:,}–{tokens[1] - 1:,}"
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _more(shown: int, count: int, what: str) -> None:
+    if shown < count:
+        stderr_console().print(f"… and {count - shown:,} more {what}: --limit 0 shows all")
+
+
+def _table(*names: str) -> Table:
+    """Columns by their heads; those that begin with > hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in names:
+        if name.startswith(">"):
+            table.add_column(name[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(name)
+    return table

@@ -1,0 +1,163 @@
+"""Rows that hold documents which must go: as an exclusion list for loaders, and what leaves with them.
+
+A row is excluded whole, so tokens of other documents in it go too; the report counts them. Ranges are built
+while rows come in order, so memory grows with the ranges, not with the rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardkitError
+from shardkit.exclusions import Exclusions
+from shardkit.index import publish_bytes
+from shardkit.trace.table import ProvenanceTable
+
+__all__ = ["Ranges", "RemovalReport", "measure", "write_exclusions"]
+
+_Ints = npt.NDArray[np.int64]
+_Ids = npt.NDArray[np.bytes_]
+_ROWS_AT_ONCE = 1 << 16  # of which all pieces are held
+
+
+class Ranges:
+    """Runs of rows [begin, end), from rows that come in any order but mostly ascend."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Ints] = []
+        self._waiting = 0
+
+    def add(self, rows: _Ints) -> None:
+        """Add rows, repeated or not."""
+        rows = np.unique(rows)
+        if not len(rows):
+            return
+        breaks = np.flatnonzero(np.diff(rows) > 1)
+        begins = rows[np.concatenate([[0], breaks + 1])]
+        ends = rows[np.concatenate([breaks, [len(rows) - 1]])] + 1
+        self._parts.append(np.stack([begins, ends], axis=1))
+        self._waiting += len(begins)
+        if len(self._parts) > 256 and self._waiting > 2 * len(self._parts[0]):
+            self._merge()
+
+    def exclusions(self) -> Exclusions:
+        """All of them."""
+        self._merge()
+        return Exclusions(self._parts[0])
+
+    def _merge(self) -> None:
+        found = Exclusions(np.concatenate([np.empty((0, 2), np.int64), *self._parts])).to_list()
+        self._parts = [np.array(found, np.int64).reshape(-1, 2)]
+        self._waiting = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalReport:
+    """What an exclusion list takes away. `tokens` of the rows are those of `removed` documents, those of
+    `other` documents, which did not ask to go, and `padding`."""
+
+    rows: int
+    dataset_rows: int
+    ranges: int
+    tokens: int
+    removed_tokens: int
+    removed_documents: int
+    other_tokens: int
+    other_documents: int
+    padding: int
+    fingerprint: str
+    digest: str
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Plain data."""
+        return asdict(self)
+
+
+def measure(dataset: Dataset, table: ProvenanceTable, excluded: Exclusions, removed: _Ids) -> RemovalReport:
+    """What leaves with rows; `removed`: sorted ids S16[documents] of the documents that are meant.
+
+    Reads the pieces of all these rows. 16 bytes are held for each other document that loses a piece.
+    """
+    length = dataset.sequence_length
+    if length is None:
+        raise ShardkitError(f"{dataset.location}: has no column of token rows of constant length")
+    removed_tokens = other_tokens = 0
+    others = np.empty(0, removed.dtype)
+    for rows in _blocks(excluded):
+        pieces = table.of_rows(rows, columns=("token_start", "token_end", "document_id"))
+        ids = document_ids(pieces)
+        tokens = pieces.column("token_end").to_numpy() - pieces.column("token_start").to_numpy()
+        at = np.searchsorted(removed, ids).clip(max=max(0, len(removed) - 1))
+        is_removed = removed[at] == ids if len(removed) else np.zeros(len(ids), np.bool_)
+        removed_tokens += int(tokens[is_removed].sum())
+        other_tokens += int(tokens[~is_removed].sum())
+        others = np.unique(np.concatenate([others, ids[~is_removed]]))
+    return RemovalReport(
+        rows=excluded.count,
+        dataset_rows=len(dataset),
+        ranges=len(excluded.to_list()),
+        tokens=excluded.count * length,
+        removed_tokens=removed_tokens,
+        removed_documents=len(removed),
+        other_tokens=other_tokens,
+        other_documents=len(others),
+        padding=excluded.count * length - removed_tokens - other_tokens,
+        fingerprint=dataset.fingerprint,
+        digest=excluded.digest,
+    )
+
+
+def write_exclusions(
+    path: str | os.PathLike[str], dataset: Dataset, excluded: Exclusions, why: Iterable[str] = ()
+) -> None:
+    """Write the list as `Exclusions.read` and `Stream(exclude=…)` take it, for this dataset alone.
+
+    `why`: lines for people. ShardkitError if it cannot be written, or excludes nothing or all.
+    """
+    if not 0 < excluded.count < len(dataset):
+        share = "no row" if not excluded.count else "every row"
+        raise ShardkitError(f"{os.fspath(path)}: not written: {share} of {dataset.location} is excluded")
+    lines = [
+        f"# rows that training leaves out: {excluded.count:,} of {len(dataset):,} of {dataset.location}",
+        *(f"# {line}" for line in why),
+        f"# fingerprint: {dataset.fingerprint}",
+    ]
+    lines += [f"{begin}" if end == begin + 1 else f"{begin}:{end}" for begin, end in excluded.to_list()]
+    try:
+        publish_bytes(Path(path), "".join(" ".join(line.split()) + "\n" for line in lines).encode())
+    except OSError as error:
+        raise ShardkitError(f"{os.fspath(path)}: cannot be written: {error}") from error
+
+
+def document_ids(table: pa.Table) -> _Ids:
+    """S16[n]: the document ids of pieces, as NumPy compares and sorts them."""
+    parts = [
+        np.frombuffer(chunk.buffers()[1], "S16", len(chunk), 16 * chunk.offset)
+        for chunk in table.column("document_id").chunks
+        if len(chunk)
+    ]
+    return np.concatenate([np.empty(0, "S16"), *parts])
+
+
+def _blocks(excluded: Exclusions) -> Iterator[_Ints]:
+    """The excluded rows, ascending, so many at a time; ranges that are far apart come together."""
+    block: list[_Ints] = []
+    room = _ROWS_AT_ONCE
+    for begin, end in excluded.to_list():
+        while begin < end:
+            taken = min(end - begin, room)
+            block.append(np.arange(begin, begin + taken))
+            begin, room = begin + taken, room - taken
+            if not room:
+                yield np.concatenate(block)
+                block, room = [], _ROWS_AT_ONCE
+    if block:
+        yield np.concatenate(block)
