@@ -1,0 +1,188 @@
+"""`shardkit convert`: any dataset that we can read into MDS or WebDataset shards."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shardkit.cli.output import count, print_json, stdout_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.convert import ConvertResult
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "convert",
+        help="MDS, tars, litdata, Megatron, nanoGPT or Hugging Face files to MDS or tars",
+        description="Write a dataset of another format as MDS or WebDataset shards: rows equal, in the same "
+        "order, streamed, read back and compared before the index appears. Sources: MDS folders and tars; "
+        "litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; Hugging Face "
+        "save_to_disk folders, .arrow and .parquet files. Rows of one length are copied; documents and streams need "
+        "--sequence-length or --keep-lengths. An interrupted conversion leaves no index: run it again.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SRC", help="folder, file, pattern in quotes, or URL of a dataset")
+    parser.add_argument("target", metavar="DST", help="folder for the dataset; new or empty")
+    parser.add_argument(
+        "--format", choices=["mds", "wds"], default="mds", help="of the shards (default: mds)"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=["dataset", "huggingface", "litdata", "megatron", "nanogpt"],
+        help="what SRC is (default: found out)",
+    )
+    parser.add_argument(
+        "--columns", metavar="A,B", help="what to convert (default: all; of Arrow and Parquet the tokens)"
+    )
+    _add_cut_arguments(parser)
+    _add_output_arguments(parser)
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run, misuse=parser.error)
+
+
+def _add_cut_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rows of documents and streams")
+    group.add_argument(
+        "--sequence-length",
+        type=count,
+        metavar="L",
+        help="cut the stream of all documents every L tokens (default: copy rows, all of one length)",
+    )
+    group.add_argument(
+        "--keep-lengths", action="store_true", help="each document a row of its own length (default: no)"
+    )
+    group.add_argument(
+        "--eos",
+        type=_token,
+        metavar="ID",
+        help="append this id to documents that do not end in it, and pad the last row (default: neither)",
+    )
+    group.add_argument(
+        "--pad", type=_token, metavar="ID", help="pad the last row with this id (default: that of --eos)"
+    )
+    group.add_argument(
+        "--drop-tail",
+        action="store_true",
+        help="leave out last tokens that fill no row (default: pad, which needs --eos or --pad)",
+    )
+    group.add_argument(
+        "--drop-empty",
+        action="store_true",
+        help="leave out documents without tokens (default: stop there; for --keep-lengths)",
+    )
+    group.add_argument(
+        "--per-file",
+        action="store_true",
+        help="begin a row at each file or chunk (default: rows go on over files); with --drop-tail these are "
+        "the rows of litdata's TokensLoader(L)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=["uint16", "uint32"],
+        help="of the tokens; each id is checked (default: uint16 if all are known to fit, else uint32)",
+    )
+    group.add_argument(
+        "--source-dtype", choices=["uint16", "uint32"], help="of a bare .bin (default: uint16)"
+    )
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard-bytes", default="64MiB", metavar="SIZE", help="of a shard at most (default: 64MiB)"
+    )
+    parser.add_argument("--compression", metavar="NAME", help="of MDS shards, such as zstd:7 (default: none)")
+    parser.add_argument(
+        "--hashes", default="xxh64", metavar="A,B", help="in the index; '' for none (default: xxh64)"
+    )
+    parser.add_argument(
+        "--no-verify",
+        action="store_false",
+        dest="verify",
+        help="do not read the result back (default: compare it with what was read, before the index appears)",
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="put this in the place of a dataset at DST (default: refuse)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON (default: lines)")
+
+
+def _token(text: str) -> int:
+    """argparse type: a token id."""
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id: a number from 0 to 4,294,967,295")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and print what was made."""
+    from shardkit.convert import CutOptions, OutputOptions, convert
+    from shardkit.upload.progress import lines
+
+    names = ("sequence_length", "keep_lengths", "eos", "pad", "drop_tail", "drop_empty", "per_file")
+    try:
+        cut = CutOptions(**{name: getattr(arguments, name) for name in (*names, "dtype", "source_dtype")})
+        output = OutputOptions(
+            format=arguments.format,
+            shard_bytes=arguments.shard_bytes,
+            compression=arguments.compression,
+            hashes=tuple(_split(arguments.hashes)),
+        )
+    except ValueError as error:
+        arguments.misuse(str(error))
+    result = convert(
+        arguments.source,
+        arguments.target,
+        source_format=arguments.source_format,
+        output=output,
+        cut=cut,
+        columns=_split(arguments.columns) if arguments.columns else None,
+        verify=arguments.verify,
+        replace=arguments.replace,
+        storage=storage_options(arguments),
+        progress=False if arguments.quiet else lines() if arguments.json else True,
+    )
+    if arguments.json:
+        print_json(result.to_dict())
+    else:
+        _show(result)
+    return 0
+
+
+def _split(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _show(result: ConvertResult) -> None:
+    console = stdout_console()
+    columns = ", ".join(f"{name} ({encoding})" for name, encoding in result.columns.items())
+    rate = format_bytes(result.bytes / result.seconds) if result.seconds > 0 else "?"
+    console.print(
+        f"{result.target}: {result.rows:,} rows in {result.shards:,} {result.format} shards, "
+        f"{format_bytes(result.stored_bytes)}, from {result.source_format}; {result.seconds:.1f} s, {rate}/s"
+    )
+    console.print(f"columns: {columns}")
+    counts = result.counts
+    if counts:
+        parts = [f"{counts['documents']:,} documents"] if counts["documents"] else []
+        parts.append(f"{counts['tokens_read']:,} tokens read")
+        for name, words in (
+            ("eos_added", "ends of documents added"),
+            ("padding", "tokens of padding in last rows"),
+            ("tokens_dropped", "tokens dropped that fill no row"),
+            ("documents_dropped", "empty documents left out"),
+        ):
+            parts += [f"{counts[name]:,} {words}"] if counts[name] else []
+        console.print(", ".join(parts))
+    if result.left_out:
+        console.print(f"columns left out: {', '.join(result.left_out)}")
+    if result.verified:
+        console.print(f"read back and equal to the source: digest {result.content_digest}")
+    console.print(f"fingerprint {result.fingerprint}")

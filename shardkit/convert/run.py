@@ -1,0 +1,269 @@
+"""`convert`: any dataset that a reader knows into MDS or tar shards, checked, and seen only when it is whole.
+
+Read forward once, a few megabytes at a time; written into a folder inside the target; read back and compared;
+then published, the index last. The same source and options give the same bytes. A conversion that is killed
+leaves no index, and the same command begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkit.convert.card import write_card
+from shardkit.convert.columns import KEY, npy_bytes
+from shardkit.convert.cut import TokenCounts, choose_dtype, copy_rows, cut_rows, documents
+from shardkit.convert.detect import AnySource, Kind, open_source
+from shardkit.convert.options import CutOptions, OutputOptions
+from shardkit.convert.progress import Meter
+from shardkit.convert.read_back import check_rows, check_samples
+from shardkit.convert.source import RowSource, Sample, SampleSource, TokenSource
+from shardkit.convert.staging import check_target, publish, staging
+from shardkit.convert.write_rows import RowWriter
+from shardkit.convert.write_samples import MdsSampleWriter, SampleWriter, TarSampleWriter
+from shardkit.errors import ShardError
+from shardkit.index import Manifest
+from shardkit.mds.encodings import encoding_of
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.url import is_remote, local_path
+from shardkit.upload.progress import Listener, listen
+
+__all__ = ["ConvertResult", "convert"]
+
+TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertResult:
+    """What was made. `tokens` counts those of the source, `rows` what was written."""
+
+    source: str
+    source_format: str
+    target: str
+    format: str
+    fingerprint: str
+    content_digest: str
+    shards: int
+    rows: int
+    bytes: int
+    stored_bytes: int
+    columns: Mapping[str, str]
+    left_out: Sequence[str]
+    sequence_length: int | None
+    counts: Mapping[str, int]
+    verified: bool
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"seconds": round(self.seconds, 3)}
+
+
+@dataclass(slots=True)
+class Written:
+    """What lies in the staging folder."""
+
+    manifest: Manifest
+    digest: str
+    columns: dict[str, str]
+    column: str | None = None
+    has_keys: bool = False
+    counts: TokenCounts | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    source_format: Kind | None = None,
+    output: OutputOptions | None = None,
+    cut: CutOptions | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    replace: bool = False,
+    storage: StorageOptions | None = None,
+    progress: bool | Listener = True,
+) -> ConvertResult:
+    """Write the dataset at `source` into the folder `target` as MDS or tar shards.
+
+    Sources: whatever `open_dataset` opens (also URLs); litdata's chunk folders; Megatron's .bin/.idx; .bin
+    files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files. Rows of one
+    length are copied; `cut` says how documents and streams become rows. `columns` chooses, where there are
+    several. `verify` reads the result back before it is published. ShardError names file and place of what is
+    damaged, and what stands in the way; ValueError is for options that contradict themselves.
+    """
+    start = time.monotonic()
+    output, cut = output or OutputOptions(), cut or CutOptions()
+    name, folder = os.fspath(source), local_path(target)
+    if is_remote(target):
+        raise ShardError(target, "is not on this machine: convert into a folder, then `shardkit upload` it")
+    if (
+        not is_remote(name)
+        and folder.exists()
+        and local_path(name).exists()
+        and folder.samefile(local_path(name))
+    ):
+        raise ShardError(folder, "is source and target at once; choose another target")
+    check_target(folder, replace=replace)
+    opened = open_source(name, source_format, output, cut, columns, storage)
+    with listen(progress) as listener, staging(folder) as work:
+        meter = Meter(listener, opened)
+        written = _write(opened, work, output, cut, meter)
+        if not written.manifest.samples:
+            raise ShardError(name, "gives no row: there is nothing to convert")
+        length = _sequence_length(written)
+        write_card(work, name, opened, output, cut, written, length)
+        if verify:
+            meter.step("verify")
+            if written.column is not None:
+                check_rows(work, written.column, written.digest)
+            else:
+                check_samples(work, written.digest, has_keys=written.has_keys)
+        publish(work, folder, replace=replace)
+    return _result(name, opened, folder, output, written, length, verify, time.monotonic() - start)
+
+
+def _write(source: AnySource, work: Path, output: OutputOptions, cut: CutOptions, meter: Meter) -> Written:
+    if isinstance(source, TokenSource):
+        return _write_tokens(source, work, output, cut, meter)
+    if cut != CutOptions():
+        raise ShardError(meter.what, "has rows of its own, which cannot be cut, padded or given another type")
+    if isinstance(source, RowSource):
+        return _write_rows(source, work, output, meter)
+    assert isinstance(source, SampleSource)
+    return _write_samples(source, work, output, meter)
+
+
+def _write_rows(source: RowSource, work: Path, output: OutputOptions, meter: Meter) -> Written:
+    writer = RowWriter(work, output, column=source.column, dtype=source.dtype, shape=source.shape)
+    for _, rows, size in source.rows():
+        writer.append(np.ascontiguousarray(rows).reshape(-1))
+        meter.add(size)
+    return _rows_written(writer, source.column, None)
+
+
+def _rows_written(
+    writer: RowWriter, column: str, counts: TokenCounts | None, left_out: Sequence[str] = ()
+) -> Written:
+    manifest, digest = writer.finish()
+    columns = {c.name: c.encoding for shard in manifest.shards[:1] for c in shard.columns}
+    return Written(manifest, digest, columns, column=column, counts=counts, left_out=left_out)
+
+
+def _write_tokens(
+    source: TokenSource, work: Path, output: OutputOptions, cut: CutOptions, meter: Meter
+) -> Written:
+    dtype = choose_dtype(source, cut)
+    open_writer = partial(_open_token_writer, work, output, dtype)
+    if cut.keep_lengths:
+        return _write_documents(source, work, output, cut, meter, dtype)
+    if cut.sequence_length is not None:
+        if cut.eos is not None and not source.has_documents:
+            problem = "does not say where documents end, so no eos can be added: --pad fills the last row"
+            raise ShardError(meter.what, problem)
+        writer = open_writer(cut.sequence_length)
+        counts = cut_rows(source.blocks(), writer, cut, meter.add)
+    else:
+        if not source.has_documents:
+            raise ShardError(meter.what, "is a stream without rows: choose a --sequence-length")
+        found, counts = copy_rows(source.blocks(), open_writer, dtype, meter.add)
+        if found is None:
+            raise ShardError(meter.what, "has no rows")
+        writer = found
+    written = _rows_written(writer, TOKENS, counts, source.left_out)
+    counts.check(written.manifest.samples * writer.row_values)
+    return written
+
+
+def _open_token_writer(work: Path, output: OutputOptions, dtype: np.dtype[Any], length: int) -> RowWriter:
+    return RowWriter(work, output, column=TOKENS, dtype=dtype, shape=(length,))
+
+
+def _write_documents(
+    source: TokenSource,
+    work: Path,
+    output: OutputOptions,
+    cut: CutOptions,
+    meter: Meter,
+    dtype: np.dtype[Any],
+) -> Written:
+    """Each document a row of its own length."""
+    if not source.has_documents:
+        raise ShardError(meter.what, "does not say where its documents end: choose a --sequence-length")
+    counts, encoding, cells = TokenCounts(), f"ndarray:{dtype.name}", 0
+    is_mds = output.format == "mds"
+    name = TOKENS if is_mds else f"{TOKENS}.npy"
+    writer = _sample_writer(work, output, {TOKENS: encoding})
+    encode = encoding_of(encoding).encode if is_mds else npy_bytes
+    for where, tokens, size in documents(source.blocks(), dtype, cut, counts):
+        writer.write(Sample({name: encode(tokens)}, None, where, size))
+        cells += len(tokens)
+        meter.add(size)
+    counts.check(cells)
+    manifest, digest = writer.finish()
+    return Written(manifest, digest, {name: encoding}, counts=counts, left_out=source.left_out)
+
+
+def _write_samples(source: SampleSource, work: Path, output: OutputOptions, meter: Meter) -> Written:
+    keys = {KEY: "str"} if source.has_keys and output.format == "mds" else {}
+    columns = {**source.columns, **keys}
+    writer = _sample_writer(work, output, columns)
+    for sample in source.samples():
+        writer.write(sample)
+        meter.add(sample.source_bytes)
+    manifest, digest = writer.finish()
+    return Written(manifest, digest, columns, has_keys=source.has_keys, names=source.names)
+
+
+def _sample_writer(work: Path, output: OutputOptions, columns: Mapping[str, str]) -> SampleWriter:
+    if output.format == "mds":
+        return MdsSampleWriter(work, output, columns)
+    return TarSampleWriter(work, output)
+
+
+def _sequence_length(written: Written) -> int | None:
+    """Tokens of a row, if all rows are one axis of so many."""
+    if written.column is None:
+        return None
+    shape = next(iter(written.columns.values())).split(":")[2]
+    return int(shape) if shape.isdecimal() else None
+
+
+def _result(
+    name: str,
+    source: AnySource,
+    target: Path,
+    output: OutputOptions,
+    written: Written,
+    length: int | None,
+    verified: bool,
+    seconds: float,
+) -> ConvertResult:
+    manifest = written.manifest
+    return ConvertResult(
+        source=name,
+        source_format=source.kind,
+        target=str(target),
+        format=output.format,
+        fingerprint=manifest.fingerprint,
+        content_digest=written.digest,
+        shards=len(manifest.shards),
+        rows=manifest.samples,
+        bytes=sum(shard.raw.bytes for shard in manifest.shards),
+        stored_bytes=sum(shard.stored.bytes for shard in manifest.shards),
+        columns=written.columns,
+        left_out=tuple(written.left_out),
+        sequence_length=length,
+        counts={} if written.counts is None else asdict(written.counts),
+        verified=verified,
+        seconds=seconds,
+    )
