@@ -22,9 +22,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="MDS, tars, litdata, Megatron, nanoGPT or Hugging Face files to MDS or tars",
         description="Write a dataset of another format as MDS or WebDataset shards: rows equal, in the same "
         "order, streamed, read back and compared before the index appears. Sources: MDS folders and tars; "
-        "litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; Hugging Face "
-        "save_to_disk folders, .arrow and .parquet files. Rows of one length are copied; documents and streams need "
-        "--sequence-length or --keep-lengths. An interrupted conversion leaves no index: run it again.",
+        "litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; Hugging "
+        "Face folders, .arrow and .parquet files. Rows of one length are copied; documents and streams "
+        "need --sequence-length or --keep-lengths. An interrupted conversion leaves no index: run it again.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", help="folder, file, pattern in quotes, or URL of a dataset")

@@ -56,6 +56,8 @@ def write_card(
         if length is not None:
             card |= {"tokens": manifest.samples * length - counts.padding, "padding": counts.padding}
         card["conversion"] = asdict(counts)
+    if written.names and output.format == "mds" and source.facts.get("format") == "tar":
+        card["members"] = dict(written.names)
     if written.names and output.format == "wds":
         # What `to_values` needs to give columns their names and encodings again.
         card["columns"] = {

@@ -16,8 +16,9 @@
 
 A column `__key__` (str) names the samples; without one they are numbered. The card notes each column's name
 and encoding, so that converting back gives both again. Tars without such a card: `txt`, `text`, `transcript`
-become str; `cls`, `id`, `index` int; `json`; `npy` ndarray; `jpg`, `png`; all other members bytes, unchanged.
-The column is named by the extension (`tokens.npy`: `tokens`); pickles are refused.
+become str; `cls`, `id`, `index` int; `json`; `npy` ndarray; `jpg`, `png`; all other members (`.gz` ones, too)
+bytes, unchanged. The column is named by the extension (`tokens.npy`: `tokens`), which the card notes, so that
+it comes back as well; pickles are refused.
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ def keep_columns(columns: Sequence[Column]) -> list[Mapped]:
     return [Mapped(c.name, c.name, c.encoding, _checked(c.encoding)) for c in columns]
 
 
-def to_members(columns: Sequence[Column]) -> list[Mapped]:
-    """MDS columns to extensions; ValueError for what a member cannot hold, or names that clash."""
+def to_members(columns: Sequence[Column], noted: Mapping[str, str] | None = None) -> list[Mapped]:
+    """MDS columns to extensions; ValueError for what a member cannot hold, or names that clash.
+
+    `noted` is {column: extension} from the card of MDS that was converted from tars.
+    """
     mapped = []
     for column in columns:
         if column.name == KEY:
@@ -98,7 +102,8 @@ def to_members(columns: Sequence[Column]) -> list[Mapped]:
                 f"column {column.name!r} is {column.encoding}, which has no member of its own in a tar; "
                 "choose others with --columns"
             )
-        extension = _extension(column.name, kind)
+        known = (noted or {}).get(column.name)
+        extension = _extension(column.name, kind) if known is None else _sound(column.name, known)
         mapped.append(Mapped(column.name, extension, column.encoding, _to_member(kind, column.encoding)))
     _refuse_clashes(mapped)
     return mapped
@@ -141,7 +146,11 @@ def _extension(name: str, kind: str) -> str:
         fits = last in (("jpg", "jpeg") if suffix == "jpg" else ("png",))
     else:
         fits = members.encoding_of(name) == same and (suffix != "bin" or last == "bin")
-    extension = name if fits else f"{name}.{suffix}"
+    return _sound(name, name if fits else f"{name}.{suffix}")
+
+
+def _sound(name: str, extension: str) -> str:
+    """`extension`, if readers find it as it is."""
     if _NAME.fullmatch(extension) is None or split_name(f"0.{extension}") != ("0", extension):
         raise ValueError(
             f"column {name!r} cannot be an extension: use lower-case letters, digits, '_', '-' and '.'"

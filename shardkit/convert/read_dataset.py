@@ -182,6 +182,8 @@ def dataset_source(
     that are not there, or have no place in the target.
     """
     chosen = _chosen(dataset, columns)
+    if not len(dataset):
+        raise ShardError(dataset.location, "has no samples: there is nothing to convert")
     is_mds = dataset.manifest.format == "mds"
     if cut:
         tokens = [c for c in chosen if c.encoding.partition(":")[0] == "ndarray"]
@@ -197,7 +199,7 @@ def dataset_source(
     try:
         if not is_mds:
             return _tar_samples(dataset, chosen, target)
-        mapped = keep_columns(chosen) if target == "mds" else to_members(chosen)
+        mapped = keep_columns(chosen) if target == "mds" else to_members(chosen, _noted_members(dataset))
     except ValueError as error:
         raise ShardError(dataset.location, str(error)) from error
     return DatasetSamples(dataset, mapped, has_keys=False)
@@ -264,6 +266,14 @@ def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
                 continue
             sound[extension] = note
     return sound
+
+
+def _noted_members(dataset: Dataset) -> Mapping[str, str]:
+    """What the card of MDS that was converted from tars says of their members; {} if it is not sound."""
+    noted = (dataset.card or {}).get("members")
+    if not isinstance(noted, dict) or not all(isinstance(name, str) for name in noted.values()):
+        return {}
+    return noted
 
 
 def _layout(column: Column) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
