@@ -70,6 +70,8 @@ class AuditReport:
     settings: dict[str, object]
     findings: Findings
     walks: list[Walk] = field(default_factory=list)
+    runs: list[dict[str, object]] = field(default_factory=list)
+    """Of an audit of logs: each run, its first position, ranks, steps that count and that were replayed."""
     shards: list[tuple[str, int, int, int, int]] = field(default_factory=list)
     shard_count: int = 0
 
@@ -103,6 +105,7 @@ class AuditReport:
             "settings": self.settings,
             "false_acceptance": FALSE_ACCEPTANCE,
             "walks": [walk.to_dict() for walk in self.walks],
+            "runs": self.runs,
             "counts": {kind: self.findings.counts[kind] for kind in KINDS if self.findings.counts[kind]},
             "findings": [finding.to_dict() for finding in self.findings.kept],
             "notices": list(self.findings.notices),

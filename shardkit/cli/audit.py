@@ -1,0 +1,261 @@
+"""`shardkit audit`: is every sample delivered exactly once, by the plan or by the logs of a real run?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardkit.cli.output import count, print_json, stderr_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+
+if TYPE_CHECKING:
+    from shardkit.audit.plan import Leg
+    from shardkit.audit.report import AuditReport
+    from shardkit.loaders.config import LoaderConfig, Stream
+    from shardkit.loaders.opening import Opened
+
+__all__ = ["add_parser", "run"]
+
+LINE_SECONDS = 10.0  # between lines of progress where stderr is no terminal
+
+
+def _counts(text: str) -> list[int]:
+    """argparse type: numbers of 1 or more, between commas."""
+    return [count(part.strip()) for part in text.split(",")]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "audit",
+        help="prove that every sample is delivered exactly once, by plan or by a run's logs",
+        description="Walk what every rank would be given, from the index alone, or read the usage logs of a "
+        "run (StreamingLoader(…, usage_log=FOLDER)), and prove that every epoch delivers each sample once and "
+        "each step the samples that its positions name, on any number of ranks and across restarts. Exit "
+        "status 1 if anything is wrong; the first offenders are named.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", nargs="?", help="folder, index file, tar, pattern or URL")
+    parser.add_argument(
+        "--stream",
+        metavar="PATH[=WEIGHT]",
+        action="append",
+        default=[],
+        help="a dataset of a mixture, in place of PATH; once for each (default weight: 1; logs know theirs)",
+    )
+    parser.add_argument(
+        "--exclude",
+        metavar="[PATH=]FILE",
+        action="append",
+        default=[],
+        help="rows left out, of the only dataset or of the stream PATH (default: none)",
+    )
+    parser.add_argument(
+        "--logs", metavar="FOLDER", type=Path, help="check the usage logs there (default: walk the plan)"
+    )
+    _add_plan_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON (default: tables)")
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run, misuse=parser.error)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the plan to walk")
+    add = group.add_argument
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--batch-size", type=count, metavar="B", help="sequences per rank and step (default: 8)"
+    )
+    size.add_argument(
+        "--global-batch",
+        type=count,
+        metavar="G",
+        help="sequences per step over all ranks, the same for all world sizes, whose steps must then hold the "
+        "same samples (default: B times the world size)",
+    )
+    add(
+        "--world-sizes",
+        type=_counts,
+        metavar="R,R…",
+        default=[1, 2, 3, 8],
+        help="numbers of ranks to walk with, one after another (default: 1,2,3,8)",
+    )
+    add(
+        "--resume-at",
+        type=_counts,
+        metavar="STEP,…",
+        default=[],
+        help="walk once more, stopped after each of these steps and resumed from the saved state with the next "
+        "of the world sizes (default: none)",
+    )
+    add("--epochs", type=count, default=2, metavar="E", help="epochs to walk (default: 2)")
+    add(
+        "--tail",
+        choices=["carry", "drop", "pad"],
+        default="carry",
+        help="at an epoch's edge (default: carry)",
+    )
+    add("--workers", type=int, default=0, metavar="K", help="DataLoader workers in each rank (default: 0)")
+    add("--seed", type=int, default=17, help="of the shuffle (default: 17)")
+    add(
+        "--shuffle",
+        choices=["window", "global", "none"],
+        default="window",
+        help="how samples are ordered (default: window)",
+    )
+    add("--lanes", type=count, metavar="L", help="of the window shuffle (default: as the loader chooses)")
+    add("--window", type=count, metavar="W", help="samples in a window (default: as the loader chooses)")
+    add(
+        "--epoch-samples",
+        type=count,
+        metavar="N",
+        help="samples that a mixture calls an epoch (default: of all streams)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audit and print."""
+    if (arguments.path is None) == (not arguments.stream):
+        arguments.misuse("give either PATH, or --stream for each dataset of a mixture")
+    try:
+        report = _audit_logs(arguments) if arguments.logs is not None else _audit_plan(arguments)
+    except ValueError as error:
+        arguments.misuse(str(error))
+    if arguments.json:
+        print_json(report.to_dict())
+    else:
+        from shardkit.cli.audit_tables import show
+
+        show(report)
+    return 0 if report.ok else 1
+
+
+def _streams(arguments: argparse.Namespace) -> list[Stream]:
+    """What the loader would be given; ValueError for an exclusion of a dataset that is not there."""
+    from shardkit.loaders.config import Stream
+
+    paths: dict[str, float] = {}
+    for text in [arguments.path] if arguments.path is not None else arguments.stream:
+        path, has_weight, weight = text.rpartition("=")
+        if has_weight and arguments.path is None and _is_number(weight):
+            paths[path] = float(weight) if "." in weight else int(weight)
+        else:
+            paths[text] = 1
+    excluded: dict[str, str] = {}
+    for text in arguments.exclude:
+        path, _, file = text.rpartition("=")
+        if not path and len(paths) == 1:
+            path = next(iter(paths))
+        if path not in paths:
+            raise ValueError(f"--exclude {text}: say of which stream: PATH=FILE, PATH as in --stream")
+        excluded[path] = file
+    return [Stream(path, weight, exclude=excluded.get(path)) for path, weight in paths.items()]
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+def _open(arguments: argparse.Namespace, config: LoaderConfig) -> Opened:
+    from shardkit.loaders.opening import open_streams
+
+    streams = _streams(arguments)
+    return open_streams(streams[0].path if _is_plain(streams) else streams, config, 1)
+
+
+def _is_plain(streams: list[Stream]) -> bool:
+    return len(streams) == 1 and streams[0].exclude is None
+
+
+def _audit_logs(arguments: argparse.Namespace) -> AuditReport:
+    from shardkit.audit.expectation import StreamData
+    from shardkit.audit.logs import audit_logs
+    from shardkit.loaders.config import LoaderConfig
+
+    opened = _open(arguments, LoaderConfig(storage=storage_options(arguments)))
+    data = [
+        StreamData(dataset, excluded)
+        for dataset, excluded in zip(opened.streams.datasets, opened.exclusions, strict=True)
+    ]
+    with _progress(None) as progress:
+        return audit_logs(arguments.logs, data, progress=progress)
+
+
+def _audit_plan(arguments: argparse.Namespace) -> AuditReport:
+    from shardkit.audit.expectation import Expectation, StreamData
+    from shardkit.audit.plan import audit_plan, legs_of_resumes
+    from shardkit.loaders.config import LoaderConfig
+    from shardkit.loaders.plan import BatchPlan
+    from shardkit.loaders.planned import PlannedRun, first_state, settings_of
+
+    config = LoaderConfig(
+        lanes=arguments.lanes,
+        window=arguments.window,
+        epoch_samples=arguments.epoch_samples,
+        storage=storage_options(arguments),
+    )
+    opened = _open(arguments, config)
+    mixture = opened.mixture(config)
+    samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
+    legs = _legs(arguments)
+    plans = [BatchPlan(samples, leg.batch_size, 0, leg.world_size, arguments.tail) for leg in legs]
+    state = first_state(opened, config, plans[0], seed=arguments.seed, shuffle=arguments.shuffle)
+    data = [
+        StreamData(dataset, excluded)
+        for dataset, excluded in zip(opened.streams.datasets, opened.exclusions, strict=True)
+    ]
+    expected = Expectation(settings_of(state, opened.streams.names), data)
+    walks = [[leg] for leg in legs]
+    if arguments.resume_at:
+        walks.append(legs_of_resumes(legs, arguments.resume_at))
+
+    def start(leg: Leg) -> PlannedRun:
+        size, ranks = leg.batch_size, leg.world_size
+        return PlannedRun(opened, state, batch_size=size, world_size=ranks, workers=arguments.workers)
+
+    location = ", ".join(dataset.location for dataset in opened.streams.datasets)
+    with _progress(len(walks) * arguments.epochs * samples) as progress:
+        return audit_plan(
+            expected, walks, start, epochs=arguments.epochs, dataset=location, progress=progress
+        )
+
+
+def _legs(arguments: argparse.Namespace) -> list[Leg]:
+    from shardkit.audit.plan import Leg
+
+    if arguments.global_batch is None:
+        return [Leg(arguments.batch_size or 8, ranks) for ranks in arguments.world_sizes]
+    for ranks in arguments.world_sizes:
+        if arguments.global_batch % ranks:
+            raise ValueError(f"--global-batch {arguments.global_batch} does not divide among {ranks} ranks")
+    return [Leg(arguments.global_batch // ranks, ranks) for ranks in arguments.world_sizes]
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """What is told of samples as they are checked: a bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from rich.progress import Progress
+
+        with Progress(console=stderr_console(), transient=True) as bar:
+            task = bar.add_task("samples", total=total)
+            yield lambda samples: bar.advance(task, samples)
+        return
+    began = said = time.monotonic()
+    done = 0
+
+    def tell(samples: int) -> None:
+        nonlocal done, said
+        done += samples
+        if (now := time.monotonic()) - said >= LINE_SECONDS:
+            said = now
+            of = "" if total is None else f" of {total:,} ({100 * done / total:.0f} %)"
+            rate = done / (now - began)
+            sys.stderr.write(f"shardkit: audit: {done:,} samples{of}, {rate:,.0f}/s\n")
+
+    yield tell
