@@ -26,7 +26,7 @@ from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
 __all__ = ["VERBS", "main"]
 
 VERBS = (
-    "build", "convert", "dedup-index", "demo", "download", "info", "plan", "trace", "train-classifier",
+    "audit", "build", "convert", "dedup-index", "demo", "download", "info", "plan", "trace", "train-classifier",
     "upload", "verify",
 )  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "upload")
