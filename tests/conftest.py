@@ -31,10 +31,9 @@ def inline_builds() -> Iterator[None]:
 
     For what does not depend on them: tests/test_build_determinism.py holds any number to the same bytes.
     """
-    from shardkit.writers import index_build, pipeline
-    from shardkit.writers.engine_inline import InlineEngine
+    from shardkit.writers import session
+    from shardkit.writers.execution.engine_inline import InlineEngine
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pipeline, index_build):
-            patch.setattr(module, "LocalEngine", lambda workers: InlineEngine())
+        patch.setattr(session, "LocalEngine", lambda workers: InlineEngine())
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ import pytest
 from small_build import make_corpus, tree
 
 from shardkit.errors import BuildError
-from shardkit.writers import build, build_dedup_index, index_build, pipeline, scan
+from shardkit.writers import build, build_dedup_index, index_build, pipeline, scan, session
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.planted import NAMESPACE
 from shardkit.writers.dedup.shingles import reference_shingles
-from shardkit.writers.engine_inline import InlineEngine
-from shardkit.writers.journal import Commit, Task
+from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.queue import TaskQueue
+from shardkit.writers.execution.work import Work, run_task
 
 RECIPE = """\
 inputs:
@@ -161,14 +161,13 @@ class StoppingEngine(InlineEngine):
 
     left = 0
 
-    def run(self, tasks: Any, work: Path, done: Callable[[Commit], None]) -> list[Commit]:
-        def heard(commit: Commit) -> None:
+    def run(self, queue: TaskQueue, work: Work) -> None:
+        while (task := queue.take()) is not None:
+            commit = run_task(task, task.digest, work)
             StoppingEngine.left -= 1
             if StoppingEngine.left <= 0:
                 raise Stopped
-            done(commit)
-
-        return super().run(tasks, work, heard)
+            queue.done(commit)
 
 
 @pytest.mark.usefixtures("small_memory")
@@ -177,7 +176,7 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
 ) -> None:
     changes = ["dedup.lines={min_characters: 20}", ALL]
     whole = build(make(tmp_path / "whole"), overrides=changes, progress=False)
-    monkeypatch.setattr(pipeline, "LocalEngine", lambda workers: StoppingEngine())
+    monkeypatch.setattr(session, "LocalEngine", lambda workers: StoppingEngine())
     recipe = make(tmp_path / "stopped")
     stops = 0
     while True:
@@ -246,12 +245,13 @@ def test_tasks_name_what_they_depend_on(tmp_path: Path) -> None:
     seen: list[str] = []
 
     class Noting(InlineEngine):
-        def run(self, tasks: Any, work: Path, done: Callable[[Commit], None]) -> list[Commit]:
-            seen.extend(str(task.stage) for task in tasks if isinstance(task, Task))
-            return super().run(tasks, work, done)
+        def run(self, queue: TaskQueue, work: Work) -> None:
+            while (task := queue.take()) is not None:
+                seen.append(task.stage)
+                queue.done(run_task(task, task.digest, work))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "LocalEngine", lambda workers: Noting())
+        patch.setattr(session, "LocalEngine", lambda workers: Noting())
         changes = ["work=work", "output.path=other"]
         build(recipe, overrides=[*changes, "dedup.near.similarity=0.82"], progress=False)
     assert "clean" not in seen

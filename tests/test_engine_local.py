@@ -14,10 +14,13 @@ from types import ModuleType
 
 import psutil
 import pytest
+from task_runs import run_all
 
 from shardkit.errors import BuildError, RecipeError, ShardError
-from shardkit.writers.engine_local import LocalEngine, WorkerTracebackError, default_workers
-from shardkit.writers.journal import Commit, Journal, Task
+from shardkit.writers.execution.engine_local import LocalEngine, WorkerTracebackError, default_workers
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.work import Work
 
 # Workers import tasks by name, so these live in a module of their own.
 TASKS = """
@@ -65,7 +68,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Iterator[Path]:
+def work(tmp_path: Path) -> Iterator[Work]:
     with Journal(tmp_path / "work") as journal:
         yield journal.work
 
@@ -74,16 +77,12 @@ def task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: i
     return Task("stage", f"{name}-{number}", {"args": list(args)}, getattr(tasks, name), args, weight)
 
 
-def ignore(commit: Commit) -> None:
-    pass
-
-
-def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, work: Path) -> None:
+def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, work: Work) -> None:
     planned = [task(tasks, "square", n, number=n, weight=n * 7 % 5) for n in range(9)]
     heard: list[str] = []
     with LocalEngine(3) as engine:
-        commits = engine.run(planned, work, lambda commit: heard.append(commit.name))
-        again = engine.run(planned[:1], work, ignore)
+        commits = run_all(engine, planned, work, lambda commit: heard.append(commit.name))
+        again = run_all(engine, planned[:1], work)
     assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
     assert sorted(heard) == sorted(planned_task.name for planned_task in planned)
     pids = {c.counts["pid"] for c in commits}
@@ -93,19 +92,19 @@ def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, wor
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_the_heaviest_task_starts_first(tasks: ModuleType, work: Path) -> None:
+def test_the_heaviest_task_starts_first(tasks: ModuleType, work: Work) -> None:
     planned = [task(tasks, "square", n, number=n, weight=n) for n in range(5)]
     heard: list[str] = []
     with LocalEngine(1) as engine:
-        engine.run(planned, work, lambda commit: heard.append(commit.name))
+        run_all(engine, planned, work, lambda commit: heard.append(commit.name))
     assert heard == [f"square-{n}" for n in (4, 3, 2, 1, 0)]
 
 
 def test_workers_use_one_thread_and_leave_stdout_alone(
-    tasks: ModuleType, work: Path, capfd: pytest.CaptureFixture[str]
+    tasks: ModuleType, work: Work, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with LocalEngine(1) as engine:
-        [commit] = engine.run([task(tasks, "environment")], work, ignore)
+        [commit] = run_all(engine, [task(tasks, "environment")], work)
     assert commit.counts == {
         "OMP_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
@@ -120,11 +119,14 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
     (tmp_path / "guard.py").write_text(
         "print('once')\n"
         "from pathlib import Path; import engine_tasks\n"
-        "from shardkit.writers.engine_local import LocalEngine\n"
-        "from shardkit.writers.journal import Journal, Task\n"
+        "from shardkit.writers.execution.engine_local import LocalEngine\n"
+        "from shardkit.writers.execution.journal import Journal\n"
+        "from shardkit.writers.execution.task import Task\n"
         "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
         "    tasks = [Task('s', str(n), {}, engine_tasks.environment) for n in range(2)]\n"
-        "    print(len(engine.run(tasks, journal.work, lambda c: None)))\n"
+        "    heard = []\n"
+        "    engine.run(journal.queue(tasks, heard.append), journal.work)\n"
+        "    print(len(heard))\n"
     )
     done = subprocess.run(
         [sys.executable, "guard.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
@@ -144,10 +146,10 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
     ],
 )
 def test_errors_keep_their_type_and_say_which_task(
-    tasks: ModuleType, work: Path, name: str, kind: type[Exception], message: str
+    tasks: ModuleType, work: Work, name: str, kind: type[Exception], message: str
 ) -> None:
     with LocalEngine(1) as engine, pytest.raises(kind, match=message) as caught:
-        engine.run([task(tasks, name)], work, ignore)
+        run_all(engine, [task(tasks, name)], work)
     assert type(caught.value) is kind
     assert isinstance(caught.value.__cause__, WorkerTracebackError)
     assert f"in {name}" in str(caught.value.__cause__)
@@ -161,33 +163,34 @@ def test_errors_keep_their_type_and_say_which_task(
     ],
 )
 def test_a_killed_worker_is_named_with_its_task_and_signal(
-    tasks: ModuleType, work: Path, number: int, message: str
+    tasks: ModuleType, work: Work, number: int, message: str
 ) -> None:
     with LocalEngine(2) as engine, pytest.raises(BuildError, match=message):
-        engine.run([task(tasks, "die", int(number))], work, ignore)
+        run_all(engine, [task(tasks, "die", int(number))], work)
 
 
-def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Path) -> None:
+def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Work) -> None:
     with LocalEngine(1) as engine, pytest.raises(BuildError, match=r"stage/leave-0: .* exit status 3"):
-        engine.run([task(tasks, "leave")], work, ignore)
+        run_all(engine, [task(tasks, "leave")], work)
 
 
-def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Path) -> None:
+def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work) -> None:
     start = time.monotonic()
     planned = [task(tasks, "nap", 600, weight=2), task(tasks, "refuse")]
     with LocalEngine(2) as engine, pytest.raises(RecipeError):
-        engine.run(planned, work, ignore)
+        run_all(engine, planned, work)
     assert time.monotonic() - start < 300  # long before the nap ends
     assert not [p for p in psutil.Process().children() if "engine_local" in " ".join(p.cmdline())]
 
 
 SLEEPER = (
     "from pathlib import Path; import engine_tasks\n"
-    "from shardkit.writers.engine_local import LocalEngine\n"
-    "from shardkit.writers.journal import Journal, Task\n"
+    "from shardkit.writers.execution.engine_local import LocalEngine\n"
+    "from shardkit.writers.execution.journal import Journal\n"
+    "from shardkit.writers.execution.task import Task\n"
     "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
     "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (600,)) for n in range(2)]\n"
-    "    engine.run(tasks, journal.work, lambda c: None)\n"
+    "    engine.run(journal.queue(tasks, lambda commit: None), journal.work)\n"
 )
 
 
@@ -199,7 +202,7 @@ def test_workers_end_with_the_build(tmp_path: Path, number: signal.Signals) -> N
         [sys.executable, "-c", SLEEPER], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
-    while len(napping := list((tmp_path / "work").glob("napping-*"))) < 2:
+    while len(napping := list((tmp_path / "work").rglob("napping-*"))) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from shardkit.errors import BuildError, ConservationError
-from shardkit.writers.journal import COMMIT_NAME, Journal, Task, run_task
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import run_task
+from shardkit.writers.execution.work_local import COMMIT_NAME
 
 ONE_DOCUMENT = {"documents": 1, "bytes": 5}
 
@@ -48,93 +51,116 @@ def finish(journal: Journal, task: Task = TASK) -> None:
     run_task(task, task.digest, journal.work)
 
 
+def find(journal: Journal, task: Task) -> Commit | None:
+    [commit] = journal.find([task])
+    return commit
+
+
+def folder_of(journal: Journal, task: Task = TASK) -> Path:
+    return journal.work.folder / task.key
+
+
 def test_a_finished_task_is_found_with_its_counts_and_outputs(journal: Journal) -> None:
-    assert journal.find(TASK) is None
+    assert find(journal, TASK) is None
     made = run_task(TASK, TASK.digest, journal.work)
-    found = journal.find(TASK)
+    found = find(journal, TASK)
     assert found is not None
     assert found == replace(made, reused=True)
     assert found.counts == {"letters": 12}
     assert {name: output.bytes for name, output in found.outputs.items()} == {"a.txt": 4, "sub/b.txt": 8}
     assert (found.folder / "sub" / "b.txt").read_text() == "texttext"
-    assert found.damaged_output() is None
+    assert journal.work.damaged_output(found) is None
 
 
 @pytest.mark.parametrize("changed", [{"key": 2}, {}, {"key": 1, "more": None}])
 def test_another_spec_is_another_task(journal: Journal, changed: dict[str, Any]) -> None:
     finish(journal)
-    assert journal.find(replace(TASK, spec=changed)) is None
+    assert find(journal, replace(TASK, config=changed)) is None
 
 
 def test_other_code_is_another_task(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     finish(journal)
-    monkeypatch.setattr("shardkit.writers.journal.code_version", lambda: "newer")
-    assert journal.find(replace(TASK)) is None  # a fresh task, as digests are remembered
+    monkeypatch.setattr("shardkit.writers.execution.task.code_version", lambda: "newer")
+    assert find(journal, replace(TASK)) is None  # a fresh task, as digests are remembered
 
 
 def test_args_and_weight_do_not_decide(journal: Journal) -> None:
     finish(journal)
-    assert journal.find(replace(TASK, args=("elsewhere",), weight=9)) is not None
+    assert find(journal, replace(TASK, args=("elsewhere",), weight=9)) is not None
 
 
 @pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", COMMIT_NAME])
 @pytest.mark.parametrize("harm", ["remove", "cut"])
 def test_a_task_that_lost_something_runs_again(journal: Journal, name: str, harm: str) -> None:
     finish(journal)
-    path = journal.work / "stage" / "task" / name
+    path = folder_of(journal) / name
     path.unlink() if harm == "remove" else path.write_bytes(path.read_bytes()[:-3])
-    assert journal.find(TASK) is None
+    assert find(journal, TASK) is None
     finish(journal)
-    assert journal.find(TASK) is not None
+    assert find(journal, TASK) is not None
 
 
 def test_changed_bytes_of_the_same_size_are_noticed_when_asked_for(journal: Journal) -> None:
     finish(journal)
-    (journal.work / "stage" / "task" / "sub" / "b.txt").write_text("texttexT")
-    found = journal.find(TASK)
+    (folder_of(journal) / "sub" / "b.txt").write_text("texttexT")
+    found = find(journal, TASK)
     assert found is not None
-    assert found.damaged_output() == "sub/b.txt"
+    assert journal.work.damaged_output(found) == "sub/b.txt"
 
 
 def test_a_task_that_fails_leaves_nothing(journal: Journal) -> None:
     task = replace(TASK, function=fail_half_way, args=())
     with pytest.raises(BuildError, match="no"):
         run_task(task, task.digest, journal.work)
-    assert [path for path in journal.work.rglob("*.txt") if path.parent != journal.work] == []
-    assert journal.find(task) is None
+    assert [path for path in journal.work.folder.rglob("*.txt") if path.parent != journal.work.folder] == []
+    assert find(journal, task) is None
 
 
 def test_a_task_whose_documents_do_not_add_up_is_not_committed(journal: Journal) -> None:
     task = replace(TASK, function=lose_a_document, args=())
     with pytest.raises(ConservationError, match=r"stage/task: read 1 documents .* accounted for 0"):
         run_task(task, task.digest, journal.work)
-    assert journal.find(task) is None
+    assert find(journal, task) is None
 
 
-def test_a_new_version_replaces_the_old_one_whole(journal: Journal) -> None:
+def test_versions_of_a_task_lie_side_by_side(journal: Journal) -> None:
     finish(journal)
-    newer = replace(TASK, spec={"key": 2}, args=("x",))
+    newer = replace(TASK, config={"key": 2}, args=("x",))
     finish(journal, newer)
-    assert journal.find(TASK) is None
-    assert (journal.work / "stage" / "task" / "a.txt").read_text() == "x"
+    assert (folder_of(journal) / "a.txt").read_text() == "text"
+    assert (folder_of(journal, newer) / "a.txt").read_text() == "x"
+    assert [find(journal, task) is None for task in (TASK, newer)] == [False, False]
+    assert [commit.config for _, commit in journal.work.commits("stage")] in (
+        [{"key": 1}, {"key": 2}],
+        [{"key": 2}, {"key": 1}],
+    )
 
 
-def test_sweeping_keeps_what_the_plan_names(journal: Journal) -> None:
+def test_a_task_done_by_two_is_the_first_ones(journal: Journal) -> None:
     finish(journal)
-    finish(journal, replace(TASK, name="old"))
-    finish(journal, replace(TASK, stage="other"))
-    journal.sweep("stage", ["task"])
-    assert [journal.find(replace(TASK, name=name)) is None for name in ("task", "old")] == [False, True]
-    assert journal.find(replace(TASK, stage="other")) is not None
+    file = folder_of(journal) / "a.txt"
+    before = file.stat()
+    finish(journal)
+    assert file.stat().st_ino == before.st_ino
+    assert list((journal.work.folder / "unfinished").rglob("*.txt")) == []
+
+
+def test_two_runs_of_a_task_that_differ_are_an_error(journal: Journal) -> None:
+    finish(journal)
+    with pytest.raises(
+        BuildError, match=r"stage/task: two runs of it gave different bytes \(a.txt, sub/b.txt\)"
+    ):
+        finish(journal, replace(TASK, args=("other",)))
+    assert (folder_of(journal) / "a.txt").read_text() == "text"
 
 
 def test_what_a_killed_build_left_is_cleared(tmp_path: Path) -> None:
     with Journal(tmp_path / "work") as journal:
-        (journal.work / "unfinished" / "stage.task.123").mkdir()
+        (journal.work.folder / "unfinished" / "stage.task.123").mkdir()
         finish(journal)
     with Journal(tmp_path / "work") as journal:
-        assert list((journal.work / "unfinished").iterdir()) == []
-        assert journal.find(TASK) is not None
+        assert list((journal.work.folder / "unfinished").iterdir()) == []
+        assert find(journal, TASK) is not None
 
 
 def test_two_builds_cannot_share_a_work_folder(tmp_path: Path) -> None:
@@ -146,7 +172,7 @@ def test_two_builds_cannot_share_a_work_folder(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_build_is_free(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from shardkit.writers.journal import Journal\n"
+        "import os, sys; from pathlib import Path; from shardkit.writers.execution.journal import Journal\n"
         "Journal(Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "work")], timeout=60)

@@ -19,8 +19,9 @@ from shardkit.errors import BuildError, ShardError
 from shardkit.index import Manifest
 from shardkit.verify import verify
 from shardkit.writers import publish as module
-from shardkit.writers.journal import Commit, Output
-from shardkit.writers.publish import find_damaged, global_shards, output_state, publish
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.task import Commit, Output
+from shardkit.writers.publish import forget_damaged, global_shards, output_state, publish
 
 
 class Built:
@@ -220,7 +221,9 @@ def test_a_full_disk_is_said_and_made_good(
 
 def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("changed since")
-    made = Commit("pack", "a", tmp_path, "digest", {}, {"file": Output(13, "0" * 32)})
-    reused = replace(made, reused=True)
-    assert find_damaged([made]) is None  # hashed a moment ago
-    assert find_damaged([made, reused]) is reused
+    with Journal(tmp_path / "work") as journal:
+        made = Commit("pack", "a", tmp_path, "digest", {}, {"file": Output(13, "0" * 32)})
+        forget_damaged(journal, [made])  # hashed a moment ago
+        with pytest.raises(BuildError, match="file was damaged after it was written"):
+            forget_damaged(journal, [made, replace(made, reused=True)])
+    assert not tmp_path.exists()

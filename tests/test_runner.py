@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from shardkit.writers.engine_inline import InlineEngine
-from shardkit.writers.engine_local import LocalEngine
-from shardkit.writers.journal import Journal, Task
+from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.engine_local import LocalEngine
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.task import Task
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import StageProgress, make_listener
-from shardkit.writers.runner import Runner
 
 TASKS = """
 import numba
@@ -99,9 +100,9 @@ def test_time_left_follows_the_weights_of_tasks_and_reused_ones_take_none(
         Runner(journal, InlineEngine(), listener).run(plan(3))
     assert [(report.tasks_done, report.tasks_reused) for report in heard] == [(1, 1), (2, 1), (3, 1)]
     seconds = heard[1].seconds
-    assert [report.seconds_left for report in heard] == [None, pytest.approx(seconds * 300 / 200), None]
+    assert [report.seconds_left for report in heard] == [None, pytest.approx(seconds * 200 / 300), None]
     assert [(report.documents, report.documents_kept) for report in heard] == [
         (0, None),
-        (600, 200),
+        (900, 300),
         (1500, 500),
     ]

@@ -23,7 +23,7 @@ from shardkit.writers.dedup.near_stages import NearStages, SplitDocuments
 from shardkit.writers.dedup.parts import bands_and_rows
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.dedup.resolve import GROUP_SIZES
-from shardkit.writers.journal import Commit
+from shardkit.writers.execution.task import Commit
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.scan import Split

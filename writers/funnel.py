@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardkit.errors import ConservationError
-from shardkit.writers.journal import Commit
+from shardkit.writers.execution.task import Commit
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.scan import Split
 

@@ -24,6 +24,7 @@ from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import (
     SKETCH,
+    DedupIndex,
     check_indexable,
     index_part,
     index_settings,
@@ -34,15 +35,16 @@ from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.parts import part_settings
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.duplicates import NEAR, Deduplicated
-from shardkit.writers.engine_local import LocalEngine, default_workers
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_files import local
 from shardkit.writers.input_digest import describe_inputs
-from shardkit.writers.journal import Journal, Task
+from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import forget_damaged
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import recipe_content
-from shardkit.writers.runner import Runner
+from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
 
 __all__ = ["DedupIndexResult", "build_dedup_index"]
 
@@ -73,6 +75,8 @@ def build_dedup_index(
     index: str | Path,
     *,
     workers: int | None = None,
+    engine: EngineName = "local",
+    ray_address: str | None = None,
     overrides: Sequence[str] = (),
     sketch: int = SKETCH,
     replace: bool = False,
@@ -91,14 +95,15 @@ def build_dedup_index(
     target = local_path(str(index)).absolute()
     if not target.name:
         raise RecipeError(f"{target} cannot hold an index; name a folder")
-    work = recipe.resolve(recipe.work) if recipe.work else target.with_name(target.name + ".work")
+    execution = Execution(workers=workers, engine=engine, ray_address=ray_address)
+    work = work_of(recipe, target.with_name(target.name + ".work"), storage, execution)
     splits = scan.scan_inputs(recipe, storage)
-    refuse_own_files(splits, work, target)
+    refuse_own_files(splits, place_of(work), target)
     indexes = open_indexes(recipe)
-    count = default_workers(recipe.memory) if workers is None else workers
-    with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as engine:
-        runner = Runner(journal, engine, listener)
-        prepared = prepare(recipe, splits, runner.run, indexes, stages.filter_files(recipe))
+    files = stages.filter_files(recipe)
+    with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
+        moved, _ = place_files(recipe, runner.journal, files)
+        prepared = prepare(moved, splits, runner.run, indexes, files)
         near = prepared.unique.near
         assert near is not None
         [made] = runner.run(_index_tasks(prepared.unique, near, config, sketch))
@@ -107,14 +112,10 @@ def build_dedup_index(
             "inputs": describe_inputs(recipe, splits, [c.counts["input"] for c in prepared.cleaned]),
             "against": [other.digest for other in indexes],
         }
-        forget_damaged(journal, made)
-        parts = [(commit.folder, commit.counts) for commit in made]
-        settings = made[0].counts["settings"]
-        opened = publish_index(
-            parts, target, facts, config, sketch=sketch, replace=replace, settings=settings
-        )
+        forget_damaged(runner.journal, made)
+        opened = _publish(made, target, facts, config, sketch=sketch, replace=replace)
         if recipe.work is None:
-            journal.remove()
+            runner.journal.remove()
     return DedupIndexResult(
         str(target),
         opened.documents,
@@ -127,22 +128,41 @@ def build_dedup_index(
     )
 
 
+def _publish(
+    made: Sequence[Commit],
+    target: Path,
+    facts: Mapping[str, Any],
+    config: NearDedupConfig,
+    *,
+    sketch: int,
+    replace: bool,
+) -> DedupIndex:
+    for commit in made:
+        for name in commit.outputs:
+            local(commit.folder / name)
+    parts = [(commit.folder, commit.counts) for commit in made]
+    settings = made[0].counts["settings"]
+    return publish_index(parts, target, facts, config, sketch=sketch, replace=replace, settings=settings)
+
+
 def _index_tasks(unique: Deduplicated, near: NearResult, config: NearDedupConfig, sketch: int) -> list[Task]:
     """One task a split."""
     losers = Removals({NEAR: [near.resolved.folder]})
     tasks = []
     for number, (documents, part) in enumerate(zip(unique.documents, near.parts, strict=True)):
-        spec = {
+        inputs = {
             "documents": documents.outputs[DOCUMENTS_FILE].xxh3_128,
             "part": part.content,
             "removed": losers.digest(number),
-            "settings": part_settings(config),
+        }
+        settings = {
+            "dedup.near": part_settings(config),
             "normalization": normalization_version(),
             "sketch": sketch,
         }
         args = (documents.folder / DOCUMENTS_FILE, part.folder, losers, number, config, sketch)
         weight = documents.outputs[DOCUMENTS_FILE].bytes
-        tasks.append(Task("index", documents.name, spec, _index, args, weight))
+        tasks.append(Task("index", documents.name, settings, _index, args, weight, inputs))
     return tasks
 
 

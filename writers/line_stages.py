@@ -16,7 +16,7 @@ from shardkit.writers.dedup.lines_keys import (
 )
 from shardkit.writers.dedup.near_stages import SplitDocuments
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE
-from shardkit.writers.journal import Commit, Task, contents, partition_name
+from shardkit.writers.execution.task import Commit, Task, contents, partition_name
 
 __all__ = ["cut_tasks", "key_tasks", "loser_tasks"]
 
@@ -26,15 +26,17 @@ def key_tasks(
 ) -> list[Task]:
     """One task a split."""
     losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
-    shared = {"config": config.model_dump(mode="json"), "exact": contents(exact)}
+    settings = {"dedup.lines": config.model_dump(mode="json")}
+    duplicates = contents(exact)
     return [
         Task(
             "line_keys",
             split.name,
-            shared | {"documents": split.digest, "split": number},
+            settings | {"split": number},
             _write_keys,
             (split.documents, config, number, losers),
             split.bytes,
+            {"documents": split.digest, "exact": duplicates},
         )
         for number, split in enumerate(splits)
     ]
@@ -43,15 +45,17 @@ def key_tasks(
 def loser_tasks(keys: Sequence[Commit], config: LinesDedupConfig, memory_bytes: int) -> list[Task]:
     """One task a partition of keys."""
     partitions = partitions_for(sum(commit.counts["keys"] for commit in keys), memory_bytes)
-    shared = {"keys": contents(keys), "keep": config.keep, "partitions": partitions}
+    settings = {"dedup.lines.keep": config.keep, "partitions": partitions}
+    inputs = {"keys": contents(keys)}
     folders = tuple(commit.folder for commit in keys)
     return [
         Task(
             "line_losers",
             partition_name(number, partitions),
-            shared | {"partition": number},
+            settings | {"partition": number},
             _find_losers,
             (folders, number, partitions, config.keep),
+            inputs=inputs,
         )
         for number in range(partitions)
     ]
@@ -68,17 +72,22 @@ def cut_tasks(
     line_losers = tuple(commit.folder / LINE_LOSERS_FILE for commit in losers)
     exact_losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
     exact_winners = tuple(commit.folder / WINNERS_FILE for commit in exact)
-    shared = {
-        "losers": contents(losers),
-        "exact": contents(exact),
-        "config": config.model_dump(mode="json"),
-    }
+    settings = {"dedup.lines": config.model_dump(mode="json")}
+    shared = {"losers": contents(losers), "exact": contents(exact)}
     tasks = []
     for number, (split, own) in enumerate(zip(splits, keys, strict=True)):
-        spec = shared | {"documents": split.digest, "keys": own.content, "split": number}
+        inputs = shared | {"documents": split.digest, "keys": own.content}
         tables = (own.folder, line_losers, exact_losers, exact_winners)
         tasks.append(
-            Task("lines", split.name, spec, _cut, (split.documents, config, number, tables), split.bytes)
+            Task(
+                "lines",
+                split.name,
+                settings | {"split": number},
+                _cut,
+                (split.documents, config, number, tables),
+                split.bytes,
+                inputs,
+            )
         )
     return tasks
 

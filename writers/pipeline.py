@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as dataclass_replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.index import Manifest
@@ -26,13 +26,16 @@ from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.duplicates import Deduplicated
-from shardkit.writers.engine_local import LocalEngine, default_workers
+from shardkit.writers.execution.queue import TaskSlice
+from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.input_digest import describe_inputs
 from shardkit.writers.input_files import check_unchanged
-from shardkit.writers.journal import Commit, Journal, Task
 from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import (
@@ -49,7 +52,7 @@ from shardkit.writers.publish_remote import RemoteOutput, publish_remote
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
 from shardkit.writers.result import BuildResult
-from shardkit.writers.runner import Runner
+from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
 from shardkit.writers.tokenizer import Engine, tokenizer_digest
 from shardkit.writers.up_to_date import check_output
 
@@ -67,7 +70,9 @@ def build(
     output: str | Path | None = None,
     workers: int | None = None,
     overrides: Sequence[str] = (),
-    engine: Literal["local"] = "local",
+    engine: EngineName = "local",
+    ray_address: str | None = None,
+    task_slice: TaskSlice | None = None,
     progress: bool | Callable[[StageProgress], None] = True,
     replace: bool = False,
     storage: StorageOptions | None = None,
@@ -76,25 +81,23 @@ def build(
 
     `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. Stores, of
     inputs too, are reached as `storage` says. `overrides` such as "pack.sequence_length=512" replace other
-    keys. `workers` processes (default: one a core, as memory allows) run the tasks; they never change a byte.
-    A place that holds another dataset is refused unless `replace`.
+    keys. `engine`, `workers`, `ray_address` and `task_slice` say who runs the tasks (`Execution`; default: a
+    process a core, as memory allows), which never changes a byte. A place that holds another dataset is
+    refused unless `replace`.
     Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
     """
-    if engine != "local":
-        raise BuildError(f"engine {engine!r} is not available yet; use local")
     recipe = with_overrides(recipe, overrides)
     target = _destination(recipe, output, storage)
-    work = recipe.resolve(recipe.work or _default_work(target))
+    execution = Execution(workers=workers, engine=engine, task_slice=task_slice, ray_address=ray_address)
+    work = work_of(recipe, recipe.resolve(_default_work(target)), storage, execution)
     start = time.perf_counter()
     splits = scan.scan_inputs(recipe, storage)
-    refuse_own_files(splits, work, target if isinstance(target, Path) else str(target))
+    refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
     digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
     files = stages.filter_files(recipe)
     if card := check_output(target, recipe, splits, digest, indexes, files, replace=replace):
         return _result_of_card(str(target), card, time.perf_counter() - start)
-    count = default_workers(recipe.memory) if workers is None else workers
-    with make_listener(progress) as listener, Journal(work) as journal, LocalEngine(count) as local:
-        runner = Runner(journal, local, listener)
+    with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = time.perf_counter() - start
         place: Publisher = (
             partial(publish, target, replace=replace)
@@ -103,7 +106,7 @@ def build(
         )
         result = _Build(recipe, splits, digest, indexes, files, runner).run(str(target), place)
         if recipe.work is None:
-            journal.remove()
+            runner.journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
 
 
@@ -152,13 +155,15 @@ class _Build:
     ) -> None:
         self._recipe, self._splits, self._runner = recipe, splits, runner
         self._digest, self._indexes, self._files = digest, indexes, files
-        self._tokenizer_path = recipe.resolve(recipe.tokenizer.path)
+        self._tasks_recipe, self._tokenizer_path = place_files(recipe, runner.journal, files, digest)
 
     def run(self, location: str, place: Publisher) -> BuildResult:
         recipe, runner = self._recipe, self._runner
         eos = recipe.tokenizer.eos
         tokenizer_task = stages.tokenizer_task(self._tokenizer_path, eos, self._digest)
-        prepared = prepare(recipe, self._splits, runner.run, self._indexes, self._files, [tokenizer_task])
+        prepared = prepare(
+            self._tasks_recipe, self._splits, runner.run, self._indexes, self._files, [tokenizer_task]
+        )
         [tokenizer] = prepared.beside
         cleaned, unique = prepared.cleaned, prepared.unique
         partitions = _count_partitions(recipe, prepared.kept)
@@ -211,6 +216,7 @@ class _Build:
                 self._splits,
                 unique.documents,
                 unique.removals,
+                tokenizer_path=self._tokenizer_path,
                 tokenizer_digest=digest,
                 engine=engine,
                 partitions=partitions,
@@ -268,12 +274,12 @@ class _Build:
             filter_files=self._files,
         )
         texts = {REPORT_NAME: render_report(card)}
-        quarantine = b"".join((commit.folder / QUARANTINE_FILE).read_bytes() for commit in prepared.cleaned)
+        quarantine = b"".join(read_bytes(commit.folder / QUARANTINE_FILE) for commit in prepared.cleaned)
         if quarantine:
             texts[QUARANTINE_NAME] = quarantine
         told = {name for commit in prepared.cleaned for name in commit.outputs if name.endswith(".jsonl")}
         for name in sorted(told - {QUARANTINE_FILE}):  # what filters have to tell beyond the report
-            texts[name] = b"".join((commit.folder / name).read_bytes() for commit in prepared.cleaned)
+            texts[name] = b"".join(read_bytes(commit.folder / name) for commit in prepared.cleaned)
         card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
         texts[CARD_NAME] = card_bytes(card)
         place(manifest, links, texts)

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.pack import Placement
 
 __all__ = ["PROVENANCE_SCHEMA", "Piece", "documents_at", "renumber", "rows_of", "write_provenance"]
@@ -99,7 +100,7 @@ def write_provenance(
 
 def renumber(path_in: Path, path_out: Path, first_shard: int) -> None:
     """Copy a provenance file with `first_shard` added to its shard numbers; row groups stay as they are."""
-    with pq.ParquetFile(path_in) as file:
+    with open_arrow(path_in) as source, pq.ParquetFile(source) as file:
         schema = file.schema_arrow
         with _writer(path_out, schema) as writer:
             for group in range(file.num_row_groups):

@@ -20,7 +20,10 @@ from typing import Any, Literal
 
 from shardkit.errors import BuildError, ShardError
 from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
-from shardkit.writers.journal import Commit, Journal, fsync_path
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.work import fsync_path
+from shardkit.writers.execution.work_files import borrowed
 
 __all__ = [
     "ANNOTATIONS_FOLDER",
@@ -29,7 +32,6 @@ __all__ = [
     "QUARANTINE_NAME",
     "REPORT_NAME",
     "OutputState",
-    "find_damaged",
     "finish_publication",
     "forget_damaged",
     "global_shards",
@@ -98,23 +100,10 @@ def _numbered(shard: ShardInfo, number: int) -> ShardInfo:
     return replace(shard, raw=replace(shard.raw, basename=name(shard.raw.basename)), zip=zipped)
 
 
-def find_damaged(commits: Sequence[Commit]) -> Commit | None:
-    """The first reused task whose files are no longer what was committed; reads them all."""
-    reused = [commit for commit in commits if commit.reused]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for commit, damaged in zip(reused, pool.map(Commit.damaged_output, reused), strict=True):
-            if damaged is not None:
-                return commit
-    return None
-
-
 def forget_damaged(journal: Journal, commits: Sequence[Commit]) -> None:
-    """BuildError if `find_damaged` finds one, which will be made again."""
-    if damaged := find_damaged(commits):
-        journal.forget(damaged)
-        raise BuildError(
-            f"{damaged.folder}: was damaged after it was written; it is removed, run the build again"
-        )
+    """BuildError if a reused task's files are no longer what was committed; reads them all."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(journal.forget_damaged, [commit for commit in commits if commit.reused]))
 
 
 def publish(
@@ -137,7 +126,7 @@ def publish(
         for folder in {(output / name).parent for name in names}:
             folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda name: place(links[name], output / name), links))
+            list(pool.map(lambda name: _place_output(links[name], output / name), links))
         for name, text in texts.items():
             publish_bytes(output / name, text)
         for folder in {(output / name).parent for name in names}:
@@ -205,6 +194,11 @@ def _clear(output: Path, names: Sequence[str]) -> None:
         for path in folder.glob(".*.tmp*"):  # of a copy or a write that was cut short
             if (folder / path.name[1:].rsplit(".tmp", 1)[0]).relative_to(output).as_posix() in names:
                 path.unlink(missing_ok=True)
+
+
+def _place_output(source: Path, target: Path) -> None:
+    with borrowed(source) as path:
+        place(path, target)
 
 
 def place(source: Path, target: Path) -> None:

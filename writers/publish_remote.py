@@ -8,18 +8,21 @@ run of the same build, which has its work folder still; another dataset is only 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError, ShardError, ShardkitError
-from shardkit.index import Manifest
+from shardkit.index import FileInfo, Manifest
 from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import ObjectInfo, Store
 from shardkit.upload.contents import Contents, check_files, find_contents, make_contents
 from shardkit.upload.progress import TransferProgress
 from shardkit.upload.publication import Publication, Settings, finish_publication
 from shardkit.upload.send import Sender
 from shardkit.upload.stores import transfer_store
+from shardkit.writers.execution.work_files import borrowed
 from shardkit.writers.progress import Listener, StageProgress
 from shardkit.writers.publish import CARD_NAME
 
@@ -106,9 +109,36 @@ def publish_remote(
 
     try:
         with transfer_store(output.url, output.storage) as store:
-            Publication(store, contents, Sender(store, {**links, **texts}), settings, hear).run()
+            Publication(store, contents, _Borrower(store, links, texts), settings, hear).run()
     except ShardkitError as error:
         raise BuildError(f"output: {error}") from error
+
+
+class _Borrower:
+    """A `Sender` of outputs of tasks: those that lie in a store come to this machine one by one."""
+
+    def __init__(self, store: Store, links: Mapping[str, Path], texts: Mapping[str, bytes]) -> None:
+        self._links = links
+        self._sender = Sender(store, {**links, **texts})
+
+    def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
+        with self._file(file):
+            return self._sender.is_there(file, found)
+
+    def place(self, file: FileInfo) -> ObjectInfo:
+        with self._file(file):
+            return self._sender.place(file)
+
+    def read_back(self, file: FileInfo) -> None:
+        with self._file(file):
+            self._sender.read_back(file)
+
+    def finish(self) -> None:
+        self._sender.finish()
+
+    def _file(self, file: FileInfo) -> AbstractContextManager[object]:
+        path = self._links.get(file.basename)
+        return nullcontext() if path is None else borrowed(path)
 
 
 def _index(manifest: Manifest) -> tuple[str, bytes]:

@@ -220,10 +220,16 @@ class Recipe(StrictModel):
     tokenizer: TokenizerConfig = Field(description="The tokenizer.")
     pack: PackConfig = Field(default=PackConfig(), description="How documents become sequences.")
     output: OutputConfig = Field(description="Where the dataset goes.")
-    work: LocalPath | None = Field(
+    work: Place | None = Field(
         default=None,
-        description="Folder for intermediate files; null: removed after success, and beside the output (of a "
-        "remote one: in the recipe's folder, named as the last part of the URL).",
+        description="Folder or URL for intermediate files, which machines may share; null: removed after "
+        "success, and beside the output (of a remote one: in the recipe's folder, named as the last part of "
+        "the URL).",
+    )
+    scratch: LocalPath | None = Field(
+        default=None,
+        description="Where `work` is a URL: folder of each machine for what its tasks write; null: below the "
+        "system's temporary folder.",
     )
     seed: int = Field(default=17, ge=0, lt=1 << 63, description="Seed of the shuffles.")
     memory: Annotated[Size, Field(ge=1 << 28)] = Field(

@@ -43,7 +43,9 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
 
     Profiles are written out as the filters they stand for.
     """
-    content: dict[str, Any] = recipe.model_dump(mode="json", exclude={"work": True, "output": {"path"}})
+    content: dict[str, Any] = recipe.model_dump(
+        mode="json", exclude={"work": True, "scratch": True, "output": {"path"}}
+    )
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
 

@@ -23,6 +23,7 @@ from shardkit import mds, tar
 from shardkit.errors import BuildError, ConservationError
 from shardkit.index import ShardInfo
 from shardkit.permutation import Permutation
+from shardkit.writers.execution.work_files import local, open_arrow, open_file, read_into
 from shardkit.writers.pack import Placement, fill_rows, pack_best_fit, pack_concat
 from shardkit.writers.provenance import write_provenance
 from shardkit.writers.recipe import OutputConfig, PackConfig
@@ -118,15 +119,15 @@ def _read_partition(spills: Sequence[Path], partition: int, dtype: np.dtype[Any]
         if not len(mine):
             continue
         with (
-            pa.memory_map(str(spill / "documents.arrow")) as source,
-            (spill / "tokens.bin").open("rb") as file,
+            open_arrow(spill / "documents.arrow", mapped=True) as source,
+            open_file(spill / "tokens.bin") as file,
         ):
             reader = pa.ipc.open_file(source)
             for segment in mine:
                 count = int(segment["tokens"])
                 file.seek(int(segment["token_start"]) * dtype.itemsize)
                 target = tokens[filled : filled + count]
-                if file.readinto(target.view(np.uint8).data) != count * dtype.itemsize:
+                if read_into(file, target.view(np.uint8).data) != count * dtype.itemsize:
                     raise BuildError(
                         f"{spill / 'tokens.bin'}: ends too early; remove {spill} and build again"
                     )
@@ -152,7 +153,7 @@ def _read_partition(spills: Sequence[Path], partition: int, dtype: np.dtype[Any]
 
 def _segments(spill: Path, partition: int) -> npt.NDArray[np.void]:
     try:
-        segments: npt.NDArray[np.void] = np.load(spill / "segments.npy", allow_pickle=False)
+        segments: npt.NDArray[np.void] = np.load(local(spill / "segments.npy"), allow_pickle=False)
     except (OSError, ValueError) as error:
         raise BuildError(f"{spill / 'segments.npy'}: {error}; remove {spill} and build again") from error
     first, last = np.searchsorted(segments["partition"], [partition, partition + 1])

@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError, ConservationError
 from shardkit.writers.documents import keyed_hashes, text_offsets
+from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.tokenizer import Encoder, Tokens
 
@@ -140,7 +141,7 @@ def tokenize_split(
         raise BuildError(f"{folder}: {partitions} partitions; between 1 and {MAX_PARTITIONS:,} are possible")
     ledger = Ledger()
     with (
-        pa.memory_map(str(documents)) as source,
+        open_arrow(documents, mapped=True) as source,
         _SpillWriter(folder, encoder, partitions, run_tokens) as spill,
     ):
         reader = pa.ipc.open_file(source)

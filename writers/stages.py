@@ -1,9 +1,9 @@
 """The stages of a build as tasks: what each depends on, and the functions that workers run.
 
-A task's spec names everything that decides its outputs and nothing else, so that a changed recipe redoes what
-depends on the change: for example, a new sequence length packs again, a new file is cleaned and tokenized
-alone, and one more duplicate costs the split that loses it. Tasks are named after their files' names and
-cuts, or after their partition, never after a worker.
+A task's config and inputs name all that decides its outputs and nothing else, so that a changed recipe
+redoes what depends on the change: for example, a new sequence length packs again, a new file is cleaned
+and tokenized alone, and one more duplicate costs the split that loses it. Tasks are named after their files'
+names and cuts, or after their partition, never after a worker.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
 from shardkit.writers.dedup.exact import find_losers, find_winners
 from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
+from shardkit.writers.execution.task import Commit, Task, contents, partition_name
+from shardkit.writers.execution.work_files import local
 from shardkit.writers.input_digest import hash_split
-from shardkit.writers.journal import Commit, Task, contents, partition_name
 from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.scan import Split
@@ -51,11 +52,12 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 def tokenizer_task(path: Path, eos: str, digest: str) -> Task:
     """Load the tokenizer before hours go by: wrong files and eos tokens fail here."""
-    spec = {"digest": digest, "eos": eos}
-    return Task("tokenizer", "tokenizer", spec, _check_tokenizer, (path, eos), _FIRST)
+    config, inputs = {"tokenizer.eos": eos}, {"tokenizer": digest}
+    return Task("tokenizer", "tokenizer", config, _check_tokenizer, (path, eos), _FIRST, inputs)
 
 
 def _check_tokenizer(folder: Path, path: Path, eos: str) -> dict[str, Any]:
+    path = local(path)
     encoder = Encoder(path, eos, engine="tokenizers")
     facts = {"eos_id": encoder.eos_id, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
     return facts | {"engine": _likely_engine(path, eos)}
@@ -78,7 +80,6 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str
     exact = recipe.dedup.exact
     shared = {
         "filters": filters,
-        "filter_files": dict(files),
         "annotate": recipe.annotate,
         "keys": normalization_version() if exact is not None and exact.text == "normalized" else "raw",
         "max_bad_fraction": recipe.max_bad_fraction,
@@ -89,10 +90,12 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str
         place = asdict(split) | {"file": split.file}
         del place["index"], place["input"]
         state = [split.input.bytes, split.input.version]
-        config = recipe.inputs[split.source]
-        fields = config.model_dump(mode="json", exclude={"path", "base", "source", "format"})
-        spec = shared | {"split": place, "fields": fields, "file_state": state}
-        tasks.append(Task("clean", _split_name(split), spec, _clean, (split, recipe), split.bytes))
+        fields = recipe.inputs[split.source].model_dump(
+            mode="json", exclude={"path", "base", "source", "format"}
+        )
+        inputs = {"file": state, "filter_files": dict(files)}
+        config = shared | {"split": place, "inputs": fields}
+        tasks.append(Task("clean", _split_name(split), config, _clean, (split, recipe), split.bytes, inputs))
     return tasks
 
 
@@ -109,6 +112,9 @@ def filter_files(recipe: Recipe) -> dict[str, str]:
 
 
 def _clean(folder: Path, split: Split, recipe: Recipe) -> dict[str, Any]:
+    for _, config in recipe.filter_chain():
+        for name in config.files():
+            local(recipe.resolve(name))
     cleaned = clean_split(split, recipe, folder)
     counts = {"ledger": cleaned.ledger.to_dict(), "filters": cleaned.filters.to_dict()}
     return counts | {"input": hash_split(split)}
@@ -122,9 +128,10 @@ def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
         Task(
             "exact",
             partition_name(p, partitions),
-            {"keys": keys, "partition": p, "partitions": partitions},
+            {"partition": p, "partitions": partitions},
             _find_exact,
             (paths, p, partitions),
+            inputs={"keys": keys},
         )
         for p in range(partitions)
     ]
@@ -151,14 +158,15 @@ def parity_task(cleaned: Sequence[Commit], path: Path, eos: str, digest: str) ->
     """Compare the fast tokenizer with the right one on a sample of the documents."""
     documents = tuple(commit.folder / DOCUMENTS_FILE for commit in cleaned)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in cleaned])
-    spec = {"documents": contents, "digest": digest, "eos": eos}
-    return Task("parity", "parity", spec, _check_parity, (documents, path, eos), _FIRST)
+    inputs = {"documents": contents, "tokenizer": digest}
+    args = (documents, path, eos)
+    return Task("parity", "parity", {"tokenizer.eos": eos}, _check_parity, args, _FIRST, inputs)
 
 
 def _check_parity(folder: Path, documents: Sequence[Path], path: Path, eos: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, also when this task is skipped
-        return check_parity(documents, path, eos).to_dict()
+        return check_parity(documents, local(path), eos).to_dict()
 
 
 def tokenize_tasks(
@@ -167,27 +175,27 @@ def tokenize_tasks(
     cleaned: Sequence[Commit],
     removals: Removals,
     *,
+    tokenizer_path: Path,
     tokenizer_digest: str,
     engine: Engine,
     partitions: int,
 ) -> list[Task]:
     """One task a split: what survived, tokenized and divided among `partitions`."""
-    path = recipe.resolve(recipe.tokenizer.path)
-    shared = {
-        "tokenizer": tokenizer_digest,
-        "eos": recipe.tokenizer.eos,
+    config = {
+        "tokenizer.eos": recipe.tokenizer.eos,
         "engine": engine,
         "seed": recipe.seed,
         "partitions": partitions,
     }
-    encoder = (path, recipe.tokenizer.eos, engine)
+    encoder = (tokenizer_path, recipe.tokenizer.eos, engine)
     tasks = []
     for split, commit in zip(splits, cleaned, strict=True):
         removed = removals.digest(split.index)
-        spec = shared | {"documents": commit.outputs[DOCUMENTS_FILE].xxh3_128, "removed": removed}
+        documents = commit.outputs[DOCUMENTS_FILE].xxh3_128
+        inputs = {"documents": documents, "removed": removed, "tokenizer": tokenizer_digest}
         args = (commit.folder / DOCUMENTS_FILE, removals, split.index, encoder, recipe.seed, partitions)
         weight = commit.ledger().kept.bytes
-        tasks.append(Task("tokenize", _split_name(split), spec, _tokenize, args, weight))
+        tasks.append(Task("tokenize", _split_name(split), config, _tokenize, args, weight, inputs))
     return tasks
 
 
@@ -200,10 +208,11 @@ def _tokenize(
     seed: int,
     partitions: int,
 ) -> dict[str, Any]:
+    path, eos, engine = encoder
     result = tokenize_split(
         documents,
         removals.of_split(split),
-        load_encoder(*encoder),
+        load_encoder(local(path), eos, engine),
         seed=seed,
         partitions=partitions,
         folder=folder,
@@ -218,8 +227,8 @@ def pack_tasks(
     spills = tuple(commit.folder for commit in spilled)
     output = recipe.output.model_dump(mode="json", exclude={"path"})
     eos_id, dtype = tokenizer.counts["eos_id"], tokenizer.counts["dtype"]
+    inputs = {"spills": contents(spilled)}
     shared = {
-        "spills": contents(spilled),
         "pack": recipe.pack.model_dump(mode="json"),
         "output": output,
         "seed": recipe.seed,
@@ -230,7 +239,8 @@ def pack_tasks(
     tasks = []
     for p in range(partitions):
         args = (spills, p, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
-        tasks.append(Task("pack", partition_name(p, partitions), shared | {"partition": p}, _pack, args))
+        name, config = partition_name(p, partitions), shared | {"partition": p}
+        tasks.append(Task("pack", name, config, _pack, args, inputs=inputs))
     return tasks
 
 
@@ -273,10 +283,11 @@ def provenance_tasks(packed: Sequence[Commit]) -> list[Task]:
     tasks = []
     first_shard = 0
     for commit in packed:
-        spec = {"table": commit.outputs[PROVENANCE_NAME].xxh3_128, "first_shard": first_shard}
+        inputs = {"table": commit.outputs[PROVENANCE_NAME].xxh3_128}
+        config = {"first_shard": first_shard}
         args = (commit.folder / PROVENANCE_NAME, first_shard)
         weight = commit.outputs[PROVENANCE_NAME].bytes
-        tasks.append(Task("provenance", commit.name, spec, _renumber, args, weight))
+        tasks.append(Task("provenance", commit.name, config, _renumber, args, weight, inputs))
         first_shard += commit.counts["packed"]["shards"]
     return tasks
 

@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.writers.documents import text_offsets
+from shardkit.writers.execution.work_files import open_arrow
 
 __all__ = [
     "Encoder",
@@ -272,7 +273,7 @@ def sample_texts(documents: Sequence[Path], sample_bytes: int) -> Iterator[str]:
     count = min(len(documents), PARITY_SPLITS)
     for i in range(count):
         left = sample_bytes // count
-        with pa.memory_map(str(documents[i * len(documents) // count])) as source:
+        with open_arrow(documents[i * len(documents) // count], mapped=True) as source:
             reader = pa.ipc.open_file(source)
             for batch in range(reader.num_record_batches):
                 for text in reader.get_batch(batch).column("text"):

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from shardkit.cli.output import print_json, stderr_console
 from shardkit.cli.recipe_arguments import add_recipe_arguments
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.errors import BuildError
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.writers import BuildResult
+    from shardkit.writers.execution.queue import TaskSlice
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run", "task_slice"]
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,10 +38,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     add_recipe_arguments(parser, example="pack.sequence_length=4096")
     parser.add_argument(
-        "--engine",
-        choices=["local"],
-        default="local",
-        help="what runs the tasks (default: local, on this machine)",
+        "--task-slice",
+        type=task_slice,
+        metavar="I/N",
+        help="share the work folder with other processes that run the same build: this one is number I, from "
+        "0, of N and begins with its own part (default: use the work folder alone)",
     )
     parser.add_argument(
         "--replace",
@@ -63,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         overrides=arguments.overrides,
         engine=arguments.engine,
+        ray_address=arguments.ray_address,
+        task_slice=arguments.task_slice,
         progress=not arguments.quiet,
         replace=arguments.replace,
         storage=storage_options(arguments),
@@ -72,6 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.quiet:
         _show(result)
     return 0
+
+
+def task_slice(text: str) -> TaskSlice:
+    """argparse's type of --task-slice."""
+    from shardkit.writers.execution.queue import TaskSlice
+
+    try:
+        index, count = (int(part) for part in text.split("/"))
+        return TaskSlice(index, count)
+    except (ValueError, BuildError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, such as 0/4") from error
 
 
 def _show(result: BuildResult) -> None:

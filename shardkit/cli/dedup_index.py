@@ -72,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.recipe,
         arguments.index,
         workers=arguments.workers,
+        engine=arguments.engine,
+        ray_address=arguments.ray_address,
         overrides=arguments.overrides,
         sketch=arguments.sketch,
         replace=arguments.replace,

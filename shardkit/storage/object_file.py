@@ -12,10 +12,10 @@ from __future__ import annotations
 import errno
 import io
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardkit.storage.errors import ObjectChangedError, StoreError
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo
 from shardkit.storage.workers import Workers
 
 if TYPE_CHECKING:
@@ -28,7 +28,15 @@ _MOST_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 16  # small reads are served from here
 
 
-def open_object(store: Store, info: ObjectInfo) -> io.BufferedReader:
+class Ranges(Protocol):
+    """The part of a `Store` that is needed."""
+
+    def get(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> bytes: ...
+
+
+def open_object(store: Ranges, info: ObjectInfo) -> io.BufferedReader:
     """The object as a file of `info.bytes` bytes; nothing is contacted before the first read.
 
     Retries are the store's work: give it a `ResilientStore`.
@@ -39,7 +47,7 @@ def open_object(store: Store, info: ObjectInfo) -> io.BufferedReader:
 class _ObjectFile(io.RawIOBase):
     """Holds one block, and at most one that is on its way."""
 
-    def __init__(self, store: Store, info: ObjectInfo) -> None:
+    def __init__(self, store: Ranges, info: ObjectInfo) -> None:
         self._store, self._info = store, info
         self._position = 0
         self._start, self._block = 0, b""

@@ -1,13 +1,12 @@
 """Tables on disk that no process holds whole: .npy files that are written row by row and read in slices.
 
 A file that is mapped counts, page by page, as memory of whoever reads it, and `numpy.load` wants all of it;
-`Rows` reads what is asked for (`pread`) and keeps neither bytes nor an open file in between (unless told to),
+`Rows` reads what is asked for and keeps neither bytes nor an open file in between (unless told to),
 so that a task may look into ten thousand files. Files without a header (`pairs.bin`) are read the same way.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
+from shardkit.writers.execution.work_files import BinaryFile, file_bytes, open_file, read_into
 
 __all__ = ["CHUNK_ROWS", "Rows", "RowsWriter"]
 
@@ -64,31 +64,32 @@ class Rows:
     def __init__(self, path: Path, dtype: npt.DTypeLike, *, header: bool = True) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
-        self._descriptor = -1
+        self._file: BinaryFile | None = None
         self._begin = 0
         if header:
             self._begin, self._rows = self._read_header()
         else:
-            self._rows = path.stat().st_size // self.dtype.itemsize
+            self._rows = file_bytes(path) // self.dtype.itemsize
 
     def __len__(self) -> int:
         return self._rows
 
     def __enter__(self) -> Self:
         """Hold the file open, for many small reads."""
-        self._descriptor = os.open(self.path, os.O_RDONLY)
+        self._file = open_file(self.path)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
-        self._descriptor = -1
+        assert self._file is not None
+        self._file.close()
+        self._file = None
 
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
         """Rows [start, stop), a new array. BuildError if the file is shorter than it says."""
         rows = np.empty((self._rows if stop is None else stop) - start, self.dtype)
-        if self._descriptor >= 0:
+        if self._file is not None:
             self._read_into(rows, start)
         elif len(rows):
             with self:
@@ -109,16 +110,16 @@ class Rows:
     def _read_into(self, rows: npt.NDArray[Any], start: int) -> None:
         assert 0 <= start <= start + len(rows) <= self._rows, (self.path, start, len(rows), self._rows)
         offset = self._begin + start * self.dtype.itemsize
-        left = rows.view(np.uint8).data if len(rows) else memoryview(b"")
-        while len(left):
-            count = os.preadv(self._descriptor, [left], offset)
-            if not count:
-                raise BuildError(f"{self.path}: shorter than it says; remove the work folder and build again")
-            left, offset = left[count:], offset + count
+        if not len(rows):
+            return
+        assert self._file is not None
+        self._file.seek(offset)
+        if read_into(self._file, rows.view(np.uint8).data) != rows.nbytes:
+            raise BuildError(f"{self.path}: shorter than it says; remove the work folder and build again")
 
     def _read_header(self) -> tuple[int, int]:
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
                 shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
                 begin = file.tell()

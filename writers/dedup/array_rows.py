@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
+from shardkit.writers.execution.work_files import BinaryFile, open_file, read_into
 
 __all__ = ["RowFile"]
 
@@ -23,7 +23,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("rb") as file:
+        with open_file(path) as file:
             version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
             assert version == (1, 0), path
             header = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
@@ -39,13 +39,15 @@ class RowFile:
         found = np.empty((len(rows), self._row_bytes), np.uint8)
         apart = np.diff(rows) * self._row_bytes > _GAP_BYTES + self._row_bytes
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
-        with self._path.open("rb", buffering=0) as file:
+        with open_file(self._path) as file:
             for begin, end in pairwise(edges):
-                self._read_together(file.fileno(), rows[begin:end], found[begin:end])
+                self._read_together(file, rows[begin:end], found[begin:end])
         table: npt.NDArray[Any] = found.view(self.dtype).reshape(len(rows), *self.row_shape)
         return table
 
-    def _read_together(self, file: int, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint8]) -> None:
+    def _read_together(
+        self, file: BinaryFile, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint8]
+    ) -> None:
         """Rows that lie close: all from the first to the last are read, a piece at a time."""
         most = max(1, _PIECE_BYTES // self._row_bytes)
         at = 0
@@ -53,9 +55,9 @@ class RowFile:
             first = int(rows[at])
             stop = int(np.searchsorted(rows, first + most))
             count = int(rows[stop - 1]) - first + 1
-            data = os.pread(file, count * self._row_bytes, self._start + first * self._row_bytes)
-            if len(data) != count * self._row_bytes:
+            table = np.empty((count, self._row_bytes), np.uint8)
+            file.seek(self._start + first * self._row_bytes)
+            if read_into(file, table.reshape(-1).data) != table.nbytes:
                 raise BuildError(f"{self._path}: ends early; remove the work folder and build again")
-            table = np.frombuffer(data, np.uint8).reshape(count, self._row_bytes)
             found[at:stop] = table[rows[at:stop] - first]
             at = stop

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
+from shardkit.writers.execution.work_files import file_bytes, local, open_file, read_into
 
 __all__ = [
     "BandWriter",
@@ -165,8 +166,8 @@ def find_slices(
     """
     path = folder / BANDS_FILE
     if within is None:
-        edges: list[int] = np.load(folder / BAND_RUNS_FILE).tolist()
-        size = path.stat().st_size
+        edges: list[int] = np.load(local(folder / BAND_RUNS_FILE)).tolist()
+        size = file_bytes(path)
         if size != edges[-1] * BAND.itemsize:
             raise BuildError(
                 f"{path}: {size:,} bytes, {edges[-1]:,} entries expected; remove the work folder and build "
@@ -176,7 +177,7 @@ def find_slices(
     slices: list[tuple[int, int]] = []
     if not within:
         return slices
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
 
         def key_of(entry: int) -> int:
             file.seek(entry * BAND.itemsize)
@@ -194,12 +195,12 @@ def read_slices(folder: Path, slices: Sequence[tuple[int, int]]) -> Iterator[npt
     """BAND entries of the slices, some at a time; each is overwritten by the next."""
     path = folder / BANDS_FILE
     buffer = np.empty(_CHUNK_ENTRIES, BAND)
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         for begin, stop in slices:
             file.seek(begin * BAND.itemsize)
             for start in range(begin, stop, _CHUNK_ENTRIES):
                 rows = buffer[: min(_CHUNK_ENTRIES, stop - start)]
-                if file.readinto(rows.data.cast("B")) != rows.nbytes:
+                if read_into(file, rows.data.cast("B")) != rows.nbytes:
                     raise BuildError(f"{path}: ends early; remove the work folder and build again")
                 yield rows
 

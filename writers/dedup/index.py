@@ -40,8 +40,8 @@ from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.parts import bands_and_rows, part_settings
 from shardkit.writers.dedup.population import Part
 from shardkit.writers.dedup.shingles import shingle_batch
+from shardkit.writers.execution.work import fsync_path
 from shardkit.writers.filters.settings import StrictModel
-from shardkit.writers.journal import fsync_path
 from shardkit.writers.publish import place
 
 __all__ = [

@@ -33,6 +33,7 @@ from shardkit.writers.dedup.population import (
 from shardkit.writers.dedup.shingle_store import SETS_FILE, SHINGLES_FILE, ShingleReader, ShingleWriter
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.documents import text_offsets
+from shardkit.writers.execution.work_files import open_arrow
 
 __all__ = ["INDEX_PART_FILES", "copy_sketches", "index_part"]
 
@@ -156,7 +157,7 @@ def _texts(documents: Path, part: Path, removed: npt.NDArray[np.int64]) -> Itera
     """The texts of the part's documents that stay, in order, some megabytes at a time."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
     start = at = 0
-    with pa.OSFile(str(documents)) as file:
+    with open_arrow(documents) as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
         for batch in range(reader.num_record_batches):
             texts = reader.get_batch(batch).column("text")

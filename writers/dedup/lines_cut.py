@@ -26,6 +26,7 @@ from shardkit.writers.dedup.lines_keys import LINE_LOSER, LINE_LOSERS_FILE
 from shardkit.writers.dedup.lines_units import cut_units
 from shardkit.writers.dedup.split_rows import SplitRows, piece_of_split
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
+from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.ledger import Count, Ledger
 
 __all__ = ["ROWS_FILE", "WINNERS_FILE", "cut_lines"]
@@ -63,7 +64,7 @@ def cut_lines(
     winners = SplitRows(WINNER_DTYPE, of_split(exact_winners, WINNER_DTYPE))
     ledger = Ledger()
     lines = changed = start = 0
-    with _Writer(folder) as writer, pa.OSFile(str(documents)) as file:
+    with _Writer(folder) as writer, open_arrow(documents) as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)

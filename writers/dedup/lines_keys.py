@@ -39,6 +39,7 @@ from shardkit.writers.dedup.key_runs import (
 )
 from shardkit.writers.dedup.lines_units import find_units
 from shardkit.writers.dedup.split_rows import SplitRows, piece_of_split
+from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.spill import id_words
 
 __all__ = [
@@ -88,7 +89,7 @@ def write_line_keys(
     """
     lost = SplitRows(LOSER_DTYPE, [piece_of_split(Rows(path, LOSER_DTYPE), split) for path in exact_losers])
     lines = compared = start = 0
-    with _RunWriter(folder, config.keep) as writer, pa.OSFile(str(documents)) as file:
+    with _RunWriter(folder, config.keep) as writer, open_arrow(documents) as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)

@@ -29,6 +29,7 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Pa
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.verify import EDGE, EDGES_FILE
 from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.execution.work_files import local
 
 __all__ = ["BAND_EDGES", "binomial_interval", "measure_precision", "measure_recall"]
 
@@ -153,7 +154,7 @@ def _rows_of(
 
 def _pairs_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
     """Which (a, b) are in any run of a folder of candidates."""
-    edges = np.load(folder / "pairs.npy").tolist()
+    edges = np.load(local(folder / "pairs.npy")).tolist()
     found = np.zeros(len(wanted[0]), np.bool_)
     entries = Rows(folder / "pairs.bin", PAIR, header=False)
     for begin, end in pairwise(edges):

@@ -21,11 +21,13 @@ from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near_stages import NearStages, SplitDocuments, population_of
 from shardkit.writers.dedup.population import Population
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals
-from shardkit.writers.engine_inline import InlineEngine
-from shardkit.writers.engine_local import LocalEngine
-from shardkit.writers.journal import Commit, Journal
+from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.engine_local import LocalEngine
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.work_files import local
 from shardkit.writers.progress import make_listener
-from shardkit.writers.runner import Runner
 
 __all__ = ["NearDuplicates", "NearResult", "find_near_duplicates", "remove_near"]
 
@@ -112,7 +114,7 @@ def find_near_duplicates(
     with Journal(folder) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
         result = remove_near(runner.run, stages, indexes)
-    losers, winners = (np.load(result.resolved.folder / name) for name in (LOSERS_FILE, WINNERS_FILE))
+    losers, winners = (np.load(local(result.resolved.folder / name)) for name in (LOSERS_FILE, WINNERS_FILE))
     return NearDuplicates(losers, winners, result.counts, result.measured, dict(runner.seconds))
 
 

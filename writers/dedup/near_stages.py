@@ -38,7 +38,8 @@ from shardkit.writers.dedup.resolve import resolve
 from shardkit.writers.dedup.shingle_store import ShingleWriter
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.dedup.verify import EDGES_FILE, verify_block
-from shardkit.writers.journal import Commit, Task, contents, partition_name
+from shardkit.writers.execution.task import Commit, Task, contents, partition_name
+from shardkit.writers.execution.work_files import local, open_arrow, read_bytes
 from shardkit.writers.spill import Removed
 
 __all__ = ["NearStages", "SplitDocuments", "population_of"]
@@ -76,12 +77,12 @@ class NearStages:
 
     def signature_tasks(self) -> list[Task]:
         """One task a split."""
-        shared = {"settings": part_settings(self.config), "normalization": normalization_version()}
+        config = {"dedup.near": part_settings(self.config), "normalization": normalization_version()}
         tasks = []
         for number, split in enumerate(self.splits):
-            spec = shared | {"documents": split.digest, "removed": self.removals.digest(number)}
+            inputs = {"documents": split.digest, "removed": self.removals.digest(number)}
             args = (split.documents, self.removals, number, self.config)
-            tasks.append(Task("signatures", split.name, spec, _sign, args, split.bytes))
+            tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
         return tasks
 
     def planted_tasks(self) -> list[Task]:
@@ -89,17 +90,19 @@ class NearStages:
         measure = self.config.measure
         if measure is None or not measure.planted:
             return []
-        spec = {
+        inputs = {
             "documents": [split.digest for split in self.splits],
             "removed": [self.removals.digest(number) for number in range(len(self.splits))],
-            "settings": part_settings(self.config),
+        }
+        config = {
+            "dedup.near": part_settings(self.config),
             "normalization": normalization_version(),
-            "count": measure.planted,
+            "dedup.near.measure.planted": measure.planted,
             "seed": self.seed,
         }
         documents = tuple(split.documents for split in self.splits)
         args = (documents, self.removals, self.config, measure.planted, self.seed)
-        return [Task("planted", "planted", spec, _plant, args)]
+        return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
     def equal_tasks(self, population: Population, digest: str) -> list[Task]:
         """One task a partition of keys; `digest` is that of all parts."""
@@ -108,9 +111,10 @@ class NearStages:
             Task(
                 "equal",
                 partition_name(number, partitions),
-                {"parts": digest, "partition": number, "partitions": partitions},
+                {"partition": number, "partitions": partitions},
                 _find_equal,
                 (population, number, partitions),
+                inputs={"parts": digest},
             )
             for number in range(partitions)
         ]
@@ -118,25 +122,28 @@ class NearStages:
     def mask_task(self, population: Population, equal: Sequence[Commit]) -> Task:
         """The bits of documents that lost to equal words."""
         folders = tuple(commit.folder for commit in equal)
-        spec = {"equal": contents(equal), "starts": digest_of(population.starts.tolist())}
-        return Task("equal_mask", "equal_mask", spec, _write_mask, (population, folders))
+        inputs = {"equal": contents(equal), "starts": digest_of(population.starts.tolist())}
+        return Task("equal_mask", "equal_mask", {}, _write_mask, (population, folders), inputs=inputs)
 
     def candidate_tasks(self, population: Population, digest: str, mask: Commit) -> list[Task]:
         """One task a partition of band keys."""
         entries = int(population.starts[-1]) * bands_and_rows(self.config)[0]
         partitions = band_partitions(entries, self.memory_bytes)
-        shared = {"parts": digest, "mask": mask.content, "similarity": self.config.similarity}
+        inputs = {"parts": digest, "mask": mask.content}
         tasks = []
         for number in range(partitions):
-            spec = shared | {"partition": number, "partitions": partitions}
+            config = {"dedup.near.similarity": self.config.similarity}
+            config |= {"partition": number, "partitions": partitions}
             args = (population, number, partitions, mask.folder, self.config.similarity, self.memory_bytes)
-            tasks.append(Task("candidates", partition_name(number, partitions), spec, _find_candidates, args))
+            name = partition_name(number, partitions)
+            tasks.append(Task("candidates", name, config, _find_candidates, args, inputs=inputs))
         return tasks
 
     def shingle_tasks(self, population: Population, digest: str, candidates: Sequence[Commit]) -> list[Task]:
         """One task a part."""
         pairs = tuple(commit.folder for commit in candidates)
-        shared = {"parts": digest, "pairs": contents(candidates), "settings": part_settings(self.config)}
+        inputs = {"parts": digest, "pairs": contents(candidates)}
+        settings = {"dedup.near": part_settings(self.config)}
         sources = [(split.name, split.documents) for split in self.splits]
         sources += [("planted", part.folder / PLANTED_DOCUMENTS) for part in _of_kind(population, "planted")]
         sources += [
@@ -146,7 +153,8 @@ class NearStages:
         for number, (name, documents) in enumerate(sources):
             args = (population, number, documents, pairs, self.config)
             weight = population.parts[number].documents
-            tasks.append(Task("shingles", name, shared | {"part": number}, _write_sets, args, weight))
+            config = settings | {"part": number}
+            tasks.append(Task("shingles", name, config, _write_sets, args, weight, inputs))
         return tasks
 
     def verify_tasks(
@@ -159,26 +167,24 @@ class NearStages:
         """One task a block of documents."""
         folders = [tuple(commit.folder for commit in commits) for commits in (candidates, shingles)]
         names = ("similarity", "containment", "small_shingles", "small_repetition", "small_similarity")
-        shared = {
-            "pairs": contents(candidates),
-            "sets": contents(shingles),
-            "rule": {name: getattr(self.config, name) for name in names},
-        }
+        inputs = {"pairs": contents(candidates), "sets": contents(shingles)}
+        rule = {f"dedup.near.{name}": getattr(self.config, name) for name in names}
         tasks = []
         for block in blocks:
             args = (population, block, *folders, self.config, self.memory_bytes)
             name = f"{block[0]:012d}-{block[1]:012d}"
-            tasks.append(Task("verify", name, shared | {"block": list(block)}, _verify, args))
+            config = rule | {"block": list(block)}
+            tasks.append(Task("verify", name, config, _verify, args, inputs=inputs))
         return tasks
 
     def resolve_task(
         self, population: Population, digest: str, equal: Sequence[Commit], verified: Sequence[Commit]
     ) -> Task:
         """Who is removed."""
-        spec = {"parts": digest, "equal": contents(equal), "edges": contents(verified)}
+        inputs = {"parts": digest, "equal": contents(equal), "edges": contents(verified)}
         edges, losers = (tuple(commit.folder for commit in commits) for commits in (verified, equal))
         args = (population, edges, losers, self.memory_bytes)
-        return Task("near", "near", spec, _resolve, args)
+        return Task("near", "near", {}, _resolve, args, inputs=inputs)
 
     def measure_tasks(
         self,
@@ -190,18 +196,17 @@ class NearStages:
         """One task, if anything is measured. `found` holds the commits of candidates, verify and near."""
         if self.config.measure is None:
             return []
-        spec = {
+        inputs = {
             "found": {stage: contents(commits) for stage, commits in found.items()},
             "planted": contents(planted),
             "mask": mask.content,
             "documents": [split.digest for split in self.splits],
-            "config": self.config.model_dump(mode="json", exclude={"against"}),
-            "seed": self.seed,
         }
+        config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"}), "seed": self.seed}
         documents = tuple(split.documents for split in self.splits)
         folders = {stage: tuple(commit.folder for commit in commits) for stage, commits in found.items()}
         args = (population, documents, mask.folder, folders, self.config, self.seed)
-        return [Task("measure", "measure", spec, _measure, args)]
+        return [Task("measure", "measure", config, _measure, args, inputs=inputs)]
 
 
 def _sign(
@@ -251,6 +256,10 @@ def _write_mask(folder: Path, population: Population, equal: Sequence[Path]) -> 
     return {"removed": removed}
 
 
+def _read_mask(folder: Path) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(read_bytes(folder / MASK_FILE), np.uint8)
+
+
 def _find_candidates(
     folder: Path,
     population: Population,
@@ -260,7 +269,7 @@ def _find_candidates(
     similarity: float,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    removed = np.fromfile(mask / MASK_FILE, np.uint8)
+    removed = _read_mask(mask)
     counts = find_candidates(
         population, partition, partitions, removed, folder, similarity=similarity, memory_bytes=memory_bytes
     )
@@ -283,7 +292,7 @@ def _write_sets(
     rows = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
     in_file = rows.read()["row"][wanted.astype(np.int64) - first]
     start = 0
-    with ShingleWriter(folder) as sets, pa.OSFile(str(documents)) as file:
+    with ShingleWriter(folder) as sets, open_arrow(documents) as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
         for batch_number in range(reader.num_record_batches):
             texts = reader.get_batch(batch_number).column(0)
@@ -299,7 +308,7 @@ def _numbers_between(folders: Sequence[Path], first: int, last: int) -> npt.NDAr
     """The numbers in [first, last) that occur in any pair, ascending."""
     found = [np.zeros(0, np.uint64)]
     for folder in folders:
-        numbers = np.load(folder / NUMBERS_FILE, mmap_mode="r")
+        numbers = np.load(local(folder / NUMBERS_FILE), mmap_mode="r")
         begin, end = np.searchsorted(numbers, np.array([first, last], np.uint64))
         found.append(np.array(numbers[begin:end]))
     return np.unique(np.concatenate(found))
@@ -338,13 +347,13 @@ def _measure(
     for part in _of_kind(population, "planted"):
         bands, rows = bands_and_rows(config)
         result["recall"] = measure_recall(
-            np.load(part.folder / PLANTED_FILE),
+            np.load(local(part.folder / PLANTED_FILE)),
             population,
             found["candidates"],
             found["verify"],
             bands=bands,
             rows=rows,
-            removed=np.fromfile(mask / MASK_FILE, np.uint8),
+            removed=_read_mask(mask),
         )
     [near] = found["near"]
     losers = near / LOSERS_FILE

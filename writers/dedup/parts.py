@@ -23,6 +23,7 @@ from shardkit.writers.dedup.lsh import optimal_parameters
 from shardkit.writers.dedup.minhash import Signatures, band_keys, sign_batch
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
 from shardkit.writers.documents import text_offsets
+from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.spill import Removed
 
 __all__ = ["KEYS_FILE", "bands_and_rows", "part_settings", "sign_documents"]
@@ -61,7 +62,7 @@ def sign_documents(
     by_source = config.scope == "source"
     start = wordless = 0
     with ExitStack() as stack:
-        source = stack.enter_context(pa.OSFile(str(documents)))
+        source = stack.enter_context(open_arrow(documents))
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = config.minhash.permutations
         values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))

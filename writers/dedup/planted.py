@@ -39,6 +39,7 @@ from shardkit.writers.documents import (
     document_ids,
     keyed_hashes,
 )
+from shardkit.writers.execution.work_files import open_arrow
 
 __all__ = ["DOCUMENTS_FILE", "NAMESPACE", "PLANTED", "PLANTED_FILE", "ngrams", "plant", "read_rows"]
 
@@ -117,7 +118,7 @@ def plant(
 
 def read_rows(documents: Path, rows: Sequence[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(row, a batch of that document alone) for ascending rows; batches without any are not decoded."""
-    with pa.OSFile(str(documents)) as file, pa.OSFile(str(documents)) as same:
+    with open_arrow(documents) as file, open_arrow(documents) as same:
         sizes = pa.ipc.open_file(same, options=pa.ipc.IpcReadOptions(included_fields=[1]))
         reader = pa.ipc.open_file(file)
         at = start = 0
@@ -145,7 +146,7 @@ def _choose(
     heap: list[_Original] = []
     for split, path in enumerate(documents):
         unwanted = excluded(split)
-        with pa.OSFile(str(path)) as file, pa.OSFile(str(path)) as same:
+        with open_arrow(path) as file, open_arrow(path) as same:
             reader = pa.ipc.open_file(file)
             only_ids = pa.ipc.open_file(same, options=pa.ipc.IpcReadOptions(included_fields=[0]))
             start = 0

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.writers.dedup.resolve import GROUP_SIZES, LOSERS_FILE, WINNERS_FILE
+from shardkit.writers.execution.work_files import local
 from shardkit.writers.spill import Removed
 
 __all__ = ["LOSERS_FILE", "WINNERS_FILE", "Removals", "count_groups"]
@@ -38,7 +39,7 @@ class Removals:
         rows: dict[str, npt.NDArray[np.int64]] = {}
         copies: dict[int, int] = {}
         if self.rewritten:
-            _add_copies(copies, np.load(self.rewritten[split] / WINNERS_FILE, allow_pickle=False))
+            _add_copies(copies, np.load(local(self.rewritten[split] / WINNERS_FILE), allow_pickle=False))
         for reason, folders in self.folders.items():
             lost = [_of_split(folder / LOSERS_FILE, split)["row"] for folder in folders]
             rows[reason] = np.sort(np.concatenate([np.zeros(0, np.int64), *lost]))
@@ -60,7 +61,7 @@ def _add_copies(copies: dict[int, int], winners: npt.NDArray[np.void]) -> None:
 
 
 def _of_split(file: Path, split: int) -> npt.NDArray[np.void]:
-    table: npt.NDArray[np.void] = np.load(file, mmap_mode="r", allow_pickle=False)
+    table: npt.NDArray[np.void] = np.load(local(file), mmap_mode="r", allow_pickle=False)
     first, last = (
         bisect_left(range(len(table)), wanted, key=lambda row: int(table["split"][row]))
         for wanted in (split, split + 1)

@@ -1,9 +1,9 @@
 """Runs tasks in processes on this machine, one task at a time in each.
 
 Workers are fresh interpreters that import only what their tasks name (the caller's script is not run again)
-and use one thread each. They die with the process that started them, whatever kills it. Results come in the
-order of the tasks, not of completion, and nothing about a task depends on the worker, so the number of
-workers never changes a byte. The first error stops all: what was committed is kept.
+and use one thread each. They die with the process that started them, whatever kills it. Nothing about a task
+depends on the worker, so the number of workers never changes a byte. The first error stops all: what was
+committed is kept.
 """
 
 from __future__ import annotations
@@ -13,27 +13,36 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from shardkit.closing import Closing
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.compilation import CompilationWatch
-from shardkit.writers.journal import Commit, Task, run_task
+from shardkit.writers.execution.queue import TaskQueue
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.kernel_cache import kernel_cache
 
-__all__ = ["MAX_WORKERS", "Engine", "LocalEngine", "default_workers", "serve"]
+__all__ = [
+    "MAX_WORKERS",
+    "ONE_THREAD",
+    "LocalEngine",
+    "default_workers",
+    "give_back_memory",
+    "run_guarded",
+    "serve",
+]
 
 MAX_WORKERS = 256
 DEFAULT_MAX_WORKERS = 64  # beyond that one machine's disk and memory bandwidth are the limit
-_ONE_THREAD = dict.fromkeys(
+ONE_THREAD = dict.fromkeys(
     (
         "OMP_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",
@@ -46,25 +55,10 @@ _ONE_THREAD = dict.fromkeys(
 ) | {"TOKENIZERS_PARALLELISM": "false"}
 _BOOT = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
-    "parent, sys.path[:] = pipe.recv(); from shardkit.writers.engine_local import serve; serve(pipe, parent)"
+    "parent, sys.path[:] = pipe.recv(); from shardkit.writers.execution.engine_local import serve; "
+    "serve(pipe, parent)"
 )
 _RESUME = "what is finished is kept; the same command continues"
-
-
-class Engine(Protocol):
-    """What can run a build's tasks.
-
-    `compiling`, if set, hears of Numba compiling kernels for a task: None as it starts, then its seconds.
-    """
-
-    workers: int
-    compiling: Callable[[Task, float | None], None] | None
-
-    def run(self, tasks: Sequence[Task], work: Path, done: Callable[[Commit], None]) -> list[Commit]: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class WorkerTracebackError(Exception):
@@ -79,7 +73,6 @@ class _Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection
     task: Task | None = None
-    number: int = 0
 
 
 @dataclass(slots=True)
@@ -103,40 +96,42 @@ class LocalEngine(Closing):
             worker.pipe.close()
         self._started.clear()
 
-    def run(self, tasks: Sequence[Task], work: Path, done: Callable[[Commit], None]) -> list[Commit]:
-        """Run all tasks, heavy ones first; `done` hears of each as it finishes. Commits in task order.
+    def run(self, queue: TaskQueue, work: Work) -> None:
+        """Run tasks until the queue is exhausted.
 
         Raises the first task's error with its type and message; BuildError if a worker dies.
         """
-        commits: dict[int, Commit] = {}
-        waiting = sorted(range(len(tasks)), key=lambda number: tasks[number].weight)  # the heaviest is last
         try:
-            while len(commits) < len(tasks):
-                for worker in self._idle(len(waiting)):
-                    worker.number = waiting.pop()
-                    self._send(worker, tasks[worker.number], work)
+            while not queue.exhausted:
+                has_room = self._start_tasks(queue, work)
                 busy = {worker.pipe: worker for worker in self._started if worker.task is not None}
-                for pipe in wait(list(busy)):
-                    worker = busy[pipe]  # type: ignore[index]
-                    commit = self._receive(worker)
+                if not busy:
+                    if not queue.exhausted:  # others are at the rest
+                        time.sleep(queue.poll_seconds or 0.0)
+                    continue
+                for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
+                    commit = self._receive(busy[pipe])  # type: ignore[index]
                     if commit is not None:
-                        commits[worker.number] = commit
-                        done(commit)
+                        queue.done(commit)
         except BaseException:
             self.close()
             raise
-        return [commits[number] for number in range(len(tasks))]
 
-    def _idle(self, needed: int) -> list[_Worker]:
-        """Workers without a task, at most `needed`, new ones among them if there may be more."""
-        idle = [worker for worker in self._started if worker.task is None][:needed]
-        while len(idle) < needed and len(self._started) < self.workers:
-            worker = _start_worker()
-            self._started.append(worker)
-            idle.append(worker)
-        return idle
+    def _start_tasks(self, queue: TaskQueue, work: Work) -> bool:
+        """Give tasks to workers without one, started if there may be more; whether there is room left."""
+        while True:
+            idle = next((worker for worker in self._started if worker.task is None), None)
+            if idle is None and len(self._started) == self.workers:
+                return False
+            task = queue.take()
+            if task is None:
+                return True
+            if idle is None:
+                idle = _start_worker()
+                self._started.append(idle)
+            self._send(idle, task, work)
 
-    def _send(self, worker: _Worker, task: Task, work: Path) -> None:
+    def _send(self, worker: _Worker, task: Task, work: Work) -> None:
         worker.task = task
         try:
             worker.pipe.send((task, task.digest, work))
@@ -188,7 +183,7 @@ def _start_worker() -> _Worker:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # the caller's stdout carries results only
-            env=os.environ | _ONE_THREAD | kernel_cache(),
+            env=os.environ | ONE_THREAD | kernel_cache(),
             process_group=0,  # Ctrl-C goes to the caller, which ends the workers
         )
     worker = _Worker(process, ours)
@@ -206,26 +201,19 @@ def serve(pipe: Connection, parent: int) -> None:
             task, digest, work = pipe.recv()  # imports what the task needs
             watch.install()
             pipe.send_bytes(_answer(task, digest, work))
-            _give_back_memory()
+            give_back_memory()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer(task: Task, digest: str, work: Path) -> bytes:
+def _answer(task: Task, digest: str, work: Work) -> bytes:
     """Pickled (commit, error, traceback), one of commit and error being None."""
     reply: tuple[Any, ...]
     try:
-        reply = (run_task(task, digest, work), None, "")
+        reply = (run_guarded(task, digest, work), None, "")
     except ShardkitError as error:
-        reply = (None, error, traceback.format_exc())
-    except OSError as error:
-        reply = (None, BuildError(f"task {task}: {error}; {_RESUME}"), traceback.format_exc())
-    except MemoryError:
-        problem = "out of memory; use fewer --workers or a smaller `memory`"
-        reply = (None, BuildError(f"task {task}: {problem}; {_RESUME}"), traceback.format_exc())
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}; this is a bug in shardkit, please report it"
-        reply = (None, BuildError(f"task {task}: {problem}"), traceback.format_exc())
+        trace = traceback.format_exc() if error.__cause__ is None else "".join(_format(error.__cause__))
+        reply = (None, error, trace)
     try:
         data = pickle.dumps(reply)
         pickle.loads(data)
@@ -235,7 +223,27 @@ def _answer(task: Task, digest: str, work: Path) -> bytes:
         return pickle.dumps((None, BuildError(f"task {task}: {problem}"), reply[2]))
 
 
-def _give_back_memory() -> None:
+def _format(error: BaseException) -> list[str]:
+    return traceback.format_exception(error)
+
+
+def run_guarded(task: Task, digest: str, work: Work) -> Commit:
+    """`run_task`, with errors of any kind as a ShardkitError that says what to do."""
+    try:
+        return run_task(task, digest, work)
+    except ShardkitError:
+        raise
+    except OSError as error:
+        raise BuildError(f"task {task}: {error}; {_RESUME}") from error
+    except MemoryError as error:
+        problem = "out of memory; use fewer --workers or a smaller `memory`"
+        raise BuildError(f"task {task}: {problem}; {_RESUME}") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}; this is a bug in shardkit, please report it"
+        raise BuildError(f"task {task}: {problem}") from error
+
+
+def give_back_memory() -> None:
     """Return what the task's arrays held: a worker must not grow to the sum of all stages' largest tasks."""
     if pyarrow := sys.modules.get("pyarrow"):
         pyarrow.default_memory_pool().release_unused()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shardkit.writers.engine_local import Engine
-from shardkit.writers.journal import Commit, Journal, Task
+from shardkit.writers.execution.engine import Engine
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import Listener, StageProgress
 
@@ -28,27 +29,26 @@ class Runner:
         """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
-        commits = [self.journal.find(task) for task in tasks]
-        missing = [number for number, commit in enumerate(commits) if commit is None]
+        found = self.journal.find(tasks)
+        missing = [task for task, commit in zip(tasks, found, strict=True) if commit is None]
+        commits = {commit.folder: commit for commit in found if commit is not None}
         self._meters = {group[0].stage: _Meter(list(group)) for group in groups if group}
-        for stage in self._meters:
-            self.journal.sweep(stage, [task.name for task in tasks if task.stage == stage])
-        for task, commit in zip(tasks, commits, strict=True):
+        for task, commit in zip(tasks, found, strict=True):
             if commit is not None:
                 self._meters[task.stage].reuse(task)
         for stage in self._meters:
             self._report(stage)
-        made = (
-            self._engine.run([tasks[number] for number in missing], self.journal.work, self._done)
-            if missing
-            else []
-        )
-        for number, commit in zip(missing, made, strict=True):
-            commits[number] = commit
+
+        def done(commit: Commit) -> None:
+            commits[commit.folder] = commit
+            self._done(commit)
+
+        if missing:
+            self._engine.run(self.journal.queue(missing, done), self.journal.work)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
-        results = iter([commit for commit in commits if commit is not None])
-        return [[next(results) for _ in group] for group in groups]
+        work = self.journal.work.folder
+        return [[commits[work / task.key] for task in group] for group in groups]
 
     def _done(self, commit: Commit) -> None:
         self._meters[commit.stage].add(commit)

