@@ -80,6 +80,7 @@ class StreamingDataLoader(DataLoader[Batch]):
             generator=generator,
         )
         self._batches = dataset
+        dataset.loop_logs = True
         self._cursor, self._loads = dataset.next, dataset.loads
         self._delivery: weakref.ref[_Delivery] | None = None
         self._stop_together = StopTogether(grace_seconds=dataset.loader.config.stop_grace_seconds)
@@ -160,5 +161,7 @@ class _Delivery:
                 traceback.clear_frames(error.__traceback__)
                 owner._stop_together.report(error, owner._cursor[0] // plan.global_batch)
             raise
-        owner._cursor = plan.advance(owner._cursor, 1)
+        before, owner._cursor = owner._cursor, plan.advance(owner._cursor, 1)
+        if owner.num_workers:
+            owner._batches.log_received(batch, before, owner._cursor)
         return batch

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack, cast
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -74,6 +75,8 @@ class StreamingDataset(IterableDataset[Batch]):
         self._round = 0
         self.loads = 0
         """How often a state was loaded."""
+        self.loop_logs = False
+        """Whether who receives the batches calls `log_received`."""
 
     @property
     def loader(self) -> StreamingLoader:
@@ -82,6 +85,8 @@ class StreamingDataset(IterableDataset[Batch]):
             state, arguments = self._loader.state_dict(), dict(self._arguments)
             if get_worker_info() is not None:
                 arguments["metrics_file"] = None  # workers would overwrite each other's
+                if arguments.get("usage_log") is not None:
+                    arguments |= self._usage_arguments()
             loader = StreamingLoader(_own_copies(self._loader.streams), **arguments)
             loader.load_state_dict(state)
             # Kept: taking apart what a forked child has inherited could wait for its parent's threads.
@@ -161,6 +166,33 @@ class StreamingDataset(IterableDataset[Batch]):
             self.loader.load_state_dict(_moved(self.loader, cursor))
         self._began = cursor
         self._shared.begin(cursor, self._settings())
+
+    def log_received(self, batch: Batch, start: Cursor, after: Cursor) -> None:
+        """Note in the usage log, if there is one, what the loop was given of a worker's making.
+
+        Takes out of the batch what it has for this alone.
+        """
+        if (usage := self.loader.usage) is None:
+            return
+        if not isinstance(batch, dict) or "sample_id" not in batch:
+            raise ValueError("usage_log with workers: collate_fn must leave dicts with sample_id")
+        ids = batch["sample_id"].numpy()
+        if "stream_id" in batch:
+            starts = np.cumsum([0, *map(len, self.loader.datasets)])
+            ids = np.where(ids < 0, -1, ids + starts[batch["stream_id"].numpy()])
+        usage.step(self.loader.plan.start(start[0]), ids, after[0])
+        if not self._arguments["return_ids"]:
+            batch.pop("sample_id")
+            batch.pop("stream_id", None)
+
+    def _usage_arguments(self) -> dict[str, Any]:
+        """In a worker: the process that receives the batches logs them, if it can."""
+        if not self.loop_logs:
+            raise ValueError(
+                "usage_log says what a loop is given, which workers do not know: use StreamingDataLoader, or no "
+                "workers"
+            )
+        return {"usage_log": None, "return_ids": True}
 
     def close(self) -> None:
         """End prefetching and forget the open shards."""

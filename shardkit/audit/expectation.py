@@ -114,10 +114,11 @@ class Expectation:
         return np.searchsorted(self.shard_starts, ids, side="right") - 1
 
     def shard_name(self, shard: int) -> str:
-        """What a shard's file is called."""
+        """What a shard's file is called; in a mixture, with its stream."""
         stream = int(np.searchsorted(self.first_shards, shard, side="right")) - 1
         own = shard - int(self.first_shards[stream])
-        return self.data[stream].dataset.manifest.shards[own].stored.basename
+        name = self.data[stream].dataset.manifest.shards[own].stored.basename
+        return name if self.mixture is None else f"{self.names[stream]}/{name}"
 
     def stream_of(self, sample: int) -> int:
         """The stream that a sample belongs to."""

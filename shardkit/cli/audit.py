@@ -34,10 +34,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "audit",
         help="prove that every sample is delivered exactly once, by plan or by a run's logs",
-        description="Walk what every rank would be given, from the index alone, or read the usage logs of a "
-        "run (StreamingLoader(…, usage_log=FOLDER)), and prove that every epoch delivers each sample once and "
-        "each step the samples that its positions name, on any number of ranks and across restarts. Exit "
-        "status 1 if anything is wrong; the first offenders are named.",
+        description="Prove that every epoch delivers each sample once, and every step the samples of its "
+        "positions, on any number of ranks and across restarts: of the plan of all ranks, from the index "
+        "alone, or of a real run, by the usage logs that its loaders wrote (option usage_log=FOLDER). "
+        "Exit status 1 if anything is wrong; the first offenders are named.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", nargs="?", help="folder, index file, tar, pattern or URL")
@@ -75,8 +75,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--global-batch",
         type=count,
         metavar="G",
-        help="sequences per step over all ranks, the same for all world sizes, whose steps must then hold the "
-        "same samples (default: B times the world size)",
+        help="sequences per step over all ranks, the same for all world sizes, whose steps must then hold "
+        "the same samples (default: B times the world size)",
     )
     add(
         "--world-sizes",
@@ -90,8 +90,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=_counts,
         metavar="STEP,…",
         default=[],
-        help="walk once more, stopped after each of these steps and resumed from the saved state with the next "
-        "of the world sizes (default: none)",
+        help="walk once more, stopped after each of these steps and resumed from the saved state with the "
+        "next of the world sizes (default: none)",
     )
     add("--epochs", type=count, default=2, metavar="E", help="epochs to walk (default: 2)")
     add(
