@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,25 @@ class ConvertResult:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how to write."""
+
+    work: Path
+    output: OutputOptions
+    background: Executor
+
+    def rows(self, column: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> RowWriter:
+        """A writer of one fixed column."""
+        return RowWriter(self.work, self.output, self.background, column=column, dtype=dtype, shape=shape)
+
+    def samples(self, columns: Mapping[str, str]) -> SampleWriter:
+        """A writer of samples of `columns`."""
+        if self.output.format == "mds":
+            return MdsSampleWriter(self.work, self.output, columns)
+        return TarSampleWriter(self.work, self.output)
+
+
 @dataclass(slots=True)
 class Written:
     """What lies in the staging folder."""
@@ -117,7 +136,8 @@ def convert(
     opened = open_source(name, source_format, output, cut, columns, storage)
     with listen(progress) as listener, staging(folder) as work:
         meter = Meter(listener, opened)
-        written = _write(opened, work, output, cut, meter)
+        with ThreadPoolExecutor(1) as background:
+            written = _write(opened, Place(work, output, background), cut, meter)
         if not written.manifest.samples:
             raise ShardError(name, "gives no row: there is nothing to convert")
         length = _sequence_length(written)
@@ -132,19 +152,19 @@ def convert(
     return _result(name, opened, folder, output, written, length, verify, time.monotonic() - start)
 
 
-def _write(source: AnySource, work: Path, output: OutputOptions, cut: CutOptions, meter: Meter) -> Written:
+def _write(source: AnySource, place: Place, cut: CutOptions, meter: Meter) -> Written:
     if isinstance(source, TokenSource):
-        return _write_tokens(source, work, output, cut, meter)
+        return _write_tokens(source, place, cut, meter)
     if cut != CutOptions():
         raise ShardError(meter.what, "has rows of its own, which cannot be cut, padded or given another type")
     if isinstance(source, RowSource):
-        return _write_rows(source, work, output, meter)
+        return _write_rows(source, place, meter)
     assert isinstance(source, SampleSource)
-    return _write_samples(source, work, output, meter)
+    return _write_samples(source, place, meter)
 
 
-def _write_rows(source: RowSource, work: Path, output: OutputOptions, meter: Meter) -> Written:
-    writer = RowWriter(work, output, column=source.column, dtype=source.dtype, shape=source.shape)
+def _write_rows(source: RowSource, place: Place, meter: Meter) -> Written:
+    writer = place.rows(source.column, source.dtype, source.shape)
     for _, rows, size in source.rows():
         writer.append(np.ascontiguousarray(rows).reshape(-1))
         meter.add(size)
@@ -159,23 +179,23 @@ def _rows_written(
     return Written(manifest, digest, columns, column=column, counts=counts, left_out=left_out)
 
 
-def _write_tokens(
-    source: TokenSource, work: Path, output: OutputOptions, cut: CutOptions, meter: Meter
-) -> Written:
+def _write_tokens(source: TokenSource, place: Place, cut: CutOptions, meter: Meter) -> Written:
     dtype = choose_dtype(source, cut)
-    open_writer = partial(_open_token_writer, work, output, dtype)
-    if cut.keep_lengths:
-        return _write_documents(source, work, output, cut, meter, dtype)
-    if cut.sequence_length is not None:
-        if cut.eos is not None and not source.has_documents:
+    if not source.has_documents:
+        if cut.sequence_length is None:
+            raise ShardError(meter.what, "does not say where documents end: choose a --sequence-length")
+        if cut.eos is not None:
             problem = "does not say where documents end, so no eos can be added: --pad fills the last row"
             raise ShardError(meter.what, problem)
-        writer = open_writer(cut.sequence_length)
+    if cut.keep_lengths:
+        return _write_documents(source, place, cut, meter, dtype)
+    if cut.sequence_length is not None:
+        writer = place.rows(TOKENS, dtype, (cut.sequence_length,))
         counts = cut_rows(source.blocks(), writer, cut, meter.add)
     else:
-        if not source.has_documents:
-            raise ShardError(meter.what, "is a stream without rows: choose a --sequence-length")
-        found, counts = copy_rows(source.blocks(), open_writer, dtype, meter.add)
+        found, counts = copy_rows(
+            source.blocks(), lambda length: place.rows(TOKENS, dtype, (length,)), dtype, meter.add
+        )
         if found is None:
             raise ShardError(meter.what, "has no rows")
         writer = found
@@ -184,25 +204,14 @@ def _write_tokens(
     return written
 
 
-def _open_token_writer(work: Path, output: OutputOptions, dtype: np.dtype[Any], length: int) -> RowWriter:
-    return RowWriter(work, output, column=TOKENS, dtype=dtype, shape=(length,))
-
-
 def _write_documents(
-    source: TokenSource,
-    work: Path,
-    output: OutputOptions,
-    cut: CutOptions,
-    meter: Meter,
-    dtype: np.dtype[Any],
+    source: TokenSource, place: Place, cut: CutOptions, meter: Meter, dtype: np.dtype[Any]
 ) -> Written:
     """Each document a row of its own length."""
-    if not source.has_documents:
-        raise ShardError(meter.what, "does not say where its documents end: choose a --sequence-length")
     counts, encoding, cells = TokenCounts(), f"ndarray:{dtype.name}", 0
-    is_mds = output.format == "mds"
+    is_mds = place.output.format == "mds"
     name = TOKENS if is_mds else f"{TOKENS}.npy"
-    writer = _sample_writer(work, output, {TOKENS: encoding})
+    writer = place.samples({TOKENS: encoding})
     encode = encoding_of(encoding).encode if is_mds else npy_bytes
     for where, tokens, size in documents(source.blocks(), dtype, cut, counts):
         writer.write(Sample({name: encode(tokens)}, None, where, size))
@@ -213,21 +222,15 @@ def _write_documents(
     return Written(manifest, digest, {name: encoding}, counts=counts, left_out=source.left_out)
 
 
-def _write_samples(source: SampleSource, work: Path, output: OutputOptions, meter: Meter) -> Written:
-    keys = {KEY: "str"} if source.has_keys and output.format == "mds" else {}
+def _write_samples(source: SampleSource, place: Place, meter: Meter) -> Written:
+    keys = {KEY: "str"} if source.has_keys and place.output.format == "mds" else {}
     columns = {**source.columns, **keys}
-    writer = _sample_writer(work, output, columns)
+    writer = place.samples(columns)
     for sample in source.samples():
         writer.write(sample)
         meter.add(sample.source_bytes)
     manifest, digest = writer.finish()
     return Written(manifest, digest, columns, has_keys=source.has_keys, names=source.names)
-
-
-def _sample_writer(work: Path, output: OutputOptions, columns: Mapping[str, str]) -> SampleWriter:
-    if output.format == "mds":
-        return MdsSampleWriter(work, output, columns)
-    return TarSampleWriter(work, output)
 
 
 def _sequence_length(written: Written) -> int | None:

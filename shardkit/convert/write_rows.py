@@ -1,11 +1,13 @@
 """Rows of one fixed column into shards, from arrays of any length, through one buffer of a shard.
 
-What is appended is one run of values; rows are cut from it by arithmetic, so no Python runs for a row. Each
-full shard goes to disk in one go by the writers that a build uses. Memory is one shard.
+What is appended is one run of values; rows are cut from it by arithmetic, so no Python runs for a row. A
+full shard goes to disk in one go by the writers that a build uses, in the background while the next fills
+(whoever publishes it syncs it). Memory is two shards.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,12 +49,16 @@ def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], sha
 
 
 class RowWriter:
-    """Writes a dataset of one fixed column into an empty folder."""
+    """Writes a dataset of one fixed column into an empty folder, with one thread of `background`.
+
+    Whoever owns `background` waits for it before the folder goes away.
+    """
 
     def __init__(
         self,
         folder: Path,
         output: OutputOptions,
+        background: Executor,
         *,
         column: str,
         dtype: np.dtype[Any],
@@ -65,6 +71,9 @@ class RowWriter:
         self.dtype = dtype.newbyteorder("<")
         rows = rows_per_shard(output, column, self.dtype, shape)
         self._buffer: npt.NDArray[Any] = np.empty(rows * self.row_values, self.dtype)
+        self._spare = np.empty_like(self._buffer)  # touched, and so in memory, only from the second shard on
+        self._background = background
+        self._writing: Future[None] | None = None
         self._filled = 0
         self._digest = content_hasher()
         self._shards: list[ShardInfo] = []
@@ -104,6 +113,7 @@ class RowWriter:
         assert self.partial == 0
         if self._filled:
             self._flush()
+        self._wait()
         if self._output.format == "mds":
             mds.write_index(self._folder, self._shards)
             return Manifest("mds", self._shards), self._digest.hexdigest()
@@ -111,28 +121,37 @@ class RowWriter:
         return Manifest("tar", self._shards), self._digest.hexdigest()
 
     def _flush(self) -> None:
+        self._wait()
         block = self._buffer[: self._filled]
-        self._digest.update(block.view(np.uint8).data)
-        rows, number = block.reshape(-1, *self._shape), len(self._shards)
-        hashes = self._output.hashes
+        rows, number = block.reshape(-1, *self._shape), self.rows
+        self._writing = self._background.submit(self._write, rows, number)
+        self.rows += len(rows)
+        self._buffer, self._spare, self._filled = self._spare, self._buffer, 0
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, rows: npt.NDArray[Any], first: int) -> None:
+        self._digest.update(rows.reshape(-1).view(np.uint8).data)
+        output, number = self._output, len(self._shards)
         try:
-            if self._output.format == "mds":
+            if output.format == "mds":
                 shard = mds.write_rows_shard(
                     self._folder,
                     f"shard.{number:05d}.mds",
                     rows,
                     column=self._column,
-                    compression=self._output.compression,
-                    hashes=hashes,
-                    size_limit=self._output.limit,
+                    compression=output.compression,
+                    hashes=output.hashes,
+                    size_limit=output.limit,
                 )
             else:
                 name = f"shard-{number:05d}.tar"
                 shard = tar.write_rows_shard(
-                    self._folder, name, rows, column=self._column, key_start=self.rows, hashes=hashes
+                    self._folder, name, rows, column=self._column, key_start=first, hashes=output.hashes
                 )
         except OSError as error:
             raise ShardError(self._folder, f"cannot be written: {error.strerror or error}") from error
         self._shards.append(shard)
-        self.rows += len(rows)
-        self._filled = 0
