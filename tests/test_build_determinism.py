@@ -13,7 +13,7 @@ from small_build import make_corpus, tree
 from shardkit import open_dataset
 from shardkit.errors import BuildError, ShardError
 from shardkit.verify import verify
-from shardkit.writers import build, pipeline, scan
+from shardkit.writers import build, making, scan
 
 VARIANTS = {
     "mds best_fit": ["output.format=mds", "annotate=true"],
@@ -29,7 +29,7 @@ WORKERS = {"mds best_fit": (1, 4), "mds concat zstd": (2, 1), "wds best_fit": (1
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the small corpus into as many splits and partitions as a large one has."""
     monkeypatch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=5000))
-    monkeypatch.setattr(pipeline, "PARTITION_TEXT_BYTES", 12_000)
+    monkeypatch.setattr(making, "PARTITION_TEXT_BYTES", 12_000)
     monkeypatch.setattr("shardkit.writers.dedup.exact.partitions_for", lambda documents, memory: 3)
 
 
@@ -68,10 +68,10 @@ KILLER = """
 import os, signal, sys
 from functools import partial
 import psutil
-from shardkit.writers import build, pipeline, publish, scan
+from shardkit.writers import build, making, publish, scan
 recipe, point, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 scan.scan_inputs = partial(scan.scan_inputs, split_bytes=5000)
-pipeline.PARTITION_TEXT_BYTES = 12_000
+making.PARTITION_TEXT_BYTES = 12_000
 me = psutil.Process()
 
 def watch(progress):

@@ -10,7 +10,6 @@ same inputs and recipe give the same bytes, and a build that was killed goes on 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as dataclass_replace
 from functools import partial
@@ -21,22 +20,21 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.index import Manifest
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers import scan, spill, stages
+from shardkit.writers import scan, stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.clean import QUARANTINE_FILE
-from shardkit.writers.dedup.index import DedupIndex
-from shardkit.writers.duplicates import Deduplicated
 from shardkit.writers.execution.queue import TaskSlice
 from shardkit.writers.execution.runner import Runner
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.input_digest import describe_inputs
 from shardkit.writers.input_files import check_unchanged
-from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.ledger import Ledger
 from shardkit.writers.machine_files import place_files
-from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
+from shardkit.writers.making import Made, Plan, make_parts
+from shardkit.writers.preparation import open_indexes, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
@@ -53,15 +51,13 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
 from shardkit.writers.result import BuildResult
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
-from shardkit.writers.tokenizer import Engine, tokenizer_digest
+from shardkit.writers.tokenizer import tokenizer_digest
 from shardkit.writers.up_to_date import check_output
 
 __all__ = ["build"]
 
 Publisher = Callable[[Manifest, Mapping[str, Path], Mapping[str, bytes]], None]
 """Puts shards, files and texts to where the dataset goes, the index last."""
-
-PARTITION_TEXT_BYTES = 256_000_000  # at most so much text is packed by one task, that others may work as well
 
 
 def build(
@@ -104,7 +100,8 @@ def build(
             if isinstance(target, Path)
             else partial(publish_remote, target, replace=replace, listener=listener)
         )
-        result = _Build(recipe, splits, digest, indexes, files, runner).run(str(target), place)
+        plan = Plan(recipe, splits, digest, indexes, files)
+        result = _Build(plan, runner).run(str(target), place)
         if recipe.work is None:
             runner.journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
@@ -142,49 +139,29 @@ def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> B
 
 
 class _Build:
-    """The stages of one build in order."""
+    """One build from its plan to the published dataset."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        splits: Sequence[scan.Split],
-        digest: str,
-        indexes: Sequence[DedupIndex],
-        files: Mapping[str, str],
-        runner: Runner,
-    ) -> None:
-        self._recipe, self._splits, self._runner = recipe, splits, runner
-        self._digest, self._indexes, self._files = digest, indexes, files
-        self._tasks_recipe, self._tokenizer_path = place_files(recipe, runner.journal, files, digest)
+    def __init__(self, plan: Plan, runner: Runner) -> None:
+        self._plan, self._runner = plan, runner
 
     def run(self, location: str, place: Publisher) -> BuildResult:
-        recipe, runner = self._recipe, self._runner
-        eos = recipe.tokenizer.eos
-        tokenizer_task = stages.tokenizer_task(self._tokenizer_path, eos, self._digest)
-        prepared = prepare(
-            self._tasks_recipe, self._splits, runner.run, self._indexes, self._files, [tokenizer_task]
-        )
-        [tokenizer] = prepared.beside
-        cleaned, unique = prepared.cleaned, prepared.unique
-        partitions = _count_partitions(recipe, prepared.kept)
-        spilled, parity = self._tokenize(unique, partitions, tokenizer.counts["engine"])
-        [packed] = runner.run(stages.pack_tasks(recipe, spilled, partitions=partitions, tokenizer=tokenizer))
-        [provenance] = runner.run(stages.provenance_tasks(packed))
+        plan, recipe, runner = self._plan, self._plan.recipe, self._runner
+        moved, tokenizer_path = place_files(recipe, runner.journal, plan.files, plan.digest)
+        made = make_parts(plan, moved, tokenizer_path, runner.run)
+        unique = made.prepared.unique
         funnel = collect_funnel(
-            self._splits,
+            plan.splits,
             len(recipe.inputs),
-            ledgers={"cleaning": [commit.ledger() for commit in cleaned]}
+            ledgers={"cleaning": [commit.ledger() for commit in made.prepared.cleaned]}
             | ({"cutting lines": unique.cut} if unique.cut else {}),
             removed=unique.removed,
-            tokenized=spilled,
-            packed=packed,
+            tokenized=made.spilled,
+            packed=made.packed,
             sequence_length=recipe.pack.sequence_length,
         )
         funnel.check()
         start = time.perf_counter()
-        names = {"file": self._tokenizer_path.name, "digest": self._digest, "eos": eos}
-        facts = names | dict(tokenizer.counts) | {"engine": parity.counts["engine"]}
-        manifest = self._publish(place, prepared, packed, provenance, funnel, facts)
+        manifest = self._publish(place, made, funnel)
         runner.seconds["publish"] = time.perf_counter() - start
         return BuildResult(
             location,
@@ -202,54 +179,11 @@ class _Build:
             tasks_reused=runner.tasks_reused,
         )
 
-    def _tokenize(self, unique: Deduplicated, partitions: int, engine: Engine) -> tuple[list[Commit], Commit]:
-        """The spills and the parity check, which runs beside: one core's time that others need not wait for.
-
-        If it finds a difference, what the fast tokenizer made is thrown away and made again.
-        """
-        recipe, run = self._recipe, self._runner.run
-
-        def tasks(engine: Engine) -> list[Task]:
-            digest = self._digest
-            return stages.tokenize_tasks(
-                recipe,
-                self._splits,
-                unique.documents,
-                unique.removals,
-                tokenizer_path=self._tokenizer_path,
-                tokenizer_digest=digest,
-                engine=engine,
-                partitions=partitions,
-            )
-
-        parity_task = stages.parity_task(
-            unique.documents, self._tokenizer_path, recipe.tokenizer.eos, self._digest
-        )
-        try:
-            [parity], spilled = run([parity_task], tasks(engine))
-        except BuildError:
-            [[parity]] = run([parity_task])  # it may be what the check is there to find
-            if parity.counts["engine"] == engine:
-                raise
-        if parity.counts["reason"]:
-            reason = f"{parity.counts['reason']}; encoding with tokenizers (slow)"
-            warnings.warn(reason, RuntimeWarning, stacklevel=5)
-        if parity.counts["engine"] != engine:
-            [spilled] = run(tasks(parity.counts["engine"]))
-        return spilled, parity
-
-    def _publish(
-        self,
-        place: Publisher,
-        prepared: Prepared,
-        packed: Sequence[Commit],
-        provenance: Sequence[Commit],
-        funnel: Funnel,
-        tokenizer: Mapping[str, Any],
-    ) -> Manifest:
-        recipe = self._recipe
-        check_unchanged({split.input for split in self._splits})
-        tables = _tables(recipe, provenance, prepared.cleaned)
+    def _publish(self, place: Publisher, made: Made, funnel: Funnel) -> Manifest:
+        plan, recipe = self._plan, self._plan.recipe
+        prepared, packed = made.prepared, made.packed
+        check_unchanged({split.input for split in plan.splits})
+        tables = _tables(recipe, made.provenance, prepared.cleaned)
         forget_damaged(self._runner.journal, [*packed, *tables.values()])
         shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
         manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
@@ -261,17 +195,17 @@ class _Build:
             [(file, table)] = commit.outputs.items()
             links[name] = commit.folder / file
             files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
-        inputs = describe_inputs(recipe, self._splits, [c.counts["input"] for c in prepared.cleaned])
+        inputs = describe_inputs(recipe, plan.splits, [c.counts["input"] for c in prepared.cleaned])
         card = make_card(
             recipe,
             manifest,
             funnel,
-            tokenizer=tokenizer,
+            tokenizer=made.tokenizer,
             inputs=inputs,
             partitions=len(packed),
             dedup=prepared.unique.card,
             filters=filters_card(commit.counts["filters"] for commit in prepared.cleaned),
-            filter_files=self._files,
+            filter_files=plan.files,
         )
         texts = {REPORT_NAME: render_report(card)}
         quarantine = b"".join(read_bytes(commit.folder / QUARANTINE_FILE) for commit in prepared.cleaned)
@@ -294,9 +228,3 @@ def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Comm
             outputs = {ANNOTATIONS_FILE: commit.outputs[ANNOTATIONS_FILE]}
             tables[f"{ANNOTATIONS_FOLDER}/part-{n:05d}.parquet"] = dataclass_replace(commit, outputs=outputs)
     return tables
-
-
-def _count_partitions(recipe: Recipe, kept: Count) -> int:
-    """Enough for the memory, and for work to be shared; depends on the documents and the recipe only."""
-    needed = spill.choose_partitions(kept.bytes, kept.documents, recipe.memory)
-    return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), spill.MAX_PARTITIONS))
