@@ -38,6 +38,8 @@ class Decoder:
         try:
             data = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
+                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
         except Exception as error:  # of `tokenizers`, which raises plain ones
             raise ShardkitError(f"{path}: is no tokenizer that can be read: {error}") from error
         self.eos_id = stated.get("eos_id")

@@ -14,11 +14,11 @@ as much for each length that prefixes have, and 0.4 s where there are hosts.
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -158,11 +158,10 @@ def read_url_list(path: str | os.PathLike[str]) -> list[str]:
 
 def _plain_host(authority: str) -> str:
     """A host in lower case and IDNA, without user and port."""
-    host: Any = authority.rpartition("@")[2].lower()
-    if not host.startswith("["):
-        host = host.partition(":")[0]
-    host = host.partition("?")[0].partition("#")[0].strip(".")
+    end = re.search(r"[?#\\]", authority)  # of a URL without a path
+    host = (authority[: end.start()] if end else authority).rpartition("@")[2].lower()
+    host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].strip(".")
     if not host.isascii():
         with suppress(UnicodeError):  # a name that IDNA does not know is compared as it is
             host = host.encode("idna").decode()
-    return str(host)
+    return host
