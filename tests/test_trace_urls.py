@@ -16,7 +16,7 @@ from shardkit.trace.urls import UrlPatterns, read_url_list
 URLS = [
     f"{scheme}{host}{path}"
     for scheme in ("https://", "http://", "HTTP://", "")
-    for host in ("a.org", "b.a.org", "A.org:8080", "me:pw@a.org", "xa.org", "[::1]:80", "größe.de", "a.org.io")
+    for host in ("a.org", "b.a.org", "A.org:8080", "me:pw@a.org", "xa.org", "[::1]:80", "größe.de", "a.org.x")
     for path in ("", "/", "/x", "/x/y?z=*", "?q=@b.org:1", "#f", "/xé")
 ]  # fmt: skip
 PATTERNS = [
