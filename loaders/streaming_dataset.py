@@ -189,8 +189,8 @@ class StreamingDataset(IterableDataset[Batch]):
         """In a worker: the process that receives the batches logs them, if it can."""
         if not self.loop_logs:
             raise ValueError(
-                "usage_log says what a loop is given, which workers do not know: use StreamingDataLoader, or no "
-                "workers"
+                "usage_log says what a loop is given, which workers do not know: use StreamingDataLoader, or "
+                "no workers"
             )
         return {"usage_log": None, "return_ids": True}
 

@@ -130,8 +130,9 @@ class Checker:
         low, high = self._hashing(ids)
         if not real.all():
             low, high = np.where(real, low, 0).astype(np.uint64), np.where(real, high, 0).astype(np.uint64)
-        for words in (low, high):
-            self._digest.update(words.sum(axis=1, dtype=np.uint64).astype("<u8").tobytes())
+        # Low and high side by side: how steps are cut into blocks must not show.
+        sums = np.stack([words.sum(axis=1, dtype=np.uint64) for words in (low, high)], axis=1)
+        self._digest.update(sums.astype("<u8").tobytes())
         edges = self.expected.edges(steps)
         rows = np.repeat(np.arange(count), ranks * batch)
         flat = ids.ravel()
@@ -181,9 +182,9 @@ class Checker:
             self._found("excluded", "an excluded row was delivered", steps, row, **place)
         return real & ~foreign & ~excluded
 
-    def _found(self, kind: str, problem: str, steps: Steps, row: int, **place: object) -> None:
-        position = steps.start + row * steps.size
-        facts = {"step": self.steps + row, "position": position} | place
+    def _found(self, kind: str, problem: str, steps: Steps, number: int, **place: object) -> None:
+        position = steps.start + number * steps.size
+        facts = {"step": self.steps + number, "position": position} | place
         self.findings.add(Finding(kind=kind, problem=problem, **facts))  # type: ignore[arg-type]
 
     def _by_stream(self, flat: _Ints, where: npt.NDArray[np.intp]) -> Sequence[npt.NDArray[np.intp]]:

@@ -1,0 +1,146 @@
+"""Runs for audits: plans of datasets that exist as an index only, real runs with logs, ways to break both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.audit.expectation import Expectation, StreamData
+from shardkit.audit.logs import audit_logs
+from shardkit.audit.plan import Leg, audit_plan, legs_of_resumes
+from shardkit.audit.report import AuditReport
+from shardkit.dataset import Dataset
+from shardkit.index import Column, FileInfo, Manifest, ShardInfo
+from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.opening import open_streams
+from shardkit.loaders.plan import BatchPlan, SampleOrder
+from shardkit.loaders.planned import PlannedRun, first_state, settings_of
+from shardkit.order import Located
+
+Remap = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+State = dict[str, Any]
+Break = Callable[[StreamingLoader], None]
+
+
+def index_only(sizes: Sequence[int]) -> Dataset:
+    """A dataset of shards with so many samples each, of which no file exists."""
+    column = Column("tokens", "ndarray:uint16:8", 16)
+    infos = [
+        ShardInfo(FileInfo(f"shard.{number:05d}.mds", 100 + 16 * size), size, (column,))
+        for number, size in enumerate(sizes)
+    ]
+    return Dataset(Path("/nowhere"), Manifest("mds", infos))
+
+
+class RemappedOrder:
+    """Delivers at each position what another one has."""
+
+    def __init__(self, order: SampleOrder, remap: Remap) -> None:
+        self._order, self._remap = order, remap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._order, name)
+
+    def locate(self, positions: npt.NDArray[np.int64]) -> Located:
+        return self._order.locate(self._remap(positions))
+
+    def global_batch(self, position: int, size: int) -> npt.NDArray[np.int64]:
+        return self._order.global_batch(position, size)
+
+    def global_batches(self, position: int, size: int, count: int, **options: Any) -> Located:
+        return self.locate(self._order.global_batches(position, size, count, **options).position)
+
+
+def plan_report(
+    streams: Dataset | list[Stream],
+    *,
+    batch_sizes: Sequence[int] = (4,),
+    world_sizes: Sequence[int] = (1, 2, 3, 8),
+    tail: Any = "carry",
+    shuffle: Any = "window",
+    epochs: int = 2,
+    resumes: Sequence[int] = (),
+    workers: int = 0,
+    seed: int = 17,
+    broken: Callable[[PlannedRun], None] = lambda run: None,
+    **options: Any,
+) -> AuditReport:
+    """Audit the plan of each world size, with the batch sizes in turn; `broken` spoils a run that begins."""
+    config = LoaderConfig(**options)
+    opened = open_streams(streams, config, 1)
+    mixture = opened.mixture(config)
+    samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
+    legs = [Leg(batch_sizes[n % len(batch_sizes)], ranks) for n, ranks in enumerate(world_sizes)]
+    plan = BatchPlan(samples, legs[0].batch_size, 0, legs[0].world_size, tail)
+    state = first_state(opened, config, plan, seed=seed, shuffle=shuffle)
+    pairs = zip(opened.streams.datasets, opened.exclusions, strict=True)
+    expected = Expectation(settings_of(state, opened.streams.names), [StreamData(*pair) for pair in pairs])
+    walks = [[leg] for leg in legs]
+    if resumes:
+        walks.append(legs_of_resumes(legs, resumes))
+
+    def start(leg: Leg) -> PlannedRun:
+        size, ranks = leg.batch_size, leg.world_size
+        run = PlannedRun(opened, state, batch_size=size, world_size=ranks, workers=workers)
+        broken(run)
+        return run
+
+    return audit_plan(expected, walks, start, epochs=epochs, key=bytes(range(24)))
+
+
+def logged_run(
+    dataset: str | Path | list[Stream],
+    logs: Path,
+    *,
+    world_size: int,
+    batch_size: int,
+    steps: int,
+    state: State | None = None,
+    breaks: dict[int, Break] | None = None,
+    keep: int | None = None,
+    close: bool = True,
+    **options: Any,
+) -> State:
+    """All ranks of a run, one after another; the state after `keep` steps (None: all).
+
+    `breaks` spoil a rank's loader before its first step. Without `close` ranks end as if they were killed.
+    """
+    states = []
+    for rank in range(world_size):
+        own = dict(options)
+        loader = StreamingLoader(
+            dataset if isinstance(dataset, list) else str(dataset),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            usage_log=logs,
+            endless=True,
+            prefetch_batches=0,
+            **own,
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        if breaks and rank in breaks:
+            breaks[rank](loader)
+        for number, _ in enumerate(islice(loader, steps), 1):
+            if number == (keep or steps):
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        if close:
+            loader.close()
+    return states[0]  # type: ignore[no-any-return]
+
+
+def log_report(logs: Path, *datasets: Dataset, exclusions: Sequence[Any] = ()) -> AuditReport:
+    data = [StreamData(one, exclusions[n] if exclusions else None) for n, one in enumerate(datasets)]
+    return audit_logs(logs, data, key=bytes(range(24)))
+
+
+def kinds(report: AuditReport) -> set[str]:
+    return {kind for kind, count in report.findings.counts.items() if count}
