@@ -8,6 +8,7 @@ refused with file and row. Files are read batch by batch and hashed once they ar
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,6 +28,7 @@ __all__ = ["ArrowSource", "saved_files"]
 TOKEN_COLUMNS = ("input_ids", "tokens")
 _MAX_STATE_BYTES = 64 << 20
 _ARROW_FILE_MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MAX_BATCH_ROWS = 1 << 16
 
 
@@ -86,7 +88,7 @@ class ArrowSource:
             first, size, seen = document, path.stat().st_size, 0
             opened = _open(path)
             held: TokenBlock | None = None  # one behind, so that the file's last block can say that it is
-            for array in opened.arrays(self.column):
+            for array in _located(path, opened.arrays(self.column)):
                 if held is not None:
                     yield held
                 held = _block(path, array, document, document - first)
@@ -122,6 +124,18 @@ def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:
     return TokenBlock(values.to_numpy(), ends, str(path), document, 0, values.nbytes)
 
 
+def _located(path: Path, arrays: Iterator[Any]) -> Iterator[Any]:
+    """The arrays, once their offsets and sizes are found sound; ShardError instead of Arrow's errors."""
+    import pyarrow as pa
+
+    try:
+        for array in arrays:
+            array.validate(full=True)
+            yield array
+    except (pa.ArrowException, OSError) as error:
+        raise ShardError(path, f"is damaged or cut short: {error}") from error
+
+
 class _Stream:
     """An .arrow file: a stream, as `datasets` writes it, or the file format."""
 
@@ -131,6 +145,13 @@ class _Stream:
         self._path = path
         with path.open("rb") as handle:
             self._is_file = handle.read(6) == _ARROW_FILE_MAGIC
+            if not self._is_file:
+                # Arrow takes a stream that ends between two batches for whole.
+                handle.seek(-min(len(_END_OF_STREAM), handle.seek(0, os.SEEK_END)), os.SEEK_END)
+                if handle.read() != _END_OF_STREAM:
+                    raise ShardError(
+                        path, "ends without a stream's end mark: it is cut short, or no Arrow file"
+                    )
         with pa.OSFile(str(path)) as source:
             self.schema: pa.Schema = self._reader(source).schema
 

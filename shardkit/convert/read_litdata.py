@@ -89,9 +89,7 @@ class _Index:
             raise self.refused("is of encrypted chunks: decrypt them first")
         for key in ("compression_level", "ipc_compression"):
             if config.get(key):
-                raise self.refused(
-                    f"is of chunks with {key} {config[key]!r}: write them with 'chunk' or none"
-                )
+                raise self.refused(f"is of chunks with {key} {config[key]!r}: write them without compression")
         compression = config.get("compression")
         if compression is not None and not str(compression).startswith("zstd"):
             raise self.refused(f"is of chunks compressed by {compression!r}: only zstd is known")
