@@ -51,6 +51,22 @@ def test_each_pattern_matches_what_it_means(pattern: str) -> None:
     assert patterns.found == ({pattern} if any(expected) else set())
 
 
+def test_many_domains_are_found_as_few_are() -> None:
+    many = [f"*.d{n}.net" for n in range(100)] + ["*.a.org", "*.b.a.org", "h5.d7.net/*"]
+    patterns = UrlPatterns(many)
+    urls = [
+        "https://x.y.d3.net/",
+        "http://d4.net",
+        "https://ad4.net/",
+        "https://b.a.org/",
+        "https://h5.d7.net",
+    ]
+    assert patterns.match(pa.array([*urls, "https://net/", "d4.net"])).tolist() == [
+        True, True, False, True, True, False, False
+    ]  # fmt: skip
+    assert patterns.found == {"*.d3.net", "*.d4.net", "*.a.org", "*.b.a.org", "*.d7.net", "h5.d7.net/*"}
+
+
 @given(patterns=st.lists(st.sampled_from(PATTERNS), min_size=1), urls=st.lists(st.sampled_from(URLS)))
 def test_several_patterns_are_either_of_them_and_each_that_matches_is_known(
     patterns: list[str], urls: list[str]

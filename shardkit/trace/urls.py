@@ -18,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from shardkit.errors import ShardkitError
 __all__ = ["UrlPatterns", "read_url_list"]
 
 _Mask = npt.NDArray[np.bool_]
-MAX_HOSTS_KNOWN = 1 << 20  # whether a host matches is remembered for so many
+_FEW = 32  # domains that are compared one after another, which is quicker than going up from each host
 
 
 class UrlPatterns:
@@ -43,7 +44,6 @@ class UrlPatterns:
         self._whole, self._rest = _Strings(), _Strings()
         self._hosts: dict[str, str] = {}
         self._domains: dict[str, str] = {}
-        self._known: dict[str, frozenset[str]] = {}
         for pattern in self.patterns:
             self._add(pattern)
 
@@ -79,34 +79,54 @@ class UrlPatterns:
 
     def _match_hosts(self, urls: pa.Array) -> _Mask:
         mask = np.zeros(len(urls), np.bool_)
-        has_host = pc.fill_null(pc.match_substring(urls, "://"), False).to_numpy(zero_copy_only=False)
-        where = np.flatnonzero(has_host)
+        where = np.flatnonzero(_flags(pc.fill_null(pc.match_substring(urls, "://"), False)))
         authority = pc.list_element(pc.split_pattern(urls.take(pa.array(where)), "/", max_splits=3), 2)
         hosts = authority.dictionary_encode()
         if isinstance(hosts, pa.ChunkedArray):
             hosts = hosts.combine_chunks()
-        names = hosts.dictionary.to_pylist()
-        matches = [self._patterns_of(name) for name in names]
-        for each in matches:
-            self.found |= each
-        by_host = np.array([bool(each) for each in matches], np.bool_)
+        names = pc.ascii_lower(hosts.dictionary)
+        # Plain names are compared by Arrow, the few that match, or are not plain, one by one.
+        mayhap = self._below(names) | _flags(pc.match_substring_regex(names, r"[^a-z0-9_.\-]|^\.|\.$"))
+        by_host = np.zeros(len(names), np.bool_)
+        for number in np.flatnonzero(mayhap).tolist():
+            found = self._patterns_of(names[number].as_py())
+            self.found |= found
+            by_host[number] = bool(found)
         if len(names):
             mask[where] = by_host[hosts.indices.to_numpy(zero_copy_only=False)]
         return mask
 
-    def _patterns_of(self, authority: str) -> frozenset[str]:
+    def _below(self, names: pa.Array) -> _Mask:
+        """bool[n]: which names are a host or a domain that is looked for, or below such a domain."""
+        listed, domains = self._listed
+        mask = _flags(pc.is_in(names, value_set=listed))
+        if len(domains) <= _FEW:
+            for domain in domains:
+                mask |= _flags(pc.ends_with(names, "." + domain.as_py()))
+            return mask
+        where = np.arange(len(names))
+        while len(where):
+            has_parent = _flags(pc.match_substring(names, "."))
+            where, names = where[has_parent], names.filter(pa.array(has_parent))
+            names = pc.replace_substring_regex(names, r"^[^.]*\.", "")
+            mask[where] |= _flags(pc.is_in(names, value_set=domains))
+        return mask
+
+    @cached_property
+    def _listed(self) -> tuple[pa.Array, pa.Array]:
+        """(hosts and domains, domains)."""
+        domains = pa.array([*self._domains], pa.string())
+        return pa.array([*self._hosts, *self._domains], pa.string()), domains
+
+    def _patterns_of(self, authority: str) -> set[str]:
         """The patterns of hosts and domains that an authority (user@host:port) matches."""
-        if (known := self._known.get(authority)) is not None:
-            return known
         host = _plain_host(authority)
         labels = host.split(".")
         parents = (".".join(labels[first:]) for first in range(len(labels)))
         found = {self._domains[name] for name in parents if name in self._domains}
         if host in self._hosts:
             found.add(self._hosts[host])
-        if len(self._known) < MAX_HOSTS_KNOWN:
-            self._known[authority] = frozenset(found)
-        return frozenset(found)
+        return found
 
 
 class _Strings:
@@ -165,3 +185,8 @@ def _plain_host(authority: str) -> str:
         with suppress(UnicodeError):  # a name that IDNA does not know is compared as it is
             host = host.encode("idna").decode()
     return host
+
+
+def _flags(mask: pa.Array) -> _Mask:
+    flags: _Mask = mask.to_numpy(zero_copy_only=False)
+    return flags
