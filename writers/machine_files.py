@@ -10,11 +10,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.task import Task
-from shardkit.writers.execution.work import run_task
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.recipe import Recipe
 
@@ -23,8 +22,16 @@ __all__ = ["place_files"]
 _TOKENIZER = "tokenizer"  # a folder of its own, apart from what recipes name
 
 
+class Place(Protocol):
+    """The part of a `Journal` or a `Planner` that is needed."""
+
+    @property
+    def work(self) -> Work: ...
+    def run_here(self, task: Task) -> Commit: ...
+
+
 def place_files(
-    recipe: Recipe, journal: Journal, filter_files: Mapping[str, str], tokenizer_digest: str | None = None
+    recipe: Recipe, journal: Place, filter_files: Mapping[str, str], tokenizer_digest: str | None = None
 ) -> tuple[Recipe, Path]:
     """The recipe that tasks get, with the folder that its filters' files are in, and the tokenizer's path.
 
@@ -41,9 +48,7 @@ def place_files(
     if tokenizer_digest is not None:
         names[f"{_TOKENIZER}/{tokenizer.name}"] = tokenizer
     task = Task("files", "files", {}, _copy, (names,), inputs=inputs)
-    [commit] = journal.find([task])
-    if commit is None:
-        commit = run_task(task, task.digest, journal.work)
+    commit = journal.run_here(task)
     moved = recipe.in_folder(commit.folder) if len(inside) == len(filter_files) else recipe
     return moved, commit.folder / _TOKENIZER / tokenizer.name
 

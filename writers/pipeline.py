@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError
 from shardkit.index import Manifest
 from shardkit.storage.options import StorageOptions
-from shardkit.storage.url import is_remote, local_path
 from shardkit.writers import scan, stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.clean import QUARANTINE_FILE
@@ -34,6 +33,7 @@ from shardkit.writers.input_files import check_unchanged
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.making import Made, Plan, make_parts
+from shardkit.writers.places import default_work, destination_of
 from shardkit.writers.preparation import open_indexes, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import (
@@ -46,7 +46,7 @@ from shardkit.writers.publish import (
     global_shards,
     publish,
 )
-from shardkit.writers.publish_remote import RemoteOutput, publish_remote
+from shardkit.writers.publish_remote import publish_remote
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
 from shardkit.writers.result import BuildResult
@@ -83,9 +83,9 @@ def build(
     Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
     """
     recipe = with_overrides(recipe, overrides)
-    target = _destination(recipe, output, storage)
+    target = destination_of(recipe, output, storage)
     execution = Execution(workers=workers, engine=engine, task_slice=task_slice, ray_address=ray_address)
-    work = work_of(recipe, recipe.resolve(_default_work(target)), storage, execution)
+    work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
     start = time.perf_counter()
     splits = scan.scan_inputs(recipe, storage)
     refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
@@ -105,23 +105,6 @@ def build(
         if recipe.work is None:
             runner.journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
-
-
-def _destination(
-    recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
-) -> Path | RemoteOutput:
-    place = recipe.output.path if output is None else str(output)
-    if is_remote(place):
-        return RemoteOutput(place.rstrip("/"), storage)
-    folder = recipe.resolve(place) if output is None else local_path(place).absolute()
-    if not folder.name:
-        raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
-    return folder
-
-
-def _default_work(target: Path | RemoteOutput) -> str:
-    """Beside a folder; for a remote output, in the recipe's folder."""
-    return f"{target}.work" if isinstance(target, Path) else target.work_name
 
 
 def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> BuildResult:

@@ -78,10 +78,11 @@ def clean_tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str
     """One task a split; `files` are `filter_files`."""
     filters = [[name, config.model_dump(mode="json")] for name, config in recipe.filter_chain()]
     exact = recipe.dedup.exact
+    keys = normalization_version() if exact is not None and exact.text == "normalized" else "raw"
     shared = {
         "filters": filters,
         "annotate": recipe.annotate,
-        "keys": normalization_version() if exact is not None and exact.text == "normalized" else "raw",
+        "dedup.exact.text": keys,
         "max_bad_fraction": recipe.max_bad_fraction,
         "max_record_bytes": recipe.max_record_bytes,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shardkit.cli.output import print_json, stderr_console
+from shardkit.cli.output import print_json, stderr_console, stdout_console
 from shardkit.cli.recipe_arguments import add_recipe_arguments
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.errors import BuildError
@@ -14,6 +14,7 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from shardkit.writers import BuildResult
     from shardkit.writers.execution.queue import TaskSlice
+    from shardkit.writers.explain import Explanation
 
 __all__ = ["add_parser", "run", "task_slice"]
 
@@ -50,6 +51,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="build even if the output holds a dataset, and put the new one in its place (default: refuse)",
     )
     parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="run nothing: tell which tasks are finished, which have to run and why (default: build)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the result as JSON (default: a table on stderr)"
     )
     add_storage_arguments(parser)
@@ -60,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Build, and print what was made."""
     from shardkit.writers import build
 
+    if arguments.explain:
+        return _explain(arguments)
     result = build(
         arguments.recipe,
         output=arguments.output,
@@ -88,6 +96,49 @@ def task_slice(text: str) -> TaskSlice:
         return TaskSlice(index, count)
     except (ValueError, BuildError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, such as 0/4") from error
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from shardkit.writers.explain import explain_build
+
+    explanation = explain_build(
+        arguments.recipe,
+        output=arguments.output,
+        overrides=arguments.overrides,
+        storage=storage_options(arguments),
+    )
+    if arguments.json:
+        print_json(explanation.to_dict())
+    else:
+        _show_explanation(explanation)
+    return 0
+
+
+def _show_explanation(explanation: Explanation) -> None:
+    from rich.table import Table
+
+    console = stdout_console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("stage", "left"), ("tasks", "right"), ("finished", "right"), ("to run", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("why", overflow="fold")
+    for plan in explanation.stages:
+        why = "\n".join(f"{r.what} ({r.tasks:,}, such as {r.example})" for r in plan.reasons)
+        missing = plan.tasks - plan.finished
+        table.add_row(
+            plan.stage, f"{plan.tasks:,}", f"{plan.finished:,}", f"{missing:,}" if missing else "", why
+        )
+    for name in explanation.later:
+        table.add_row(name, "", "", "?", "what the stages above give anew")
+    console.print(table)
+    if not explanation.later and all(plan.finished == plan.tasks for plan in explanation.stages):
+        console.print("every task is finished: the build would only publish, or find its output up to date")
+    if explanation.stale:
+        size = format_bytes(sum(task.bytes for task in explanation.stale))
+        console.print(
+            f"not used by this build: {len(explanation.stale):,} of the finished tasks in {explanation.work} "
+            f"({size}); `shardkit clean` with the same arguments removes them"
+        )
 
 
 def _show(result: BuildResult) -> None:

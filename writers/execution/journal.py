@@ -26,7 +26,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.execution.claims import Claims
 from shardkit.writers.execution.queue import Done, OwnQueue, SharedQueue, TaskQueue, TaskSlice
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.execution.work_local import LocalWork, lock_folder
 from shardkit.writers.execution.work_store import StoreWork
 
@@ -71,6 +71,11 @@ class Journal:
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """The finished ones; None for those that have to run."""
         return self.work.find(tasks)
+
+    def run_here(self, task: Task) -> Commit:
+        """The commit of a task, which runs in this process if it is not finished."""
+        [commit] = self.find([task])
+        return run_task(task, task.digest, self.work) if commit is None else commit
 
     def queue(self, tasks: Sequence[Task], done: Done) -> TaskQueue:
         """Tasks to run; `done` hears of each as it is finished, here or elsewhere."""

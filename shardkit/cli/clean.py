@@ -1,0 +1,76 @@
+"""`shardkit clean`: remove from a work folder what a build does not use."""
+
+from __future__ import annotations
+
+import argparse
+
+from shardkit.cli.output import print_json, stdout_console
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.units import format_bytes
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "clean",
+        help="remove intermediate files that a build does not use",
+        description="A build never removes finished work: an earlier recipe finds it again. This removes, "
+        "from the work folder of a recipe, finished tasks that its build does not use. Stages after one that "
+        "has to run are left alone, as what of them will be used is not known yet: build first, then clean.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as given to shardkit build")
+    parser.add_argument(
+        "--output", metavar="PLACE", help="as given to shardkit build (default: the recipe's output.path)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace a key of the recipe, as given to shardkit build; may be repeated",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="remove the whole work folder (default: what is not used)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only tell what would be removed (default: remove it)"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="also in a store where another process may be at work (default: refuse)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes (default: text)")
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Clean, and print what was removed."""
+    from shardkit.writers.clean_work import clean_work
+
+    report = clean_work(
+        arguments.recipe,
+        output=arguments.output,
+        overrides=arguments.overrides,
+        storage=storage_options(arguments),
+        everything=arguments.all,
+        dry_run=arguments.dry_run,
+        force=arguments.force,
+    )
+    if arguments.json:
+        print_json(report.to_dict())
+        return 0
+    console = stdout_console()
+    for task in report.removed:
+        console.print(f"{format_bytes(task.bytes):>10}  {task.key}", highlight=False)
+    verb = "would be removed" if report.dry_run else "removed"
+    console.print(
+        f"{report.work}: {len(report.removed):,} tasks ({format_bytes(report.removed_bytes)}) {verb}, "
+        f"{report.kept:,} ({format_bytes(report.kept_bytes)}) kept"
+    )
+    return 0
