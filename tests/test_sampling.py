@@ -13,7 +13,8 @@ from shardkit.cli.main import main
 from shardkit.planning.measured import measured_from_card
 from shardkit.writers import build
 from shardkit.writers.recipe import load_recipe
-from shardkit.writers.sampling import _choose, _copy_lines, _Piece, measure_sample
+from shardkit.writers.sample_pieces import Piece, choose_pieces, copy_lines
+from shardkit.writers.sampling import measure_sample
 from shardkit.writers.scan import scan_inputs
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -46,10 +47,10 @@ def test_a_sample_of_everything_measures_what_the_build_s_card_says(corpus: Path
 def test_a_part_takes_of_every_source_its_share_and_always_the_same_files(corpus: Path) -> None:
     splits = scan_inputs(load_recipe(corpus))
     whole = sum(split.bytes for split in splits)
-    chosen = _choose(splits, whole // 3)
-    assert chosen == _choose(splits[::-1], whole // 3)
+    chosen = choose_pieces(splits, whole // 3)
+    assert chosen == choose_pieces(splits[::-1], whole // 3)
     assert {piece.split.source for piece in chosen} == {split.source for split in splits}
-    everything = _choose(splits, whole)
+    everything = choose_pieces(splits, whole)
     assert sum(piece.bytes for piece in everything) == whole
     assert {piece.split.path for piece in everything} == {split.path for split in splits}
 
@@ -57,7 +58,7 @@ def test_a_part_takes_of_every_source_its_share_and_always_the_same_files(corpus
 @pytest.mark.parametrize("name", ["plain-0.jsonl", "lines.jsonl.gz"])
 def test_the_beginning_of_a_file_is_whole_lines(corpus: Path, tmp_path: Path, name: str) -> None:
     [split] = [split for split in scan_inputs(load_recipe(corpus)) if split.file == name]
-    taken = _copy_lines(_Piece(split, split.bytes // 2), tmp_path / "head")
+    taken = copy_lines(Piece(split, split.bytes // 2), tmp_path / "head")
     lines = (tmp_path / "head").read_bytes().split(b"\n")
     assert 0 < taken <= split.bytes
     assert lines.pop() == b""

@@ -1,17 +1,14 @@
 """A recipe on a part of its real input: what each stage keeps, how fast, with how much disk.
 
-The part is a function of file names and sizes: of each source its share of the bytes, of at most eight of its
-files in an order that is hashed, of each file its beginning (lines, or row groups of Parquet; other formats
-are taken whole). Three builds in a temporary folder: a small one that compiles kernels, the same one again,
-and the whole sample. The difference of the last two is what bytes cost; what every build costs, whatever its
-size, drops out.
+Three builds of that part (sample_pieces.py) in a temporary folder: a small one that compiles kernels, the
+same one again, and the whole sample. The difference of the last two is what bytes cost; what every build
+costs, whatever its size, drops out.
 
 Duplicates are found within the sample only: what duplicate removal keeps of all is less.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -19,24 +16,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.planning.measured import Measured, measured_from_card
 from shardkit.storage.options import StorageOptions
-from shardkit.writers.decompress import ContainerError, decompressed
-from shardkit.writers.input_files import open_input
 from shardkit.writers.pipeline import build
 from shardkit.writers.preparation import with_overrides
 from shardkit.writers.publish import CARD_NAME
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.sample_pieces import Piece, choose_pieces, put_pieces
 from shardkit.writers.scan import Split, scan_inputs
 
 __all__ = ["Sample", "measure_sample"]
 
 DEFAULT_SHARE = Fraction(1, 100)
-_FILES = 8  # of a source, if they are large: the beginning of one file may be unlike all else
-_LEAST_PIECE_BYTES = 1 << 20
 _UNCUT = 1 << 62  # splits of whole files: cutting one would read all of it
 _PART = 4  # the small build has one in so many of the sample's bytes
 _LEAST_TEXT_BYTES = 4 << 20  # more of it than the small build has, or the difference is noise
@@ -49,14 +43,6 @@ class Sample:
     measured: Measured
     whole_text_bytes: int
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The first `bytes` stored bytes of a file, or all of it."""
-
-    split: Split
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +84,7 @@ def measure_sample(
         built: list[_Built] = []
         for number, size in enumerate((wanted // _PART, wanted // _PART, wanted)):
             folder = Path(scratch) / str(number)
-            pieces = _choose(splits, max(1, size))
+            pieces = choose_pieces(splits, max(1, size))
             built.append(_build(recipe, pieces, folder, workers, progress))
             shutil.rmtree(folder)
     _, small, large = built
@@ -139,43 +125,12 @@ def _notes(recipe: Recipe, large: _Built, whole: int) -> list[str]:
     return notes
 
 
-def _choose(splits: Sequence[Split], wanted: int) -> list[_Piece]:
-    """About `wanted` stored bytes, of every source in proportion."""
-    whole = max(1, sum(split.bytes for split in splits))
-    pieces = []
-    for source in sorted({split.source for split in splits}):
-        files: dict[str, Split] = {}
-        for split in splits:
-            if split.source == source:
-                files.setdefault(split.path, split)
-        by_hash = sorted(files.values(), key=lambda s: hashlib.blake2b(s.file.encode()).digest())
-        left = max(1, wanted * sum(split.input.bytes for split in by_hash) // whole)
-        for number, split in enumerate(by_hash):
-            others = max(0, min(_FILES, len(by_hash)) - number - 1)
-            size = min(split.input.bytes, left, max(-(-left // (1 + others)), _LEAST_PIECE_BYTES))
-            if size:
-                pieces.append(_Piece(split, size))
-                left -= size
-    return pieces
-
-
 def _build(
-    recipe: Recipe, pieces: Sequence[_Piece], folder: Path, workers: int | None, progress: bool
+    recipe: Recipe, pieces: Sequence[Piece], folder: Path, workers: int | None, progress: bool
 ) -> _Built:
-    stored: dict[int, int] = {}
-    sources: dict[int, Path] = {}
-    for number, piece in enumerate(pieces):
-        source = piece.split.source
-        place = sources.setdefault(source, folder / "inputs" / str(source))
-        place.mkdir(parents=True, exist_ok=True)
-        taken = _stage(piece, place, number, lines=recipe.inputs[source].lines)
-        stored[source] = stored.get(source, 0) + taken
-    inputs = tuple(
-        recipe.inputs[source].model_copy(update={"path": f"{place}/*", "base": None})
-        for source, place in sources.items()
-    )
+    inputs, stored = put_pieces(recipe, pieces, folder / "inputs")
     output = recipe.output.model_copy(update={"path": str(folder / "out")})
-    changes = {"inputs": inputs, "output": output, "work": str(folder / "work")}
+    changes = {"inputs": tuple(inputs), "output": output, "work": str(folder / "work")}
     derived = recipe.model_copy(update=changes).in_folder(recipe.folder)
     before = _core_seconds()
     try:
@@ -188,7 +143,7 @@ def _build(
     held = {status.st_ino: status.st_size for status in _files(folder / "work")}
     work = sum(size for inode, size in held.items() if inode not in shards)
     read = [entry["funnel"]["read"]["bytes"] for entry in card["inputs"]]
-    by_source = dict(zip(sources, read, strict=True))
+    by_source = dict(zip(stored, read, strict=True))
     return _Built(measured_from_card(card, result.location), seconds, work, stored, by_source)
 
 
@@ -200,61 +155,3 @@ def _core_seconds() -> float:
     """Of this process and of its children that have ended, as a build's workers have."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def _stage(piece: _Piece, folder: Path, number: int, *, lines: bool) -> int:
-    """Put a piece where the sample's recipe finds it; the stored bytes that it stands for."""
-    split = piece.split
-    name = f"{number:05d}-{PurePosixPath(split.input.path.partition('?')[0]).name}"
-    if piece.bytes < split.input.bytes:
-        if split.format == "jsonl" or (split.format == "text" and lines):
-            stem = name if split.compression is None else PurePosixPath(name).stem
-            taken = _copy_lines(piece, folder / stem)
-            if taken:
-                return taken
-        elif split.format == "parquet":
-            return _copy_row_groups(piece, folder / name)
-    if split.input.is_remote:
-        with open_input(split.input) as source, (folder / name).open("wb") as target:
-            shutil.copyfileobj(source, target)
-    else:
-        (folder / name).symlink_to(Path(split.input.path).absolute())
-    return split.input.bytes
-
-
-def _copy_lines(piece: _Piece, target: Path) -> int:
-    """Whole lines from a file's beginning, decompressed; 0 if there is damage, which the build must see."""
-    split = piece.split
-    with open_input(split.input) as source, target.open("wb") as lines:
-        taken = 0
-        try:
-            for data in decompressed(source, split.compression, split.input.bytes):
-                taken = source.tell()
-                if taken < piece.bytes:
-                    lines.write(data)
-                    continue
-                end = data.rfind(b"\n") + 1
-                lines.write(data[:end])
-                if end:
-                    return taken
-        except ContainerError:
-            target.unlink()
-            return 0
-    return split.input.bytes
-
-
-def _copy_row_groups(piece: _Piece, target: Path) -> int:
-    """The first row groups of a Parquet file, one at least."""
-    import pyarrow.parquet as pq
-
-    with open_input(piece.split.input) as source:
-        file = pq.ParquetFile(source)
-        taken = 0
-        with pq.ParquetWriter(target, file.schema_arrow) as writer:
-            for number in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(number)
-                writer.write_table(file.read_row_group(number))
-                taken += sum(group.column(c).total_compressed_size for c in range(group.num_columns))
-                if taken >= piece.bytes:
-                    break
-    return min(taken, piece.split.input.bytes)
