@@ -75,7 +75,8 @@ def open_source(
     if kind not in get_args(Kind):
         raise ValueError(f"source format {kind!r}: one of {', '.join(get_args(Kind))}")
     if kind == "dataset":
-        dataset = open_dataset(path, decode=False, storage=storage)
+        # Pickles may lie beside the columns that are asked for; no reader here decodes a column of them.
+        dataset = open_dataset(path, allow_pickle=True, decode=False, storage=storage)
         return dataset_source(dataset, output.format, columns, cut=cut.changes_rows or cut.dtype is not None)
     if is_remote(path):
         raise ShardError(path, f"{kind} files are read on this machine only: fetch them first")
