@@ -37,6 +37,7 @@ _EXPECTED_CHUNK = 1 << 20
 _Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 _Bools = npt.NDArray[np.bool_]
+_Which = slice | npt.NDArray[np.intp]
 
 
 class Checker:
@@ -136,7 +137,7 @@ class Checker:
         edges = self.expected.edges(steps)
         rows = np.repeat(np.arange(count), ranks * batch)
         flat = ids.ravel()
-        where = np.arange(flat.size) if real.all() else np.flatnonzero(real)
+        where: _Which = slice(None) if real.all() else np.flatnonzero(real)
         faulty: set[int] = set()
         for stream, own in enumerate(self._by_stream(flat, where)):
             faulty |= self._check_stream(
@@ -145,12 +146,13 @@ class Checker:
                 rows[own],
                 edges[stream],
                 (low.ravel()[own], high.ravel()[own]),
-                own // batch % ranks,
+                own,
+                (ranks, batch),
             )
-        used = np.bincount(self.expected.shards_of(flat[where]), minlength=len(self.usage))
-        self.usage += used[: len(self.usage)]
-        self.samples += len(where)
-        self.padding += flat.size - len(where)
+        counted = flat[where]
+        self.usage += np.bincount(self.expected.shards_of(counted), minlength=len(self.usage))
+        self.samples += len(counted)
+        self.padding += flat.size - len(counted)
         if faulty:
             self.offences.explain(steps, delivered, sorted(faulty), self.steps)
         self.steps += count
@@ -187,10 +189,11 @@ class Checker:
         facts = {"step": self.steps + number, "position": position} | place
         self.findings.add(Finding(kind=kind, problem=problem, **facts))  # type: ignore[arg-type]
 
-    def _by_stream(self, flat: _Ints, where: npt.NDArray[np.intp]) -> Sequence[npt.NDArray[np.intp]]:
+    def _by_stream(self, flat: _Ints, where: _Which) -> Sequence[_Which]:
         """Which of the entries `where` belong to each stream, ascending."""
         if len(self.expected.streams) == 1:
             return [where]
+        where = np.arange(len(flat))[where]
         stream = np.searchsorted(self.expected.first_samples, flat[where], side="right") - 1
         by_stream = np.argsort(stream.astype(np.int16), kind="stable")
         cuts = np.searchsorted(stream[by_stream], np.arange(1, len(self.expected.streams)))
@@ -203,7 +206,8 @@ class Checker:
         rows: _Ints,
         edges: _Ints,
         words: tuple[_Words, _Words],
-        ranks: _Ints,
+        where: _Which,
+        shape: tuple[int, int],
     ) -> set[int]:
         """One stream's samples of a block of steps; gives the rows of steps in which something is wrong."""
         first, end = int(edges[0]), int(edges[-1])
@@ -212,10 +216,14 @@ class Checker:
         indices = self._indices_of(stream, ids - self.expected.first_samples[stream], rows, edges)
         self._count(stream, indices, ids, words)
         fits = (indices >= edges[rows]) & (indices < edges[rows + 1])
-        times = np.bincount(indices[fits] - first, minlength=end - first)
-        if fits.all() and len(ids) == end - first and int(times.max(initial=1)) == 1:
-            return set()
-        return self.offences.add(stream, Misfits(ids, indices, rows, ranks, edges, fits), self.steps)
+        if fits.all() and len(ids) == end - first:
+            times = np.bincount(indices - first, minlength=end - first)
+            if int(times.max(initial=1)) == 1:
+                return set()
+        ranks, batch = shape
+        entries = np.arange(len(rows)) if isinstance(where, slice) else where
+        of_rank = entries // batch % ranks
+        return self.offences.add(stream, Misfits(ids, indices, rows, of_rank, edges, fits), self.steps)
 
     def _indices_of(self, stream: int, own_ids: _Ints, rows: _Ints, edges: _Ints) -> _Ints:
         """The index of each sample in the epoch of its step; of two epochs, in the one where it fits."""
