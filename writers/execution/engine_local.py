@@ -33,7 +33,10 @@ from shardkit.writers.kernel_cache import kernel_cache
 __all__ = [
     "MAX_WORKERS",
     "ONE_THREAD",
+    "RESUME",
     "LocalEngine",
+    "WorkerTracebackError",
+    "answer",
     "default_workers",
     "give_back_memory",
     "run_guarded",
@@ -58,7 +61,7 @@ _BOOT = (
     "parent, sys.path[:] = pipe.recv(); from shardkit.writers.execution.engine_local import serve; "
     "serve(pipe, parent)"
 )
-_RESUME = "what is finished is kept; the same command continues"
+RESUME = "what is finished is kept; the same command continues"
 
 
 class WorkerTracebackError(Exception):
@@ -158,12 +161,12 @@ class LocalEngine(Closing):
     def _death(self, worker: _Worker) -> BuildError:
         code = worker.process.wait()
         if code >= 0:
-            return BuildError(f"task {worker.task}: its worker ended with exit status {code}; {_RESUME}")
+            return BuildError(f"task {worker.task}: its worker ended with exit status {code}; {RESUME}")
         hint = ""
         if -code == signal.SIGKILL:
             hint = "; if the machine ran out of memory, use fewer --workers or a smaller `memory`"
         return BuildError(
-            f"task {worker.task}: its worker was killed by {signal.Signals(-code).name}{hint}; {_RESUME}"
+            f"task {worker.task}: its worker was killed by {signal.Signals(-code).name}{hint}; {RESUME}"
         )
 
 
@@ -200,13 +203,13 @@ def serve(pipe: Connection, parent: int) -> None:
         while True:
             task, digest, work = pipe.recv()  # imports what the task needs
             watch.install()
-            pipe.send_bytes(_answer(task, digest, work))
+            pipe.send_bytes(answer(task, digest, work))
             give_back_memory()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer(task: Task, digest: str, work: Work) -> bytes:
+def answer(task: Task, digest: str, work: Work) -> bytes:
     """Pickled (commit, error, traceback), one of commit and error being None."""
     reply: tuple[Any, ...]
     try:
@@ -234,10 +237,10 @@ def run_guarded(task: Task, digest: str, work: Work) -> Commit:
     except ShardkitError:
         raise
     except OSError as error:
-        raise BuildError(f"task {task}: {error}; {_RESUME}") from error
+        raise BuildError(f"task {task}: {error}; {RESUME}") from error
     except MemoryError as error:
         problem = "out of memory; use fewer --workers or a smaller `memory`"
-        raise BuildError(f"task {task}: {problem}; {_RESUME}") from error
+        raise BuildError(f"task {task}: {problem}; {RESUME}") from error
     except Exception as error:
         problem = f"{type(error).__name__}: {error}; this is a bug in shardkit, please report it"
         raise BuildError(f"task {task}: {problem}") from error

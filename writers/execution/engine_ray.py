@@ -1,0 +1,291 @@
+"""Runs tasks on a Ray cluster; without one, Ray is started on this machine for as long as the build takes.
+
+Ray decides where a task runs. Tasks (some KB) and records of finished ones go through Ray; data only through
+the work folder. Each task asks for one CPU and the recipe's `memory`, and tasks are spread over the nodes.
+
+At most twice as many tasks as fit at a time are handed to Ray, so that a stage of a million costs no more
+memory than one of a thousand, and a cluster that grows with demand sees some. A task that is lost with its
+process or node is handed in again, `RETRIES` times at most, and each time is told; Ray's own retries are off,
+because they are silent. A task's own error ends the run, as with processes of this machine.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from shardkit.closing import Closing
+from shardkit.errors import BuildError
+from shardkit.units import format_bytes
+from shardkit.writers.execution.engine_local import (
+    ONE_THREAD,
+    RESUME,
+    WorkerTracebackError,
+    default_workers,
+)
+from shardkit.writers.execution.queue import WAIT_SECONDS, TaskQueue
+from shardkit.writers.execution.ray_node import NodeCheck, check_of, run_on_node
+from shardkit.writers.execution.ray_start import import_ray, start_ray
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work
+
+__all__ = ["RETRIES", "RayEngine", "slots_of"]
+
+RETRIES = 4
+MAX_WORKERS = 100_000
+NO_NODE_SECONDS = 600.0  # clusters take minutes to start a machine
+_LOOK_SECONDS = 5.0  # how often nodes are counted
+_TICK_SECONDS = 1.0
+_FETCH_SECONDS = 60.0
+_CANCEL_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_FIRST_TASKS = 8  # handed in where there is no node yet: demand for a cluster that grows
+
+
+class RayEngine(Closing):
+    """Up to `workers` tasks at a time on a Ray cluster (None: as many as fit).
+
+    `address` is that of a cluster ("auto", "host:6379", "ray://host:10001"; None: $RAY_ADDRESS, else a start
+    on this machine). A Ray that this process is connected to already is used and left running.
+    """
+
+    def __init__(self, workers: int | None, *, address: str | None, memory_bytes: int) -> None:
+        import_ray()
+        if workers is not None and not 1 <= workers <= MAX_WORKERS:
+            raise BuildError(f"{workers} workers: between 1 and {MAX_WORKERS:,} are possible")
+        self.workers = default_workers(memory_bytes) if workers is None else workers
+        self.compiling: Callable[[Task, float | None], None] | None = None
+        self._bound, self._address, self._memory_bytes = workers, address, memory_bytes
+        self._is_ours = False
+
+    def run(self, queue: TaskQueue, work: Work) -> None:
+        """Run tasks until the queue is exhausted.
+
+        Raises the first task's error with its type and message; BuildError if Ray or a machine fails more
+        often than is bearable, or if no node has what a task needs.
+        """
+        ray = self._connect()
+        with check_of(work) as check:
+            run = _Run(ray, queue, work, check, self._bound, self._memory_bytes)
+            run.until_exhausted(self._hear)
+
+    def __enter__(self) -> Self:
+        self._connect()  # now, so that no stage's time has it
+        return self
+
+    def _connect(self) -> Any:
+        """The module ray, connected."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            start_ray(self._address, self.workers, self._memory_bytes)
+            self._is_ours = True
+        elif not self._is_ours and self._address not in (None, "auto"):
+            raise BuildError(
+                f"this process is connected to a Ray cluster already; leave out the address "
+                f"{self._address}, or call ray.shutdown() first"
+            )
+        return ray
+
+    def _hear(self, task: Task, compile_seconds: float) -> None:
+        if self.compiling is not None and compile_seconds:
+            self.compiling(task, compile_seconds)
+
+    def close(self) -> None:
+        """End the Ray that was started, or the connection that was made, if any."""
+        if self._is_ours:
+            self._is_ours = False
+            import_ray().shutdown()
+
+
+@dataclass(slots=True)
+class _Try:
+    """A task that was handed to Ray, or is to be."""
+
+    task: Task
+    losses: int = 0
+    not_before: float = 0.0
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call of `RayEngine.run`."""
+
+    ray: Any
+    queue: TaskQueue
+    work: Work
+    check: NodeCheck
+    bound: int | None
+    memory_bytes: int
+    _remote: Any = None
+    _flying: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
+    _lost: list[_Try] = field(default_factory=list)
+    _slots: int = 0
+    _looked: float = float("-inf")
+    _moved: float = 0.0  # when something was last finished, or a node was last there
+    _told_no_node: bool = False
+
+    def __post_init__(self) -> None:
+        self._remote = self.ray.remote(run_on_node).options(
+            num_cpus=1,
+            memory=self.memory_bytes,
+            max_retries=0,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": ONE_THREAD},
+        )
+
+    def until_exhausted(self, hear: Callable[[Task, float], None]) -> None:
+        try:
+            self._moved = time.monotonic()
+            while not self.queue.exhausted:
+                self._look()
+                self._hand_in()
+                if not self._flying:
+                    if not self.queue.exhausted:  # others are at the rest, or a lost task has to pause
+                        time.sleep(_TICK_SECONDS)
+                    continue
+                for ref in self._finished():
+                    tried = self._flying.pop(ref)
+                    answered = self._answer(ref, tried)
+                    if answered is not None:
+                        commit, compile_seconds = answered
+                        hear(tried.task, compile_seconds)
+                        self._moved = time.monotonic()
+                        self.queue.done(commit)
+        except (self.ray.exceptions.RayError, ConnectionError) as error:
+            self._cancel()
+            raise BuildError(
+                f"the Ray cluster cannot be reached any more: {_first_line(error)}; {RESUME}"
+            ) from error
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _look(self) -> None:
+        """Count what fits, every few seconds: nodes come and go. BuildError if there is nothing for long."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        nodes = self.ray.nodes()
+        self._slots = slots_of(nodes, self.memory_bytes)
+        if self._slots:
+            self._told_no_node = False
+            if now - self._moved > WAIT_SECONDS:
+                raise BuildError(
+                    f"no task was finished in {WAIT_SECONDS / 3600:.0f} hours; does something else use the "
+                    f"whole Ray cluster, or does a task hang? {RESUME}"
+                )
+            return
+        needs = f"a CPU and {format_bytes(self.memory_bytes)} of memory, which a task needs"
+        if not self._told_no_node:
+            self._told_no_node = True
+            self._moved = now
+            warnings.warn(f"no node of the Ray cluster has {needs}: waiting for one", RuntimeWarning, 2)
+        elif now - self._moved > NO_NODE_SECONDS:
+            raise BuildError(
+                f"for {NO_NODE_SECONDS / 60:.0f} minutes no node of the Ray cluster had {needs} (there is "
+                f"{_described(nodes)}); add nodes, or make the recipe's `memory` smaller; {RESUME}"
+            )
+
+    def _hand_in(self) -> None:
+        """Hand tasks to Ray as long as there is room: lost ones first."""
+        room = (self.bound or max(2 * self._slots, _FIRST_TASKS)) - len(self._flying)
+        now = time.monotonic()
+        for tried in [tried for tried in self._lost if tried.not_before <= now][: max(room, 0)]:
+            self._lost.remove(tried)
+            self._submit(tried)
+            room -= 1
+        while room > 0 and (task := self.queue.take()) is not None:
+            self._submit(_Try(task))
+            room -= 1
+
+    def _submit(self, tried: _Try) -> None:
+        data = pickle.dumps((tried.task, tried.task.digest, self.work))
+        self._flying[self._remote.remote(self.check, data)] = tried
+
+    def _finished(self) -> list[Any]:
+        """References that are done, after a moment's wait."""
+        flying = list(self._flying)
+        ready, _ = self.ray.wait(flying, num_returns=1, timeout=_TICK_SECONDS, fetch_local=False)
+        if ready:
+            ready, _ = self.ray.wait(flying, num_returns=len(flying), timeout=0, fetch_local=False)
+        return list(ready)
+
+    def _answer(self, ref: Any, tried: _Try) -> tuple[Commit, float] | None:
+        """A finished task's commit and seconds of compiling; None if it was lost."""
+        exceptions = self.ray.exceptions
+        try:
+            pickled, compile_seconds = self.ray.get(ref, timeout=_FETCH_SECONDS)
+        except exceptions.RayTaskError as error:
+            problem = f"{_first_line(error.cause)}; is shardkit, with what the recipe needs, on all nodes?"
+            raise BuildError(f"task {tried.task}: {problem}") from error
+        except exceptions.TaskCancelledError as error:
+            raise BuildError(f"task {tried.task}: was cancelled in the Ray cluster; {RESUME}") from error
+        except exceptions.RayError as error:
+            self._lose(tried, error)
+            return None
+        commit, failure, trace = pickle.loads(pickled)
+        if failure is not None:
+            raise failure from WorkerTracebackError(trace)
+        assert isinstance(commit, Commit)
+        return commit, compile_seconds
+
+    def _lose(self, tried: _Try, error: Exception) -> None:
+        """Have a task run again that no answer came from; BuildError if it was lost too often."""
+        tried.losses += 1
+        problem = f"task {tried.task}: {self._reason(error)}"
+        if tried.losses > RETRIES:
+            raise BuildError(
+                f"{problem}, for the {tried.losses}th time; if nodes run out of memory, make the recipe's "
+                f"`memory` larger, so that fewer tasks run side by side; {RESUME}"
+            ) from error
+        pause = min(2.0 ** (tried.losses - 1), _LONGEST_PAUSE_SECONDS)
+        tried.not_before = time.monotonic() + pause
+        self._lost.append(tried)
+        warnings.warn(f"{problem}; it runs again (retry {tried.losses} of {RETRIES})", RuntimeWarning, 2)
+
+    def _reason(self, error: Exception) -> str:
+        exceptions = self.ray.exceptions
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return "Ray ended its process because the node was out of memory"
+        if isinstance(error, exceptions.NodeDiedError | exceptions.LocalRayletDiedError):
+            return "its node died"
+        if isinstance(error, exceptions.WorkerCrashedError):
+            return "its process died (killed, or out of memory?)"
+        return f"Ray lost it ({_first_line(error)})"
+
+    def _cancel(self) -> None:
+        """End what runs; what it had committed is kept."""
+        refs = list(self._flying)
+        self._flying.clear()
+        with suppress(Exception):
+            for ref in refs:
+                self.ray.cancel(ref, force=True)
+            if refs:
+                self.ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS, fetch_local=False)
+
+
+def slots_of(nodes: Sequence[dict[str, Any]], memory_bytes: int) -> int:
+    """How many tasks of one CPU and `memory_bytes` fit on the living nodes (as `ray.nodes()` gives them)."""
+    return sum(
+        min(int(resources.get("CPU", 0)), int(resources.get("memory", 0)) // memory_bytes)
+        for resources in (node["Resources"] for node in nodes if node["Alive"])
+    )
+
+
+def _described(nodes: Sequence[dict[str, Any]]) -> str:
+    """The largest nodes, for people."""
+    living = [node["Resources"] for node in nodes if node["Alive"]]
+    sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
+    texts = [f"one of {cpus} CPUs and {format_bytes(memory)}" for cpus, memory in sizes[:3]]
+    return ", ".join(texts) if texts else "no node at all"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
