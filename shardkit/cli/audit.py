@@ -29,6 +29,11 @@ def _counts(text: str) -> list[int]:
     return [count(part.strip()) for part in text.split(",")]
 
 
+def _count_or_none(text: str) -> int:
+    """argparse type: a number of 0 or more."""
+    return 0 if text == "0" else count(text)
+
+
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
@@ -100,7 +105,13 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="carry",
         help="at an epoch's edge (default: carry)",
     )
-    add("--workers", type=int, default=0, metavar="K", help="DataLoader workers in each rank (default: 0)")
+    add(
+        "--workers",
+        type=_count_or_none,
+        default=0,
+        metavar="K",
+        help="DataLoader workers in each rank (default: 0)",
+    )
     add("--seed", type=int, default=17, help="of the shuffle (default: 17)")
     add(
         "--shuffle",

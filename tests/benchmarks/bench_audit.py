@@ -1,0 +1,117 @@
+"""What usage logs cost a loader, and how fast plans and logs are audited.
+
+    python tests/benchmarks/bench_audit.py [--rows 20000] [--samples 10000000] [--runs 7] [--json]
+
+Rows of 4,096 uint16 tokens in batches of 8, as int64 and as stored, from a memory map: the loop does nothing,
+so that the cost of a log is at its largest. Runs with and without a log take turns; figures are of the best of
+each. The plan is of a dataset that exists as an index only. Memory is the peak of a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from shardkit import mds
+from shardkit.dataset import Dataset, open_dataset
+from shardkit.index import Column, FileInfo, Manifest, ShardInfo
+
+LENGTH, BATCH, SHARD_ROWS = 4096, 8, 2000
+
+
+def make_dataset(folder: Path, rows: int) -> Path:
+    tokens = np.random.default_rng(1).integers(0, 50_000, (SHARD_ROWS, LENGTH)).astype(np.uint16)
+    names = [f"shard.{number:05d}.mds" for number in range(-(-rows // SHARD_ROWS))]
+    mds.write_index(folder, [mds.write_rows_shard(folder, name, tokens) for name in names])
+    return folder
+
+
+def epoch_seconds(dataset: Dataset, logs: Path | None, dtype: str | None) -> float:
+    from shardkit.loaders import StreamingLoader
+
+    options = {"batch_size": BATCH, "rank": 0, "world_size": 1, "dtype": dtype, "usage_log": logs}
+    with StreamingLoader(dataset, **options) as loader:  # type: ignore[arg-type]
+        start = time.perf_counter()
+        for _ in loader:
+            pass
+        return time.perf_counter() - start
+
+
+def logging_costs(rows: int, runs: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        path = make_dataset(Path(scratch), rows)
+        for dtype in ("int64", None):
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            for turn in range(2 * runs):
+                logs = Path(scratch) / "logs" / f"{dtype}-{turn}" if turn % 2 else None
+                seconds[logs is not None].append(epoch_seconds(open_dataset(path), logs, dtype))
+            off, on = (min(seconds[logged]) for logged in (False, True))
+            steps = rows / BATCH
+            name = dtype or "stored"
+            found[f"{name}: tokens/s without a log"] = rows * LENGTH / off
+            found[f"{name}: tokens/s with a log"] = rows * LENGTH / on
+            found[f"{name}: microseconds a step"] = (on - off) / steps * 1e6
+        logs = Path(scratch) / "logs" / "int64-1"
+        found["log bytes a sample"] = sum(file.stat().st_size for file in logs.iterdir()) / rows
+        found["log audit, samples/s"] = log_rate(path, logs)
+    return found
+
+
+def log_rate(path: Path, logs: Path) -> float:
+    from shardkit.audit.expectation import StreamData
+    from shardkit.audit.logs import audit_logs
+
+    report = audit_logs(logs, [StreamData(open_dataset(path))])
+    assert report.ok
+    return report.walks[0].samples / report.walks[0].seconds
+
+
+def plan_rate(samples: int) -> dict[str, float]:
+    """In a process of its own: samples/s and peak bytes of auditing a plan of 8 ranks."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from audit_runs import plan_report  # type: ignore[import-not-found]
+
+    column = Column("tokens", "ndarray:uint16:4096", 8192)
+    infos = [
+        ShardInfo(FileInfo(f"shard.{number:05d}.mds", SHARD_ROWS * 8192), SHARD_ROWS, (column,))
+        for number in range(samples // SHARD_ROWS)
+    ]
+    dataset = Dataset(Path("/nowhere"), Manifest("mds", infos))
+    report = plan_report(dataset, batch_sizes=[8], world_sizes=[8], epochs=1, lanes=64, window=8192)
+    assert report.ok
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return {"plan audit, samples/s": samples / report.walks[0].seconds, "plan audit, peak bytes": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--samples", type=int, default=10_000_000)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.plan:
+        print(json.dumps(plan_rate(arguments.samples)))
+        return
+    found = logging_costs(arguments.rows, arguments.runs)
+    command = [sys.executable, __file__, "--plan", "--samples", str(arguments.samples)]
+    found |= json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        print(f"{name:40} {value:,.1f}")
+
+
+if __name__ == "__main__":
+    main()
