@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.mixed_uses import MixedUses
 from shardkit.order import Order
 from shardkit.uses import ShardUses, shard_uses
 
@@ -56,6 +56,16 @@ class Fetch:
     fits: bool  # False: what else is in use at the deadline leaves no room; then nothing is evicted
 
 
+class Uses(Protocol):
+    """Intervals of other positions than one order's: a mixture's, or a simulated node's."""
+
+    samples: int
+    """Positions in an epoch."""
+    shards: int
+
+    def uses(self, epoch: int, lanes: range | None = None) -> ShardUses: ...
+
+
 class Future:
     """The uses of the shards by some lanes (None: by all) from a position on, in its epoch and the next.
 
@@ -63,11 +73,11 @@ class Future:
     Positions may go forth and back; each new epoch costs a sort. Not for several threads at once.
     """
 
-    def __init__(self, order: Order | MixedUses, lanes: range | None = None, lead: int = 0) -> None:
+    def __init__(self, order: Order | Uses, lanes: range | None = None, lead: int = 0) -> None:
         if lead < 0:
             raise ValueError(f"lead must not be negative: {lead}")
         self._order = order
-        self._shards = order.shards if isinstance(order, MixedUses) else len(order._starts) - 1
+        self._shards = len(order._starts) - 1 if isinstance(order, Order) else order.shards
         self._lead = lead
         self._lanes = lanes
         self._epoch = -1  # nothing is loaded before the first position is known
@@ -317,12 +327,12 @@ def min_fetched_bytes(requests: Sequence[Collection[int]], sizes: Sequence[int],
     return fetched
 
 
-def _joined(order: Order | MixedUses, epochs: range, lanes: range | None) -> ShardUses:
+def _joined(order: Order | Uses, epochs: range, lanes: range | None) -> ShardUses:
     """The uses of consecutive epochs: sorted, for an epoch ends before the next begins."""
-    if isinstance(order, MixedUses):
-        parts = [order.uses(epoch, lanes) for epoch in epochs]
-    else:
+    if isinstance(order, Order):
         parts = [shard_uses(order, epoch, lanes) for epoch in epochs]
+    else:
+        parts = [order.uses(epoch, lanes) for epoch in epochs]
     return ShardUses(
         np.concatenate([part.shard for part in parts]),
         np.concatenate([part.begin for part in parts]),

@@ -1,0 +1,350 @@
+"""`shardkit simulate`: a training run's input in virtual time, for any number of nodes, on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardkit.cli.columns import print_columns
+from shardkit.cli.output import print_json
+from shardkit.cli.quantities import Quantity, add_quantities, argument, values_of
+from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.planning.quantities import (
+    format_count,
+    format_seconds,
+    parse_count,
+    parse_number,
+    parse_rate,
+    parse_seconds,
+)
+from shardkit.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from shardkit.simulation.outcome import Outcome
+    from shardkit.simulation.scenario import Scenario
+
+__all__ = ["SETTINGS", "add_parser", "run"]
+
+MAX_SHARDS = 20_000_000
+MAX_RUNS = 256
+PREFIX_REQUESTS = 5_500  # GETs a second that S3 promises for each prefix
+_ALL_NODES = 16  # up to so many are all simulated
+_SOME_NODES = 8
+
+
+def _rate(value: Any) -> str:
+    return f"{format_bytes(float(value))}/s"
+
+
+SETTINGS = (
+    Quantity("--nodes", "nodes", parse_count, str, "machines", "N", "1"),
+    Quantity("--gpus-per-node", "gpus_per_node", parse_count, str, "ranks that share a machine's cache", "N",
+             "8"),
+    Quantity("--batch-size", "batch_size", parse_count, str, "sequences of each rank in a step", "N", "8"),
+    Quantity("--lanes", "lanes", parse_count, str, "lanes of the shuffle; default: the loader's", "N"),
+    Quantity("--window", "window", parse_count, str,
+             "samples that a lane shuffles together; default: the loader's", "N"),
+    Quantity("--cache", "cache_bytes", parse_bytes, format_bytes, "of each node", "BYTES", "100GB"),
+    Quantity("--prefetch", "prefetch_batches", parse_count, str, "batches ready ahead of the loop", "N",
+             "64"),
+    Quantity("--connections", "connections", parse_count, str, "fetches of each rank at a time", "N", "16"),
+    Quantity("--bandwidth", "node_bytes_per_second", parse_rate, _rate, "what a node can receive", "RATE",
+             "10Gbit/s"),
+    Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, _rate,
+             "what one request delivers", "RATE", "80MB/s"),
+    Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
+             "to a request's first byte; the median with --latency-p99", "TIME", "50ms"),
+    Quantity("--latency-p99", "latency_p99_seconds", parse_seconds, format_seconds,
+             "99th percentile of log-normal latencies; default: all alike", "TIME"),
+    Quantity("--store-bandwidth", "store_bytes_per_second", parse_rate, _rate,
+             "what the store delivers to all nodes, each its equal share; default: no limit", "RATE"),
+    Quantity("--throttle", "throttled_share", parse_number, lambda v: f"{100 * float(v):g} %",
+             "share of requests answered 503, from 0 to 0.9", "X", "0"),
+    Quantity("--step-seconds", "step_seconds", parse_seconds, format_seconds, "what a step computes", "TIME",
+             "1s"),
+    Quantity("--steps", "steps", parse_count, str, "steps from the start of the run", "N", "1000"),
+    Quantity("--seed", "seed", lambda text: int(parse_number(text)), str, "of the order and of chance", "N",
+             "17"),
+)  # fmt: skip
+SYNTHETIC = (
+    Quantity("--samples", "samples", parse_count, format_count, "of a dataset that there need not be", "N"),
+    Quantity("--shards", "shards", parse_count, format_count,
+             "of it; default: as --shard-bytes says", "N"),
+    Quantity("--sample-bytes", "sample_bytes", parse_bytes, format_bytes,
+             "of a sample; 4,096 tokens of 4 bytes", "BYTES", "16KiB"),
+    Quantity("--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "of a shard", "BYTES", "64MiB"),
+)  # fmt: skip
+_NETWORK = (
+    "node_bytes_per_second", "connection_bytes_per_second", "latency_seconds", "latency_p99_seconds",
+    "store_bytes_per_second", "throttled_share",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """A dataset's shards: int64[K] samples and bytes, and the bytes of a sample."""
+
+    samples: Any
+    bytes: Any
+    sample_bytes: int
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "simulate",
+        help="a training run's input in virtual time: stalls, hits, traffic of thousands of ranks",
+        description="Simulate how the ranks of a run are fed: the real order and cache plan, a modelled "
+        "network and store. Tells stalls, waits, hit rate, bytes per node, requests. Nothing is fetched: a "
+        "dataset gives its index only, and --samples stands for one that there is not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "path", metavar="PATH", nargs="?", help="a dataset, for its index (or give --samples)"
+    )
+    data = parser.add_argument_group("a dataset that there is not")
+    add_quantities(data, SYNTHETIC)
+    add_quantities(parser.add_argument_group("the run"), SETTINGS)
+    parser.add_argument(
+        "--sample-nodes",
+        type=argument(parse_count),
+        metavar="N",
+        help="simulate so many of the nodes, which are alike by chance (default: all up to "
+        f"{_ALL_NODES}, else {_SOME_NODES})",
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        default=[],
+        metavar="NAME=A,B,…",
+        help="run all combinations of these values of options above, such as lanes=16,64 cache=50GB,1TB, and "
+        "print a table (default: one run)",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a picture, .png, .svg or .pdf (default: none)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    add_storage_arguments(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, and print what came of it."""
+    try:
+        values = values_of(arguments, SETTINGS)
+        names, combinations = _sweep(arguments.sweep)
+        data = _data(arguments)
+        scenarios = [_scenario(data, values | chosen, arguments.sample_nodes) for chosen in combinations]
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    results: list[dict[str, Any]] = []
+    for number, scenario in enumerate(scenarios, 1):
+        label = f"run {number} of {len(scenarios)}, " if len(scenarios) > 1 else ""
+        outcome, seconds = _simulate(scenario, label, quiet=arguments.quiet)
+        results.append(outcome.to_dict() | {"wall_seconds": round(seconds, 2)})
+        if len(scenarios) == 1:
+            _report(outcome, results[0], arguments)
+    if len(scenarios) > 1:
+        shown = [{q.key: q.show(chosen[q.name]) for q in names} for chosen in combinations]
+        _report_sweep([q.key for q in names], shown, results, arguments)
+    if not arguments.quiet:
+        _note(results)
+    return 0
+
+
+def _note(results: Sequence[Mapping[str, Any]]) -> None:
+    """What to know of the figures."""
+    some = [result for result in results if result["nodes_simulated"] < result["nodes"]]
+    sys.stdout.flush()
+    if some:
+        sys.stderr.write(
+            f"shardkit: note: {some[0]['nodes_simulated']} of {some[0]['nodes']:,} nodes were simulated; a "
+            "step waits for the slowest of all, so waits may be longer than told (--sample-nodes)\n"
+        )
+    peak = max(result["peak_requests_per_second"] for result in results)
+    if peak > PREFIX_REQUESTS:
+        sys.stderr.write(
+            f"shardkit: note: up to {peak:,.0f} requests in a second; S3 answers about {PREFIX_REQUESTS:,} "
+            "GETs a second for each prefix and 503 beyond (--throttle)\n"
+        )
+
+
+def _data(arguments: argparse.Namespace) -> _Data:
+    import numpy as np
+
+    if (arguments.path is None) == (arguments.samples is None):
+        raise ValueError("give the PATH of a dataset, or --samples for one that there is not")
+    if arguments.path is not None:
+        from shardkit.dataset import open_dataset
+
+        if any(getattr(arguments, quantity.key) is not None for quantity in SYNTHETIC):
+            raise ValueError("--shards, --sample-bytes and --shard-bytes belong to --samples")
+        with open_dataset(arguments.path, storage=storage_options(arguments)) as dataset:
+            manifest = dataset.manifest
+            samples, sizes = manifest.shard_samples, manifest.raw_bytes
+        if not int(samples.sum()) or int(sizes.min()) < 0:
+            raise ValueError(f"{arguments.path}: its index states no samples, or no sizes of its shards")
+        return _Data(samples, sizes, max(1, int(sizes.sum()) // int(samples.sum())))
+    values = values_of(arguments, SYNTHETIC)
+    count, size = values["samples"], values["sample_bytes"]
+    if size < 1 or values["shard_bytes"] < 1:
+        raise ValueError("--sample-bytes and --shard-bytes must be above 0")
+    shards = values.get("shards") or max(1, -(-count * size // values["shard_bytes"]))
+    if shards > min(MAX_SHARDS, count):
+        raise ValueError(f"{shards:,} shards are more than {min(MAX_SHARDS, count):,}: use larger shards")
+    edges = np.array([count * n // shards for n in range(shards + 1)], dtype=np.int64)
+    return _Data(np.diff(edges), np.diff(edges) * size, size)
+
+
+def _scenario(data: _Data, values: Mapping[str, Any], sample_nodes: int | None) -> Scenario:
+    from shardkit.simulation.scenario import Network, Scenario, choose_window
+
+    nodes = values["nodes"]
+    batch = nodes * values["gpus_per_node"] * values["batch_size"]
+    lanes, window = choose_window(
+        data.bytes,
+        data.sample_bytes,
+        global_batch=batch,
+        nodes=nodes,
+        cache_bytes=values["cache_bytes"],
+        lanes=values.get("lanes"),
+    )
+    some = sample_nodes or (nodes if nodes <= _ALL_NODES else _SOME_NODES)
+    some = min(some, nodes)
+    network = {name: float(values[name]) for name in _NETWORK if name in values}
+    rest = {name: value for name, value in values.items() if name not in (*_NETWORK, "lanes", "window")}
+    return Scenario(
+        shard_samples=data.samples,
+        shard_bytes=data.bytes,
+        sample_bytes=data.sample_bytes,
+        delivered_bytes=2 * data.sample_bytes,
+        lanes=lanes,
+        window=values.get("window") or window,
+        network=Network(**network),
+        simulated=tuple(nodes * n // some for n in range(some)),
+        **(rest | {"step_seconds": float(values["step_seconds"])}),
+    )
+
+
+def _sweep(texts: Sequence[str]) -> tuple[list[Quantity], list[dict[str, Any]]]:
+    """(what is varied, the settings of each run)."""
+    known = {quantity.key: quantity for quantity in SETTINGS}
+    varied: list[Quantity] = []
+    choices: list[list[Any]] = []
+    for text in texts:
+        name, _, several = text.partition("=")
+        quantity = known.get(name.strip("-").replace("-", "_"))
+        if quantity is None or not several:
+            options = ", ".join(known)
+            raise ValueError(f"--sweep {text!r} is not NAME=A,B,…; names are {options}")
+        if quantity in varied:
+            raise ValueError(f"--sweep names {name} twice")
+        varied.append(quantity)
+        choices.append([quantity.parse(part) for part in several.split(",")])
+    names = [quantity.name for quantity in varied]
+    combinations = [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*choices)]
+    if len(combinations) > MAX_RUNS:
+        raise ValueError(f"--sweep asks for {len(combinations):,} runs; at most {MAX_RUNS}")
+    return varied, combinations
+
+
+def _simulate(scenario: Scenario, label: str, *, quiet: bool) -> tuple[Outcome, float]:
+    from shardkit.simulation.run import simulate
+
+    shown = 0.0
+
+    def progress(step: int, steps: int) -> None:
+        nonlocal shown
+        if not quiet and sys.stderr.isatty() and time.monotonic() - shown > 0.2:
+            shown = time.monotonic()
+            sys.stderr.write(f"\r{label}step {step:,} of {steps:,} ")
+
+    began = time.perf_counter()
+    outcome = simulate(scenario, progress)
+    if shown:
+        sys.stderr.write("\r\033[K")
+    return outcome, time.perf_counter() - began
+
+
+def _report(outcome: Outcome, figures: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    if arguments.plot is not None:
+        from shardkit.simulation.plot import plot_run
+
+        plot_run(outcome, arguments.plot)
+    if arguments.json:
+        print_json(figures)
+    else:
+        print_columns("", ["", "", ""], _rows(outcome.scenario, figures), left=(0, 2))
+
+
+def _rows(scenario: Scenario, figures: Mapping[str, Any]) -> list[list[str]]:
+    f = figures
+    later = max(1, scenario.steps - 1)
+    return [
+        ["run", f"{f['steps']:,} steps",
+         f"{f['nodes']:,} nodes x {scenario.gpus_per_node} ranks; lanes {f['lanes']}, "
+         f"window {f['window']:,}; takes {format_seconds(f['seconds'])}"],
+        ["first batch", format_seconds(f["first_batch_seconds"]), "from an empty cache"],
+        ["stalled steps", f"{100 * f['stalled_steps_share']:.3g} %",
+         f"{f['stalled_steps']:,} of {later:,} waited longer than 1 ms"],
+        ["lost to waits", format_seconds(f["stall_seconds"]), f"{100 * f['stall_share']:.3g} % of the time"],
+        ["wait of a step", format_seconds(f["wait_p50_seconds"]),
+         f"median; p99 {format_seconds(f['wait_p99_seconds'])}, "
+         f"longest {format_seconds(f['wait_max_seconds'])}"],
+        ["hit rate", f"{100 * f['hit_rate']:.3g} %", "of shards opened, those that were there"],
+        ["fetched per node", format_bytes(f["fetched_bytes_per_node"]),
+         f"{format_bytes(f['fetched_bytes_per_node_per_step'])} a step, "
+         f"{format_bytes(f['fetched_bytes_per_node_per_second'])}/s; "
+         f"{format_bytes(f['ahead_bytes_per_node'])} of it for later"],
+        ["read / used", f"{f['read_amplification']:.3g}",
+         "bytes of shards that were opened for each byte of batches "
+         f"({format_bytes(f['used_bytes_per_node'])})"],
+        ["fetched again", format_bytes(f["refetched_bytes_per_node"]),
+         f"{f['bypassed_per_node']:.3g} shards found no room, "
+         f"{f['row_reads_per_node']:.4g} rows came singly"],
+        ["requests", format_count(f["requests"]),
+         f"{f['requests_per_second']:,.4g}/s of all nodes, {f['peak_requests_per_second']:,.0f} in the "
+         "busiest second"],
+    ]  # fmt: skip
+
+
+def _report_sweep(
+    names: Sequence[str],
+    shown: Sequence[Mapping[str, str]],
+    results: Sequence[Mapping[str, Any]],
+    arguments: argparse.Namespace,
+) -> None:
+    rows = [dict(result) | dict(settings) for result, settings in zip(results, shown, strict=True)]
+    if arguments.plot is not None:
+        from shardkit.simulation.plot import plot_sweep
+
+        plot_sweep(names, rows, arguments.plot)
+    if arguments.json:
+        print_json({"swept": list(names), "runs": rows})
+        return
+    columns = [
+        *names, "first batch", "stalled steps", "time lost", "wait p99", "hit rate", "read/used", "MB/s/node",
+        "requests/s",
+    ]  # fmt: skip
+    table = [
+        [
+            *(row[name] for name in names),
+            format_seconds(row["first_batch_seconds"]),
+            f"{100 * row['stalled_steps_share']:.3g} %",
+            f"{100 * row['stall_share']:.3g} %",
+            format_seconds(row["wait_p99_seconds"]),
+            f"{100 * row['hit_rate']:.3g} %",
+            f"{row['read_amplification']:.3g}",
+            f"{row['fetched_bytes_per_node_per_second'] / 1e6:.3g}",
+            f"{row['requests_per_second']:,.3g}",
+        ]
+        for row in rows
+    ]
+    print_columns("", columns, table, left=())
