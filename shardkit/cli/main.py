@@ -26,8 +26,8 @@ from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
 __all__ = ["VERBS", "main"]
 
 VERBS = (
-    "audit", "build", "clean", "convert", "dedup-index", "demo", "download", "info", "plan", "trace",
-    "train-classifier", "upload", "verify",
+    "audit", "build", "clean", "convert", "dedup-index", "demo", "download", "info", "plan",
+    "simulate", "trace", "train-classifier", "upload", "verify",
 )  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
