@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_audit.py [--rows 20000] [--samples 10000000] [--runs 7] [--json]
 
 Rows of 4,096 uint16 tokens in batches of 8, as int64 and as stored, from a memory map: the loop does nothing,
-so that the cost of a log is at its largest. Runs with and without a log take turns; figures are of the best of
-each. The plan is of a dataset that exists as an index only. Memory is the peak of a fresh process.
+so that the cost of a log is at its largest. Runs with and without a log take turns; figures are of the best
+of each. The plan is of a dataset that exists as an index only. Memory is the peak of a fresh process.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def log_rate(path: Path, logs: Path) -> float:
 def plan_rate(samples: int) -> dict[str, float]:
     """In a process of its own: samples/s and peak bytes of auditing a plan of 8 ranks."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from audit_runs import plan_report  # type: ignore[import-not-found]
+    from audit_runs import plan_report
 
     column = Column("tokens", "ndarray:uint16:4096", 8192)
     infos = [
