@@ -192,7 +192,8 @@ def _clear(output: Path, names: Sequence[str]) -> None:
         (output / name).unlink(missing_ok=True)
     for folder in {(output / name).parent for name in names}:
         for path in folder.glob(".*.tmp*"):  # of a copy or a write that was cut short
-            if (folder / path.name[1:].rsplit(".tmp", 1)[0]).relative_to(output).as_posix() in names:
+            meant = (folder / path.name[1:].rsplit(".tmp", 1)[0]).relative_to(output).as_posix()
+            if meant == _MARKER or meant in names:
                 path.unlink(missing_ok=True)
 
 
