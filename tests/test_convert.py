@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from shardkit.cli.main import main
 from shardkit.convert import CutOptions, OutputOptions, card, convert
 from shardkit.convert import run as running
 from shardkit.errors import ShardError
+from shardkit.upload import upload
 from shardkit.verify import verify
 
+GOLDEN = Path(__file__).resolve().parent / "golden" / "convert"
 WDS = OutputOptions(format="wds")
 
 
@@ -250,13 +253,48 @@ def test_rows_of_a_dataset_can_be_cut_anew(tmp_path: Path) -> None:
     done = convert(tmp_path / "c", tmp_path / "d", cut=CutOptions(keep_lengths=True), progress=False)
     assert list(done.left_out) == ["url"]
     assert [len(np.asarray(s["tokens"])) for s in open_dataset(tmp_path / "d")] == [3, 1, 4]
+    with pytest.raises(ShardError, match=r"has not one column of tokens \(bytes\) among tokens"):
+        convert(tmp_path / "a", tmp_path / "e", cut=CutOptions(source_dtype="int64"), progress=False)
     with pytest.raises(ShardError, match="has rows of its own, which cannot be cut"):
-        convert(
-            tmp_path / "a",
-            tmp_path / "e",
-            cut=CutOptions(source_dtype="uint32"),
-            progress=False,
-        )
+        convert(GOLDEN / "litdata_items", tmp_path / "e", cut=CutOptions(dtype="uint32"), progress=False)
+
+
+def test_tokens_that_were_stored_as_bytes_become_rows(tmp_path: Path) -> None:
+    samples = [{"tokens": np.arange(n, n + 8, dtype=np.int64).tobytes(), "n": n} for n in range(5)]
+    write_mds(tmp_path / "a", {"tokens": "bytes", "n": "int"}, samples)
+    for form in ("mds", "wds"):
+        cut, output = CutOptions(source_dtype="int64", dtype="uint16"), OutputOptions(format=form)
+        convert(tmp_path / "a", tmp_path / form, cut=cut, output=output, progress=False)
+        found = open_dataset(tmp_path / form)
+        assert found.token_dtype == np.dtype(np.uint16)
+        assert found.sequence_length == 8
+        rows = [np.asarray(sample[found.token_column or ""]).tolist() for sample in found]
+        assert rows == [[*range(n, n + 8)] for n in range(5)]
+    write_mds(tmp_path / "odd", {"tokens": "bytes"}, [{"tokens": b"123"}])
+    with pytest.raises(ShardError, match="sample 0: 3 bytes are no whole int64 tokens"):
+        convert(tmp_path / "odd", tmp_path / "e", cut=CutOptions(source_dtype="int64"), progress=False)
+
+
+def test_one_of_several_fixed_columns_is_copied_as_it_lies(tmp_path: Path) -> None:
+    columns = {"mask": "ndarray:uint8:6", "Tokens": "ndarray:uint16:6", "x": "float32"}
+    rows = np.arange(120, dtype=np.uint16).reshape(20, 6)
+    samples = [{"mask": np.ones(6, np.uint8), "Tokens": row, "x": 0.5} for row in rows]
+    write_mds(tmp_path / "a", columns, samples, shard_bytes=500)
+    convert(tmp_path / "a", tmp_path / "b", columns=["Tokens"], progress=False)
+    assert [np.asarray(s["Tokens"]).tolist() for s in open_dataset(tmp_path / "b")] == rows.tolist()
+    with pytest.raises(ShardError, match="column 'Tokens' cannot be an extension"):
+        convert(tmp_path / "a", tmp_path / "c", columns=["Tokens"], output=WDS, progress=False)
+    write_mds(tmp_path / "f", {"x": "ndarray:float32:3"}, [{"x": np.ones(3, np.float32)}])
+    convert(tmp_path / "f", tmp_path / "g", progress=False)
+    assert verify(tmp_path / "g").ok
+
+
+def test_datasets_behind_a_url_are_read_shard_by_shard(tmp_path: Path) -> None:
+    url = f"memory://convert-{uuid.uuid4().hex}"
+    upload(token_rows(tmp_path / "a"), url, progress=False)
+    convert(url, tmp_path / "b", output=WDS, progress=False)
+    convert(tmp_path / "b", tmp_path / "c", progress=False)
+    assert values(tmp_path / "c") == values(tmp_path / "a")
 
 
 def test_the_same_command_gives_the_same_bytes_and_says_what_from(

@@ -89,7 +89,9 @@ def _add_cut_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the tokens; each id is checked (default: uint16 if all are known to fit, else uint32)",
     )
     group.add_argument(
-        "--source-dtype", choices=["uint16", "uint32"], help="of a bare .bin (default: uint16)"
+        "--source-dtype",
+        choices=["uint16", "uint32", "int32", "int64"],
+        help="of tokens in a bare .bin (default: uint16), or in an MDS column of bytes",
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import Literal, get_args
@@ -62,6 +63,7 @@ def _kind_of_folder(folder: Path) -> Kind:
     return "nanogpt" if ".bin" in suffixes and ".tar" not in suffixes else "dataset"
 
 
+@contextmanager
 def open_source(
     path: str,
     kind: Kind | None,
@@ -69,17 +71,24 @@ def open_source(
     cut: CutOptions,
     columns: Sequence[str] | None,
     storage: StorageOptions | None,
-) -> AnySource:
-    """The source at `path`. ShardError if it is damaged, or nothing that can be read."""
+) -> Iterator[AnySource]:
+    """The source at `path`, closed at the end. ShardError if it is damaged, or nothing that can be read."""
     kind = kind or find_kind(path)
     if kind not in get_args(Kind):
         raise ValueError(f"source format {kind!r}: one of {', '.join(get_args(Kind))}")
     if kind == "dataset":
         # Pickles may lie beside the columns that are asked for; no reader here decodes a column of them.
-        dataset = open_dataset(path, allow_pickle=True, decode=False, storage=storage)
-        return dataset_source(dataset, output.format, columns, cut=cut.changes_rows or cut.dtype is not None)
+        with open_dataset(path, allow_pickle=True, decode=False, storage=storage) as dataset:
+            yield dataset_source(dataset, output.format, columns, cut)
+        return
     if is_remote(path):
         raise ShardError(path, f"{kind} files are read on this machine only: fetch them first")
+    yield _open_files(path, kind, output, cut, columns)
+
+
+def _open_files(
+    path: str, kind: Kind, output: OutputOptions, cut: CutOptions, columns: Sequence[str] | None
+) -> AnySource:
     place = local_path(path)
     if kind == "litdata":
         _refuse_columns(path, kind, columns)

@@ -12,9 +12,10 @@ from shardkit.hashing import new_hash
 from shardkit.mds.index import MAX_SHARD_BYTES
 from shardkit.units import parse_bytes
 
-__all__ = ["DTYPES", "CutOptions", "OutputOptions"]
+__all__ = ["DTYPES", "SOURCE_DTYPES", "CutOptions", "OutputOptions"]
 
 DTYPES = ("uint16", "uint32")
+SOURCE_DTYPES = (*DTYPES, "int32", "int64")
 _MAX_ROW_TOKENS = 1 << 28  # a gigabyte of uint32; longer rows are a mistake, and would not fit into a shard
 
 
@@ -42,7 +43,7 @@ class CutOptions:
     dtype: str | None = None
     """Of the rows; default: as the source needs."""
     source_dtype: str | None = None
-    """Of a raw .bin, which does not say; default uint16."""
+    """Of a bare .bin (default uint16) and of columns of bytes, which do not say."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
@@ -63,9 +64,9 @@ class CutOptions:
             )
         if not self.keep_lengths and self.drop_empty:
             raise ValueError("drop_empty is for keep_lengths: elsewhere empty documents take no room")
-        for name in ("dtype", "source_dtype"):
-            if getattr(self, name) not in (None, *DTYPES):
-                raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, not {getattr(self, name)!r}")
+        for name, known in (("dtype", DTYPES), ("source_dtype", SOURCE_DTYPES)):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         for name in ("eos", "pad"):
             token = getattr(self, name)
             if token is not None and not 0 <= token <= np.iinfo(self.dtype or "uint32").max:

@@ -13,11 +13,10 @@ _TELL_BYTES = 1 << 22  # of the source between two reports
 
 
 class Meter:
-    """Counts bytes of a source, and tells a listener now and then."""
+    """Counts bytes of a source, called `where` in messages, and tells a listener now and then."""
 
-    def __init__(self, listener: Listener, source: Source) -> None:
-        self._listener, self._source = listener, source
-        self.what = source.kind
+    def __init__(self, listener: Listener, source: Source, where: str) -> None:
+        self._listener, self._source, self.where = listener, source, where
         self._start = time.monotonic()
         self._done = self._told = 0
 
@@ -35,6 +34,7 @@ class Meter:
     def _tell(self, step: str) -> None:
         self._told, source = self._done, self._source
         seconds = time.monotonic() - self._start
-        files = min(source.files, len(source.digests))
         done = min(self._done, source.bytes)
-        self._listener(TransferProgress(step, files, source.files, done, source.bytes, done, seconds))
+        self._listener(
+            TransferProgress(step, source.files_done, source.files, done, source.bytes, done, seconds)
+        )

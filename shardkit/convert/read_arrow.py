@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from shardkit.convert.source import BLOCK_BYTES, SOURCE_HASH, TokenBlock
+from shardkit.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock
 from shardkit.errors import MissingExtraError, ShardError
 from shardkit.hashing import hash_file
 from shardkit.index import FileInfo, checked_basename
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrowSource", "saved_files"]
 
-TOKEN_COLUMNS = ("input_ids", "tokens")
 _MAX_STATE_BYTES = 64 << 20
 _ARROW_FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -76,6 +75,7 @@ class ArrowSource:
         self.max_token = None if None in limits else max(m for m in limits if m is not None)
         self.bytes = sum(path.stat().st_size for path in self._paths)
         self.files = len(self._paths)
+        self.files_done = 0
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -100,6 +100,7 @@ class ArrowSource:
                     held.tokens, held.ends, held.file, held.document, 0, held.source_bytes + rest, True
                 )
             self.digests.append(FileInfo(path.name, size, hash_file(path, [SOURCE_HASH])))
+            self.files_done += 1
 
 
 def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:

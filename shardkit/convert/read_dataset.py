@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.convert.columns import KEY, Mapped, keep_columns, to_members, to_values
-from shardkit.convert.source import BLOCK_BYTES, Sample, TokenBlock
+from shardkit.convert.options import CutOptions
+from shardkit.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, Sample, TokenBlock
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo
 from shardkit.mds.encodings import encoding_of
 from shardkit.mds.shard import MdsShard
+from shardkit.tar.npy import decode_npy
 from shardkit.tar.shard import TarShard
-from shardkit.tar.writer import KEY_DIGITS
+from shardkit.tar.writer import COLUMN_NAME, KEY_DIGITS
 
 __all__ = ["DatasetRows", "DatasetSamples", "DatasetTokens", "dataset_source"]
 
@@ -37,6 +39,7 @@ class _DatasetSource:
         shards = dataset.manifest.shards
         self.files = len(shards)
         self.bytes = sum(max(0, info.stored.bytes) for info in shards)
+        self.files_done = 0
         self.digests: list[FileInfo] = []
 
     @property
@@ -52,6 +55,7 @@ class _DatasetSource:
         for number, info in enumerate(self._dataset.manifest.shards):
             yield number, self._dataset.shard(number), self._dataset.where(number), max(0, info.stored.bytes)
             self._dataset.keep_only(())
+            self.files_done += 1
 
 
 class DatasetRows(_DatasetSource):
@@ -86,10 +90,11 @@ class DatasetTokens(_DatasetSource):
     has_documents = True
     max_token: int | None = None
 
-    def __init__(self, dataset: Dataset, column: Column) -> None:
+    def __init__(self, dataset: Dataset, column: Column, source_dtype: str | None = None) -> None:
+        """`source_dtype` of a column of bytes, which does not say."""
         super().__init__(dataset)
-        self._column = column
-        dtype = _layout(column)[0]
+        self._column, self._bytes_dtype = column, None if source_dtype is None else np.dtype(source_dtype)
+        dtype = _layout(column)[0] if source_dtype is None else self._bytes_dtype
         self.dtype = np.dtype(np.int64) if dtype is None else dtype
         self._is_typed = dtype is not None
         self.left_out = [c.name for c in dataset.columns if c.name not in (column.name, KEY)]
@@ -98,7 +103,7 @@ class DatasetTokens(_DatasetSource):
         """Samples in order, many at a time."""
         document = 0
         for _, shard, where, size in self._shards():
-            fixed = shard.fixed_rows(self._column.name)
+            fixed = None if self._bytes_dtype is not None else shard.fixed_rows(self._column.name)
             step = 1024 if fixed is None else max(1, BLOCK_BYTES // max(1, fixed[:1].nbytes))
             for start in range(0, len(shard), step):
                 stop = min(start + step, len(shard))
@@ -116,7 +121,7 @@ class DatasetTokens(_DatasetSource):
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         arrays = []
         for row in range(start, stop):
-            value = shard.sample(row, (self._column.name,)).get(self._column.name)
+            value = self._value(shard, row, where)
             if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "ui":
                 raise ShardError(
                     where, f"sample {row:,}: {self._column.name!r} is no one-axis array of integers"
@@ -126,6 +131,20 @@ class DatasetTokens(_DatasetSource):
             arrays.append(value.astype(self.dtype, copy=False))
         ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
         return np.concatenate(arrays) if arrays else np.zeros(0, self.dtype), ends
+
+    def _value(self, shard: Any, row: int, where: str) -> object:
+        value = shard.sample(row, (self._column.name,)).get(self._column.name)
+        if not isinstance(value, bytes):
+            return value
+        if self._bytes_dtype is not None:
+            if len(value) % self._bytes_dtype.itemsize:
+                problem = f"{len(value):,} bytes are no whole {self._bytes_dtype.name} tokens"
+                raise ShardError(where, f"sample {row:,}: {problem}")
+            return np.frombuffer(value, self._bytes_dtype.newbyteorder("<"))
+        try:  # a tar's member, as its bytes
+            return decode_npy(memoryview(value))
+        except ValueError as error:
+            raise ShardError(where, f"sample {row:,}: {self._column.name!r}: {error}") from error
 
 
 class DatasetSamples(_DatasetSource):
@@ -174,9 +193,9 @@ class DatasetSamples(_DatasetSource):
 
 
 def dataset_source(
-    dataset: Dataset, target: Literal["mds", "wds"], columns: Sequence[str] | None, *, cut: bool
+    dataset: Dataset, target: Literal["mds", "wds"], columns: Sequence[str] | None, cut: CutOptions
 ) -> DatasetRows | DatasetTokens | DatasetSamples:
-    """How to read a dataset for a target: as tokens to be `cut`, as whole rows, or sample by sample.
+    """How to read a dataset for a target: as tokens to be cut, as whole rows, or sample by sample.
 
     `columns` names those to convert, as they are called in the source; default all. ShardError for columns
     that are not there, or have no place in the target.
@@ -185,13 +204,8 @@ def dataset_source(
     if not len(dataset):
         raise ShardError(dataset.location, "has no samples: there is nothing to convert")
     is_mds = dataset.manifest.format == "mds"
-    if cut:
-        tokens = [c for c in chosen if c.encoding.partition(":")[0] == "ndarray"]
-        preferred = [c for c in tokens if c.name in ("tokens", "tokens.npy", "input_ids")]
-        if len(preferred or tokens) != 1:
-            names = ", ".join(f"{c.name} ({c.encoding})" for c in chosen)
-            raise ShardError(dataset.location, f"name the column of tokens with --columns: it has {names}")
-        return DatasetTokens(dataset, (preferred or tokens)[0])
+    if cut.changes_rows or cut.dtype is not None or cut.source_dtype is not None:
+        return _tokens(dataset, chosen, cut)
     if len(chosen) == 1 and _is_block(dataset, chosen[0], target):
         return DatasetRows(
             dataset, chosen[0], chosen[0].name.removesuffix(".npy") if not is_mds else chosen[0].name
@@ -203,6 +217,18 @@ def dataset_source(
     except ValueError as error:
         raise ShardError(dataset.location, str(error)) from error
     return DatasetSamples(dataset, mapped, has_keys=False)
+
+
+def _tokens(dataset: Dataset, chosen: Sequence[Column], cut: CutOptions) -> DatasetTokens:
+    """The one column of tokens: arrays, or bytes if their type is told."""
+    kind = "ndarray" if cut.source_dtype is None else "bytes"
+    tokens = [c for c in chosen if c.encoding.partition(":")[0] == kind]
+    preferred = [c for c in tokens if c.name.removesuffix(".npy").removesuffix(".bin") in TOKEN_COLUMNS]
+    if len(preferred or tokens) != 1:
+        names = ", ".join(f"{c.name} ({c.encoding})" for c in chosen)
+        advice = "name it with --columns; of a column of bytes, its type with --source-dtype"
+        raise ShardError(dataset.location, f"has not one column of tokens ({kind}) among {names}: {advice}")
+    return DatasetTokens(dataset, (preferred or tokens)[0], cut.source_dtype)
 
 
 def _tar_samples(dataset: Dataset, chosen: Sequence[Column], target: str) -> DatasetSamples:
@@ -229,16 +255,18 @@ def _chosen(dataset: Dataset, columns: Sequence[str] | None) -> list[Column]:
 
 def _is_block(dataset: Dataset, column: Column, target: str) -> bool:
     """Whether all shards hold the column as one matrix of rows, and the target's fast writer takes it."""
-    if dataset.manifest.format == "mds" and len(dataset.columns) > 1:
+    if dataset.manifest.format == "mds" and any(c.size is None for c in dataset.columns):
         return False
     dtype, shape = _layout(column)
+    name = column.name if dataset.manifest.format == "mds" else column.name.removesuffix(".npy")
     if dtype is None or column.size is None or not shape:
         return False
     if dataset.manifest.format == "tar" and not (_is_counted(dataset) and column.name.count(".") == 1):
         return False
     if any(column not in columns for columns in dataset.shard_columns()):
         return False
-    return target == "mds" or (len(shape) == 1 and dtype.name in ("uint16", "uint32"))
+    takes_it = len(shape) == 1 and dtype.name in ("uint16", "uint32") and COLUMN_NAME.fullmatch(name)
+    return target == "mds" or bool(takes_it)
 
 
 def _is_counted(dataset: Dataset) -> bool:

@@ -49,14 +49,15 @@ def is_litdata(folder: Path) -> bool:
     if not file.is_file():
         return False
     with file.open("rb") as handle:
-        head = handle.read(4096)
-    return b'"chunks"' in head and b'"shards"' not in head
+        head = handle.read(1 << 16)
+    return b'"shards"' not in head and (b'"chunks"' in head or b'"data_spec"' in head)
 
 
 def litdata_source(folder: Path, target: str) -> LitdataTokens | LitdataSamples:
     """The source in a folder; ShardError if its index is not sound, or states what cannot be converted."""
     index = _Index(folder)
-    if index.loader == "TokensLoader":
+    has_tokens = all(tokens is not None for _, _, _, tokens in index.chunks)
+    if index.loader == "TokensLoader" or (index.loader is None and has_tokens):  # older indexes name none
         return LitdataTokens(index)
     if index.loader in ("PyTreeLoader", None):
         return LitdataSamples(index, target)
@@ -124,6 +125,7 @@ class _Litdata:
     def __init__(self, index: _Index) -> None:
         self._index = index
         self.files = len(index.chunks)
+        self.files_done = 0
         self.bytes = sum(size for _, size, _, _ in index.chunks)
         self.digests: list[FileInfo] = []
 
@@ -142,6 +144,7 @@ class _Litdata:
             self.digests.append(FileInfo(name, len(stored), hash_bytes(stored, [SOURCE_HASH])))
             raw = self._unpacked(path, stored)
             yield path, raw, _offsets(path, raw, items), dim, len(stored)
+            self.files_done += 1
 
     def _unpacked(self, path: Path, stored: bytes) -> npt.NDArray[np.uint8]:
         if not self._index.is_compressed:

@@ -53,6 +53,7 @@ class MegatronSource:
     has_documents = True
     left_out = ()
     files = 1
+    files_done = 0
 
     def __init__(self, path: Path, index: Path) -> None:
         """ShardError if the index is not sound or does not fit the .bin."""
@@ -95,6 +96,7 @@ class MegatronSource:
         assert pieces.info is not None
         if pieces.info.bytes != self.bytes:
             raise ShardError(self._path, "changed while it was read; convert it again")
+        self.files_done = 1
         digest = hash_file(self._index, pieces.info.hashes)
         self.digests = [pieces.info, FileInfo(self._index.name, self._index.stat().st_size, digest)]
 

@@ -45,6 +45,7 @@ class NanogptSource:
         self.dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
         self.bytes = sum(path.stat().st_size for path in self._paths)
         self.files = len(self._paths)
+        self.files_done = 0
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -67,6 +68,7 @@ class NanogptSource:
             if pieces.info.bytes != size:
                 raise ShardError(path, "was changed while it was read; convert it again")
             self.digests.append(pieces.info)
+            self.files_done += 1
 
 
 def _read_header(path: Path, source_dtype: str | None) -> tuple[int, str]:

@@ -125,17 +125,12 @@ def convert(
     name, folder = os.fspath(source), local_path(target)
     if is_remote(target):
         raise ShardError(target, "is not on this machine: convert into a folder, then `shardkit upload` it")
-    if (
-        not is_remote(name)
-        and folder.exists()
-        and local_path(name).exists()
-        and folder.samefile(local_path(name))
-    ):
+    if not is_remote(name) and folder.exists() and folder.resolve() == local_path(name).resolve():
         raise ShardError(folder, "is source and target at once; choose another target")
     check_target(folder, replace=replace)
-    opened = open_source(name, source_format, output, cut, columns, storage)
-    with listen(progress) as listener, staging(folder) as work:
-        meter = Meter(listener, opened)
+    opening = open_source(name, source_format, output, cut, columns, storage)
+    with listen(progress) as listener, opening as opened, staging(folder) as work:
+        meter = Meter(listener, opened, name)
         with ThreadPoolExecutor(1) as background:
             written = _write(opened, Place(work, output, background), cut, meter)
         if not written.manifest.samples:
@@ -144,19 +139,27 @@ def convert(
         write_card(work, name, opened, output, cut, written, length)
         if verify:
             meter.step("verify")
-            if written.column is not None:
-                check_rows(work, written.column, written.digest)
-            else:
-                check_samples(work, written.digest, has_keys=written.has_keys)
+            _read_back(work, written)
         publish(work, folder, replace=replace)
-    return _result(name, opened, folder, output, written, length, verify, time.monotonic() - start)
+        kind = opened.kind
+    return _result(name, kind, folder, output, written, length, verify, time.monotonic() - start)
+
+
+def _read_back(work: Path, written: Written) -> None:
+    """ShardError unless the shards hold what was read from the source."""
+    if written.column is not None:
+        check_rows(work, written.column, written.digest)
+    else:
+        check_samples(work, written.digest, has_keys=written.has_keys)
 
 
 def _write(source: AnySource, place: Place, cut: CutOptions, meter: Meter) -> Written:
     if isinstance(source, TokenSource):
         return _write_tokens(source, place, cut, meter)
     if cut != CutOptions():
-        raise ShardError(meter.what, "has rows of its own, which cannot be cut, padded or given another type")
+        raise ShardError(
+            meter.where, "has rows of its own, which cannot be cut, padded or given another type"
+        )
     if isinstance(source, RowSource):
         return _write_rows(source, place, meter)
     assert isinstance(source, SampleSource)
@@ -183,10 +186,10 @@ def _write_tokens(source: TokenSource, place: Place, cut: CutOptions, meter: Met
     dtype = choose_dtype(source, cut)
     if not source.has_documents:
         if cut.sequence_length is None:
-            raise ShardError(meter.what, "does not say where documents end: choose a --sequence-length")
+            raise ShardError(meter.where, "does not say where documents end: choose a --sequence-length")
         if cut.eos is not None:
             problem = "does not say where documents end, so no eos can be added: --pad fills the last row"
-            raise ShardError(meter.what, problem)
+            raise ShardError(meter.where, problem)
     if cut.keep_lengths:
         return _write_documents(source, place, cut, meter, dtype)
     if cut.sequence_length is not None:
@@ -197,7 +200,7 @@ def _write_tokens(source: TokenSource, place: Place, cut: CutOptions, meter: Met
             source.blocks(), lambda length: place.rows(TOKENS, dtype, (length,)), dtype, meter.add
         )
         if found is None:
-            raise ShardError(meter.what, "has no rows")
+            raise ShardError(meter.where, "has no rows")
         writer = found
     written = _rows_written(writer, TOKENS, counts, source.left_out)
     counts.check(written.manifest.samples * writer.row_values)
@@ -234,16 +237,16 @@ def _write_samples(source: SampleSource, place: Place, meter: Meter) -> Written:
 
 
 def _sequence_length(written: Written) -> int | None:
-    """Tokens of a row, if all rows are one axis of so many."""
+    """Tokens of a row, if all rows are one axis of so many integers."""
     if written.column is None:
         return None
-    shape = next(iter(written.columns.values())).split(":")[2]
-    return int(shape) if shape.isdecimal() else None
+    _, dtype, shape = next(iter(written.columns.values())).split(":")
+    return int(shape) if shape.isdecimal() and np.dtype(dtype).kind in "ui" else None
 
 
 def _result(
     name: str,
-    source: AnySource,
+    kind: str,
     target: Path,
     output: OutputOptions,
     written: Written,
@@ -254,7 +257,7 @@ def _result(
     manifest = written.manifest
     return ConvertResult(
         source=name,
-        source_format=source.kind,
+        source_format=kind,
         target=str(target),
         format=output.format,
         fingerprint=manifest.fingerprint,

@@ -22,6 +22,7 @@ __all__ = [
     "BLOCK_BYTES",
     "NO_ENDS",
     "SOURCE_HASH",
+    "TOKEN_COLUMNS",
     "HashedPieces",
     "RowSource",
     "Sample",
@@ -33,6 +34,7 @@ __all__ = [
 
 BLOCK_BYTES = 1 << 23  # of a source at a time: large enough that Python does not count, small for the caches
 SOURCE_HASH = "xxh3_128"
+TOKEN_COLUMNS = ("input_ids", "tokens")  # what the tokens are called, here and elsewhere
 NO_ENDS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -66,11 +68,12 @@ class Sample:
 
 
 class Source(Protocol):
-    """What any source says of itself. `digests` has the files that were read so far."""
+    """What any source says of itself. `digests` are of files that were read whole; datasets have hashes."""
 
     kind: ClassVar[str]
     bytes: int
     files: int
+    files_done: int
     digests: list[FileInfo]
 
     @property

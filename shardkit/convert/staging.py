@@ -21,7 +21,7 @@ from shardkit.locate import CARD_NAME
 from shardkit.mds.index_table import TABLE_NAME
 from shardkit.storage.local import LocalStore
 from shardkit.storage.store import ObjectInfo
-from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, find_contents, make_contents
+from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, make_contents
 from shardkit.upload.publication import Publication, Settings
 
 __all__ = ["STAGING_NAME", "check_target", "publish", "staging"]
@@ -40,9 +40,6 @@ def check_target(target: Path, *, replace: bool) -> None:
     if names & {*INDEX_NAMES}:
         if not replace:
             raise ShardError(target, "holds a dataset; use --replace to put the new one in its place")
-        find_contents(
-            LocalStore(target), strict=False
-        )  # an index that cannot be read says so before the work
     elif names and MARKER_NAME not in names:
         first = min(names)
         raise ShardError(target, f"holds files that are no dataset (first: {first}); choose another target")

@@ -20,13 +20,13 @@ from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.tar.headers import BLOCK, padded
 from shardkit.tar.npy import make_npy_header
 
-__all__ = ["KEY_DIGITS", "write_rows_shard"]
+__all__ = ["COLUMN_NAME", "KEY_DIGITS", "write_rows_shard"]
 
 CHUNK_BYTES = 1 << 23
 KEY_DIGITS = 12
 RECORD_BYTES = 10_240  # tars end at a multiple of 20 blocks
 _CHECKSUM_DIGITS = 6
-_COLUMN = re.compile(r"[a-z0-9_-]{1,64}")
+COLUMN_NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 _MODE, _SIZE, _TIME, _CHECKSUM = slice(100, 124), slice(124, 136), slice(136, 148), slice(148, 156)
 
@@ -48,7 +48,7 @@ def write_rows_shard(
     dtype = rows.dtype.newbyteorder("<")
     if rows.ndim != 2 or rows.shape[1] == 0 or dtype not in _DTYPES:
         raise ValueError(f"rows must be a matrix of uint16 or uint32, not {rows.ndim}-D {rows.dtype}")
-    if _COLUMN.fullmatch(column) is None:
+    if COLUMN_NAME.fullmatch(column) is None:
         raise ValueError(f"column {column!r}: use up to 64 lower-case letters, digits, _ and -")
     if key_start < 0 or key_start + len(rows) > 10**KEY_DIGITS:
         raise ValueError(f"keys from {key_start} on for {len(rows)} rows do not fit {KEY_DIGITS} digits")
