@@ -9,23 +9,26 @@ from typing import Any
 __all__ = ["KINDS", "Finding", "Findings"]
 
 KINDS = {
+    # Causes first, what follows from them behind.
+    "settings": "ranks or runs with other data or another order",
+    "log": "damaged log files",
+    "rank": "ranks without a log, or whose log ends early",
+    "resume": "ranks that began elsewhere than their state said",
+    "gap": "ranges of positions that no run delivered",
+    "steps": "ranks at another step than is due",
+    "part": "parts that went to the wrong rank or step, in the first faulty steps",
+    "world": "walks whose steps depend on the world size",
     "lost": "samples never delivered in an epoch",
     "repeated": "samples delivered more than once in an epoch",
     "moved": "samples delivered at another step than the order says",
-    "foreign": "ids that the dataset does not have",
     "excluded": "excluded rows delivered",
-    "padding": "padding where samples belong, or the reverse",
+    "foreign": "steps with ids that the dataset does not have",
+    "padding": "steps with padding where samples belong, or the reverse",
     "epoch": "epochs whose sums differ from the index",
     "shard": "shards used more or less than they should be",
-    "part": "ranks that were given another part of a step",
-    "gap": "positions that no run delivered",
-    "resume": "runs that began elsewhere than their state said",
-    "rank": "ranks without a log, or whose log ends early",
-    "settings": "runs with other data or another order",
-    "steps": "ranks at different steps",
-    "world": "steps whose samples depend on the world size",
-    "log": "damaged log files",
 }
+"""What an audit may find, and what its counts count."""
+
 _MOST_KEPT = 100  # of a kind
 
 

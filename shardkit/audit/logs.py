@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +151,8 @@ class _LogRun:
                 f"{run}: positions {checker.position:,} to {start - 1:,} "
                 f"({start - checker.position:,} samples) were delivered by no run"
             )
-            self._found("gap", problem, position=checker.position)
+            lost = checker.expected.order.locate((checker.position, 1)).sample_id
+            self._found("gap", problem, position=checker.position, first=int(lost[0]))
             checker.skip(start)
         return run.stop is None or checker.position < run.stop
 
@@ -213,6 +215,17 @@ class _LogRun:
             "stopped): left out"
         )
 
-    def _found(self, kind: str, problem: str, rank: int | None = None, position: int | None = None) -> None:
-        finding = Finding(kind=kind, problem=problem, rank=rank, position=position, step=self._checker.steps)
-        self._checker.findings.add(finding)
+    def _found(
+        self,
+        kind: str,
+        problem: str,
+        *,
+        rank: int | None = None,
+        position: int | None = None,
+        first: int | None = None,
+    ) -> None:
+        """A finding; `first`: the sample that it begins with."""
+        place: dict[str, Any] = {} if first is None else self._checker.expected.place(first)
+        step = self._checker.steps
+        found = Finding(kind=kind, problem=problem, rank=rank, position=position, step=step, **place)
+        self._checker.findings.add(found)

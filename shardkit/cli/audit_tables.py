@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show"]
 
-SHOWN_FINDINGS = 20
+SHOWN_OF_KIND = 5
 SHOWN_SHARDS = 8
 
 
@@ -55,11 +55,11 @@ def show(report: AuditReport) -> None:
     for kind in KINDS:
         if number := report.findings.counts[kind]:
             out.print(f"  {number:,} {KINDS[kind]} ({kind})")
-    # A few of each kind: hundreds of lost samples must not hide the rank that lost them.
-    shown = [f for kind in KINDS for f in [f for f in report.findings.kept if f.kind == kind][:5]]
     out.print("first offenders:")
-    for finding in sorted(shown[:SHOWN_FINDINGS], key=lambda f: f.step if f.step is not None else -1):
-        out.print(f"  {finding}")
+    # A few of each kind: hundreds of lost samples must not hide the rank that lost them.
+    for kind in KINDS:
+        for finding in [one for one in report.findings.kept if one.kind == kind][:SHOWN_OF_KIND]:
+            out.print(f"  {finding}")
 
 
 def _settings(settings: dict[str, Any]) -> str:
