@@ -22,9 +22,11 @@ from shardkit.storage.options import StorageOptions
 from shardkit.writers import scan, stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.clean import QUARANTINE_FILE
+from shardkit.writers.disk_budget import check_disk
 from shardkit.writers.execution.queue import TaskSlice
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.turns import TURN_SECONDS
 from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
@@ -47,6 +49,7 @@ from shardkit.writers.publish import (
     publish,
 )
 from shardkit.writers.publish_remote import publish_remote
+from shardkit.writers.published import Watch
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
 from shardkit.writers.result import BuildResult
@@ -93,16 +96,18 @@ def build(
     files = stages.filter_files(recipe)
     if card := check_output(target, recipe, splits, digest, indexes, files, replace=replace):
         return _result_of_card(str(target), card, time.perf_counter() - start)
+    plan = Plan(recipe, splits, digest, indexes, files)
+    check_disk(plan, work, target if isinstance(target, Path) else None, execution, progress)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = time.perf_counter() - start
+        watch = Watch(target, replace=replace)
         place: Publisher = (
-            partial(publish, target, replace=replace)
+            partial(publish, target, replace=replace, wait_seconds=TURN_SECONDS if runner.is_shared else 0.0)
             if isinstance(target, Path)
             else partial(publish_remote, target, replace=replace, listener=listener)
         )
-        plan = Plan(recipe, splits, digest, indexes, files)
-        result = _Build(plan, runner).run(str(target), place)
-        if recipe.work is None:
+        result = _Build(plan, runner, watch).run(str(target), place)
+        if recipe.work is None and not runner.is_shared:
             runner.journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
 
@@ -124,8 +129,8 @@ def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> B
 class _Build:
     """One build from its plan to the published dataset."""
 
-    def __init__(self, plan: Plan, runner: Runner) -> None:
-        self._plan, self._runner = plan, runner
+    def __init__(self, plan: Plan, runner: Runner, watch: Watch) -> None:
+        self._plan, self._runner, self._watch = plan, runner, watch
 
     def run(self, location: str, place: Publisher) -> BuildResult:
         plan, recipe, runner = self._plan, self._plan.recipe, self._runner
@@ -144,7 +149,7 @@ class _Build:
         )
         funnel.check()
         start = time.perf_counter()
-        manifest = self._publish(place, made, funnel)
+        manifest = self._publish(location, place, made, funnel)
         runner.seconds["publish"] = time.perf_counter() - start
         return BuildResult(
             location,
@@ -162,12 +167,11 @@ class _Build:
             tasks_reused=runner.tasks_reused,
         )
 
-    def _publish(self, place: Publisher, made: Made, funnel: Funnel) -> Manifest:
+    def _publish(self, location: str, place: Publisher, made: Made, funnel: Funnel) -> Manifest:
         plan, recipe = self._plan, self._plan.recipe
         prepared, packed = made.prepared, made.packed
         check_unchanged({split.input for split in plan.splits})
         tables = _tables(recipe, made.provenance, prepared.cleaned)
-        forget_damaged(self._runner.journal, [*packed, *tables.values()])
         shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
         manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
         if not manifest.samples:
@@ -191,16 +195,32 @@ class _Build:
             filter_files=plan.files,
         )
         texts = {REPORT_NAME: render_report(card)}
-        quarantine = b"".join(read_bytes(commit.folder / QUARANTINE_FILE) for commit in prepared.cleaned)
+        quarantine = _joined(prepared.cleaned, QUARANTINE_FILE)
         if quarantine:
             texts[QUARANTINE_NAME] = quarantine
         told = {name for commit in prepared.cleaned for name in commit.outputs if name.endswith(".jsonl")}
         for name in sorted(told - {QUARANTINE_FILE}):  # what filters have to tell beyond the report
-            texts[name] = b"".join(read_bytes(commit.folder / name) for commit in prepared.cleaned)
+            texts[name] = _joined(prepared.cleaned, name)
         card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
         texts[CARD_NAME] = card_bytes(card)
-        place(manifest, links, texts)
+
+        def is_done() -> bool:
+            return self._watch.shows(texts[CARD_NAME])
+
+        with self._runner.take_turn("publish", location, is_done) as is_ours:
+            if is_ours:
+                forget_damaged(self._runner.journal, [*packed, *tables.values()])
+                try:
+                    place(manifest, links, texts)
+                except BuildError:
+                    if not (self._runner.is_shared and is_done()):  # by one who took us for dead
+                        raise
         return manifest
+
+
+def _joined(commits: Sequence[Commit], name: str) -> bytes:
+    """One output of all tasks; what is empty is not read, which in a store would be a request."""
+    return b"".join(read_bytes(commit.folder / name) for commit in commits if commit.outputs[name].bytes)
 
 
 def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Commit]) -> dict[str, Commit]:

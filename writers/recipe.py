@@ -235,6 +235,9 @@ class Recipe(StrictModel):
     memory: Annotated[Size, Field(ge=1 << 28)] = Field(
         default=2_000_000_000, description="Memory that one worker may use, bytes (or 2GB)."
     )
+    check_disk: bool = Field(
+        default=True, description="Whether a build that would not fit on its disks is refused."
+    )
     max_bad_fraction: Ratio = Field(
         default=0.0,
         description="Part of a file's records, and of its bytes, that may be unreadable; 0: stop at one.",

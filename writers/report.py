@@ -44,7 +44,7 @@ def recipe_content(recipe: Recipe) -> dict[str, Any]:
     Profiles are written out as the filters they stand for.
     """
     content: dict[str, Any] = recipe.model_dump(
-        mode="json", exclude={"work": True, "scratch": True, "output": {"path"}}
+        mode="json", exclude={"work": True, "scratch": True, "check_disk": True, "output": {"path"}}
     )
     content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
     return content
