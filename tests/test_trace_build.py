@@ -260,6 +260,8 @@ def test_a_step_shows_the_documents_that_its_batch_holds(
     assert main(["trace", str(path), *map(str, sizes), "--limit", "2"]) == 0
     out, err = capsys.readouterr()
     assert "step 4: 10 rows, of positions 40 to 49" in out
+    state = loader.state_dict()
+    assert f"seed 3, shuffle window ({state['lanes']:,} lanes, window {state['window']:,})" in out
     assert "and 8 more rows" in err
 
 
@@ -275,6 +277,15 @@ def test_a_remote_dataset_answers_as_the_local_one(made: Any, capsys: pytest.Cap
     ):
         local = answer(capsys, folder / "out", *words, *tokenizer)
         assert answer(capsys, url, *words, *tokenizer) | {"path": local["path"]} == strip(local, url, folder)
+
+
+def test_a_remote_dataset_has_no_window_by_default(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"memory://traced-{next(_numbers)}/data"
+    upload(made("best_fit-mds") / "out", url)
+    with pytest.raises(SystemExit) as caught:
+        main(["trace", url, "--step", "1", "--batch-size", "2"])
+    assert caught.value.code == 2
+    assert "depends on the loader's cache: give --window" in capsys.readouterr().err
 
 
 def strip(found: Any, url: str, folder: Path) -> Any:

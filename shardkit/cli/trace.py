@@ -117,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             assert traced is not None
             answer = _step(arguments, dataset, decoder, traced)
-        answer = {"path": arguments.path, "fingerprint": dataset.fingerprint, **answer}
+        known = {"path": arguments.path, "fingerprint": dataset.fingerprint}
+        answer = {**known, "run": None if traced is None else traced.facts, **answer}
     if arguments.json:
         print_json(answer)
     else:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardkit.dataset import Dataset
     from shardkit.exclusions import Exclusions
     from shardkit.loaders.state import LoaderState
-    from shardkit.order import Shuffle
+    from shardkit.order import OrderSpec, Shuffle
     from shardkit.trace.run import Run
 
 __all__ = ["TracedRun", "add_run_arguments", "find_run", "read_state"]
@@ -28,10 +28,26 @@ _TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
 
 class TracedRun:
-    """A run, its streams' datasets, and the numbers of the streams that deliver the traced dataset."""
+    """A run, its streams' datasets, and the numbers of the streams that deliver the traced dataset.
 
-    def __init__(self, run: Run, datasets: list[Dataset], streams: list[int]) -> None:
+    `facts`: the constants of the order, as plain data.
+    """
+
+    def __init__(
+        self, run: Run, datasets: list[Dataset], streams: list[int], spec: OrderSpec, tail: str
+    ) -> None:
         self.run, self.datasets, self.streams = run, datasets, streams
+        steps = run.steps
+        self.facts: dict[str, int | str | None] = {
+            "seed": spec.seed,
+            "shuffle": spec.shuffle,
+            "lanes": spec.lanes,
+            "window": spec.window,
+            "tail": tail,
+            "batch_size": steps.batch_size if steps else None,
+            "world_size": steps.world_size if steps else None,
+            "position": run.delivered,
+        }
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +209,7 @@ def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: lis
     order = Arrangement(Streams(found, names), state, exclusions, [None] * len(found)).order
     steps = _steps(arguments, state.epoch_samples, state.tail)
     run = Run(order, names, steps=steps, delivered=state.position)
-    return TracedRun(run, found, traced)
+    return TracedRun(run, found, traced, state.order, state.tail)
 
 
 def _from_options(arguments: argparse.Namespace, dataset: Dataset) -> TracedRun:
@@ -216,7 +232,7 @@ def _from_options(arguments: argparse.Namespace, dataset: Dataset) -> TracedRun:
     order = Order(kept, spec)
     both = StreamOrder(order, lists[0], sizes) if lists else order
     steps = _steps(arguments, order.samples, tail)
-    return TracedRun(Run(both, [dataset.location], steps=steps), [dataset], [0])
+    return TracedRun(Run(both, [dataset.location], steps=steps), [dataset], [0], spec, tail)
 
 
 def _shuffle_sizes(
@@ -229,6 +245,11 @@ def _shuffle_sizes(
         return arguments.lanes, arguments.window
     if arguments.batch_size is None:
         arguments.misuse("lanes and window follow from the batch size: give --batch-size, or both of them")
+    if dataset.shards is not None and arguments.window is None:
+        arguments.misuse(
+            "the default window of a remote dataset depends on the loader's cache: give --window, as in its "
+            "state or repr, or --state"
+        )
     from shardkit.loaders.config import LoaderConfig
     from shardkit.loaders.plan import BatchPlan
     from shardkit.loaders.setup import stream_sizes

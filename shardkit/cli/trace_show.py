@@ -19,7 +19,20 @@ def show(kind: str, answer: Mapping[str, Any]) -> None:
     """Print the answer to a question of kind "row", "step" or "search"."""
     if answer.get("problem"):
         stderr_console().print(answer["problem"])
+    if (run := answer["run"]) is not None:
+        stdout_console().print(_run(run), style="dim")
     {"row": _show_rows, "step": _show_step, "search": _show_search}[kind](answer)
+
+
+def _run(run: Mapping[str, Any]) -> str:
+    """The constants that the answer holds for: with others a run has other rows."""
+    text = f"run: seed {run['seed']}, shuffle {run['shuffle']}"
+    if run["shuffle"] == "window":
+        text += f" ({run['lanes']:,} lanes, window {run['window']:,})"
+    text += f", tail {run['tail']}"
+    if run["batch_size"] is not None:
+        text += f", batches of {run['batch_size']:,} on {_many(run['world_size'], 'rank')}"
+    return text if run["position"] is None else f"{text}, at position {run['position']:,}"
 
 
 def _show_rows(answer: Mapping[str, Any]) -> None:
