@@ -27,8 +27,8 @@ BUILDS = {
     "best_fit-mds": "pack: {sequence_length: 24}\noutput: {path: out, shard_bytes: 4KiB}",
     "concat-wds": "pack: {sequence_length: 24, strategy: concat}\n"
     "output: {path: out, format: wds, shard_bytes: 8KiB}",
-    "best_fit-wds": "pack: {sequence_length: 64}\noutput: {path: out, format: wds, shard_bytes: 8KiB}",
-    "concat-mds": "pack: {sequence_length: 64, strategy: concat}\n"
+    "best_fit-wds": "pack: {sequence_length: 17}\noutput: {path: out, format: wds, shard_bytes: 8KiB}",
+    "concat-mds": "pack: {sequence_length: 33, strategy: concat}\n"
     "output: {path: out, shard_bytes: 4KiB, compression: zstd}",
 }
 
