@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace as dataclass_replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ from shardkit.writers import scan, stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.disk_budget import check_disk
+from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.queue import TaskSlice
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.turns import TURN_SECONDS
+from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
@@ -95,6 +98,8 @@ def build(
     digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
     files = stages.filter_files(recipe)
     if card := check_output(target, recipe, splits, digest, indexes, files, replace=replace):
+        if recipe.work is None:
+            _remove_left(work)
         return _result_of_card(str(target), card, time.perf_counter() - start)
     plan = Plan(recipe, splits, digest, indexes, files)
     check_disk(plan, work, target if isinstance(target, Path) else None, execution, progress)
@@ -110,6 +115,13 @@ def build(
         if recipe.work is None and not runner.is_shared:
             runner.journal.remove()
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
+
+
+def _remove_left(work: Work) -> None:
+    """The default work folder goes after success, also where a crash came between the two."""
+    if work.folder.is_dir():
+        with suppress(BuildError), Journal(work) as journal:  # of another build, or not ours: it stays
+            journal.remove()
 
 
 def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> BuildResult:
