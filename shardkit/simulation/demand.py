@@ -19,6 +19,7 @@ from shardkit.uses import ShardUses, shard_uses
 __all__ = ["AllUses", "Demand", "NodeUses"]
 
 _PART_POSITIONS = 1 << 20
+_LEAST_POSITIONS = 1 << 12
 _PARTS_KEPT = 4
 _EPOCHS_KEPT = 3
 
@@ -31,7 +32,8 @@ class Demand:
     def __init__(self, scenario: Scenario, order: Order) -> None:
         self._scenario, self._order = scenario, order
         self._shards = len(scenario.shard_samples)
-        self._steps = max(1, _PART_POSITIONS // scenario.global_batch)  # of a part
+        wanted = max(scenario.steps * scenario.global_batch, _LEAST_POSITIONS)
+        self._steps = max(1, min(wanted, _PART_POSITIONS) // scenario.global_batch)  # of a part
         self._parts: OrderedDict[int, tuple[_Ints, _Ints, _Ints]] = OrderedDict()
 
     def rows(self, node: int, first: int, stop: int) -> tuple[_Ints, _Ints]:

@@ -1,0 +1,111 @@
+"""Simulated runs against the real loader, and how fast simulations are.
+
+    python tests/benchmarks/bench_simulate.py compare|speed [--runs 3] [--json]
+
+compare   300 steps of the real loader behind a store with latency and bandwidth per connection (48 shards of
+          1 MiB), and the same simulated: bytes of shards fetched, waits, time of the whole run. Medians of
+          the real runs; a busy machine makes them slower.
+speed     2,048 GPUs for 1,000 steps over 14.8e12 tokens in 882,149 shards: seconds and peak memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from simulated_runs import CASES, compare, write_dataset
+
+from shardkit.simulation.run import simulate
+from shardkit.simulation.scenario import Scenario, choose_window
+
+NODES, SHARDS, SHARD_BYTES, SAMPLE_BYTES = 256, 882_149, 1 << 26, 1 << 14
+
+
+def comparison(runs: int) -> list[dict[str, Any]]:
+    """Both sides of every case."""
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        write_dataset(Path(scratch) / "data")
+        for case in CASES:
+            found = [compare(case, Path(scratch) / "data", Path(scratch)) for _ in range(runs)]
+            row: dict[str, Any] = {"case": case.name}
+            for name in ("fetched_bytes", "row_reads", "first_seconds", "wait_seconds", "seconds"):
+                both = [getattr(one, name) for one in found]
+                row[name] = (statistics.median(real for real, _ in both), both[0][1])
+            rows.append(row)
+    return rows
+
+
+def speed(runs: int) -> list[dict[str, Any]]:
+    """Some nodes of a large run, and all of them."""
+    samples = np.full(SHARDS, SHARD_BYTES // SAMPLE_BYTES, dtype=np.int64)
+    sizes = np.full(SHARDS, SHARD_BYTES, dtype=np.int64)
+    rows = []
+    for simulated, cache_bytes in ((8, 100_000_000_000), (8, 500_000_000_000), (NODES, 20_000_000_000)):
+        lanes, window = choose_window(
+            sizes, SAMPLE_BYTES, global_batch=NODES * 64, nodes=NODES, cache_bytes=cache_bytes
+        )
+        run = Scenario(
+            shard_samples=samples,
+            shard_bytes=sizes,
+            sample_bytes=SAMPLE_BYTES,
+            delivered_bytes=2 * SAMPLE_BYTES,
+            nodes=NODES,
+            lanes=lanes,
+            window=window,
+            cache_bytes=cache_bytes,
+            simulated=tuple(range(0, NODES, NODES // simulated)),
+        )
+        seconds = []
+        for _ in range(runs):
+            began = time.perf_counter()
+            simulate(run)
+            seconds.append(time.perf_counter() - began)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        rows.append(
+            {
+                "nodes_simulated": simulated,
+                "cache_bytes": cache_bytes,
+                "seconds": round(statistics.median(seconds), 1),
+                "peak_rss_bytes": peak,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("compare", "speed"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = comparison(arguments.runs) if arguments.what == "compare" else speed(arguments.runs)
+    if arguments.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(", ".join(f"{name} {_shown(value)}" for name, value in row.items()))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        real, simulated = value
+        return f"{real:,.6g} real {simulated:,.6g} simulated"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()
