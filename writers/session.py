@@ -15,6 +15,7 @@ from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.engine_local import LocalEngine, default_workers
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.queue import TaskSlice
+from shardkit.writers.execution.ray_start import import_ray
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
@@ -45,6 +46,8 @@ class Execution:
             raise BuildError(
                 f"engine {self.engine!r} is unknown; use one of {', '.join(get_args(EngineName))}"
             )
+        if self.engine == "ray":
+            import_ray()  # MissingExtraError now, before there is a work folder
 
 
 def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execution: Execution) -> Work:
