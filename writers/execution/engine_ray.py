@@ -39,12 +39,12 @@ __all__ = ["RETRIES", "RayEngine", "slots_of"]
 RETRIES = 4
 MAX_WORKERS = 100_000
 NO_NODE_SECONDS = 600.0  # clusters take minutes to start a machine
-_LOOK_SECONDS = 5.0  # how often nodes are counted
+LOOK_SECONDS = 5.0  # how often nodes are counted
 _TICK_SECONDS = 1.0
 _FETCH_SECONDS = 60.0
 _CANCEL_SECONDS = 10.0
-_LONGEST_PAUSE_SECONDS = 30.0
-_FIRST_TASKS = 8  # handed in where there is no node yet: demand for a cluster that grows
+FIRST_PAUSE_SECONDS = 1.0  # before a lost task is handed in again; doubled each time
+_FIRST_TASKS = 4  # handed in where there is no node yet: demand for a cluster that grows
 
 
 class RayEngine(Closing):
@@ -121,7 +121,7 @@ class _Run:
     check: NodeCheck
     bound: int | None
     memory_bytes: int
-    _remote: Any = None
+    _function: Any = None
     _flying: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
     _lost: list[_Try] = field(default_factory=list)
     _slots: int = 0
@@ -130,13 +130,7 @@ class _Run:
     _told_no_node: bool = False
 
     def __post_init__(self) -> None:
-        self._remote = self.ray.remote(run_on_node).options(
-            num_cpus=1,
-            memory=self.memory_bytes,
-            max_retries=0,
-            scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": ONE_THREAD},
-        )
+        self._function = self.ray.remote(run_on_node)
 
     def until_exhausted(self, hear: Callable[[Task, float], None]) -> None:
         try:
@@ -168,7 +162,7 @@ class _Run:
     def _look(self) -> None:
         """Count what fits, every few seconds: nodes come and go. BuildError if there is nothing for long."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+        if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
         nodes = self.ray.nodes()
@@ -206,7 +200,15 @@ class _Run:
 
     def _submit(self, tried: _Try) -> None:
         data = pickle.dumps((tried.task, tried.task.digest, self.work))
-        self._flying[self._remote.remote(self.check, data)] = tried
+        remote = self._function.options(
+            name=str(tried.task),  # what Ray's tools show
+            num_cpus=1,
+            memory=self.memory_bytes,
+            max_retries=0,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": ONE_THREAD},
+        )
+        self._flying[remote.remote(self.check, data)] = tried
 
     def _finished(self) -> list[Any]:
         """References that are done, after a moment's wait."""
@@ -241,11 +243,10 @@ class _Run:
         problem = f"task {tried.task}: {self._reason(error)}"
         if tried.losses > RETRIES:
             raise BuildError(
-                f"{problem}, for the {tried.losses}th time; if nodes run out of memory, make the recipe's "
+                f"{problem}, {tried.losses} times by now; if nodes run out of memory, make the recipe's "
                 f"`memory` larger, so that fewer tasks run side by side; {RESUME}"
             ) from error
-        pause = min(2.0 ** (tried.losses - 1), _LONGEST_PAUSE_SECONDS)
-        tried.not_before = time.monotonic() + pause
+        tried.not_before = time.monotonic() + FIRST_PAUSE_SECONDS * 2 ** (tried.losses - 1)
         self._lost.append(tried)
         warnings.warn(f"{problem}; it runs again (retry {tried.losses} of {RETRIES})", RuntimeWarning, 2)
 

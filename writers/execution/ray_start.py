@@ -52,6 +52,9 @@ def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
     except (ray.exceptions.RayError, ImportError, OSError, RuntimeError, TimeoutError, ValueError) as error:
         what = "Ray cannot be started here" if address == _LOCAL else f"the Ray cluster at {address}"
         raise BuildError(f"{what}: {error}") from error
+    # What raylets report of lost processes would be printed on stdout, which is for results; the engine tells
+    # of lost tasks. There is no public switch for it.
+    ray._private.worker._worker_logs_enabled = False
 
 
 def _check_reachable(address: str) -> None:
