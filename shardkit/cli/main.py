@@ -26,7 +26,7 @@ from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
 __all__ = ["VERBS", "main"]
 
 VERBS = (
-    "audit", "build", "clean", "convert", "dedup-index", "demo", "download", "info", "plan",
+    "audit", "bench", "build", "clean", "convert", "dedup-index", "demo", "download", "info", "plan",
     "simulate", "trace", "train-classifier", "upload", "verify",
 )  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "upload")
