@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from shardkit.units import format_bytes
 
-__all__ = ["Listener", "StageProgress", "make_listener"]
+__all__ = ["Listener", "StageProgress", "make_listener", "names_of"]
 
 LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for the ends of stages
+_MOST_NAMES = 3
 COMPILING = "compiling kernels …"
 
 
@@ -26,7 +27,8 @@ class StageProgress:
     """How far a stage is. Documents and bytes of text are those read in this run, not in reused tasks.
 
     `seconds_left` is None while nothing tells; `compiling` are tasks for which kernels are being compiled,
-    `compile_seconds` the longest that any one waited for that.
+    `compile_seconds` the longest that any one waited for that. Of `tasks_done`, other processes that share
+    the work did `tasks_elsewhere` in this run; `waiting` says for whom this one waits.
     """
 
     stage: str
@@ -40,6 +42,8 @@ class StageProgress:
     seconds_left: float | None = None
     compiling: int = 0
     compile_seconds: float = 0.0
+    tasks_elsewhere: int = 0
+    waiting: str = ""
 
     @property
     def finished(self) -> bool:
@@ -56,11 +60,21 @@ class StageProgress:
             rates += f", {100 * self.documents_kept / self.documents:.1f} % kept"
         return rates
 
+    def notes(self) -> list[str]:
+        """What of the tasks this process did not do now."""
+        notes = [f"{self.tasks_reused:,} reused"] if self.tasks_reused else []
+        return notes + ([f"{self.tasks_elsewhere:,} by others"] if self.tasks_elsewhere else [])
+
+    def waits(self) -> list[str]:
+        """For whom this process waits."""
+        return [f"waiting for {self.waiting}"] if self.waiting and not self.finished else []
+
     def line(self) -> str:
         """All of it on one line without a break."""
         parts = [f"{self.stage}: {self.tasks_done:,} of {self.tasks:,} tasks"]
-        if self.tasks_reused:
-            parts[0] += f" ({self.tasks_reused:,} reused)"
+        if notes := self.notes():
+            parts[0] += f" ({', '.join(notes)})"
+        parts += self.waits()
         parts += [self.rates()] if self.rates() else []
         if self.compiling:
             parts.append(COMPILING)
@@ -71,6 +85,13 @@ class StageProgress:
         if self.finished and self.compile_seconds:
             parts.append(f"{self.compile_seconds:.1f} s of it compiling kernels, which are kept")
         return ", ".join(parts)
+
+
+def names_of(holders: Mapping[str, int]) -> str:
+    """Sessions that are waited for, and for how many tasks: "node7-4711-9f… (2 tasks)"."""
+    most = sorted(holders.items(), key=lambda item: (-item[1], item[0]))
+    texts = [f"{name or 'nobody yet'} ({n:,} task{'s' * (n > 1)})" for name, n in most[:_MOST_NAMES]]
+    return ", ".join(texts) + (f" and {len(most) - _MOST_NAMES:,} more" if len(most) > _MOST_NAMES else "")
 
 
 def _clock(seconds: float) -> str:
@@ -164,7 +185,7 @@ class _Bars(_Quiet):
 
 def _beside_bar(progress: StageProgress) -> str:
     """What the bar, its numbers and its clock do not show."""
-    parts = [f"{progress.tasks_reused:,} reused"] if progress.tasks_reused else []
+    parts = [*progress.notes(), *progress.waits()]
     parts += [progress.rates()] if progress.rates() else []
     if progress.compiling:
         parts.append(COMPILING)

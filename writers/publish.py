@@ -3,7 +3,8 @@
 The index is written last and atomically, and an old one is removed first, so no reader ever sees an index
 whose shards are not all there. Files are hard-linked from the work folder, or copied, synced and renamed if
 that is another file system. A marker names all files of a publication in progress: when it is cut short, the
-next one knows what to clear away. Files that no dataset or build put there are never touched.
+next one knows what to clear away. One process at a time publishes into a folder, which a lock in it sees to,
+and files are replaced one by one, each whole. Files that no dataset or build put there are never touched.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any, Literal
 from shardkit.errors import BuildError, ShardError
 from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
 from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.locks import held_file
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work import fsync_path
 from shardkit.writers.execution.work_files import borrowed
@@ -49,6 +52,7 @@ PROVENANCE_FOLDER = "provenance"
 ANNOTATIONS_FOLDER = "annotations"
 INDEX_NAMES = ("index.json", "shards.json")
 _MARKER = ".shardkit-publishing.json"
+_LOCK = ".shardkit-publishing.lock"
 _THREADS = 8
 
 OutputState = Literal["empty", "unfinished", "complete"]
@@ -107,40 +111,76 @@ def forget_damaged(journal: Journal, commits: Sequence[Commit]) -> None:
 
 
 def publish(
-    output: Path, manifest: Manifest, links: Mapping[str, Path], texts: Mapping[str, bytes], *, replace: bool
+    output: Path,
+    manifest: Manifest,
+    links: Mapping[str, Path],
+    texts: Mapping[str, bytes],
+    *,
+    replace: bool,
+    wait_seconds: float = 0.0,
 ) -> None:
     """Put `links` (name in the dataset -> file of the work folder) and `texts` into `output`, the index last.
 
-    BuildError if a complete dataset is there and `replace` is not set.
+    BuildError if a complete dataset is there and `replace` is not set (the very same one is well), or if
+    another process is publishing there for longer than `wait_seconds`.
     """
-    state = output_state(output)
-    if state == "complete" and not replace:
-        raise BuildError(f"{output}: holds another dataset; use --replace to put this one in its place")
-    output.mkdir(parents=True, exist_ok=True)
     try:
-        stale = _published_files(output, state)
-        names = [*links, *texts, *INDEX_NAMES]
-        marked = sorted({*stale, *names})
-        publish_bytes(output / _MARKER, json.dumps({"files": marked}).encode())
-        _clear(output, marked)
-        for folder in {(output / name).parent for name in names}:
-            folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda name: _place_output(links[name], output / name), links))
-        for name, text in texts.items():
-            publish_bytes(output / name, text)
-        for folder in {(output / name).parent for name in names}:
-            fsync_path(folder)
-        _write_index(output, manifest)
-        (output / _MARKER).unlink()
-        fsync_path(output)
+        with _sole_publisher(output, wait_seconds):
+            _publish(output, manifest, links, texts, replace=replace)
     except OSError as error:
         raise BuildError(f"{output}: cannot be written: {error}; the same command continues") from error
 
 
+@contextmanager
+def _sole_publisher(output: Path, wait_seconds: float) -> Iterator[None]:
+    """Hold the lock of an output, which is in there, as machines may share the output and nothing else."""
+    output_state(output)  # nothing is put where something else lies
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = held_file(output / _LOCK, shared=False, wait_seconds=wait_seconds)
+    if descriptor is None:
+        raise BuildError(f"{output}: another process publishes a dataset there; wait for it, or end it")
+    try:
+        yield
+    finally:
+        try:
+            (output / _LOCK).unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _publish(
+    output: Path, manifest: Manifest, links: Mapping[str, Path], texts: Mapping[str, bytes], *, replace: bool
+) -> None:
+    state = output_state(output)
+    if state == "complete" and not replace:
+        if (output / CARD_NAME).exists() and (output / CARD_NAME).read_bytes() == texts[CARD_NAME]:
+            (output / _MARKER).unlink(missing_ok=True)
+            return
+        raise BuildError(f"{output}: holds another dataset; use --replace to put this one in its place")
+    stale = _published_files(output, state)
+    names = [*links, *texts, *INDEX_NAMES]
+    marked = sorted({*stale, *names})
+    publish_bytes(output / _MARKER, json.dumps({"files": marked}).encode())
+    _clear(output, marked, keep={*links, *texts})
+    for folder in {(output / name).parent for name in names}:
+        folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda name: _place_output(links[name], output / name), links))
+    for name, text in texts.items():
+        publish_bytes(output / name, text)
+    for folder in {(output / name).parent for name in names}:
+        fsync_path(folder)
+    _write_index(output, manifest)
+    (output / _MARKER).unlink()
+    fsync_path(output)
+
+
 def finish_publication(output: Path) -> None:
-    """Remove the marker that a crash just after the index leaves."""
+    """Remove what a crash just after the index leaves: the marker, and the lock if nobody has it."""
     (output / _MARKER).unlink(missing_ok=True)
+    if (output / _LOCK).exists() and (descriptor := held_file(output / _LOCK, shared=False)) is not None:
+        (output / _LOCK).unlink()
+        os.close(descriptor)
 
 
 def _write_index(output: Path, manifest: Manifest) -> None:
@@ -182,14 +222,15 @@ def old_manifest(output: Path) -> Manifest:
         raise BuildError(f"{error}; it cannot be replaced: empty the folder yourself") from error
 
 
-def _clear(output: Path, names: Sequence[str]) -> None:
-    """Remove an earlier dataset: its index first."""
+def _clear(output: Path, names: Sequence[str], keep: Set[str]) -> None:
+    """Remove an earlier dataset, its index first; files of names in `keep` are replaced one by one, later."""
     for name in INDEX_NAMES:
         (output / name).unlink(missing_ok=True)
     if any((output / name).exists() for name in names):
         fsync_path(output)
     for name in names:
-        (output / name).unlink(missing_ok=True)
+        if name not in keep:
+            (output / name).unlink(missing_ok=True)
     for folder in {(output / name).parent for name in names}:
         for path in folder.glob(".*.tmp*"):  # of a copy or a write that was cut short
             meant = (folder / path.name[1:].rsplit(".tmp", 1)[0]).relative_to(output).as_posix()
@@ -203,11 +244,16 @@ def _place_output(source: Path, target: Path) -> None:
 
 
 def place(source: Path, target: Path) -> None:
-    """The same file under another name, or a synced copy where a file cannot have names in both folders."""
+    """The same file under another name, or a synced copy where a file cannot have names in both folders.
+
+    What is there is replaced in one step.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        os.link(source, target)
+        os.link(source, temporary)
     except OSError:
-        temporary = target.with_name(f".{target.name}.tmp")
         shutil.copyfile(source, temporary)
         fsync_path(temporary)
-        temporary.rename(target)
+    temporary.replace(target)
+    temporary.unlink(missing_ok=True)  # it stays where both were names of one file

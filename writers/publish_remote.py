@@ -8,7 +8,6 @@ run of the same build, which has its work folder still; another dataset is only 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from shardkit.upload.progress import TransferProgress
 from shardkit.upload.publication import Publication, Settings, finish_publication
 from shardkit.upload.send import Sender
 from shardkit.upload.stores import transfer_store
-from shardkit.writers.execution.work_files import borrowed
+from shardkit.writers.execution.work_files import borrowed, content_of
 from shardkit.writers.progress import Listener, StageProgress
 from shardkit.writers.publish import CARD_NAME
 
@@ -122,23 +121,26 @@ class _Borrower:
         self._sender = Sender(store, {**links, **texts})
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
-        with self._file(file):
-            return self._sender.is_there(file, found)
+        if (path := self._links.get(file.basename)) and (digest := content_of(path)):
+            self._sender.digests.setdefault(file.basename, digest)  # its bytes are compared as they come
+        return self._sender.is_there(file, found)
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        with self._file(file):
+        path = self._links.get(file.basename)
+        if path is None:
             return self._sender.place(file)
+        try:
+            with borrowed(path) as here:
+                self._sender.data[file.basename] = here
+                return self._sender.place(file)
+        except OSError as error:
+            raise ShardError(str(path), f"cannot be read: {error.strerror or error}") from error
 
     def read_back(self, file: FileInfo) -> None:
-        with self._file(file):
-            self._sender.read_back(file)
+        self._sender.read_back(file)
 
     def finish(self) -> None:
         self._sender.finish()
-
-    def _file(self, file: FileInfo) -> AbstractContextManager[object]:
-        path = self._links.get(file.basename)
-        return nullcontext() if path is None else borrowed(path)
 
 
 def _index(manifest: Manifest) -> tuple[str, bytes]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from shardkit.errors import BuildError, RecipeError
+from shardkit.errors import BuildError
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.engine import Engine
@@ -17,9 +17,10 @@ from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.queue import TaskSlice
 from shardkit.writers.execution.ray_start import import_ray
 from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.execution.work_store import StoreWork, default_scratch
+from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import Listener
 from shardkit.writers.recipe import Recipe
 
@@ -51,9 +52,7 @@ class Execution:
 
 
 def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execution: Execution) -> Work:
-    """The recipe's work folder, or that of `default`, which is removed after success."""
-    if recipe.work is None and execution.task_slice is not None:
-        raise RecipeError("work: processes with --task-slice share a work folder: set one")
+    """The recipe's work folder, or that of `default`, which is removed after success unless it is shared."""
     if recipe.work is not None and is_remote(recipe.work):
         url = recipe.work.rstrip("/")
         scratch = default_scratch(url) if recipe.scratch is None else recipe.resolve(recipe.scratch)

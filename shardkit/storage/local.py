@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import os
 import shutil
 import stat
@@ -21,7 +20,6 @@ from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 __all__ = ["LocalStore"]
 
 _TEMPORARY = ".shardkit-put-"
-_numbers = itertools.count()
 
 
 class LocalStore:
@@ -74,7 +72,8 @@ class LocalStore:
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         file = self._file(key)
-        temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_numbers)}")
+        # Machines that share the folder may have processes of the same number.
+        temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
         with contextlib.ExitStack() as stack:
             try:
                 source = stack.enter_context(data.open("rb") if isinstance(data, Path) else io.BytesIO(data))

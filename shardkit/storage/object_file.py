@@ -36,22 +36,24 @@ class Ranges(Protocol):
     ) -> bytes: ...
 
 
-def open_object(store: Ranges, info: ObjectInfo) -> io.BufferedReader:
+def open_object(store: Ranges, info: ObjectInfo, *, first_bytes: int = _FIRST_BYTES) -> io.BufferedReader:
     """The object as a file of `info.bytes` bytes; nothing is contacted before the first read.
 
-    Retries are the store's work: give it a `ResilientStore`.
+    Ranges begin at `first_bytes`; `store` may give more than was asked for. Retries are the store's work:
+    give it a `ResilientStore`.
     """
-    return io.BufferedReader(_ObjectFile(store, info), _BUFFER_BYTES)
+    return io.BufferedReader(_ObjectFile(store, info, first_bytes), _BUFFER_BYTES)
 
 
 class _ObjectFile(io.RawIOBase):
     """Holds one block, and at most one that is on its way."""
 
-    def __init__(self, store: Ranges, info: ObjectInfo) -> None:
+    def __init__(self, store: Ranges, info: ObjectInfo, first_bytes: int) -> None:
         self._store, self._info = store, info
+        self._first_bytes = first_bytes
         self._position = 0
         self._start, self._block = 0, b""
-        self._next_bytes = _FIRST_BYTES
+        self._next_bytes = first_bytes
         self._coming: Future[bytes] | None = None  # what follows the block
         self._workers = Workers(1)
 
@@ -94,7 +96,7 @@ class _ObjectFile(io.RawIOBase):
         is_next = bool(self._block) and self._position == self._start + len(self._block)
         coming, self._coming = self._coming, None
         if not is_next:
-            self._next_bytes = max(_FIRST_BYTES, min(wanted, _MOST_BYTES))
+            self._next_bytes = max(self._first_bytes, min(wanted, _MOST_BYTES))
         if is_next and coming is not None:
             self._block = b""  # or three would be held
             block = coming.result()

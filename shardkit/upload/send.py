@@ -83,12 +83,15 @@ def upload(
 
 
 class Sender:
-    """Files of this machine, or bytes, into a store. `data` maps names in the dataset to them."""
+    """Files of this machine, or bytes, into a store. `data` maps names in the dataset to them.
+
+    `digests` are their xxh3-128, of those that were read.
+    """
 
     def __init__(self, target: Store, data: dict[str, Path | bytes]) -> None:
         self.data = data
+        self.digests: dict[str, str] = {}
         self._target = target
-        self._digests: dict[str, str] = {}
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
         """Whether the object's metadata, or its bytes if it has none, have the file's xxh3-128."""
@@ -125,7 +128,7 @@ class Sender:
     def _digest(self, file: FileInfo) -> str:
         """The file's xxh3-128, after the stated hash has been compared."""
         name, data = file.basename, self.data[file.basename]
-        if name not in self._digests:
+        if name not in self.digests:
             stated = checkable_hash(file)
             names = {CONTENT_HASH, *([stated] if stated else ())}
             hashes = hash_bytes(data, names) if isinstance(data, bytes) else hash_file(data, names)
@@ -135,8 +138,8 @@ class Sender:
                     f"is damaged, and was not sent: {stated} {hashes[stated]}, "
                     f"stated is {file.hashes[stated]}",
                 )
-            self._digests[name] = hashes[CONTENT_HASH]
-        return self._digests[name]
+            self.digests[name] = hashes[CONTENT_HASH]
+        return self.digests[name]
 
     def _hash_of_object(self, file: FileInfo) -> str:
         hasher, buffer = new_hash(CONTENT_HASH), memoryview(bytearray(_READ_BYTES))

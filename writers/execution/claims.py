@@ -1,12 +1,12 @@
 """Who is at what, when several processes share the work: leases that save work and decide nothing.
 
     sessions/<session>     rewritten every few seconds while a process lives
-    claims/<task key>      the session that is at a task
+    claims/<key>           the session that is at a task, or at the publication
 
 A session whose object has not changed for `LEASE_SECONDS` of the observer's own clock is dead, and its claims
-are free: no two machines' clocks are compared. A claim that fails, or two who take over at once, cost a task
-done twice, with the same bytes; what is finished is decided by commits alone. So errors of the store are
-not raised here: the worst that follows is more work.
+are free: no two machines' clocks are compared. A claim that fails, two who take over at once, or one who was
+only asleep, cost a task done twice, with the same bytes; what is finished is decided by commits alone. So
+errors of the store are not raised here: the worst that follows is more work.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Self
 
 from shardkit.storage.errors import ObjectExistsError, StoreError
 from shardkit.storage.store import Store
-from shardkit.writers.execution.task import Task
 
 __all__ = ["BEAT_SECONDS", "LEASE_SECONDS", "Claims"]
 
 LEASE_SECONDS = 60.0
 BEAT_SECONDS = 10.0
+
+_NEVER = float("-inf")
 
 
 class Claims:
@@ -48,10 +49,12 @@ class Claims:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="shardkit-claims", daemon=True)
         self._seen: dict[str, tuple[str, float]] = {}  # session -> version of its object, when first seen so
-        self._claims: dict[str, str] = {}  # task key -> version of its claim
+        self._claims: dict[str, str] = {}  # key -> version of its claim
         self._holders: dict[tuple[str, str], str] = {}
         self._contested: set[str] = set()  # claimed by another one since the last look
         self._mine: set[str] = set()
+        self._beaten = _NEVER  # when this session last said that it lives
+        self._doubtful: set[str] = set()  # mine, but others may have taken them over since
 
     def __enter__(self) -> Self:
         self._beat(0)
@@ -63,9 +66,14 @@ class Claims:
     ) -> None:
         self._ended.set()
         self._thread.join(self._beat_seconds)
-        for key in list(self._mine):
-            self.release(key)
-        self._try(lambda: self._store.delete(f"sessions/{self.session}"))
+        with contextlib.suppress(StoreError):  # the first failure ends it: others wait for the lease
+            for key in sorted(self._mine):
+                self._store.delete(f"claims/{key}")
+            self._store.delete(f"sessions/{self.session}")
+            if next(iter(self._store.list("sessions/")), None) is None:  # what killed ones left
+                for info in list(self._store.list("claims/")):
+                    self._store.delete(info.key)
+        self._mine.clear()
 
     def refresh(self) -> None:
         """Look at what the others say. Two listings."""
@@ -76,52 +84,73 @@ class Claims:
         except StoreError:
             return
         for session, info in sessions.items():
-            version, _ = self._seen.get(session, ("", 0.0))
+            version, _ = self._seen.get(session, ("", _NEVER))
             if version != info.version:
                 self._seen[session] = (info.version, now)
         self._seen = {session: seen for session, seen in self._seen.items() if session in sessions}
         self._claims = claims
         self._contested.clear()
-        self._holders = {known: holder for known, holder in self._holders.items() if known[0] in claims}
+        self._holders = {
+            known: who for known, who in self._holders.items() if claims.get(known[0]) == known[1]
+        }
+        for session in [session for session in self._seen if not self._lives(session)]:
+            self._bury(session)
 
-    def holder(self, task: Task) -> str | None:
-        """The living session of another process that is at a task, as of the last `refresh`."""
-        if task.key in self._contested:
+    def holder(self, key: str) -> str | None:
+        """The living session of another process that has a claim, as of the last `refresh`."""
+        if key in self._contested:
             return "another process"
-        version = self._claims.get(task.key)
-        if version is None or task.key in self._mine:
+        if key in self._mine or key not in self._claims:
             return None
-        if (task.key, version) not in self._holders:
-            try:
-                self._holders[task.key, version] = self._store.get(f"claims/{task.key}").decode(
-                    errors="replace"
-                )
-            except StoreError:
-                return None
-        session = self._holders[task.key, version]
-        _, since = self._seen.get(session, ("", float("-inf")))
-        return session if self._clock() - since < self._lease_seconds else None
+        session = self._session_of(key)
+        return session if session is not None and self._lives(session) else None
 
-    def take(self, task: Task) -> bool:
-        """Say that this process is at a task; False if another one that lives was faster."""
-        if self.holder(task) is not None:
+    def take(self, key: str) -> bool:
+        """Say that this process is at it; False if another one that lives was faster."""
+        if self.holder(key) is not None:
             return False
-        stale = task.key in self._claims
+        stale = key in self._claims
         try:
-            self._store.put(f"claims/{task.key}", self.session.encode(), if_absent=not stale)
+            self._store.put(f"claims/{key}", self.session.encode(), if_absent=not stale)
         except ObjectExistsError:
-            self._contested.add(task.key)  # whose it is, the next refresh tells
+            self._contested.add(key)  # whose it is, the next refresh tells
             return False
         except StoreError:
             pass
-        self._mine.add(task.key)
+        self._mine.add(key)
         return True
 
     def release(self, key: str) -> None:
-        """This process is no longer at a task."""
+        """This process is no longer at it."""
         self._mine.discard(key)
         self._claims.pop(key, None)
-        self._try(lambda: self._store.delete(f"claims/{key}"))
+        with contextlib.suppress(StoreError):
+            is_sure = key not in self._doubtful and self._clock() - self._beaten < self._lease_seconds
+            if is_sure or self._store.get(f"claims/{key}") == self.session.encode():
+                self._store.delete(f"claims/{key}")
+        self._doubtful.discard(key)
+
+    def _lives(self, session: str) -> bool:
+        _, since = self._seen.get(session, ("", _NEVER))
+        return session == self.session or self._clock() - since < self._lease_seconds
+
+    def _session_of(self, key: str) -> str | None:
+        known = key, self._claims[key]
+        if known not in self._holders:
+            try:
+                self._holders[known] = self._store.get(f"claims/{key}").decode(errors="replace")
+            except StoreError:
+                return None
+        return self._holders[known]
+
+    def _bury(self, session: str) -> None:
+        """Remove what a dead one left. If it was only asleep, it says so again, and lost nothing but time."""
+        with contextlib.suppress(StoreError):
+            for key in [key for key in self._claims if self._session_of(key) == session]:
+                self._store.delete(f"claims/{key}")
+                del self._claims[key]
+            self._store.delete(f"sessions/{session}")
+            del self._seen[session]
 
     def _beat_on(self) -> None:
         number = 0
@@ -130,9 +159,9 @@ class Claims:
             self._beat(number)
 
     def _beat(self, number: int) -> None:
-        self._try(lambda: self._store.put(f"sessions/{self.session}", f"{number}".encode()))
-
-    @staticmethod
-    def _try(call: Callable[[], object]) -> None:
+        now = self._clock()
+        if now - self._beaten >= self._lease_seconds:  # it was asleep, or cut off
+            self._doubtful |= self._mine
         with contextlib.suppress(StoreError):
-            call()
+            self._store.put(f"sessions/{self.session}", f"{number}".encode())
+            self._beaten = now

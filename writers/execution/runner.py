@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
+from shardkit.hashing import digest_of
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.ledger import Count
-from shardkit.writers.progress import Listener, StageProgress
+from shardkit.writers.progress import Listener, StageProgress, names_of
 
 __all__ = ["Runner"]
 
@@ -44,11 +46,32 @@ class Runner:
             self._done(commit)
 
         if missing:
-            self._engine.run(self.journal.queue(missing, done), self.journal.work)
+            self._engine.run(self.journal.queue(missing, done, self._wait), self.journal.work)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
         work = self.journal.work.folder
         return [[commits[work / task.key] for task in group] for group in groups]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may be at the same work."""
+        return self.journal.is_shared
+
+    def take_turn(self, step: str, place: str, is_done: Callable[[], bool]) -> AbstractContextManager[bool]:
+        """`Journal.take_turn` for what is done once at a place; tells who is waited for."""
+        start = time.perf_counter()
+
+        def wait(holders: Mapping[str, int]) -> None:
+            seconds = time.perf_counter() - start
+            self._listener(StageProgress(step, 0, 1, 0, 0, 0, seconds, waiting=names_of(holders)))
+
+        return self.journal.take_turn(f"{step}/{digest_of(place)}", is_done, wait)
+
+    def _wait(self, holders: Mapping[str, int]) -> None:
+        for stage, meter in self._meters.items():
+            meter.waiting = names_of(holders)
+            if not meter.progress(stage, 0.0).finished:
+                self._report(stage)
 
     def _done(self, commit: Commit) -> None:
         self._meters[commit.stage].add(commit)
@@ -74,6 +97,8 @@ class _Meter:
         self._read = self._kept = Count()
         self._compiling: set[str] = set()
         self._compiled: dict[str, float] = {}
+        self._elsewhere = 0
+        self.waiting = ""
 
     def reuse(self, task: Task) -> None:
         self._reused += 1
@@ -81,6 +106,8 @@ class _Meter:
 
     def add(self, commit: Commit) -> None:
         self._made += 1
+        self._elsewhere += commit.reused
+        self.waiting = ""
         self._left -= self._weights[commit.name]
         self._work += self._weights[commit.name]
         self._compiling.discard(commit.name)
@@ -109,4 +136,6 @@ class _Meter:
             seconds_left=seconds * self._left / self._work if self._work and self._left else None,
             compiling=len(self._compiling),
             compile_seconds=max(self._compiled.values(), default=0.0),
+            tasks_elsewhere=self._elsewhere,
+            waiting=self.waiting,
         )

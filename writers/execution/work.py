@@ -23,7 +23,7 @@ from shardkit.writers.ledger import Ledger
 
 __all__ = ["BLOCK_BYTES", "Work", "check_same", "fsync_path", "run_task"]
 
-BLOCK_BYTES = 1 << 20  # of files in stores, which are read and checked by so much
+BLOCK_BYTES = 1 << 18  # of files in stores, which are read and checked by so much; 12 bytes of a commit each
 _BLOCK_HASH_BYTES = 8
 
 
@@ -57,6 +57,9 @@ class Work(Protocol):
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
         """The finished ones, with all outputs there at their sizes; None for those that have to run."""
+
+    def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        """As `find`, of tasks that had no commit a moment ago: whoever made one put its outputs first."""
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         """(task key, commit) of all finished tasks of a stage, or of all."""

@@ -20,6 +20,7 @@ __all__ = [
     "BinaryFile",
     "Mounted",
     "borrowed",
+    "content_of",
     "file_bytes",
     "local",
     "mount",
@@ -39,6 +40,8 @@ class Mounted(Protocol):
     def folder(self) -> Path: ...
     def open(self, path: Path) -> io.BufferedReader: ...
     def fetch(self, path: Path) -> None: ...
+    def borrow(self, path: Path) -> Path: ...
+    def content_of(self, path: Path) -> str: ...
 
 
 _mounts: dict[Path, Mounted] = {}
@@ -96,11 +99,22 @@ def local(path: Path) -> Path:
 
 @contextmanager
 def borrowed(path: Path) -> Iterator[Path]:
-    """`local` for a while: what was fetched for it is removed at the end."""
+    """`local` for a while, at another path: what was fetched for it is removed at the end."""
     work = _mount_of(path)
-    yield local(path)
-    if work is not None:
-        path.unlink(missing_ok=True)
+    if work is None:
+        yield path
+        return
+    mine = work.borrow(path)
+    try:
+        yield mine
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def content_of(path: Path) -> str | None:
+    """The xxh3-128 of a file that is not on this machine, as it was committed."""
+    work = _mount_of(path)
+    return None if work is None else work.content_of(path)
 
 
 def _mount_of(path: Path) -> Mounted | None:

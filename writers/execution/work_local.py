@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.errors import BuildError
 from shardkit.index import publish_bytes
 from shardkit.storage.local import LocalStore
+from shardkit.writers.execution.locks import held_file, upgraded
 from shardkit.writers.execution.task import Commit, Task, parse_commit
 from shardkit.writers.execution.work import check_same, fsync_path, hash_output
 
-__all__ = ["COMMIT_NAME", "LocalWork", "lock_folder"]
+__all__ = ["COMMIT_NAME", "LocalWork", "locked_folder"]
 
 COMMIT_NAME = "commit.json"
 _MARKER = "shardkit-work.txt"
@@ -35,6 +36,7 @@ _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
 _SHARING = "sharing"
+_CLEARING_SECONDS = 30.0  # that another one may take to remove what killed ones left
 _OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _SHARING})
 
 
@@ -59,9 +61,12 @@ class LocalWork:
         """Nothing is needed: `Journal` made the folder."""
 
     def temporary(self, task: Task) -> Path:
-        parent = self.folder / _UNFINISHED / self.session
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{task.stage}.{task.name}.", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=f"{task.stage}.{task.name}.", dir=self._unfinished()))
+
+    def _unfinished(self) -> Path:
+        folder = self.folder / _UNFINISHED / self.session
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
         publish_bytes(temporary / COMMIT_NAME, record)
@@ -71,22 +76,42 @@ class LocalWork:
             try:
                 temporary.rename(folder)
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+                if not is_there and temporary.exists():  # else a retried rename on NFS: it was done
                     raise
                 if theirs := _complete(folder):
                     check_same(commit, theirs)
                     return theirs
-                _remove(folder)  # it lost a file, so it has to be made again
+                if not is_there:
+                    raise
+                self._take_away(folder)  # it lost a file, so it has to be made again
                 continue
             fsync_path(folder.parent)
             return commit
 
+    def _take_away(self, folder: Path) -> None:
+        """Remove a folder that is not whole; a whole one that another process put there meanwhile stays."""
+        aside = Path(tempfile.mkdtemp(prefix="removed.", dir=self._unfinished()))
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside)
+        if _complete(aside):
+            with contextlib.suppress(OSError):
+                aside.rename(folder)
+        if aside.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        # One listing tells what is not there, which on a network's disk would be a request for each task.
+        present = {stage: _names(self.folder / stage) for stage in {task.stage for task in tasks}}
         found: list[Commit | None] = []
         for task in tasks:
-            commit = _complete(self.folder / task.key)
+            stage, _, name = task.key.partition("/")
+            commit = _complete(self.folder / task.key) if name in present[stage] else None
             found.append(commit if commit is not None and commit.digest == task.digest else None)
         return found
+
+    def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        return self.find(tasks)
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         stages = [stage] if stage is not None else sorted(_names(self.folder) - _OURS)
@@ -120,32 +145,63 @@ class LocalWork:
 
     def clear_unfinished(self) -> None:
         """Remove what builds that were killed left; only while no other one uses the folder."""
-        _remove(self.folder / _UNFINISHED)
+        for name in (_UNFINISHED, _SHARING):
+            _remove(self.folder / name)
         (self.folder / _UNFINISHED).mkdir()
 
 
-def lock_folder(work: LocalWork, *, shared: bool) -> int:
+@contextmanager
+def locked_folder(work: LocalWork, *, shared: bool) -> Iterator[None]:
     """Create the folder or take over ours, and lock it; BuildError if that is not possible.
 
-    A descriptor that holds the lock until it is closed or the process ends.
+    What killed builds left is cleared by whoever finds itself alone, at the start or at the end.
     """
+    descriptor = _lock(work, shared=shared)
+    try:
+        yield
+    finally:
+        try:
+            if shared and upgraded(descriptor) and (work.folder / _MARKER).exists():
+                with contextlib.suppress(OSError):
+                    work.clear_unfinished()
+        finally:
+            os.close(descriptor)
+
+
+def _lock(work: LocalWork, *, shared: bool) -> int:
     folder = work.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = {name for name in _names(folder) - {_LOCK} if not name.startswith(".")}
-        if names and _MARKER not in names:
+        if names and not (folder / _MARKER).exists():
             raise BuildError(
                 f"{folder}: holds files that no build wrote ({min(names)}); set another `work` folder"
             )
-        descriptor = _locked(folder / _LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, descriptor)
-            if not (folder / _MARKER).exists():
-                publish_bytes(folder / _MARKER, _MARKER_TEXT)
-            stack.pop_all()
+        descriptor = held_file(folder / _LOCK, shared=False)
+        if descriptor is not None:
+            _clear_alone(work, descriptor)
+        if shared:
+            if descriptor is not None:
+                os.close(descriptor)
+            descriptor = held_file(folder / _LOCK, shared=True, wait_seconds=_CLEARING_SECONDS)
+        if descriptor is None:
+            raise BuildError(
+                f"{folder}: another build uses this work folder; wait for it, or set `work`; builds "
+                f"that are to share one all say --task-slice"
+            )
         return descriptor
     except OSError as error:
         raise BuildError(f"{folder}: cannot be used as work folder: {error.strerror}") from error
+
+
+def _clear_alone(work: LocalWork, descriptor: int) -> None:
+    try:
+        if not (work.folder / _MARKER).exists():
+            publish_bytes(work.folder / _MARKER, _MARKER_TEXT)
+        work.clear_unfinished()
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _read(folder: Path) -> Commit | None:
@@ -178,25 +234,3 @@ def _remove(path: Path) -> None:
     (path / COMMIT_NAME).unlink(missing_ok=True) if path.is_dir() else path.unlink(missing_ok=True)
     if path.is_dir():
         shutil.rmtree(path)
-
-
-def _locked(path: Path, kind: int) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            try:
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor
-            except FileNotFoundError:
-                pass  # the build that held it removed it: make a new one
-        except BlockingIOError:
-            os.close(descriptor)
-            raise BuildError(
-                f"{path.parent}: another build uses this work folder; wait for it, or set `work`; builds "
-                f"that are to share one all say --task-slice"
-            ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)

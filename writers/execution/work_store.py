@@ -1,12 +1,14 @@
 """A work folder in a store (S3): what machines share that have no file system in common.
 
+    shardkit-work.txt                        says what this is, and its id, which no other folder ever has
     commits/<stage>/<task>.<digest>.json     one PUT with If-None-Match: the atomic step
     data/<stage>/<task>.<digest>/<file>      outputs, put before it
     sharing/                                 who is at what
 
 Every machine has a scratch folder, for what its running tasks write, for records, and for small files that
-are read as files; it may be deleted whenever no build runs there. All else is read from the store by ranges
-(`open`), each block of which is checked against the hash in the commit: a client does not check ranges.
+are read as files; it may be deleted whenever no build runs there (`scratch.py`). All else is read from the
+store by ranges (`open`), each block of which is checked against the hash in the commit: a client does not
+check ranges. An output that turns out damaged costs its task's record, so the next run makes it again.
 """
 
 from __future__ import annotations
@@ -15,51 +17,50 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
-import xxhash
-
 from shardkit.errors import BuildError
-from shardkit.index import publish_bytes
 from shardkit.storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.object_file import open_object
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, Store
-from shardkit.writers.execution import work_files
-from shardkit.writers.execution.checked_ranges import CheckedRanges
+from shardkit.writers.execution import scratch, work_files
+from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError
 from shardkit.writers.execution.prefixed_store import PrefixedStore
 from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
-from shardkit.writers.execution.work import check_same
+from shardkit.writers.execution.work import check_same, fsync_path
 
-__all__ = ["StoreWork", "default_scratch"]
+__all__ = ["StoreWork"]
 
 _THREADS = 8
 _READ_THREADS = 16  # records are small: waiting only
 _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
+_ID_BYTES = 8
 _COPY_BYTES = 4 << 20
-
-
-def default_scratch(url: str) -> Path:
-    """Below the system's temporary folder ($TMPDIR), one for each user and work folder."""
-    name = xxhash.xxh3_64_hexdigest(url.rstrip("/"))
-    return Path(tempfile.gettempdir()) / f"shardkit-{os.getuid()}" / name
+_KEPT_RECORDS = 4096  # of tasks whose files were read last: some kilobytes each
+_RESUME = "what is finished is kept; the same command continues"
 
 
 @dataclass(frozen=True)
 class StoreWork:
-    """`folder` is the scratch folder, at the same path on all machines. `around` wraps the store (tests)."""
+    """`folder` is in the scratch folder, at the same path on all machines. `around` wraps the store (tests).
+
+    `claimed` gives the one that builds use; without it nothing is remembered on this machine.
+    """
 
     url: str
     folder: Path
     storage: StorageOptions | None = None
     session: str = "build"
     around: Callable[[Store], Store] | None = None
+    id: str = ""
 
     hashes_blocks = True
 
@@ -74,71 +75,108 @@ class StoreWork:
 
     @property
     def sharing(self) -> Store:
-        return PrefixedStore(self.store, "sharing/")
+        store = self.store
+        return PrefixedStore(store.urgent if isinstance(store, ResilientStore) else store, "sharing/")
 
     def prepare(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        scratch.prepare(self.folder)
         work_files.mount(self)
 
-    def claim_place(self) -> None:
-        """See that the store can be written and holds nothing else; BuildError."""
-        try:
-            first = next(iter(self.store.list()), None)
-            if first is None:
-                self.store.put(_MARKER, _MARKER_TEXT)
-            elif not any(info.key == _MARKER for info in self.store.list(_MARKER)):
-                problem = f"holds objects that no build wrote ({first.key}); set another `work` folder"
-                raise BuildError(f"{self.url}: {problem}")
-        except StoreError as error:
-            raise BuildError(f"{self.url}: cannot be used as work folder: {error}") from error
+    def claimed(self, session: str) -> StoreWork:
+        """With the folder's id, which is set if there is none; BuildError if it holds something else.
+
+        Scratch folders are named after the id: what machines remember of a folder that was removed is not
+        believed of another one at the same place.
+        """
+        with self._told():
+            if next(iter(self.store.list()), None) is None:
+                text = _MARKER_TEXT + b"id: " + os.urandom(_ID_BYTES).hex().encode() + b"\n"
+                with suppress(ObjectExistsError):
+                    self.store.put(_MARKER, text, if_absent=True)
+            try:
+                text = self.store.get(_MARKER)
+            except ObjectNotFoundError:
+                first = next(iter(self.store.list())).key
+                problem = f"holds objects that no build wrote ({first}); set another `work` folder"
+                raise BuildError(f"{self.url}: {problem}") from None
+        _, is_right, rest = text.partition(b"id: ")
+        if not is_right or not (id := rest.strip().decode(errors="replace")).isalnum():
+            raise BuildError(f"{self.url}/{_MARKER}: cannot be read; remove the work folder")
+        return replace(self, folder=scratch.folder_of(self.folder, id), id=id, session=session)
 
     def temporary(self, task: Task) -> Path:
-        parent = self.folder / "unfinished" / self.session
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{task.stage}.{task.name}.", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=f"{task.stage}.{task.name}.", dir=self._unfinished()))
+
+    def _unfinished(self) -> Path:
+        folder = scratch.unfinished(self.folder) / self.session
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
-        prefix = f"data/{task.key}/"
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda name: self.store.put(prefix + name, temporary / name), commit.outputs))
-        try:
-            self.store.put(_record_key(task.key), record, if_absent=True)
-        except ObjectExistsError:
+        with self._told(f"task {task}: "):
             theirs = self._fetch_commit(task.key)
             if theirs is None:
-                raise BuildError(f"{self.url}/{_record_key(task.key)}: cannot be read; remove it") from None
-            check_same(commit, theirs)
-            commit = replace(theirs, reused=False)
-        self._keep(task.key, record)
-        return commit
+                prefix = f"data/{task.key}/"
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    list(
+                        pool.map(lambda name: self.store.put(prefix + name, temporary / name), commit.outputs)
+                    )
+                try:
+                    self.store.put(_record_key(task.key), record, if_absent=True)
+                except ObjectExistsError:
+                    theirs = self._fetch_commit(task.key)
+                    if theirs is None:
+                        problem = "is there, but cannot be read; remove it"
+                        raise BuildError(f"{self.url}/{_record_key(task.key)}: {problem}") from None
+                else:
+                    self._keep(task.key, record)
+                    return commit
+        check_same(commit, theirs)
+        return theirs
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        wanted = {task.key: task for task in tasks}
-        found: dict[str, Commit] = {}
-        single = len(wanted) == 1  # then two small requests do
-        for part in sorted({task.key if single else f"{task.stage}/" for task in tasks}):
-            present = sorted(key for key in self._keys(part) if key in wanted)
-            sizes = {info.key: info.bytes for info in self.store.list(f"data/{part}")} if present else {}
-            for key, commit in zip(present, self._read(present), strict=True):
-                if commit is None or commit.digest != wanted[key].digest:
-                    continue
-                if all(sizes.get(f"data/{key}/{name}") == o.bytes for name, o in commit.outputs.items()):
-                    found[key] = commit
-                else:
-                    self.forget(commit)
-        return [found.get(task.key) for task in tasks]
+        with self._told():
+            found = {commit.folder: commit for commit in self.finished(tasks) if commit is not None}
+            sizes: dict[str, int] = {}
+            for part in sorted({f"{stage}/" for stage in {commit.stage for commit in found.values()}}):
+                sizes |= {info.key: info.bytes for info in self.store.list(f"data/{part}")}
+            for folder, commit in list(found.items()):
+                key = self._key(folder)
+                if any(sizes.get(f"data/{key}/{name}") != o.bytes for name, o in commit.outputs.items()):
+                    del found[folder]
+                    self._disown(key)
+        return [found.get(self.folder / task.key) for task in tasks]
+
+    def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        with self._told():
+            wanted = {task.key: task for task in tasks}
+            if len(wanted) == 1:  # one small request
+                commits = [self._fetch_commit(key) for key in wanted]
+            else:
+                stages = sorted({task.stage for task in tasks})
+                present = [key for stage in stages for key in self._keys(f"{stage}/") if key in wanted]
+                commits = self._read(present)
+            found = {self._key(commit.folder): commit for commit in commits if commit is not None}
+        matching = (found.get(task.key) for task in tasks)
+        return [
+            commit if commit is not None and commit.digest == task.digest else None
+            for commit, task in zip(matching, tasks, strict=True)
+        ]
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
-        keys = list(self._keys("" if stage is None else f"{stage}/"))
-        for key, commit in zip(keys, self._read(keys), strict=True):
+        with self._told():
+            keys = list(self._keys("" if stage is None else f"{stage}/"))
+            commits = self._read(keys)
+        for key, commit in zip(keys, commits, strict=True):
             if commit is not None:
                 yield key, commit
 
     def forget(self, commit: Commit) -> None:
-        key = commit.folder.relative_to(self.folder).as_posix()
-        self.store.delete(_record_key(key))
+        key = self._key(commit.folder)
+        with self._told():
+            self._disown(key)
+            self._delete(info.key for info in self.store.list(f"data/{key}/"))
         shutil.rmtree(commit.folder, ignore_errors=True)
-        self._delete(info.key for info in self.store.list(f"data/{key}/"))
 
     def damaged_output(self, commit: Commit) -> str | None:
         def read(name: str) -> str | None:
@@ -146,48 +184,63 @@ class StoreWork:
                 with work_files.open_file(commit.folder / name) as file:
                     while file.read(_COPY_BYTES):
                         pass
-                return None
-            except OSError:  # its blocks are checked as they are read
-                return name
+            except OSError as error:
+                if isinstance(error.__cause__, DamagedFileError):
+                    return name
+                raise
+            return None
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with self._told(), ThreadPoolExecutor(_THREADS) as pool:
             return next((name for name in pool.map(read, commit.outputs) if name), None)
 
     def free_bytes(self) -> int | None:
         return None
 
     def remove(self) -> None:
-        for part in ("commits/", "data/", "sharing/", _MARKER):
-            self._delete(info.key for info in self.store.list(part))
+        with self._told():
+            for part in ("commits/", "data/", "sharing/", _MARKER):
+                self._delete(info.key for info in self.store.list(part))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def open(self, path: Path) -> io.BufferedReader:
         """A file of a finished task, read by ranges and checked. OSError, also where there is none."""
-        key, output = self._output(path)
-        info = ObjectInfo(key, output.bytes, "")
-        return open_object(CheckedRanges(self.store, output), info)
+        key, name, output = self._output(path)
+        ranges = CheckedRanges(self.store, output, partial(self._disown, key))
+        return open_object(ranges, ObjectInfo(f"data/{key}/{name}", output.bytes, ""), first_bytes=1)
 
     def fetch(self, path: Path) -> None:
         """Make a file of the store one of this machine, at `path` in the scratch folder."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        temporary = self.borrow(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.open(path) as source, temporary.open("wb") as target:
-                shutil.copyfileobj(source, target, _COPY_BYTES)
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        fsync_path(temporary)
+        temporary.rename(path)
 
-    def _output(self, path: Path) -> tuple[str, Output]:
-        """(key, what was committed) of a file in the folder of a task."""
+    def borrow(self, path: Path) -> Path:
+        """The same at a path of the caller's own, who removes it."""
+        number, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=self._unfinished())
+        try:
+            with self.open(path) as source, os.fdopen(number, "wb") as target:
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+        except BaseException:
+            Path(name).unlink()
+            raise
+        return Path(name)
+
+    def content_of(self, path: Path) -> str:
+        """The xxh3-128 of a file, as it was committed."""
+        return self._output(path)[2].xxh3_128
+
+    def _output(self, path: Path) -> tuple[str, str, Output]:
+        """(key of the task, name, what was committed) of a file in the folder of a task."""
         parts = path.relative_to(self.folder).parts
         key, name = "/".join(parts[:2]), "/".join(parts[2:])
-        commit = _committed(self, key)
-        if commit is None or name not in commit.outputs:
-            raise FileNotFoundError(
-                f"{self.url}/data/{key}/{name}: is not there; was the work folder removed?"
-            )
-        return f"data/{key}/{name}", commit.outputs[name]
+        output = _outputs(self, key).get(name)
+        if output is None:
+            raise FileNotFoundError(f"{self.url}/data/{key}/{name}: no task wrote such a file")
+        return key, name, output
+
+    def _key(self, folder: Path) -> str:
+        return folder.relative_to(self.folder).as_posix()
 
     def _keys(self, start: str) -> Iterator[str]:
         """Keys of the tasks that have a record, of those that start so."""
@@ -195,43 +248,73 @@ class StoreWork:
             yield info.key.removeprefix("commits/").removesuffix(".json")
 
     def _read(self, keys: Sequence[str]) -> list[Commit | None]:
+        if not keys:
+            return []
         with ThreadPoolExecutor(_READ_THREADS) as pool:
             return list(pool.map(self.read_commit, keys))
 
     def read_commit(self, key: str) -> Commit | None:
         """The record of a task, from the scratch folder if it was read before."""
         folder = self.folder / key
-        try:
-            return parse_commit((folder / "commit.json").read_bytes(), folder)
-        except OSError:
-            return self._fetch_commit(key)
+        with suppress(OSError):
+            if commit := parse_commit((folder / _RECORD).read_bytes(), folder):
+                return commit
+        return self._fetch_commit(key)
 
     def _fetch_commit(self, key: str) -> Commit | None:
         try:
             record = self.store.get(_record_key(key))
         except ObjectNotFoundError:
             return None
-        self._keep(key, record)
-        return parse_commit(record, self.folder / key)
+        commit = parse_commit(record, self.folder / key)
+        if commit is not None:
+            self._keep(key, record)
+        return commit
 
     def _keep(self, key: str, record: bytes) -> None:
+        """Remember a record on this machine. Not synced: one that is cut short is read again."""
+        if not self.id:
+            return
         folder = self.folder / key
         folder.mkdir(parents=True, exist_ok=True)
-        publish_bytes(folder / "commit.json", record)
+        temporary = folder / f".{_RECORD}.{os.getpid()}-{os.urandom(4).hex()}"
+        temporary.write_bytes(record)
+        temporary.rename(folder / _RECORD)
+
+    def _disown(self, key: str) -> None:
+        """Remove the record of a task whose outputs are not what it says; they are written over."""
+        if not self.id:  # only looking
+            return
+        self.store.delete(_record_key(key))
+        (self.folder / key / _RECORD).unlink(missing_ok=True)
 
     def _delete(self, keys: Iterable[str]) -> None:
         with ThreadPoolExecutor(_READ_THREADS) as pool:
             list(pool.map(self.store.delete, list(keys)))
+
+    @contextmanager
+    def _told(self, what: str = "") -> Iterator[None]:
+        """Errors of the store as a BuildError that says what to do."""
+        try:
+            yield
+        except (StoreError, OSError) as error:
+            raise BuildError(f"{what}work folder {self.url}: {error}; {_RESUME}") from error
+
+
+_RECORD = "commit.json"
 
 
 def _record_key(key: str) -> str:
     return f"commits/{key}.json"
 
 
-@lru_cache(maxsize=1 << 16)
-def _committed(work: StoreWork, key: str) -> Commit | None:
-    """Records do not change once they are there."""
-    return work.read_commit(key)
+@lru_cache(maxsize=_KEPT_RECORDS)
+def _outputs(work: StoreWork, key: str) -> Mapping[str, Output]:
+    """What a finished task wrote. FileNotFoundError, which is not remembered, if it is not finished."""
+    commit = work.read_commit(key)
+    if commit is None:
+        raise FileNotFoundError(f"{work.url}/{_record_key(key)}: is gone; was the work folder removed?")
+    return commit.outputs
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,100 @@
+"""The folder on each machine that belongs to a work folder in a store: a cache, and where tasks write.
+
+    <scratch>/work-<id>/<task key>/        records, and files that were fetched
+    <scratch>/work-<id>/unfinished/        what running tasks write, and what is on its way
+    <scratch>/work-<id>/lock               held, shared, by every process that uses it
+
+Nobody else may read or write in there: /tmp is everybody's. What killed processes left is removed by the next
+one that finds itself alone, and so are the scratch folders of work folders that are no longer there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import xxhash
+
+from shardkit.errors import BuildError
+from shardkit.writers.execution.locks import held_file
+
+__all__ = ["default_scratch", "folder_of", "prepare", "unfinished"]
+
+_NAME = "work-"
+_LOCK = "lock"
+_CLEARING_SECONDS = 30.0  # that another one may take to remove what killed ones left
+_TRIES = 3
+_locks: dict[Path, int] = {}  # descriptors that this process holds until it ends
+
+
+def default_scratch(url: str) -> Path:
+    """Below the system's temporary folder ($TMPDIR), one for each user and work folder."""
+    name = xxhash.xxh3_64_hexdigest(url.rstrip("/"))
+    return Path(tempfile.gettempdir()) / f"shardkit-{os.getuid()}" / name
+
+
+def folder_of(scratch: Path, id: str) -> Path:
+    """The folder of the work folder with this id."""
+    return scratch / f"{_NAME}{id}"
+
+
+def unfinished(folder: Path) -> Path:
+    """Where to put what is not finished, below a folder for each session."""
+    return folder / "unfinished"
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder and hold it, for the life of this process; BuildError if it is not ours."""
+    if folder in _locks and folder.is_dir():
+        return
+    try:
+        if folder in _locks:  # it was removed
+            os.close(_locks.pop(folder))
+        _make_private(folder)
+        for _ in range(_TRIES):
+            descriptor = _hold(folder)
+            if descriptor is not None:
+                _locks[folder] = descriptor
+                return
+    except OSError as error:
+        raise BuildError(f"{folder}: cannot be used as scratch folder: {error.strerror or error}") from error
+    raise BuildError(f"{folder}: is locked; set another `scratch` folder")
+
+
+def _hold(folder: Path) -> int | None:
+    try:
+        alone = held_file(folder / _LOCK, shared=False)
+        if alone is not None:
+            shutil.rmtree(unfinished(folder), ignore_errors=True)
+            _remove_others(folder)
+            os.close(alone)
+        return held_file(folder / _LOCK, shared=True, wait_seconds=_CLEARING_SECONDS)
+    except FileNotFoundError:  # removed meanwhile
+        _make_private(folder)
+        return None
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder, and the default one's parent, for this user alone."""
+    shared = Path(tempfile.gettempdir())
+    own = [path for path in (*folder.parents, folder) if path.is_relative_to(shared) and path != shared]
+    for path in own if folder.is_relative_to(shared) else [folder]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    for path in (folder, *(path for path in own if path.name == f"shardkit-{os.getuid()}")):
+        status = path.lstat()
+        if path.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise BuildError(f"{path}: others can write there; remove it, or set another `scratch` folder")
+
+
+def _remove_others(folder: Path) -> None:
+    """Those beside it that nobody holds: of work folders at the same place that were removed."""
+    for other in folder.parent.glob(f"{_NAME}*"):
+        if other == folder or not (other / _LOCK).is_file():
+            continue
+        descriptor = held_file(other / _LOCK, shared=False)
+        if descriptor is not None:
+            shutil.rmtree(other, ignore_errors=True)
+            os.close(descriptor)
