@@ -62,39 +62,59 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("rows and steps (default: a search)")
+    where = parser.add_argument_group("rows and steps")
     where.add_argument(
-        "--row", action="append", default=[], metavar="N", help="row number, or SHARD:ROW; may be repeated"
+        "--row",
+        action="append",
+        default=[],
+        metavar="N",
+        help="row number, or SHARD:ROW; repeat it for several (default: none)",
     )
-    where.add_argument("--step", type=_number, metavar="S", help="the rows of this step, from 0 on")
+    where.add_argument(
+        "--step", type=_number, metavar="S", help="the rows of this step, from 0 on (default: none)"
+    )
     where.add_argument(
         "--position",
         type=_number,
         metavar="P",
         help="the rows of the step that begins at this position (samples delivered before it), for runs "
-        "whose batch size has changed",
+        "whose batch size has changed (default: none)",
     )
     where.add_argument("--rank", type=_number, metavar="R", help="of this rank only (default: all)")
     search = parser.add_argument_group("search: of these ids or URLs, and of these sources and files")
-    search.add_argument("--document", action="append", default=[], metavar="ID", help="document id in hex")
+    search.add_argument(
+        "--document", action="append", default=[], metavar="ID", help="document id in hex (default: any)"
+    )
     search.add_argument(
         "--url",
         action="append",
         default=[],
         metavar="URL",
-        help="exact, or 'https://a.org/b*' (all that begin so), 'a.org/*' (a host), '*.a.org' (a domain)",
+        help="exact, or 'https://a.org/b*' (all that begin so), 'a.org/*' (a host), '*.a.org' (a domain; default: any)",
     )
-    search.add_argument("--url-list", metavar="FILE", help="a file of these, one a line")
-    search.add_argument("--source", action="append", default=[], metavar="LABEL", help="input of the recipe")
+    search.add_argument("--url-list", metavar="FILE", help="a file of these, one a line (default: none)")
     search.add_argument(
-        "--file", action="append", default=[], metavar="NAME", help="raw file: name, its end, or with * and ?"
+        "--source", action="append", default=[], metavar="LABEL", help="input of the recipe (default: all)"
     )
     search.add_argument(
-        "--export", type=Path, metavar="FILE", help="write all pieces found to FILE.parquet, .jsonl or .csv"
+        "--file",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="raw file: name, its end, or with * and ? (default: all)",
+    )
+    search.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write all pieces found to FILE.parquet, .jsonl or .csv (default: none)",
     )
     search.add_argument("--text", action="store_true", help="with their whole text (default: without)")
     search.add_argument(
-        "--exclude", type=Path, metavar="FILE", help="write their rows as a list for Stream(exclude=FILE)"
+        "--exclude",
+        type=Path,
+        metavar="FILE",
+        help="write their rows as a list for Stream(exclude=FILE) (default: none)",
     )
 
 
