@@ -249,11 +249,11 @@ def test_memory_does_not_grow_with_samples() -> None:
     import tracemalloc
 
     peaks = []
-    for samples in (400_000, 1_600_000):
+    for samples in (300_000, 1_200_000):
         dataset = index_only([samples // 50] * 50)
         plan_report(dataset, batch_sizes=[8], world_sizes=[4], epochs=1)
         tracemalloc.start()
         assert plan_report(dataset, batch_sizes=[8], world_sizes=[4], epochs=1).ok
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] * 1.5
+    assert peaks[1] < peaks[0] * 1.1

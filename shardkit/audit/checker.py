@@ -32,7 +32,6 @@ from shardkit.audit.tiling import Steps
 __all__ = ["BLOCK_POSITIONS", "Checker"]
 
 BLOCK_POSITIONS = 1 << 18  # checked at once: about 20 MB of temporaries
-_EXPECTED_CHUNK = 1 << 20
 
 _Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -304,8 +303,8 @@ class Checker:
         if stream not in self._of_index:
             tally = self._of_index[stream] = Tally()
             first, end = self.expected.first_samples[stream : stream + 2].tolist()
-            for begin in range(0, end - first, _EXPECTED_CHUNK):
-                rows = np.arange(begin, min(begin + _EXPECTED_CHUNK, end - first), dtype=np.int64)
+            for begin in range(0, end - first, BLOCK_POSITIONS):
+                rows = np.arange(begin, min(begin + BLOCK_POSITIONS, end - first), dtype=np.int64)
                 rows = rows[~self.expected.is_excluded(stream, rows)] + first
                 tally.add(rows, self._hashing(rows))
         return self._of_index[stream]
