@@ -1,0 +1,61 @@
+"""What a reader sees of a dataset at one moment: no index, or one whose files are all there, whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+__all__ = ["look"]
+
+INDEX, CARD = "index.json", "dataset.json"
+
+
+def look(output: Path) -> tuple[bool, str | None]:
+    """Whether there is an index, and what is wrong with what it names. Does without the package's own reader.
+
+    An index that went away while its files were looked at says nothing about them.
+    """
+    before = _identity(output / INDEX)
+    if before is None:
+        return False, None
+    problem = _problem(output)
+    return True, problem if problem and _identity(output / INDEX) == before else None
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _problem(output: Path) -> str | None:
+    try:
+        index = json.loads((output / INDEX).read_bytes())
+        for shard in index["shards"]:
+            if problem := _wrong(output, shard["zip_data"] or shard["raw_data"]):
+                return problem
+        card: dict[str, Any] = json.loads((output / CARD).read_bytes())
+        if card["shards"] != len(index["shards"]):
+            return f"{CARD}: is of another dataset"
+        for name, file in card["files"].items():
+            stated = {"basename": name, "bytes": file["bytes"], "hashes": {"xxh3_128": file["xxh3_128"]}}
+            if problem := _wrong(output, stated):
+                return problem
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _wrong(output: Path, file: dict[str, Any]) -> str | None:
+    data = (output / file["basename"]).read_bytes()
+    if len(data) != file["bytes"]:
+        return f"{file['basename']}: {len(data):,} bytes, not {file['bytes']:,}"
+    [(name, digest)] = file["hashes"].items()
+    if xxhash.__dict__[f"{name}_hexdigest"](data) != digest:
+        return f"{file['basename']}: other bytes"
+    return None
