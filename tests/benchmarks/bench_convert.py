@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_convert.py [--gigabytes 1] [--runs 5] [--folder PLACE]
 
-Every run does all of them, one after the other, so that the disk's moods strike all alike; medians of the ratios
+Every run does all of them, one after the other, so that all meet the same disk; medians of the ratios
 within a run are what to look at. "copy" is `shutil.copyfile` and one fsync; the source is in the page cache.
 """
 
@@ -55,11 +55,11 @@ def copy(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def seconds(action: Callable[[], object]) -> float:
-    """Wall time of one go."""
-    start = time.perf_counter()
+def seconds(action: Callable[[], object]) -> tuple[float, float]:
+    """Wall time of one go, and the CPU time that all its threads took."""
+    start, cpu = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def peak_megabytes(source: Path, target: Path) -> float:
@@ -103,7 +103,7 @@ def main() -> None:
             "MDS to MDS": lambda: convert(folder / "mds", out, progress=False),
             "MDS to tar": lambda: convert(folder / "mds", out, output=wds, progress=False),
         }
-        taken: dict[str, list[float]] = {side: [] for side in sides}
+        taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for _ in range(arguments.runs):
             for side, action in sides.items():
                 os.sync()
@@ -111,8 +111,9 @@ def main() -> None:
                 shutil.rmtree(out) if out.is_dir() else out.unlink()
         size = (folder / "m.bin").stat().st_size
         for side, times in taken.items():
-            ratio = median(c / t for c, t in zip(taken["copy"], times, strict=True))
-            print(f"{side:28} {size / median(times) / 1e6:8.0f} MB/s   {ratio:5.2f} of a copy")
+            ratio = median(c / t for (c, _), (t, _) in zip(taken["copy"], times, strict=True))
+            speed, cpu = size / median(t for t, _ in times) / 1e6, median(c for _, c in times) * 1e9 / size
+            print(f"{side:28} {speed:6.0f} MB/s, {ratio:4.2f} of a copy; {cpu:5.2f} s of CPU for 1 GB")
         print(
             f"peak RSS of a conversion of {size / 1e6:,.0f} MB: {peak_megabytes(folder / 'm', out):,.0f} MB"
         )
