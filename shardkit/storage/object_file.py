@@ -130,4 +130,4 @@ class _ObjectFile(io.RawIOBase):
             raise OSError(errno.ESTALE, problem) from error
         except StoreError as error:
             status = "" if error.status is None else f" (status {error.status})"
-            raise OSError(errno.EIO, error.problem + status) from error
+            raise OSError(errno.EIO, error.problem + status, error.where) from error

@@ -70,7 +70,7 @@ class CheckedRanges:
                 break
             if len(data) == stop - start and self._is_right(data, start):
                 return data
-        found = DamagedFileError(where, f"{problem}; the task that made it is removed: run the build again")
+        found = DamagedFileError(where, f"{problem}; the next run makes its task again")
         try:
             self._damaged()
         except StoreError as failure:
