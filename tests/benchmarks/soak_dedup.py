@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import resource
 import shlex
 import shutil
 import subprocess
@@ -38,6 +37,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rss_meter import process_tree, pss_bytes, rss_bytes
 from small_build import EOS, make_corpus
 
 FILES = 8
@@ -47,7 +47,6 @@ POOL = 20_000  # texts that copies are made of; each new text may take the place
 TEMPLATES = 5
 SHARES = {"copy": 0.08, "near": 0.08, "nearly": 0.04, "template": 0.02}
 SAMPLE_SECONDS = 0.05
-PAGE_BYTES = resource.getpagesize()
 RECIPE = f"""\
 inputs:
   - {{path: "documents-*.jsonl", source: soak}}
@@ -155,33 +154,6 @@ def sample(process: subprocess.Popen[bytes], folders: list[Path], ended: threadi
             samples.disk_peak = max(samples.disk_peak, sum(map(disk_bytes, folders)))
             slow = time.monotonic()
     return samples
-
-
-def process_tree(pid: int) -> list[int]:
-    """A process and all below it, without a look at every process there is, 20 times a second."""
-    tree = [pid]
-    with contextlib.suppress(OSError):  # it has just ended
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                tree += process_tree(int(child))
-    return tree
-
-
-def rss_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    except (OSError, IndexError):
-        return 0
-
-
-def pss_bytes(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 0
 
 
 def disk_bytes(folder: Path) -> int:
