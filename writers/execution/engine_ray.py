@@ -283,8 +283,8 @@ def _described(nodes: Sequence[dict[str, Any]]) -> str:
     """The largest nodes, for people."""
     living = [node["Resources"] for node in nodes if node["Alive"]]
     sizes = sorted({(int(r.get("CPU", 0)), int(r.get("memory", 0))) for r in living}, reverse=True)
-    texts = [f"one of {cpus} CPUs and {format_bytes(memory)}" for cpus, memory in sizes[:3]]
-    return ", ".join(texts) if texts else "no node at all"
+    texts = [f"{cpus} CPUs with {format_bytes(memory)}" for cpus, memory in sizes[:3] if cpus]
+    return ", ".join(texts) if texts else "none with a CPU"
 
 
 def _first_line(error: BaseException) -> str:
