@@ -40,7 +40,7 @@ from shardkit.writers.machine_files import place_files
 from shardkit.writers.making import Made, Plan, make_parts
 from shardkit.writers.places import default_work, destination_of
 from shardkit.writers.preparation import open_indexes, refuse_own_files, with_overrides
-from shardkit.writers.progress import StageProgress, make_listener
+from shardkit.writers.progress import StageProgress, make_listener, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
     CARD_NAME,
@@ -98,7 +98,7 @@ def build(
     digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
     files = stages.filter_files(recipe)
     if card := check_output(target, recipe, splits, digest, indexes, files, replace=replace):
-        if recipe.work is None:
+        if recipe.work is None and task_slice is None:
             _remove_left(work)
         return _result_of_card(str(target), card, time.perf_counter() - start)
     plan = Plan(recipe, splits, digest, indexes, files)
@@ -114,6 +114,8 @@ def build(
         result = _Build(plan, runner, watch).run(str(target), place)
         if recipe.work is None and not runner.is_shared:
             runner.journal.remove()
+    if recipe.work is None and runner.is_shared and progress is True:
+        say(f"{work.place} is kept, as others may be at work in it; delete it when all have ended")
     return dataclass_replace(result, total_seconds=time.perf_counter() - start)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 from shardkit.units import format_bytes
 
-__all__ = ["Listener", "StageProgress", "make_listener", "names_of"]
+__all__ = ["Listener", "StageProgress", "make_listener", "names_of", "say"]
 
 LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for the ends of stages
 _MOST_NAMES = 3
@@ -85,6 +85,11 @@ class StageProgress:
         if self.finished and self.compile_seconds:
             parts.append(f"{self.compile_seconds:.1f} s of it compiling kernels, which are kept")
         return ", ".join(parts)
+
+
+def say(text: str) -> None:
+    """Tell people something beside the progress."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def names_of(holders: Mapping[str, int]) -> str:

@@ -171,7 +171,7 @@ def _publish(
     for folder in {(output / name).parent for name in names}:
         fsync_path(folder)
     _write_index(output, manifest)
-    (output / _MARKER).unlink()
+    (output / _MARKER).unlink(missing_ok=True)  # whoever found the dataset complete may have done that
     fsync_path(output)
 
 
