@@ -16,6 +16,7 @@ from shardkit import mds
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.exclusions import Exclusions
+from shardkit.trace import removal
 from shardkit.trace import table as module
 from shardkit.trace.removal import Ranges
 from shardkit.trace.selection import Selection, shuffle_hash
@@ -100,6 +101,11 @@ def test_rows_lead_to_all_their_lines_in_order(dataset: Dataset, lines: list[dic
             rows = rng.integers(0, len(dataset), size)
             expected = [line for line in lines if line["sample_id"] in set(rows.tolist())]
             assert table.of_rows(rows).to_pylist() == expected
+    starts = dataset.manifest.shard_starts
+    for row in [*starts[:-1].tolist(), *(starts[1:] - 1).tolist()]:  # files begin and end there
+        assert ProvenanceTable(dataset).of_rows([row]).to_pylist() == [
+            line for line in lines if line["sample_id"] == row
+        ]
     assert table.of_rows([]).num_rows == 0
     assert table.of_rows([3], columns=("url",)).column_names == ["sample_id", "url"]
     with pytest.raises(IndexError, match="rows go from 0"):
@@ -144,6 +150,31 @@ def test_searches_find_what_plain_filters_find(dataset: Dataset, lines: list[dic
     list(table.search(Selection(sources=[2]), lambda done, total: told.append((done, total))))
     assert told[-1] == (len(lines), len(lines))
     assert table.lines() == len(lines)
+
+
+def test_documents_at_the_edges_of_a_files_hashes_are_found(dataset: Dataset) -> None:
+    table = ProvenanceTable(dataset)
+    for part, count in enumerate(PARTS):
+        if count:
+            ids = packed(part, count)[2].column("document_id").to_pylist()  # sorted by hash
+            for one in (ids[0], ids[-1]):
+                assert sum(some.num_rows for some in table.search(Selection(documents=[one])))
+
+
+def test_what_leaves_with_rows_is_counted_in_any_number_of_blocks(
+    dataset: Dataset, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "_ROWS_AT_ONCE", 7)
+    gone = Exclusions([(1, 3), (9, 40), (41, 42), (60, 75)])
+    rows = {row for begin, end in gone.to_list() for row in range(begin, end)}
+    there = [line for line in lines if line["sample_id"] in rows]
+    meant = sorted({line["document_id"] for line in there[::3]})
+    report = removal.measure(dataset, ProvenanceTable(dataset), gone, np.array(meant, "S16"))
+    for is_meant, tokens in ((True, report.removed_tokens), (False, report.other_tokens)):
+        mine = [line for line in there if (line["document_id"] in meant) == is_meant]
+        assert tokens == sum(line["token_end"] - line["token_start"] for line in mine)
+    assert report.other_documents == len({line["document_id"] for line in there} - set(meant))
+    assert (report.rows, report.ranges) == (len(rows), 4)
 
 
 def test_no_more_is_read_than_may_hold_the_answer(

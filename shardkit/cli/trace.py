@@ -90,7 +90,8 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="exact, or 'https://a.org/b*' (all that begin so), 'a.org/*' (a host), '*.a.org' (a domain; default: any)",
+        help="exact, or 'https://a.org/b*' (all that begin so), 'a.org/*' (a host), '*.a.org' (a domain) "
+        "(default: any)",
     )
     search.add_argument("--url-list", metavar="FILE", help="a file of these, one a line (default: none)")
     search.add_argument(
