@@ -73,7 +73,7 @@ SETTINGS = (
              "17"),
 )  # fmt: skip
 SYNTHETIC = (
-    Quantity("--samples", "samples", parse_count, format_count, "of a dataset that there need not be", "N"),
+    Quantity("--samples", "samples", parse_count, format_count, "of a dataset that there need not be; default: PATH's", "N"),
     Quantity("--shards", "shards", parse_count, format_count,
              "of it; default: as --shard-bytes says", "N"),
     Quantity("--sample-bytes", "sample_bytes", parse_bytes, format_bytes,
@@ -289,7 +289,7 @@ def _rows(scenario: Scenario, figures: Mapping[str, Any]) -> list[list[str]]:
     later = max(1, scenario.steps - 1)
     return [
         ["run", f"{f['steps']:,} steps",
-         f"{f['nodes']:,} nodes x {scenario.gpus_per_node} ranks; lanes {f['lanes']}, "
+         f"{f['nodes']:,} node{'s' * (f['nodes'] > 1)} x {scenario.gpus_per_node} ranks; lanes {f['lanes']}, "
          f"window {f['window']:,}; takes {format_seconds(f['seconds'])}"],
         ["first batch", format_seconds(f["first_batch_seconds"]), "from an empty cache"],
         ["stalled steps", f"{100 * f['stalled_steps_share']:.3g} %",
