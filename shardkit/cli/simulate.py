@@ -73,7 +73,8 @@ SETTINGS = (
              "17"),
 )  # fmt: skip
 SYNTHETIC = (
-    Quantity("--samples", "samples", parse_count, format_count, "of a dataset that there need not be; default: PATH's", "N"),
+    Quantity("--samples", "samples", parse_count, format_count,
+             "of a dataset that there need not be; default: PATH's", "N"),
     Quantity("--shards", "shards", parse_count, format_count,
              "of it; default: as --shard-bytes says", "N"),
     Quantity("--sample-bytes", "sample_bytes", parse_bytes, format_bytes,
