@@ -27,6 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.plain_json import load_json
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow
 
@@ -322,7 +323,7 @@ def _read_tokenizer(path: Path) -> bytes:
 
 def _parse_tokenizer(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        config = json.loads(data)
+        config = load_json(data)
     except ValueError as error:
         raise RecipeError(
             f"tokenizer.path: {path} is not JSON ({error}); give a Hugging Face tokenizer.json"

@@ -8,7 +8,6 @@ same records and settings give the same bytes.
 
 from __future__ import annotations
 
-import json
 import struct
 import tempfile
 from collections import Counter
@@ -22,6 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError
+from shardkit.plain_json import load_json
 from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, load_fasttext
 from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.text_batch import TextBatch
@@ -148,7 +148,7 @@ def _records(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
 
 def _record(line: bytes, text: str, label: str, where: str) -> tuple[str, str]:
     try:
-        record = json.loads(line)
+        record = load_json(line)
     except ValueError as error:
         raise BuildError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(text), str):

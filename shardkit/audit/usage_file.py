@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardkit.audit.settings import RunSettings
 from shardkit.errors import ShardError, StateError
+from shardkit.plain_json import load_json
 
 __all__ = [
     "MAGIC",
@@ -71,7 +72,7 @@ class RunHead:
     def parse(cls, text: bytes) -> RunHead:
         """StateError if it is not one."""
         try:
-            data = json.loads(text)
+            data = load_json(text)
             head = cls(**(data | {"settings": RunSettings.from_dict(data["settings"])}))
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the head of a run: {type(error).__name__}: {error}") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit.cli.output import count
 from shardkit.cli.storage_arguments import storage_options
 from shardkit.errors import MissingExtraError, ShardkitError, StateError
+from shardkit.plain_json import load_json
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset
@@ -123,7 +124,7 @@ def read_state(path: Path) -> LoaderState:
         else:
             if path.stat().st_size > _MAX_STATE_BYTES:
                 raise StateError(f"{path}: is larger than {_MAX_STATE_BYTES:,} bytes, so no state")
-            data = json.loads(path.read_bytes())
+            data = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: cannot be read as JSON: {error}") from error
     states = {json.dumps(dict(each), sort_keys=True, default=str): each for each in _states_in(data)}

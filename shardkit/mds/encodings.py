@@ -23,6 +23,7 @@ import numpy as np
 
 from shardkit.mds import images
 from shardkit.mds.ndarray import ARRAY_DTYPES, ArrayLayout, parse_array_layout
+from shardkit.plain_json import load_json
 
 __all__ = ["Encoding", "encode_value", "encoding_of"]
 
@@ -167,7 +168,7 @@ def _encode_json(value: object) -> bytes:
 
 def _decode_json(data: memoryview) -> object:
     try:
-        return json.loads(_text(data))
+        return load_json(_text(data))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -25,6 +25,7 @@ from shardkit.hashing import HASH_NAMES
 from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
 from shardkit.mds.encodings import encoding_of
 from shardkit.mds.index_table import TABLE_NAME, TABLE_SHARDS, read_table, table_bytes
+from shardkit.plain_json import load_json
 from shardkit.shard_table import table_of
 
 __all__ = [
@@ -185,7 +186,7 @@ def _file_entry(info: FileInfo) -> dict[str, Any]:
 
 def _parse_index(file: str | PathLike[str], text: bytes) -> Manifest:
     try:
-        data = json.loads(text)
+        data = load_json(text)
     except (ValueError, RecursionError) as error:
         offset = error.pos if isinstance(error, json.JSONDecodeError) else None
         raise ShardError(file, f"not JSON: {error}; fetch it again", offset=offset) from error

@@ -21,6 +21,7 @@ import xxhash
 from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES
 from shardkit.index import ShardInfo
+from shardkit.plain_json import load_json
 from shardkit.shard_table import Files, ShardTable
 
 __all__ = ["TABLE_NAME", "TABLE_SHARDS", "read_table", "table_bytes"]
@@ -69,11 +70,13 @@ def read_table(index_file: Path, parse: Callable[[int, Entry], ShardInfo]) -> Sh
         if not file.is_file():
             return None
         with np.load(file, allow_pickle=False) as arrays:
-            header = json.loads(arrays["header"].tobytes())
+            header = load_json(arrays["header"].tobytes())
             if header["version"] != _VERSION or not _belongs(header, index_file):
                 return None
             return _table(header, arrays, parse)
-    except (ShardError, OSError, ValueError, LookupError, TypeError, BadZipFile, EOFError, MemoryError):
+    except (ShardError, OSError, ValueError, LookupError, TypeError, EOFError, MemoryError):
+        return None
+    except (BadZipFile, NotImplementedError, RuntimeError):  # what zipfile says of features it has not
         return None
 
 

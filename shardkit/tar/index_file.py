@@ -22,6 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardkit.index import Column
+from shardkit.plain_json import load_json
 from shardkit.tar.index import MAX_MEMBERS, TarIndex
 
 __all__ = ["Scanned", "index_file_bytes", "read_head", "read_index"]
@@ -101,7 +102,7 @@ def _read_head(file: BinaryIO, origin: str) -> dict[str, Any]:
     text = file.read(size)
     if xxhash.xxh3_128_digest(prefix + text) != file.read(_DIGEST_BYTES):
         raise ValueError("the head is cut or damaged")
-    head: dict[str, Any] = json.loads(text)
+    head: dict[str, Any] = load_json(text)
     if head["origin"] != origin or not 0 <= head["members"] <= MAX_MEMBERS:
         raise ValueError("the index of another tar")
     return head

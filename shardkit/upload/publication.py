@@ -21,6 +21,7 @@ from typing import Protocol
 
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.index import FileInfo, checked_basename
+from shardkit.plain_json import load_json
 from shardkit.storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.store import ObjectInfo, Store
 from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing, find_contents, metadata_of
@@ -303,7 +304,7 @@ def _read_marker(target: Store) -> _Marker | None:
     try:
         if target.head(MARKER_NAME).bytes > MAX_MARKER_BYTES:
             raise StoreError(where, "is too large to be a marker; remove it")
-        content = json.loads(target.get(MARKER_NAME))
+        content = load_json(target.get(MARKER_NAME))
         files = frozenset(checked_basename(name, where) for name in content["files"])
         return _Marker(content.get("dataset"), files - {*INDEX_NAMES, MARKER_NAME})
     except ObjectNotFoundError:

@@ -33,6 +33,7 @@ import shardkit
 from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import digest_of, hash_file
 from shardkit.index import publish_bytes
+from shardkit.plain_json import load_json
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index_part import INDEX_PART_FILES, copy_sketches, index_part
 from shardkit.writers.dedup.minhash import band_keys, sign_batch
@@ -204,7 +205,7 @@ def open_index(path: Path) -> DedupIndex:
     """The index in a folder. BuildError if there is none, or one of another format or with other sizes."""
     file = path / INDEX_FILE
     try:
-        data = json.loads(file.read_bytes())
+        data = load_json(file.read_bytes())
     except OSError as error:
         raise BuildError(
             f"{file}: cannot be read: {error.strerror}; `shardkit dedup-index` makes an index"
@@ -273,7 +274,7 @@ def publish_index(
         ],
     }
     text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False)
-    record = _Record.model_validate(json.loads(text))
+    record = _Record.model_validate(load_json(text))
     target = target.resolve()
     unfinished, replaced = (
         target.with_name(f".{target.name}.{state}") for state in ("unfinished", "replaced")

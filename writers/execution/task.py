@@ -18,6 +18,7 @@ from typing import Any
 
 import shardkit
 from shardkit.hashing import digest_of
+from shardkit.plain_json import load_json
 from shardkit.writers.ledger import Ledger
 
 __all__ = [
@@ -176,7 +177,7 @@ def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mappi
 def parse_commit(data: bytes, folder: Path) -> Commit | None:
     """What `record_of` wrote, for a task whose files lie in `folder`; None if it cannot be read."""
     try:
-        record = json.loads(data)
+        record = load_json(data)
         outputs = {
             name: Output(output["bytes"], output[CONTENT_HASH], output.get("blocks", ""))
             for name, output in record["outputs"].items()

@@ -8,7 +8,6 @@ without punctuation.
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import RecipeError
+from shardkit.plain_json import load_json
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.decontamination_settings import DecontaminationConfig, EvaluationConfig
@@ -96,7 +96,7 @@ def _decoded(line: bytes, where: str) -> str:
 
 def _item(line: str, fields: Sequence[str], where: str) -> str:
     try:
-        record = json.loads(line)
+        record = load_json(line)
     except ValueError as error:
         raise RecipeError(f"{where} is not JSON: {error}") from None
     texts = [_text(record.get(field)) if isinstance(record, dict) else None for field in fields]
