@@ -485,7 +485,7 @@ def test_the_command_starts_ray_here_and_ends_it(tmp_path: Path, inline_builds: 
         timeout=200,
     )
     assert done.stderr == ""
-    assert json.loads(done.stdout)["location"] == str(tmp_path / "made")
+    assert json.loads(done.stdout)["output"] == str(tmp_path / "made")
     assert tree(tmp_path / "made") == tree(tmp_path / "expected")
 
 

@@ -51,7 +51,8 @@ def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
             ray.init(address, **settings)
     except (ray.exceptions.RayError, ImportError, OSError, RuntimeError, TimeoutError, ValueError) as error:
         what = "Ray cannot be started here" if address == _LOCAL else f"the Ray cluster at {address}"
-        raise BuildError(f"{what}: {error}") from error
+        problem = str(error).strip().rpartition("\n")[2]  # of a traceback of the other side, the error
+        raise BuildError(f"{what}: {problem}") from error
     # What raylets report of lost processes would be printed on stdout, which is for results; the engine tells
     # of lost tasks. There is no public switch for it.
     ray._private.worker._worker_logs_enabled = False
