@@ -33,7 +33,7 @@ __all__ = ["Sample", "measure_sample"]
 DEFAULT_SHARE = Fraction(1, 100)
 _UNCUT = 1 << 62  # splits of whole files: cutting one would read all of it
 _PART = 4  # the small build has one in so many of the sample's bytes
-_LEAST_TEXT_BYTES = 4 << 20  # more of it than the small build has, or the difference is noise
+_LEAST_TEXT_BYTES = 16 << 20  # more of it than the small build has, or the difference is noise
 
 
 @dataclass(frozen=True, slots=True)
