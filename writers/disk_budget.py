@@ -27,7 +27,7 @@ from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.making import Plan, make_parts
 from shardkit.writers.progress import StageProgress, make_listener
-from shardkit.writers.rehearsal import StageBytes, rehearse
+from shardkit.writers.rehearsal import FILE_BYTES, StageBytes, rehearse
 from shardkit.writers.session import Execution
 
 __all__ = ["CERTAIN", "DiskNeed", "check_disk", "disk_needs", "finished_bytes"]
@@ -74,7 +74,8 @@ def check_disk(
         try:
             estimate = rehearse(plan, min(workers, default_workers(plan.recipe.memory)))
         except BuildError as error:
-            warnings.warn(f"whether the build fits on its disks is not known: {error}", stacklevel=3)
+            problem = f"whether the build fits on its disks is not known: {error}"
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)
             return []
         finished = finished_bytes(plan, work) if isinstance(work, LocalWork) else {}
         listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, 0.0))
@@ -125,7 +126,7 @@ def finished_bytes(plan: Plan, work: Work) -> dict[str, int]:
         found = [[commit for commit in work.find(group) if commit is not None] for group in groups]
         for commits in found:
             for commit in commits:
-                held[commit.stage] += commit.bytes
+                held[commit.stage] += commit.bytes + FILE_BYTES * (len(commit.outputs) + 1)
         if sum(map(len, found)) < sum(map(len, groups)):
             raise _UnfinishedError
         return found

@@ -33,13 +33,13 @@ from shardkit.writers.scan import scan_inputs
 from shardkit.writers.session import Execution, open_runner
 from shardkit.writers.shards import PROVENANCE_NAME
 
-__all__ = ["SAMPLE_BYTES", "StageBytes", "rehearse"]
+__all__ = ["FILE_BYTES", "SAMPLE_BYTES", "StageBytes", "rehearse"]
 
 SAMPLE_BYTES = 8 << 20  # stored bytes of all sources: seconds of work, whatever the input
 MARGIN = 1.1
 PAIRED = 0.5
 PAIR_BYTES = 400
-FILE_BYTES = 4096  # what a file takes beyond its bytes, at most, and its commit's share
+FILE_BYTES = 4096  # what a file takes beyond its bytes at most; of small ones there are many
 _HASH_BYTES = 8
 _WORD_BYTES = 6  # of text; the shortest average of the languages that have spaces
 _NEAR = ("signatures", "equal", "candidates", "shingles", "verify", "near")
@@ -50,7 +50,7 @@ _BY_TOKENS = ("pack", "provenance")
 class StageBytes:
     """What a whole build writes into its work folder, `stages` in order, and what of it becomes the output.
 
-    `largest_task` is the most that one of many tasks writes; `documents` and `text_bytes` are what filters keep.
+    `largest_task` is the most that one task of many writes; `documents`, `text_bytes`: what filters keep.
     """
 
     stages: Mapping[str, int]
