@@ -54,7 +54,7 @@ def arm(where: str, number: signal.Signals) -> None:
         strike(number)
         return function(*args)
 
-    engine_inline.run_task = run
+    engine_inline.run_task = run  # type: ignore[attr-defined]
     if where == "index":
         publish._write_index = partial(before, publish._write_index)
         put_index = Publication._put_index
@@ -64,7 +64,7 @@ def arm(where: str, number: signal.Signals) -> None:
 def main(recipe: str, slice: str, where: str, name: str, *overrides: str) -> None:
     assert Claims.__init__.__kwdefaults__ is not None
     Claims.__init__.__kwdefaults__.update(lease_seconds=LEASE_SECONDS, beat_seconds=LEASE_SECONDS / 8)
-    session.LocalEngine = lambda workers: engine_inline.InlineEngine()  # type: ignore[assignment, misc]
+    session.LocalEngine = lambda workers: engine_inline.InlineEngine()  # type: ignore
     if where != "-":
         arm(where, signal.Signals[name])
     part = None if slice == "-" else TaskSlice(*map(int, slice.split("/")))

@@ -170,7 +170,7 @@ class Counting:
 
 def test_claims_cost_two_requests_a_task_and_listings_do_not_grow_with_tasks(work: LocalWork) -> None:
     counting = Counting(fresh_memory())
-    with claims_of(counting, "one") as claims:  # type: ignore[arg-type]
+    with claims_of(counting, "one") as claims:
         InlineEngine().run(SharedQueue(make_tasks(60), lambda commit: None, work, claims, None), work)
     assert counting.requests["put"] == 61
     assert counting.requests["delete"] == 61

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -186,7 +187,7 @@ def test_small_reads_fetch_single_blocks_once(tmp_path: Path, url: str) -> None:
 
     def around(store: Store) -> Store:
         counted.append(Counted(store))
-        return counted[-1]  # type: ignore[return-value]
+        return counted[-1]
 
     work = StoreWork(url, tmp_path / "scratch", around=around).claimed("session")
     work.prepare()
@@ -357,7 +358,7 @@ def test_scratch_folders_are_private_and_what_killed_tasks_left_goes(tmp_path: P
 def test_a_scratch_folder_that_others_may_write_is_refused(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     folder = scratch.default_scratch(url)
     folder.parent.mkdir()
     folder.parent.chmod(0o777)

@@ -96,8 +96,10 @@ class StoreWork:
             try:
                 text = self.store.get(_MARKER)
             except ObjectNotFoundError:
-                first = next(iter(self.store.list())).key
-                problem = f"holds objects that no build wrote ({first}); set another `work` folder"
+                first = next(iter(self.store.list()), None)
+                problem = "was removed just now"
+                if first is not None:
+                    problem = f"holds objects that no build wrote ({first.key}); set another `work` folder"
                 raise BuildError(f"{self.url}: {problem}") from None
         _, is_right, rest = text.partition(b"id: ")
         if not is_right or not (id := rest.strip().decode(errors="replace")).isalnum():
