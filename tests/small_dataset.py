@@ -8,8 +8,8 @@ import numpy as np
 
 from shardkit import mds
 from shardkit.index import Manifest
+from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.publish import CARD_NAME, REPORT_NAME, global_shards, publish
-from shardkit.writers.report import card_bytes, describe_file
 
 __all__ = ["make_dataset"]
 

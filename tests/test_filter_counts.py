@@ -12,7 +12,7 @@ from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filter_counts import FilterCounts, filters_card
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.filters.config import GopherQualityConfig, LengthConfig
-from shardkit.writers.report_filters import render_filters
+from shardkit.writers.report.filters import render_filters
 
 STEPS = [("length", LengthConfig(min_words=3, max_words=6)), ("gopher_quality", GopherQualityConfig())]
 

@@ -8,11 +8,11 @@ from typing import get_args
 import pytest
 import yaml
 
+from shardkit.writers.card import recipe_content
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.filters.profiles import PROFILES
 from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.report import recipe_content
 
 README = Path(__file__).resolve().parent.parent / "writers" / "README.md"
 

@@ -10,10 +10,11 @@ import pytest
 
 from shardkit.errors import ConservationError
 from shardkit.index import FileInfo, Manifest, ShardInfo
+from shardkit.writers.card import card_bytes, make_card, recipe_content
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.report import card_bytes, make_card, recipe_content, render_report
+from shardkit.writers.report import render_report
 
 RECIPE = {
     "inputs": [{"path": "a.jsonl", "source": "<b>&amp;"}, {"path": "b.jsonl"}],

@@ -12,7 +12,7 @@ import pytest
 
 from shardkit.writers.dedup.lsh import probability
 from shardkit.writers.dedup.measure import BAND_EDGES, binomial_interval
-from shardkit.writers.report_dedup import STYLE, render_dedup
+from shardkit.writers.report.dedup import STYLE, render_dedup
 
 PAIRS = 285
 

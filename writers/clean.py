@@ -4,6 +4,7 @@ The folder receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
   keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
   quarantine.jsonl  records that could not be read; often empty
+  languages.npy     with a language filter: what it found each kept document to be (languages.py)
   annotations.parquet  with `annotate`: what every filter thought of every document (annotations.py)
 Memory is one batch, one record and a run of keys, whatever the split's size.
 """
@@ -27,6 +28,7 @@ from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
 from shardkit.writers.filter_counts import FilterCounts
 from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine, check_bad_fraction
 from shardkit.writers.readers import read_split
@@ -42,10 +44,11 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What became of a split: its checked ledger, and what each filter did."""
+    """What became of a split: its checked ledger, what each filter did, and what codes of languages mean."""
 
     ledger: Ledger
     filters: FilterCounts
+    languages: list[str] | None = None
 
 
 def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
@@ -63,6 +66,7 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
         KeyFile(folder / KEYS_FILE) as keys,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
+        LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
         ExitStack() as stack,
         pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
         pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as documents,
@@ -86,10 +90,13 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
             if kept.num_rows:
                 documents.write_batch(kept)
                 keys.write(exact_keys(kept, normalized))
+                if languages is not None:
+                    assert filtered.languages is not None
+                    languages.write(filtered.languages)
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
-    return Cleaned(ledger, counts)
+    return Cleaned(ledger, counts, None if languages is None else languages.labels)
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:

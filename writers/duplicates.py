@@ -163,7 +163,7 @@ def _card(
     near: NearResult | None,
     indexes: Sequence[DedupIndex],
 ) -> dict[str, Any] | None:
-    """What report_dedup.py describes; None if no duplicates were looked for."""
+    """What report/dedup.py describes; None if no duplicates were looked for."""
     if not losses.lost:
         return None
     groups, largest = _groups(losses, exact, near)

@@ -77,7 +77,7 @@ class FilterCounts:
 def filters_card(splits: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What the card says of all splits (each as `to_dict` gives it); None for a recipe without filters.
 
-    report_filters.py describes it.
+    report/filters.py describes it.
     """
     total = FilterCounts()
     for split in splits:

@@ -3,6 +3,7 @@
     read = kept + dropped (by rule) + quarantined (by error)      in documents and in bytes of text
     what one stage keeps is what the next one reads
     tokens encoded = tokens packed;  rows * sequence_length = tokens + padding
+    every histogram holds all documents, or all rows, and adds up to what they come to
 
 `Funnel.check` holds all of it over a whole build; a build that does not add up is not published.
 """
@@ -15,20 +16,24 @@ from itertools import pairwise
 from typing import Any
 
 from shardkit.errors import ConservationError
+from shardkit.histogram import Histogram
 from shardkit.writers.execution.task import Commit
+from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.scan import Split
 
 __all__ = ["Funnel", "collect_funnel"]
 
-PACKED = ("shards", "documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts")
+PACKED = ("shards", "documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
 
 @dataclass(slots=True)
 class Funnel:
     """The whole build's counts. Each of `stages` is one ledger a source of the recipe, in the order they ran.
 
-    `removed` is what duplicate removal found, by the reason that the stages after it book.
+    `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
+    are "lengths" (TokenizeResult), "row_padding" and "row_pieces" (PackResult); `source_languages` are
+    documents and tokens of each source by language, if the recipe has a filter that knows.
     """
 
     stages: Mapping[str, list[Ledger]]
@@ -36,6 +41,8 @@ class Funnel:
     removed: Mapping[str, Count]
     sequence_length: int
     packed: dict[str, int] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    source_languages: list[dict[str, dict[str, int]]] | None = None
 
     @property
     def total(self) -> Ledger:
@@ -67,6 +74,22 @@ class Funnel:
         _same("tokens to pack", self.tokens, self.packed["tokens"])
         cells = self.packed["rows"] * self.sequence_length
         _same("tokens in rows", cells, self.packed["tokens"] + self.packed["padding"])
+        self._check_histograms()
+        for number, languages in enumerate(self.source_languages or ()):
+            documents = sum(counts["documents"] for counts in languages.values())
+            tokens = sum(counts["tokens"] for counts in languages.values())
+            _same(f"source {number}: documents by language", self.source(number).kept.documents, documents)
+            _same(f"source {number}: tokens by language", self.source_tokens[number], tokens)
+
+    def _check_histograms(self) -> None:
+        whole = {
+            "lengths": ("documents", "tokens"),
+            "row_padding": ("rows", "padding"),
+            "row_pieces": ("rows", "pieces"),
+        }
+        for name, histogram in self.histograms.items():
+            for packed, found in zip(whole[name], (histogram.count, histogram.sum), strict=True):
+                _same(f"{packed} of the histogram {name}", self.packed[packed], found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the card: the total ledger."""
@@ -92,7 +115,15 @@ def collect_funnel(
             stages[stage][split.source].merge(of_splits[number])
         source_tokens[split.source] += tokenized[number].counts["tokens"]
     totals = {name: sum(c.counts["packed"][name] for c in packed) for name in PACKED}
-    return Funnel(stages, source_tokens, removed, sequence_length, totals)
+    histograms = {"lengths": Histogram.total(commit.counts["lengths"] for commit in tokenized)}
+    for name in ("row_padding", "row_pieces"):
+        histograms[name] = Histogram.total(commit.counts["histograms"][name] for commit in packed)
+    languages: list[list[Any]] = [[] for _ in range(sources)]
+    for split, commit in zip(splits, tokenized, strict=True):
+        languages[split.source].append(commit.counts["languages"])
+    labelled = all(commit.counts["languages"] is not None for commit in tokenized)
+    source_languages = [add_languages(parts) for parts in languages] if labelled else None
+    return Funnel(stages, source_tokens, removed, sequence_length, totals, histograms, source_languages)
 
 
 def _sum(ledgers: Sequence[Ledger]) -> Ledger:

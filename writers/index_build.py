@@ -20,6 +20,7 @@ from shardkit.hashing import digest_of
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import local_path
 from shardkit.writers import scan, stages
+from shardkit.writers.card import recipe_content
 from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import (
@@ -43,7 +44,6 @@ from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse
 from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.publish import forget_damaged
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.report import recipe_content
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
 
 __all__ = ["DedupIndexResult", "build_dedup_index"]

@@ -17,7 +17,6 @@ from typing import Any
 from shardkit.errors import BuildError
 from shardkit.writers import scan, spill, stages
 from shardkit.writers.dedup.index import DedupIndex
-from shardkit.writers.duplicates import Deduplicated
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.ledger import Count
 from shardkit.writers.preparation import Prepared, prepare
@@ -61,9 +60,7 @@ def make_parts(plan: Plan, moved: Recipe, tokenizer_path: Path, run: Run) -> Mad
     prepared = prepare(moved, plan.splits, run, plan.indexes, plan.files, [tokenizer_task])
     [tokenizer] = prepared.beside
     partitions = _count_partitions(recipe, prepared.kept)
-    spilled, parity = _tokenize(
-        plan, prepared.unique, partitions, tokenizer.counts["engine"], tokenizer_path, run
-    )
+    spilled, parity = _tokenize(plan, prepared, partitions, tokenizer.counts["engine"], tokenizer_path, run)
     [packed] = run(stages.pack_tasks(recipe, spilled, partitions=partitions, tokenizer=tokenizer))
     [provenance] = run(stages.provenance_tasks(packed))
     names = {"file": tokenizer_path.name, "digest": plan.digest, "eos": eos}
@@ -72,12 +69,14 @@ def make_parts(plan: Plan, moved: Recipe, tokenizer_path: Path, run: Run) -> Mad
 
 
 def _tokenize(
-    plan: Plan, unique: Deduplicated, partitions: int, engine: Engine, tokenizer_path: Path, run: Run
+    plan: Plan, prepared: Prepared, partitions: int, engine: Engine, tokenizer_path: Path, run: Run
 ) -> tuple[list[Commit], Commit]:
     """The spills and the parity check, which runs beside: one core's time that others need not wait for.
 
     If it finds a difference, what the fast tokenizer made is thrown away and made again.
     """
+
+    unique = prepared.unique
 
     def tasks(engine: Engine) -> list[Task]:
         return stages.tokenize_tasks(
@@ -85,6 +84,7 @@ def _tokenize(
             plan.splits,
             unique.documents,
             unique.removals,
+            labelled=prepared.cleaned,
             tokenizer_path=tokenizer_path,
             tokenizer_digest=plan.digest,
             engine=engine,

@@ -22,6 +22,7 @@ from shardkit.index import Manifest
 from shardkit.storage.options import StorageOptions
 from shardkit.writers import scan, stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
+from shardkit.writers.card import card_bytes, describe_file, make_card
 from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.disk_budget import check_disk
 from shardkit.writers.execution.journal import Journal
@@ -54,7 +55,7 @@ from shardkit.writers.publish import (
 from shardkit.writers.publish_remote import publish_remote
 from shardkit.writers.published import Watch
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.report import card_bytes, describe_file, make_card, render_report
+from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
 from shardkit.writers.tokenizer import tokenizer_digest

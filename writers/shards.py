@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from shardkit import mds, tar
 from shardkit.errors import BuildError, ConservationError
+from shardkit.histogram import Histogram
 from shardkit.index import ShardInfo
 from shardkit.permutation import Permutation
 from shardkit.writers.execution.work_files import local, open_arrow, open_file, read_into
@@ -40,8 +41,9 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class PackResult:
-    """What one partition became. `tokens` are those of documents, eos included; `cut_documents` lie in more
-    than one piece, `needless_cuts` of them would have fitted into one row."""
+    """What one partition became. `tokens` are those of documents, eos included, which lie in `pieces`;
+    `cut_documents` in more than one, `needless_cuts` of them would have fitted into one row. `row_padding`
+    and `row_pieces` are of rows: the tokens of padding in each, and the pieces in each."""
 
     shards: list[ShardInfo] = field(default_factory=list)
     documents: int = 0
@@ -50,11 +52,18 @@ class PackResult:
     padding: int = 0
     cut_documents: int = 0
     needless_cuts: int = 0
+    pieces: int = 0
+    row_padding: Histogram = field(default_factory=Histogram)
+    row_pieces: Histogram = field(default_factory=Histogram)
 
     def counts(self) -> dict[str, int]:
-        """Plain data for commit records and the dataset card: everything but the shards."""
-        names = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts")
+        """Plain data for commit records and the dataset card: sums of everything but the shards."""
+        names = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
         return {"shards": len(self.shards)} | {name: getattr(self, name) for name in names}
+
+    def histograms(self) -> dict[str, Any]:
+        """Plain data for commit records."""
+        return {"row_padding": self.row_padding.to_dict(), "row_pieces": self.row_pieces.to_dict()}
 
 
 def pack_partition(
@@ -162,6 +171,7 @@ def _segments(spill: Path, partition: int) -> npt.NDArray[np.void]:
 
 def _count(placement: Placement, lengths: _Ints) -> PackResult:
     cut = np.bincount(placement.document, minlength=len(lengths)) > 1
+    filled = np.bincount(placement.row, placement.length, placement.rows).astype(np.int64)
     return PackResult(
         documents=int((np.bincount(placement.document, minlength=len(lengths)) > 0).sum()),
         rows=placement.rows,
@@ -169,6 +179,9 @@ def _count(placement: Placement, lengths: _Ints) -> PackResult:
         padding=placement.padding,
         cut_documents=int(cut.sum()),
         needless_cuts=int((cut & (lengths <= placement.sequence_length)).sum()),
+        pieces=len(placement.row),
+        row_padding=Histogram.of(placement.sequence_length - filled),
+        row_pieces=Histogram.of(np.bincount(placement.row, minlength=placement.rows)),
     )
 
 

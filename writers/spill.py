@@ -25,8 +25,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import BuildError, ConservationError
+from shardkit.histogram import Histogram
 from shardkit.writers.documents import keyed_hashes, text_offsets
 from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.languages import LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.tokenizer import Encoder, Tokens
 
@@ -67,12 +69,17 @@ _CARRIED = ("source", "file", "record", "id", "url", "metadata")
 
 @dataclass(slots=True)
 class TokenizeResult:
-    """Counts of one task: the ledger, tokens with eos, and documents and tokens of each partition."""
+    """Counts of one task: the ledger, tokens with eos, and documents and tokens of each partition.
+
+    `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data.
+    """
 
     ledger: Ledger
     tokens: int
     partition_documents: list[int] = field(default_factory=list)
     partition_tokens: list[int] = field(default_factory=list)
+    lengths: Histogram = field(default_factory=Histogram)
+    languages: dict[str, dict[str, int]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for commit records."""
@@ -81,6 +88,8 @@ class TokenizeResult:
             "tokens": self.tokens,
             "partition_documents": self.partition_documents,
             "partition_tokens": self.partition_tokens,
+            "lengths": self.lengths.to_dict(),
+            "languages": self.languages,
         }
 
 
@@ -132,6 +141,7 @@ def tokenize_split(
     partitions: int,
     folder: Path,
     run_tokens: int = RUN_TOKENS,
+    languages: LanguageLabels | None = None,
 ) -> TokenizeResult:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) but those removed; spill into `folder`.
 
@@ -140,6 +150,8 @@ def tokenize_split(
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise BuildError(f"{folder}: {partitions} partitions; between 1 and {MAX_PARTITIONS:,} are possible")
     ledger = Ledger()
+    lengths = Histogram()
+    counts = None if languages is None else languages.open()
     with (
         open_arrow(documents, mapped=True) as source,
         _SpillWriter(folder, encoder, partitions, run_tokens) as spill,
@@ -148,8 +160,14 @@ def tokenize_split(
         start = 0
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
-            _tokenize_batch(batch, removed.part(start, batch.num_rows), encoder, seed, spill, ledger)
+            if counts is not None:
+                batch = counts.beside(batch, start)
+            part = removed.part(start, batch.num_rows)
             start += batch.num_rows
+            kept, tokens = _tokenize_batch(batch, part, encoder, seed, spill, ledger)
+            lengths.add(Histogram.of(tokens))
+            if counts is not None:
+                counts.count(kept, tokens)
         for lost in removed.rows.values():
             if len(lost) and not 0 <= lost.min() <= lost.max() < start:
                 raise BuildError(
@@ -162,6 +180,8 @@ def tokenize_split(
         int(segments["tokens"].sum()),
         np.bincount(segments["partition"], segments["documents"], partitions).astype(np.int64).tolist(),
         np.bincount(segments["partition"], segments["tokens"], partitions).astype(np.int64).tolist(),
+        lengths,
+        None if counts is None else counts.to_dict(),
     )
     if result.tokens != spill.tokens or sum(result.partition_documents) != ledger.kept.documents:
         raise ConservationError(
@@ -178,8 +198,8 @@ def _tokenize_batch(
     seed: int,
     spill: _SpillWriter,
     ledger: Ledger,
-) -> None:
-    """Encode one batch, append eos, book what came in and what became of it."""
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]]:
+    """Encode one batch, append eos, book what came in; returns what is left of it, and its lengths."""
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     copies = np.ones(batch.num_rows, np.int32)
@@ -200,6 +220,7 @@ def _tokenize_batch(
     if batch.num_rows:
         hashes = keyed_hashes(batch.column("document_id").to_pylist(), seed, "shuffle")
         spill.add(batch, hashes, _with_eos(ids, lengths, encoder), lengths + 1, copies)
+    return batch, lengths + 1
 
 
 def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:

@@ -22,11 +22,13 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.index import Column, FileInfo, ShardInfo
 from shardkit.writers.clean import DOCUMENTS_FILE, KEYS_FILE, clean_split
 from shardkit.writers.dedup.exact import find_losers, find_winners
+from shardkit.writers.dedup.lines_cut import ROWS_FILE
 from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
 from shardkit.writers.execution.task import Commit, Task, contents, partition_name
 from shardkit.writers.execution.work_files import local
 from shardkit.writers.input_digest import hash_split
+from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.scan import Split
@@ -118,7 +120,7 @@ def _clean(folder: Path, split: Split, recipe: Recipe) -> dict[str, Any]:
             local(recipe.resolve(name))
     cleaned = clean_split(split, recipe, folder)
     counts = {"ledger": cleaned.ledger.to_dict(), "filters": cleaned.filters.to_dict()}
-    return counts | {"input": hash_split(split)}
+    return counts | {"languages": cleaned.languages, "input": hash_split(split)}
 
 
 def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
@@ -176,12 +178,16 @@ def tokenize_tasks(
     cleaned: Sequence[Commit],
     removals: Removals,
     *,
+    labelled: Sequence[Commit],
     tokenizer_path: Path,
     tokenizer_digest: str,
     engine: Engine,
     partitions: int,
 ) -> list[Task]:
-    """One task a split: what survived, tokenized and divided among `partitions`."""
+    """One task a split: what survived, tokenized and divided among `partitions`.
+
+    `labelled` are the tasks that read the documents; `cleaned` are those, or the ones that cut lines out.
+    """
     config = {
         "tokenizer.eos": recipe.tokenizer.eos,
         "engine": engine,
@@ -190,14 +196,31 @@ def tokenize_tasks(
     }
     encoder = (tokenizer_path, recipe.tokenizer.eos, engine)
     tasks = []
-    for split, commit in zip(splits, cleaned, strict=True):
+    for split, commit, first in zip(splits, cleaned, labelled, strict=True):
+        languages, named = _languages(first, commit)
         removed = removals.digest(split.index)
         documents = commit.outputs[DOCUMENTS_FILE].xxh3_128
-        inputs = {"documents": documents, "removed": removed, "tokenizer": tokenizer_digest}
-        args = (commit.folder / DOCUMENTS_FILE, removals, split.index, encoder, recipe.seed, partitions)
+        inputs = {"documents": documents, "removed": removed, "tokenizer": tokenizer_digest} | named
+        args = (
+            *(commit.folder / DOCUMENTS_FILE, removals, split.index),
+            *(encoder, recipe.seed, partitions, languages),
+        )
         weight = commit.ledger().kept.bytes
         tasks.append(Task("tokenize", _split_name(split), config, _tokenize, args, weight, inputs))
     return tasks
+
+
+def _languages(labelled: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
+    """What the documents of a split were found to be, and what a task that reads it names as its inputs."""
+    labels = labelled.counts["languages"]
+    if labels is None:
+        return None, {}
+    commits, rows = {LANGUAGES_FILE: labelled}, None
+    if documents is not labelled:  # lines were cut: some documents may have gone
+        commits[ROWS_FILE], rows = documents, documents.folder / ROWS_FILE
+    named = {name: commit.outputs[name].xxh3_128 for name, commit in commits.items()}
+    found = LanguageLabels(labelled.folder / LANGUAGES_FILE, tuple(labels), rows)
+    return found, {"languages": labels, **named}
 
 
 def _tokenize(
@@ -208,6 +231,7 @@ def _tokenize(
     encoder: tuple[Path, str, Engine],
     seed: int,
     partitions: int,
+    languages: LanguageLabels | None,
 ) -> dict[str, Any]:
     path, eos, engine = encoder
     result = tokenize_split(
@@ -217,8 +241,10 @@ def _tokenize(
         seed=seed,
         partitions=partitions,
         folder=folder,
+        languages=languages,
     )
-    return {"ledger": result.ledger.to_dict(), "tokens": result.tokens}
+    counts = result.to_dict()
+    return {name: counts[name] for name in ("ledger", "tokens", "lengths", "languages")}
 
 
 def pack_tasks(
@@ -265,7 +291,8 @@ def _pack(
         dtype=np.dtype(dtype),
         folder=folder,
     )
-    return {"packed": result.counts(), "shards": [asdict(shard) for shard in result.shards]}
+    shards = [asdict(shard) for shard in result.shards]
+    return {"packed": result.counts(), "histograms": result.histograms(), "shards": shards}
 
 
 def shards_of(packed: Commit) -> list[ShardInfo]:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.filters.config import FilterConfig, GopherQualityConfig
+from shardkit.writers.filters.language_settings import LanguageConfig
 from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, Telling, first_failing
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
@@ -72,6 +73,7 @@ class Filtered:
     `annotations` has a value of every rule for every document of the batch (before dropping), if wanted, with
     the reason it was dropped for under "dropped"; `failed` tells, bool[n], who fails each rule.
     `side_rows` are what filters tell beyond that, by the name of the file it belongs into.
+    `languages` are the labels of the kept documents, object[n], if there is a language filter.
     """
 
     kept: pa.RecordBatch
@@ -84,6 +86,7 @@ class Filtered:
     annotations: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     failed: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     side_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    languages: npt.NDArray[np.object_] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class FilterChain:
         self.side_files = tuple(sorted({work.side_file for work in self._sides}))
         gopher = [config for _, config in steps if isinstance(config, GopherQualityConfig)]
         self._stop_words = tuple(gopher[0].stop_words) if gopher else ()
+        self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:
         """Run all steps over a batch of DOCUMENT_SCHEMA."""
@@ -133,7 +137,14 @@ class FilterChain:
             number = documents.schema.get_field_index("text")
             documents = documents.set_column(number, documents.schema.field(number), batch.texts)
         result.kept = documents if not codes.any() else documents.filter(pa.array(codes == 0))
+        if result.languages is not None:
+            result.languages = result.languages[codes == 0]
         return result
+
+    @property
+    def has_languages(self) -> bool:
+        """Whether it finds the language of each document."""
+        return self._language is not None
 
     def codes(self, texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
         """int64[n]: 0 for texts that pass everything, else 1 + the index of the reason in `reasons`."""
@@ -160,6 +171,8 @@ class FilterChain:
                 codes[chosen] = first + number
                 _drop(result, self.reasons[first + number - 1], batch, chosen, hashes)
             first += len(step.work.reasons)
+            if step.name == self._language:
+                [result.languages] = [rule.values for rule in rules if rule.name == "label"]
             if self._annotate:
                 _annotate(result, step.name, rules)
         return codes

@@ -7,23 +7,15 @@ build gives the same bytes anywhere. The report is one file without scripts or r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-import shardkit
-from shardkit.hashing import digest_of, hash_bytes
-from shardkit.index import Manifest
 from shardkit.units import format_bytes
-from shardkit.writers.funnel import Funnel
-from shardkit.writers.recipe import Recipe
-from shardkit.writers.report_dedup import STYLE, render_dedup
-from shardkit.writers.report_filters import render_filters
+from shardkit.writers.report.dedup import STYLE, render_dedup
+from shardkit.writers.report.filters import render_filters
 
-__all__ = ["card_bytes", "describe_file", "make_card", "recipe_content", "render_report"]
-
-CARD_VERSION = 1
-FILE_HASH = "xxh3_128"
+__all__ = ["render_report"]
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 58rem; margin: 2rem auto; }
@@ -36,73 +28,6 @@ tr + tr td { border-top: 1px solid #e3e7ed; } td.bar { width: 40%; }
 .quarantined { background: #c53030; } code, pre { font: 13px/1.4 ui-monospace, monospace; }
 pre { background: #f4f6f8; padding: .8rem; overflow-x: auto; } p.note { color: #566270; }
 """
-
-
-def recipe_content(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data without the keys that decide no byte: where the output and the work lie.
-
-    Profiles are written out as the filters they stand for.
-    """
-    content: dict[str, Any] = recipe.model_dump(
-        mode="json", exclude={"work": True, "scratch": True, "check_disk": True, "output": {"path"}}
-    )
-    content["filters"] = [{name: config.model_dump(mode="json")} for name, config in recipe.filter_chain()]
-    return content
-
-
-def make_card(
-    recipe: Recipe,
-    manifest: Manifest,
-    funnel: Funnel,
-    *,
-    tokenizer: Mapping[str, Any],
-    inputs: Sequence[Mapping[str, Any]],
-    partitions: int,
-    dedup: Mapping[str, Any] | None = None,
-    filters: Mapping[str, Any] | None = None,
-    filter_files: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """What a dataset says of itself, but for its `files`."""
-    content = recipe_content(recipe)
-    sources = [
-        dict(entry) | {"funnel": funnel.source(number).to_dict(), "tokens": funnel.source_tokens[number]}
-        for number, entry in enumerate(inputs)
-    ]
-    packed = funnel.packed
-    return {
-        "card_version": CARD_VERSION,
-        "shardkit_version": shardkit.__version__,
-        "fingerprint": manifest.fingerprint,
-        "format": manifest.format,
-        "shards": len(manifest.shards),
-        "samples": manifest.samples,
-        "bytes": sum(shard.raw.bytes for shard in manifest.shards),
-        "stored_bytes": sum(shard.stored.bytes for shard in manifest.shards),
-        "column": "tokens",
-        "dtype": tokenizer["dtype"],
-        "sequence_length": recipe.pack.sequence_length,
-        "tokens": packed["tokens"],
-        "padding": packed["padding"],
-        "tokenizer": dict(tokenizer),
-        "recipe_digest": digest_of(content),
-        "recipe": content,
-        "inputs": sources,
-        "funnel": funnel.to_dict(),
-        "dedup": dedup,
-        "filters": filters,
-        "filter_files": dict(filter_files or {}),
-        "packing": {"partitions": partitions, **packed},
-    }
-
-
-def card_bytes(card: Mapping[str, Any]) -> bytes:
-    """The card as stored."""
-    return json.dumps(card, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-
-
-def describe_file(data: bytes) -> dict[str, Any]:
-    """The card's entry of a file beside the shards."""
-    return {"bytes": len(data), **hash_bytes(data, [FILE_HASH])}
 
 
 def render_report(card: Mapping[str, Any]) -> bytes:

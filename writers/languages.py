@@ -1,0 +1,104 @@
+"""The language of each document, from the filter that found it to the counts of documents and tokens.
+
+A recipe's language filter labels every document it lets through; the label is that of the text as the filter
+saw it, before later steps edited it. Cleaning a split keeps the labels of what stays as LANGUAGES_FILE,
+uint8[n] in the order of documents.arrow, and the labels that the codes stand for in its commit. Tokenizing
+counts by them what is left after duplicate removal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.dedup.array_file import Rows, RowsWriter
+
+__all__ = ["LANGUAGES_FILE", "LanguageCounts", "LanguageFile", "LanguageLabels", "add_languages"]
+
+LANGUAGES_FILE = "languages.npy"
+_COLUMN = "language"
+
+
+class LanguageFile:
+    """Writes the labels of a split's documents; `labels[c]` is what code c stands for."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows = RowsWriter(path, np.uint8)  # the model knows 176 languages
+        self._codes: dict[str, int] = {}
+
+    def __enter__(self) -> LanguageFile:
+        self._rows.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rows.__exit__(kind, error, trace)
+
+    @property
+    def labels(self) -> list[str]:
+        """In the order in which they were first seen."""
+        return list(self._codes)
+
+    def write(self, labels: npt.NDArray[np.object_]) -> None:
+        """Append the labels of a batch."""
+        codes = [self._codes.setdefault(label, len(self._codes)) for label in labels.tolist()]
+        self._rows.write(np.array(codes, np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageLabels:
+    """Where the labels of a split's documents lie: `rows` leads from those left after line dedup to them."""
+
+    path: Path
+    labels: tuple[str, ...]
+    rows: Path | None = None
+
+    def open(self) -> LanguageCounts:
+        """Read them, a byte a document."""
+        codes = Rows(self.path, np.uint8).read()
+        if self.rows is not None:
+            codes = codes[Rows(self.rows, np.int64).read()]
+        return LanguageCounts(self.labels, codes)
+
+
+class LanguageCounts:
+    """Counts the documents of a split, and their tokens, by language."""
+
+    def __init__(self, labels: Sequence[str], codes: npt.NDArray[np.uint8]) -> None:
+        self._labels, self._codes = labels, codes
+        self._documents = np.zeros(len(labels), np.int64)
+        self._tokens = np.zeros(len(labels), np.int64)
+
+    def beside(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
+        """The batch of rows from `start` on, with its languages as one more column."""
+        return batch.append_column(_COLUMN, pa.array(self._codes[start : start + batch.num_rows]))
+
+    def count(self, batch: pa.RecordBatch, lengths: npt.NDArray[np.int64]) -> None:
+        """Count documents of `lengths` tokens: rows that are left of what `beside` gave."""
+        codes = batch.column(_COLUMN).to_numpy()
+        self._documents += np.bincount(codes, minlength=len(self._labels))
+        self._tokens += np.bincount(codes, lengths, len(self._labels)).astype(np.int64)
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Plain data by label; those of which nothing is left are left out."""
+        counts = zip(self._labels, self._documents.tolist(), self._tokens.tolist(), strict=True)
+        return {label: {"documents": n, "tokens": tokens} for label, n, tokens in counts if n}
+
+
+def add_languages(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """The sum of what `LanguageCounts.to_dict` gave, most tokens first."""
+    documents: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for part in parts:
+        documents.update({label: counts["documents"] for label, counts in part.items()})
+        tokens.update({label: counts["tokens"] for label, counts in part.items()})
+    order = sorted(tokens, key=lambda label: (-tokens[label], label))
+    return {label: {"documents": documents[label], "tokens": tokens[label]} for label in order}
