@@ -178,7 +178,7 @@ def texts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for file in range(4):
         (folder / f"plain-{file}.jsonl").write_bytes(lines(texts[file * 500 : (file + 1) * 500]))
-        (folder / f"zipped-{file}.jsonl.gz").write_bytes(gzip.compress(lines(texts[2000 + file :: 8]), 6))
+        (folder / f"zipped-{file}.jsonl.gz").write_bytes(gzip.compress(lines(texts[2000 + file : 3000 : 4]), 6))
     (folder / "small.jsonl.zst").write_bytes(zstandard.compress(lines(texts[3000:5000])))
     pq.write_table(pa.table({"text": texts[5000:]}), folder / "table.parquet")
     (folder / "recipe.yaml").write_text(RECIPE)
