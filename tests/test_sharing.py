@@ -355,3 +355,17 @@ def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
     assert ended(asleep) == fingerprint == json.loads(local["dataset.json"])["fingerprint"]
     assert {info.key: output.get(info.key) for info in output.list()} == local
     assert list(S3Store(f"{rgw_bucket.url}/work", StorageOptions()).list("sharing/")) == []
+
+
+def test_files_that_tasks_read_go_to_all_machines_under_the_names_they_have_now(
+    corpus: Path, tmp_path: Path
+) -> None:
+    work = fresh_memory()
+    for name, changes in (
+        ("tokenizer.json", []),
+        ("renamed.json", [f"tokenizer.path={tmp_path}/renamed.json"]),
+    ):
+        (tmp_path / "renamed.json").write_bytes((corpus.parent / "tokenizer.json").read_bytes())
+        places = [f"work={work.url}", f"scratch={tmp_path}/s", f"output.path={tmp_path}/{name}-out", *changes]
+        result = build(corpus, overrides=places, workers=1, progress=False)
+        assert json.loads((result.output / "dataset.json").read_bytes())["tokenizer"]["file"] == name

@@ -19,7 +19,7 @@ from shardkit.writers.recipe import Recipe
 
 __all__ = ["place_files"]
 
-_TOKENIZER = "tokenizer"  # a folder of its own, apart from what recipes name
+_TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 
 
 class Place(Protocol):
@@ -35,9 +35,8 @@ def place_files(
 ) -> tuple[Recipe, Path]:
     """The recipe that tasks get, with the folder that its filters' files are in, and the tokenizer's path.
 
-    Without its digest the tokenizer stays where it is.
-
-    Files of filters that lie outside of the recipe's folder must be on every machine.
+    Without its digest the tokenizer stays where it is. Files of filters that the recipe names by absolute
+    paths must be on every machine, and all of them must if one lies outside of the recipe's folder ("../…").
     """
     tokenizer = recipe.resolve(recipe.tokenizer.path)
     if not isinstance(journal.work, StoreWork):
@@ -47,9 +46,11 @@ def place_files(
     names = {name: recipe.resolve(name) for name in inside}
     if tokenizer_digest is not None:
         names[f"{_TOKENIZER}/{tokenizer.name}"] = tokenizer
-    task = Task("files", "files", {}, _copy, (names,), inputs=inputs)
+    config = {"tokenizer": tokenizer.name}  # what the file is called is not in its digest
+    task = Task("files", "files", config, _copy, (names,), inputs=inputs)
     commit = journal.run_here(task)
-    moved = recipe.in_folder(commit.folder) if len(inside) == len(filter_files) else recipe
+    outside = [name for name in filter_files.keys() - inside.keys() if not PurePosixPath(name).is_absolute()]
+    moved = recipe if outside else recipe.in_folder(commit.folder)
     return moved, commit.folder / _TOKENIZER / tokenizer.name
 
 

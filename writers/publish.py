@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from shardkit.errors import BuildError, ShardError
 from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.plain_json import load_json
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.locks import held_file
 from shardkit.writers.execution.task import Commit
@@ -80,7 +81,7 @@ def output_state(output: Path) -> OutputState:
 def read_card(output: Path) -> dict[str, Any] | None:
     """The card of the dataset in a folder, or None if it has none that can be read."""
     try:
-        card = json.loads((output / CARD_NAME).read_bytes())
+        card = load_json((output / CARD_NAME).read_bytes())
     except (OSError, ValueError):
         return None
     return card if isinstance(card, dict) else None
@@ -199,7 +200,7 @@ def _published_files(output: Path, state: OutputState) -> set[str]:
     names: set[str] = set()
     if (output / _MARKER).exists():
         try:
-            listed = json.loads((output / _MARKER).read_bytes())["files"]
+            listed = load_json((output / _MARKER).read_bytes())["files"]
             names |= {checked_basename(name, output / _MARKER) for name in listed}
         except (ValueError, KeyError, TypeError, ShardError) as error:
             raise BuildError(f"{output / _MARKER}: cannot be read ({error}); empty the folder") from error
@@ -239,7 +240,11 @@ def _clear(output: Path, names: Sequence[str], keep: Set[str]) -> None:
 
 
 def _place_output(source: Path, target: Path) -> None:
-    with borrowed(source) as path:
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(borrowed(source))
+        except OSError as error:  # of the work folder, not of the output
+            raise BuildError(f"{source}: cannot be read: {error}; the same command continues") from error
         place(path, target)
 
 
