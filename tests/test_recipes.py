@@ -23,7 +23,9 @@ from shardkit.writers import build, build_dedup_index, load_recipe
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
-RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
+PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "wikipedia"}  # test_recipes_profiles.py
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = [recipe for recipe in sorted(FOLDER.glob("*.yaml")) if recipe.stem not in PROFILES]
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
 PROSE = "\n".join(
     f"In the {n}th year of the {word} there was a plan that many people had to be with, and they kept it."
