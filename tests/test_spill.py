@@ -18,7 +18,14 @@ from shardkit.errors import BuildError
 from shardkit.writers import spill as module
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
 from shardkit.writers.ledger import Count
-from shardkit.writers.spill import Removed, choose_partitions, partition_of, tokenize_split
+from shardkit.writers.spill import (
+    RUN_TOKENS,
+    Removed,
+    choose_partitions,
+    partition_of,
+    run_tokens_for,
+    tokenize_split,
+)
 from shardkit.writers.tokenizer import Encoder
 
 EOS = "<|endoftext|>"
@@ -215,3 +222,14 @@ def test_partitions_are_as_many_as_the_memory_needs() -> None:
     assert choose_partitions(10**12, 10**9, 10**9) == 3200
     assert choose_partitions(10**12, 10**9, 10**9, token_bytes=2) < 3200
     assert choose_partitions(10**18, 10**9, 10**9) == module.MAX_PARTITIONS
+
+
+def test_a_run_and_a_partition_are_as_small_as_little_memory_needs() -> None:
+    assert run_tokens_for(2_000_000_000) == RUN_TOKENS
+    assert run_tokens_for(512_000_000) * 4 * 2 == 512_000_000 // 4  # held twice, in four bytes each
+    text, documents, shard = 10**9, 10**6, 1 << 26
+    for memory in (1 << 29, 1 << 30):
+        partitions = choose_partitions(text, documents, memory, shard_bytes=shard)
+        held = (text * 2 + documents * 400) / partitions + 2 * shard
+        assert 0.5 * memory < held <= 0.75 * memory
+    assert choose_partitions(text, documents, 1 << 28, shard_bytes=1 << 28) < 100  # shards that cannot fit

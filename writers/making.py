@@ -109,5 +109,6 @@ def _tokenize(
 
 def _count_partitions(recipe: Recipe, kept: Count) -> int:
     """Enough for the memory, and for work to be shared; depends on the documents and the recipe only."""
-    needed = spill.choose_partitions(kept.bytes, kept.documents, recipe.memory)
+    shard = recipe.output.shard_bytes
+    needed = spill.choose_partitions(kept.bytes, kept.documents, recipe.memory, shard_bytes=shard)
     return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), spill.MAX_PARTITIONS))

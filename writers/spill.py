@@ -39,10 +39,11 @@ __all__ = [
     "TokenizeResult",
     "choose_partitions",
     "partition_of",
+    "run_tokens_for",
     "tokenize_split",
 ]
 
-RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB
+RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB, less where `memory` is less
 RUN_DOCUMENTS = 1 << 18
 MAX_PARTITIONS = 10_000  # keys of tar samples have 12 digits, 8 of them for the row within a partition
 DOCUMENT_OVERHEAD_BYTES = 400  # what the packer holds for one document beside its tokens
@@ -99,14 +100,22 @@ def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray
     return (scaled >> np.uint64(32)).astype(np.int64)
 
 
-def choose_partitions(text_bytes: int, documents: int, memory_bytes: int, *, token_bytes: int = 4) -> int:
+def choose_partitions(
+    text_bytes: int, documents: int, memory_bytes: int, *, token_bytes: int = 4, shard_bytes: int = 0
+) -> int:
     """How many partitions let one packer stay within `memory_bytes` (a worker's share of all memory).
 
-    Reckons half a token a byte of text, twice what English needs, and a quarter in hand. Depends on the input
-    only, so that the shards do.
+    Reckons half a token a byte of text, twice what English needs, two shards (one is filled while another one
+    is written), and a quarter in hand. Depends on the input and the recipe only, so that the shards do.
     """
     needed = text_bytes * token_bytes // 2 + documents * DOCUMENT_OVERHEAD_BYTES
-    return min(max(1, -(-needed // max(1, memory_bytes * 3 // 4))), MAX_PARTITIONS)
+    for_partition = max(1, memory_bytes // 8, memory_bytes * 3 // 4 - 2 * shard_bytes)
+    return min(max(1, -(-needed // for_partition)), MAX_PARTITIONS)
+
+
+def run_tokens_for(memory_bytes: int) -> int:
+    """Tokens of a run that take a quarter of `memory_bytes`, in four bytes each, while they are sorted."""
+    return min(RUN_TOKENS, memory_bytes // 32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.scan import Split
 from shardkit.writers.shards import PROVENANCE_NAME, pack_partition
-from shardkit.writers.spill import tokenize_split
+from shardkit.writers.spill import run_tokens_for, tokenize_split
 from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encoder
 
 __all__ = [
@@ -193,6 +193,7 @@ def tokenize_tasks(
         "engine": engine,
         "seed": recipe.seed,
         "partitions": partitions,
+        "run_tokens": run_tokens_for(recipe.memory),
     }
     encoder = (tokenizer_path, recipe.tokenizer.eos, engine)
     tasks = []
@@ -203,7 +204,7 @@ def tokenize_tasks(
         inputs = {"documents": documents, "removed": removed, "tokenizer": tokenizer_digest} | named
         args = (
             *(commit.folder / DOCUMENTS_FILE, removals, split.index),
-            *(encoder, recipe.seed, partitions, languages),
+            *(encoder, recipe.seed, partitions, languages, config["run_tokens"]),
         )
         weight = commit.ledger().kept.bytes
         tasks.append(Task("tokenize", _split_name(split), config, _tokenize, args, weight, inputs))
@@ -232,6 +233,7 @@ def _tokenize(
     seed: int,
     partitions: int,
     languages: LanguageLabels | None,
+    run_tokens: int,
 ) -> dict[str, Any]:
     path, eos, engine = encoder
     result = tokenize_split(
@@ -242,6 +244,7 @@ def _tokenize(
         partitions=partitions,
         folder=folder,
         languages=languages,
+        run_tokens=run_tokens,
     )
     counts = result.to_dict()
     return {name: counts[name] for name in ("ledger", "tokens", "lengths", "languages")}

@@ -58,7 +58,6 @@ def sign_documents(
     """
     bands, rows = bands_and_rows(config)
     losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
-    copies = dict(zip(removed.copied.tolist(), removed.copies.tolist(), strict=True))
     by_source = config.scope == "source"
     start = wordless = 0
     with ExitStack() as stack:
@@ -73,9 +72,10 @@ def sign_documents(
             batch = reader.get_batch(number)
             kept = _kept_rows(losers, start, batch.num_rows)
             signed, described = _sign_batch(batch, kept, config)
+            copies, here = np.ones(batch.num_rows, np.int64), removed.part(start, batch.num_rows)
+            copies[here.copied] = here.copies
+            described["copies"] = copies[described["row"]]
             described["row"] += start
-            if copies:
-                described["copies"] = [copies.get(row, 1) for row in described["row"].tolist()]
             start += batch.num_rows
             wordless += len(kept) - len(described)
             sources = described["source"] if by_source else None

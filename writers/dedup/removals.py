@@ -37,17 +37,14 @@ class Removals:
     def of_split(self, split: int) -> Removed:
         """What concerns one split."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
-        copies: dict[int, int] = {}
+        winners: list[npt.NDArray[np.void]] = []
         if self.rewritten:
-            _add_copies(copies, np.load(local(self.rewritten[split] / WINNERS_FILE), allow_pickle=False))
+            winners.append(np.load(local(self.rewritten[split] / WINNERS_FILE), allow_pickle=False))
         for reason, folders in self.folders.items():
             lost = [_of_split(folder / LOSERS_FILE, split)["row"] for folder in folders]
             rows[reason] = np.sort(np.concatenate([np.zeros(0, np.int64), *lost]))
-            for folder in folders:
-                _add_copies(copies, _of_split(folder / WINNERS_FILE, split))
-        copied = sorted(copies)
-        counts = np.array([copies[row] for row in copied], np.int64)
-        return Removed(rows, np.array(copied, np.int64), counts)
+            winners += [_of_split(folder / WINNERS_FILE, split) for folder in folders]
+        return Removed(rows, *_latest(winners))
 
     def digest(self, split: int) -> str:
         """Of all that `of_split` gives."""
@@ -56,8 +53,14 @@ class Removals:
         return digest_of({name: hash_bytes(table.tobytes(), ["xxh3_128"]) for name, table in tables.items()})
 
 
-def _add_copies(copies: dict[int, int], winners: npt.NDArray[np.void]) -> None:
-    copies.update(zip(winners["row"].tolist(), winners["copies"].tolist(), strict=True))
+def _latest(winners: Sequence[npt.NDArray[np.void]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(rows that stand for copies, ascending; how many): of the rows of several tables the last one's."""
+    rows = np.concatenate([np.zeros(0, np.int64), *(table["row"] for table in winners)])
+    copies = np.concatenate([np.zeros(0, np.int64), *(table["copies"] for table in winners)])
+    order = np.argsort(rows, kind="stable")
+    rows, copies = rows[order], copies[order]
+    last = np.append(rows[1:] != rows[:-1], True)[: len(rows)]
+    return rows[last], copies[last]
 
 
 def _of_split(file: Path, split: int) -> npt.NDArray[np.void]:
