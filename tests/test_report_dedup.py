@@ -12,7 +12,8 @@ import pytest
 
 from shardkit.writers.dedup.lsh import probability
 from shardkit.writers.dedup.measure import BAND_EDGES, binomial_interval
-from shardkit.writers.report.dedup import STYLE, render_dedup
+from shardkit.writers.report.dedup import render_dedup
+from shardkit.writers.report.style import STYLE
 
 PAIRS = 285
 

@@ -1,4 +1,4 @@
-"""`report.html`: a dataset's card as one page without scripts or references; the same card, the same bytes."""
+"""`report.html`: a dataset's card as one page that needs nothing else. The same card gives the same bytes."""
 
 from shardkit.writers.report.page import render_report
 

@@ -13,43 +13,45 @@ A function of the card's `filters` (filter_counts.filters_card), which is plain 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from shardkit.units import format_bytes
+from shardkit.writers.report.html import bars, name, number, percent, section, size, table, text
 
 __all__ = ["render_filters"]
-
-_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 def render_filters(filters: Mapping[str, Any], read: Mapping[str, int]) -> str:
     """The section as HTML; `read` are the documents and bytes that came in."""
-    body = ["<h2>Filters</h2>"]
+    parts = []
     if filters["rules"]:
-        body += [_rules(filters, read), _note(filters)]
+        parts += [_rules(filters, read), _note(filters)]
     if filters["cut"]:
-        body += ["<h3>Cut out of documents</h3>", _cut(filters["cut"], read["bytes"])]
+        parts.append(_cut(filters["cut"], read["bytes"]))
     if filters["counts"]:
-        body += ["<h3>Counted by editors</h3>", _counts(filters["counts"])]
+        parts.append(_counts(filters["counts"]))
     if shown := [rule for rule in filters["rules"] if rule["excerpts"]]:
-        body += ["<h3>Some of what was dropped</h3>", _excerpts(shown)]
-    return "\n".join(body)
+        parts += ["<h3>Some of what was dropped</h3>", _excerpts(shown)]
+    return section("Filters", *parts)
 
 
 def _rules(filters: Mapping[str, Any], read: Mapping[str, int]) -> str:
-    rows = []
-    for rule in filters["rules"]:
-        width = 100 * rule["documents"] / max(1, read["documents"])
-        rows.append(
-            f"<tr><td>{escape(rule['rule'])}</td>"
-            + _number(f"{rule['documents']:,}")
-            + _number(_percent(rule["documents"], read["documents"]))
-            + _number(format_bytes(rule["bytes"]))
-            + _number(_percent(rule["alone"], filters["sampled"]))
-            + f'<td class="bar"><span class="dropped" style="width:{width:.2f}%"></span></td></tr>'
-        )
-    return _table(["rule"], ["dropped, in order", "", "text", "fail it, alone"], rows, bar=True)
+    most = max((rule["documents"] for rule in filters["rules"]), default=0)
+    most_alone = max((rule["alone"] for rule in filters["rules"]), default=0)
+    rows = [
+        [
+            name(rule["rule"]),
+            number(rule["documents"]),
+            number(percent(rule["documents"], read["documents"])),
+            bars(most, ("dropped", rule["documents"])),
+            number(format_bytes(rule["bytes"])),
+            number(percent(rule["alone"], filters["sampled"])),
+            bars(most_alone, ("dropped", rule["alone"])),
+        ]
+        for rule in filters["rules"]
+    ]
+    head = ("rule", ">documents", ">of read", "|dropped, in order", ">text", ">fail it", "|alone")
+    return table(head, rows, caption="What each rule dropped, in the order in which they were tried")
 
 
 def _note(filters: Mapping[str, Any]) -> str:
@@ -61,43 +63,30 @@ def _note(filters: Mapping[str, Any]) -> str:
 
 
 def _cut(cut: Sequence[Mapping[str, Any]], whole: int) -> str:
+    most = max((abs(one["bytes"]) for one in cut), default=0)
     rows = [
-        f"<tr><td>{escape(one['edit'])}</td>"
-        f"{_number(_size(one['bytes']))}{_number(_percent(one['bytes'], whole))}</tr>"
+        [
+            name(one["edit"]),
+            number(size(one["bytes"])),
+            number(percent(abs(one["bytes"]), whole)),
+            bars(most, ("dropped", one["bytes"])),
+        ]
         for one in cut
     ]
-    return _table(["edit"], ["text", ""], rows)
+    return table(("edit", ">text", ">of read", "|"), rows, caption="Cut out of documents")
 
 
 def _counts(counts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [f"<tr><td>{escape(one['name'])}</td>{_number(format(one['count'], ','))}</tr>" for one in counts]
-    return _table(["what"], ["count"], rows)
+    rows = [[name(one["name"]), number(one["count"])] for one in counts]
+    return table(("what", ">count"), rows, caption="Counted by editors")
 
 
 def _excerpts(rules: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for rule in rules:
-        for number, shown in enumerate(rule["excerpts"]):
-            name = escape(rule["rule"]) if not number else ""
-            place = f"{escape(shown['file'])}, record {shown['record']:,}"
-            text = escape(shown["text"].translate(_CONTROLS))
-            rows.append(f'<tr><td>{name}</td><td>{place}</td><td class="text" dir="auto">{text}</td></tr>')
-    return _table(["rule", "document", "its beginning, when it was dropped"], [], rows)
-
-
-def _number(content: str) -> str:
-    return f'<td class="n">{content}</td>'
-
-
-def _table(left: Sequence[str], right: Sequence[str], rows: Sequence[str], *, bar: bool = False) -> str:
-    head = [f"<th>{name}</th>" for name in left] + [f'<th class="n">{name}</th>' for name in right]
-    head += ["<th></th>"] if bar else []
-    return f"<table><tr>{''.join(head)}</tr>{''.join(rows)}</table>"
-
-
-def _size(count: int) -> str:
-    return format_bytes(count) if count >= 0 else f"{format_bytes(-count)} more"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.2f} %" if whole else "0.00 %"
+        for place, shown in enumerate(rule["excerpts"]):
+            found = f"<bdi>{text(shown['file'])}</bdi>, record {shown['record']:,}"
+            excerpt = f'<td class="text" dir="auto">{text(shown["text"])}</td>'
+            rows.append([name(rule["rule"] if not place else ""), f'<td class="place">{found}</td>', excerpt])
+    head = ("rule", "document", "its beginning, when it was dropped")
+    return table(head, rows, caption="Up to three documents of each rule, drawn by hash")
