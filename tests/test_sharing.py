@@ -20,8 +20,7 @@ from small_build import make_corpus, tree
 from watched_store import fresh_memory, objects
 
 from shardkit.errors import BuildError
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.s3 import S3Store
+from shardkit.storage.resilient import connect
 from shardkit.writers import BuildResult, build
 from shardkit.writers import publish as publish_module
 from shardkit.writers.execution import locks, queue, turns
@@ -345,7 +344,7 @@ def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
     machines = Machines(recipe, f"work={rgw_bucket.url}/work", f"output.path={rgw_bucket.url}/out")
     asleep = machines.start_victim("clean", "SIGSTOP")
     machines.start_victim("index", "SIGKILL")  # all files are there, and the index is about to be
-    output = S3Store(f"{rgw_bucket.url}/out", StorageOptions())
+    output = connect(f"{rgw_bucket.url}/out")
     assert "index.json" not in {info.key for info in output.list()}
     fingerprint = ended(machines.start())
     assert min(rgw_proxy.hits()) > 0
