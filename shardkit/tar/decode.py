@@ -12,6 +12,7 @@
 | pyd, pickle, pkl, pth                 | refused unless `allow_pickle`: they can run any code |
 | jpg, png, webp, gif, bmp, ppm, tiff … | an image, as `decode` says |
 | anything else (audio, video, html …)  | bytes |
+| any that begins with `__`             | metadata: str, or bytes if it is not UTF-8 |
 
 `decode` is True: images are PIL images in the mode of their file, as in MDS columns. "basic": their bytes.
 One of webdataset's words ("pil", "rgb8", "torchrgb", …): what `webdataset.WebDataset(…).decode(word)` makes
@@ -45,6 +46,7 @@ IMAGE_WORDS = frozenset(
 ) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
 
 MAX_EXPANDED_BYTES = 1 << 30  # of one .gz or .npz member: a sample larger than this is no sample
+_METADATA = "__"  # of an extension
 _TEXT = frozenset({"txt", "text", "transcript"})
 _INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
 _JSON = frozenset({"json", "jsn"})
@@ -68,6 +70,8 @@ def decode_member(
     """The value of a member; ValueError if its bytes are not what the extension says."""
     if decode is False:
         return bytes(payload)
+    if extension.startswith(_METADATA):
+        return _decode_metadata(payload)
     front, _, kind = extension.rpartition(".")
     if kind == "gz":
         inner = memoryview(gunzip(payload, MAX_EXPANDED_BYTES))
@@ -89,6 +93,8 @@ def decode_member(
 
 def encoding_of(extension: str) -> str:
     """The name, in the words of MDS where there is one, of what a member decodes to."""
+    if extension.startswith(_METADATA):
+        return "str"
     kind = extension.removesuffix(".gz").rpartition(".")[2]
     for names, encoding in ((_TEXT, "str"), (_INTEGER, "int"), (_JSON, "json"), ({"npy"}, "ndarray")):
         if kind in names:
@@ -98,6 +104,13 @@ def encoding_of(extension: str) -> str:
 
 def _decode_text(payload: memoryview) -> str:
     return str(payload, "utf-8")
+
+
+def _decode_metadata(payload: memoryview) -> str | bytes:
+    try:
+        return _decode_text(payload)
+    except UnicodeDecodeError:
+        return bytes(payload)
 
 
 def _decode_integer(payload: memoryview) -> int:
