@@ -27,7 +27,7 @@ LARGE = {
     "parity",
     "pack",
     "provenance",
-}  # runs of tokens, a tokenizer's cache of words, partitions
+}  # runs of tokens, partitions
 DOCUMENTS = 120_000
 RECIPE = """\
 inputs:
