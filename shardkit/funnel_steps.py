@@ -55,11 +55,10 @@ def _dropped(card: Mapping[str, Any]) -> list[tuple[str, str, list[Mapping[str, 
     groups: dict[str, list[Mapping[str, int]]] = {}
     for reason, lost in card["funnel"]["dropped"].items():
         groups.setdefault(reason.partition("/")[0], []).append(lost)
-    order = _filters(card)
-    ranks = {name: (1, number) for number, name in enumerate(order)}
+    ranks = {name: (1, number) for number, name in enumerate(_filters(card))}
     ranks |= {name: (2, number) for number, name in enumerate((*_DUPLICATES, "empty"))}
     names = sorted(groups, key=lambda name: (*ranks.get(name, (0, 0)), name))
-    return [("dropped", name if name in order else name.replace("_", " "), groups[name]) for name in names]
+    return [("dropped", name, groups[name]) for name in names]
 
 
 def _filters(card: Mapping[str, Any]) -> Sequence[str]:

@@ -58,7 +58,7 @@ def test_info_tells_what_the_card_says(corpus: Path, capsys: pytest.CaptureFixtu
     assert facts["card"]["fingerprint"] == facts["fingerprint"]
     assert main(["info", str(corpus.parent / "out")]) == 0
     text = capsys.readouterr().out
-    for word in ("fingerprint", "64 tokens of uint16", "source plain", "exact_duplicate", "kept"):
+    for word in ("fingerprint", "64 tokens of uint16", "plain", "exact_duplicate", "kept"):
         assert word in text
 
 

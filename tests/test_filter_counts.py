@@ -89,7 +89,7 @@ def test_the_report_shows_rules_in_order_and_alone_and_escapes_texts() -> None:
     page = render_filters(card, {"documents": 900, "bytes": 10_000})
     for rule in card["rules"]:
         assert f">{rule['rule']}</td>" in page.replace("<wbr>", "")
-    assert "<bdi>&lt;a&gt;.jsonl</bdi>, record " in page
+    assert "<bdi>&lt;a&gt;.jsonl</bdi>, record&nbsp;" in page
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "\x00" not in page

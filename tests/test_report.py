@@ -150,6 +150,6 @@ def test_the_report_shows_the_funnel_and_escapes_names() -> None:
     assert "b" not in parser.tags
     assert {"script", "link", "img"}.isdisjoint(parser.tags)
     text = " ".join(parser.text)
-    for shown in ("read", "short", "exact duplicate", "kept", "12", "80.00 %", "<|end|>"):
+    for shown in ("read", "short", "exact_duplicate", "kept", "12", "80.00 %", "<|end|>"):
         assert shown in text
     assert page == render_report(make()).decode()

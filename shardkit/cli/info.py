@@ -80,12 +80,25 @@ def _size(count: int | None) -> str:
 def _show(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from shardkit.cli.info_card import card_tables
+
+    console = stdout_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _lines(facts):
+    lines, pictures = _lines(facts), []
+    try:
+        card = facts["card"] or {}
+        lines += _card_lines(card)
+        pictures = card_tables(card, blocks=console.encoding.lower().startswith("utf"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        lines.append(("card", f"is not one that shardkit wrote ({error!r})"))
+    for name, value in lines:
         table.add_row(name, value)
-    stdout_console().print(table)
+    console.print(table)
+    for picture in pictures:
+        console.print()
+        console.print(picture)
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -106,13 +119,11 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if facts["sequence_length"]:
         lines.append(("sequence", f"{facts['sequence_length']:,} tokens of {facts['dtype']}"))
-    try:
-        return lines + _card_lines(facts["card"] or {})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return [*lines, ("card", f"is not one that shardkit wrote ({error!r})")]
+    return lines
 
 
 def _card_lines(card: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the card says in one line each; whatever an older one lacks is left out."""
     lines = []
     if {"tokens", "padding"} <= card.keys():
         share = 100 * card["padding"] / max(1, card["tokens"] + card["padding"])
@@ -120,19 +131,6 @@ def _card_lines(card: dict[str, Any]) -> list[tuple[str, str]]:
     if tokenizer := card.get("tokenizer"):
         eos = f"eos {tokenizer.get('eos')} = {tokenizer.get('eos_id')}"
         lines.append(("tokenizer", f"{tokenizer.get('file')}, {eos}, digest {tokenizer.get('digest')}"))
-    for source in card.get("inputs", ()):
-        read, kept = (source["funnel"][name]["documents"] for name in ("read", "kept"))
-        text = f"{source['files']:,} files, {read:,} documents read, {kept:,} kept"
-        lines.append((f"source {source['source']}", text))
-    if funnel := card.get("funnel"):
-        lines.append(("read", _count(funnel["read"])))
-        for kind in ("quarantined", "dropped"):
-            lines += [(f"  {kind}", f"{reason}: {_count(lost)}") for reason, lost in funnel[kind].items()]
-        lines.append(("kept", _count(funnel["kept"])))
     if "recipe_digest" in card:
         lines.append(("recipe", f"digest {card['recipe_digest']}, shardkit {card.get('shardkit_version')}"))
     return lines
-
-
-def _count(count: dict[str, int]) -> str:
-    return f"{count['documents']:,} documents, {format_bytes(count['bytes'])}"

@@ -85,7 +85,7 @@ def _excerpts(rules: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for rule in rules:
         for place, shown in enumerate(rule["excerpts"]):
-            found = f"<bdi>{text(shown['file'])}</bdi>, record {shown['record']:,}"
+            found = f"<bdi>{text(shown['file'])}</bdi>, record&nbsp;{shown['record']:,}"
             excerpt = f'<td class="text" dir="auto">{text(shown["text"])}</td>'
             rows.append([name(rule["rule"] if not place else ""), f'<td class="place">{found}</td>', excerpt])
     head = ("rule", "document", "its beginning, when it was dropped")

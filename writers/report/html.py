@@ -56,8 +56,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -
         return ""
     names = "".join(_head(column) for column in head)
     lines = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    kind = ' class="one"' if sum(column.startswith("|") for column in head) == 1 else ""
     return (
-        f'<div class="wide"><table><caption>{text(caption)}</caption>'
+        f'<div class="wide"><table{kind}><caption>{text(caption)}</caption>'
         f"<thead><tr>{names}</tr></thead><tbody>\n{lines}\n</tbody></table></div>"
     )
 

@@ -34,9 +34,10 @@ td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; ov
 th { font-weight: 600; }
 tbody tr + tr > *, thead + tbody tr > *, .facts tr > * { border-top: 1px solid var(--line); }
 thead th { vertical-align: bottom; font-size: 13px; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.n, th.n { width: 1%; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .facts th { width: 14rem; } td.text, td.place { font-size: 13px; } td.place { width: 24%; }
 td.bar, th.bar { width: 18%; min-width: 7rem; padding-right: 1rem; }
+.one td.bar { width: 50%; }
 td.bar { padding-top: .5rem; line-height: 0; }
 .bar span { display: inline-block; height: .75rem; min-width: 1px; max-width: 100%; }
 .bar span, .key span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
