@@ -143,6 +143,16 @@ def test_a_task_without_its_record_or_an_output_runs_again(tmp_path: Path, url: 
         assert read(store_work(tmp_path, url), "large") == DATA
 
 
+def test_a_record_that_cannot_be_read_is_written_again(tmp_path: Path, url: str) -> None:
+    run(store_work(tmp_path, url))
+    [key] = objects(url, "commits/")
+    MemoryStore(url).put(key, b"{")
+    work = store_work(tmp_path, url)
+    assert work.find([TASK]) == [None]
+    run(work)
+    assert store_work(tmp_path, url).find([TASK]) != [None]
+
+
 def test_a_task_folder_that_is_whole_again_stays(tmp_path: Path) -> None:
     work = LocalWork(tmp_path)
     commit = run(work)

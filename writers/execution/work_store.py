@@ -127,10 +127,9 @@ class StoreWork:
                     self.store.put(_record_key(task.key), record, if_absent=True)
                 except ObjectExistsError:
                     theirs = self._fetch_commit(task.key)
-                    if theirs is None:
-                        problem = "is there, but cannot be read; remove it"
-                        raise BuildError(f"{self.url}/{_record_key(task.key)}: {problem}") from None
-                else:
+                    if theirs is None:  # gone again, or not to be read: of another version, or cut
+                        self.store.put(_record_key(task.key), record)
+                if theirs is None:
                     self._keep(task.key, record)
                     return commit
         check_same(commit, theirs)
