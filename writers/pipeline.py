@@ -58,6 +58,7 @@ from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
+from shardkit.writers.times import StageClock
 from shardkit.writers.tokenizer import tokenizer_digest
 from shardkit.writers.up_to_date import check_output
 
@@ -104,7 +105,8 @@ def build(
         return _result_of_card(str(target), card, time.perf_counter() - start)
     plan = Plan(recipe, splits, digest, indexes, files)
     check_disk(plan, work, target if isinstance(target, Path) else None, execution, progress)
-    with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
+    clock = StageClock(make_listener(progress), start)
+    with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = time.perf_counter() - start
         watch = Watch(target, replace=replace)
         place: Publisher = (
@@ -113,11 +115,12 @@ def build(
             else partial(publish_remote, target, replace=replace, listener=listener)
         )
         result = _Build(plan, runner, watch).run(str(target), place)
+        stages_run = clock.times(runner.seconds)
         if recipe.work is None and not runner.is_shared:
             runner.journal.remove()
     if recipe.work is None and runner.is_shared and progress is True:
         say(f"{work.place} is kept, as others may be at work in it; delete it when all have ended")
-    return dataclass_replace(result, total_seconds=time.perf_counter() - start)
+    return dataclass_replace(result, total_seconds=time.perf_counter() - start, stages=stages_run)
 
 
 def _remove_left(work: Work) -> None:

@@ -10,13 +10,17 @@ from typing import Any
 from shardkit.errors import BuildError
 from shardkit.storage.url import is_remote
 from shardkit.writers.ledger import Ledger
+from shardkit.writers.times import StageTime
 
 __all__ = ["BuildResult"]
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it."""
+    """What a build made. Times are this run's and stages overlap; `tasks_reused` were done before it.
+
+    `stages` are when each began and what it read, in the order in which they began; none if `up_to_date`.
+    """
 
     location: str
     """The folder or the URL of the dataset."""
@@ -33,6 +37,7 @@ class BuildResult:
     tasks: int
     tasks_reused: int
     up_to_date: bool = False
+    stages: tuple[StageTime, ...] = ()
 
     @property
     def output(self) -> Path:
@@ -59,6 +64,7 @@ class BuildResult:
             | {
                 "funnel": self.funnel.to_dict(),
                 "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+                "stages": [stage.to_dict() for stage in self.stages],
                 "total_seconds": round(self.total_seconds, 3),
                 "text_bytes_per_second": round(self.text_bytes_per_second),
                 "tokens_per_second": round(self.tokens_per_second),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.cli.output import print_json, stderr_console, stdout_console
 from shardkit.cli.recipe_arguments import add_recipe_arguments
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.errors import BuildError
+from shardkit.index import publish_bytes
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shardkit.writers import BuildResult
     from shardkit.writers.execution.queue import TaskSlice
     from shardkit.writers.explain import Explanation
@@ -56,6 +61,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="run nothing: tell which tasks are finished, which have to run and why (default: build)",
     )
     parser.add_argument(
+        "--timings",
+        type=Path,
+        metavar="FILE",
+        help="write when each stage ran, its tasks and rates: a page if FILE ends in .html, else JSON "
+        "(default: only a table on stderr; the dataset itself knows no times)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the result as JSON (default: a table on stderr)"
     )
     add_storage_arguments(parser)
@@ -68,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.explain:
         return _explain(arguments)
+    if arguments.timings is not None and not arguments.timings.absolute().parent.is_dir():
+        raise BuildError(f"--timings {arguments.timings}: its folder does not exist; make it first")
     result = build(
         arguments.recipe,
         output=arguments.output,
@@ -80,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         replace=arguments.replace,
         storage=storage_options(arguments),
     )
+    if arguments.timings is not None:
+        _write_timings(arguments.timings, result)
     if arguments.json:
         print_json(result.to_dict())
     elif not arguments.quiet:
@@ -96,6 +112,21 @@ def task_slice(text: str) -> TaskSlice:
         return TaskSlice(index, count)
     except (ValueError, BuildError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, such as 0/4") from error
+
+
+def _write_timings(path: Path, result: BuildResult) -> None:
+    from shardkit.writers.report.times import render_times
+
+    if path.suffix == ".html":
+        data = render_times(result)
+    else:
+        names = ("output", "fingerprint", "total_seconds", "tasks", "tasks_reused", "stages")
+        told = result.to_dict()
+        data = json.dumps({name: told[name] for name in names}, indent=2).encode() + b"\n"
+    try:
+        publish_bytes(path, data)
+    except OSError as error:
+        raise BuildError(f"--timings {path}: {error.strerror}; the dataset is whole") from error
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -166,8 +197,30 @@ def _show(result: BuildResult) -> None:
     if result.up_to_date:
         console.print(f"{result.location} is up to date: nothing to do")
         return
+    console.print(_stage_table(result))
     reused = f", {result.tasks_reused:,} of {result.tasks:,} tasks reused" if result.tasks_reused else ""
     console.print(
         f"{result.location} built in {result.total_seconds:.1f} s{reused}: "
         f"{format_bytes(result.text_bytes_per_second)}/s of text, {result.tokens_per_second:,.0f} tokens/s"
     )
+
+
+def _stage_table(result: BuildResult) -> Table:
+    """When each stage ran."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("stage")
+    for name in ("tasks", "reused", "from s", "for s", "text", "text/s"):
+        table.add_column(name, justify="right")
+    for stage in result.stages:
+        table.add_row(
+            stage.stage,
+            f"{stage.tasks:,}" if stage.tasks else "",
+            f"{stage.tasks_reused:,}" if stage.tasks_reused else "",
+            f"{stage.start:,.1f}",
+            f"{stage.seconds:,.1f}",
+            format_bytes(stage.bytes) if stage.bytes else "",
+            f"{format_bytes(stage.bytes_per_second)}/s" if stage.bytes else "",
+        )
+    return table

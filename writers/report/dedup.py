@@ -234,7 +234,7 @@ def _excerpts(excerpts: Sequence[Mapping[str, Any]]) -> str:
         for pair in excerpts
     ]
     head = (">similarity", "removed, its beginning", "what stayed")
-    return table(head, rows, caption="Some removed documents and what stayed in their place, least alike first")
+    return table(head, rows, caption="Some removed documents and what stayed, least alike first")
 
 
 def _label(reason: str) -> str:

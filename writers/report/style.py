@@ -40,6 +40,7 @@ td.bar, th.bar { width: 18%; min-width: 7rem; padding-right: 1rem; }
 .one td.bar { width: 50%; }
 td.bar { padding-top: .5rem; line-height: 0; }
 .bar span { display: inline-block; height: .75rem; min-width: 1px; max-width: 100%; }
+.bar span.gap { min-width: 0; }
 .bar span, .key span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 .key span { display: inline-block; width: .75rem; height: .75rem; margin: 0 .3rem 0 .8rem; }
 span.read { background: var(--read); } span.kept { background: var(--kept); }
