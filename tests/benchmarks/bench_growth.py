@@ -1,0 +1,235 @@
+"""How a build grows with its corpus: time, CPU, memory, disk and output of a full recipe, stage by stage.
+
+    python tests/benchmarks/bench_growth.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 20]
+                                            [--times 1,3,10] [--workers 2] [--work DIR] [--json]
+
+The corpus (JSONL and Parquet files with a `text`; without --corpus that of $SHARDKIT_TEST_DATA, else made-up
+text) is replicated with mutations (grown_corpus.py). The recipe has quality filters, exact, line and near
+duplicates, and rows of 2,048 tokens. A small build before it compiles the kernels.
+
+Seconds and CPU (of the build's process and its workers) are of the time in which a stage had tasks to do; the
+checks of the tokenizer, which run beside `clean` and `tokenize`, are counted there. Memory is that of the
+largest worker, sampled every 20 ms: RSS counts shared pages whole, PSS divides them. Disk is what a stage's
+tasks left in the work folder. An exponent is the slope of log(value) over log(text): 1 is linear growth. "per
+TB" is what one more TB of text costs, by the difference of the largest corpus and the smallest: what each
+build costs, whatever its size, drops out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from grown_corpus import EOS, documents, put_tokenizer, write_corpus
+from rss_meter import RssMeter, process_tree
+
+from shardkit.writers import build
+from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.progress import StageProgress
+
+RECIPE = f"""\
+inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
+filters: [{{length: {{min_words: 20}}}}, {{gopher_repetition: {{}}}}]
+dedup: {{exact: {{}}, lines: {{}}, near: {{}}, max_removed_fraction: 1}}
+tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
+pack: {{sequence_length: 2048}}
+output: {{path: OUT/out}}
+work: OUT/work
+"""
+FIXED = {"tokenizer", "parity"}  # checks that run beside other stages, and take the same of any corpus
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Clock:
+    """A build's listener: wall and CPU seconds while the same stages had tasks to do."""
+
+    def __init__(self, meter: RssMeter) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self._meter = meter
+        self._running: list[str] = []
+        self._since = (time.perf_counter(), 0.0)
+
+    def __call__(self, stage: StageProgress) -> None:
+        self._meter.progress(stage)
+        running = [name for name in self._running if name != stage.stage]
+        if not stage.finished:
+            running.append(stage.stage)
+        if sorted(running) == sorted(self._running):
+            return
+        now = (time.perf_counter(), tree_cpu_seconds())
+        if self._running:
+            name = "+".join(sorted(set(self._running) - FIXED) or sorted(self._running))
+            self.seconds[name] = self.seconds.get(name, 0.0) + now[0] - self._since[0]
+            self.cpu[name] = self.cpu.get(name, 0.0) + now[1] - self._since[1]
+        self._running, self._since = running, now
+
+
+def tree_cpu_seconds() -> float:
+    """User and system time of this process and of all below it that live."""
+    ticks = 0
+    for pid in process_tree(os.getpid()):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / TICKS
+
+
+def run_build(recipe: Path, workers: int) -> dict[str, Any]:
+    """Build in this process; what it took."""
+    began = time.perf_counter()
+    peak, ended = [0], threading.Event()
+    work = recipe.parent / "OUT" / "work"
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            peak[0] = max(peak[0], disk_bytes(recipe.parent / "OUT"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with RssMeter() as meter:
+        clock = Clock(meter)
+        result = build(recipe, workers=workers, progress=clock)
+    ended.set()
+    watcher.join()
+    seconds = time.perf_counter() - began
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    disk: dict[str, int] = {}
+    for _, commit in LocalWork(work).commits():
+        disk[commit.stage] = disk.get(commit.stage, 0) + commit.bytes
+    return {
+        "text_bytes": result.funnel.read.bytes,
+        "documents": result.funnel.read.documents,
+        "kept_bytes": result.funnel.kept.bytes,
+        "tokens": result.tokens,
+        "seconds": seconds,
+        "cpu_seconds": sum(use.ru_utime + use.ru_stime for use in usage),
+        "peak_disk_bytes": max(peak[0], disk_bytes(recipe.parent / "OUT")),
+        "output_bytes": sum(file.stat().st_size for file in result.output.rglob("*")),
+        "rss_bytes": meter.peak.rss,
+        "pss_bytes": meter.peak.pss,
+        "stages": {
+            name: {
+                "seconds": clock.seconds[name],
+                "cpu_seconds": clock.cpu[name],
+                "disk_bytes": sum(disk.get(part, 0) for part in name.split("+")),
+                "rss_bytes": max(
+                    (meter.stages[p].rss for p in name.split("+") if p in meter.stages), default=0
+                ),
+            }
+            for name in clock.seconds
+        },
+    }
+
+
+def disk_bytes(folder: Path) -> int:
+    """What files take, each once."""
+    blocks: dict[int, int] = {}
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # finished tasks are renamed
+            status = path.stat()
+            blocks[status.st_ino] = status.st_blocks * 512
+    return sum(blocks.values())
+
+
+def measure(folder: Path, originals: list[str], times: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the corpus and build from it, in a process of its own."""
+    folder.mkdir()
+    put_tokenizer(folder, options.tokenizer)
+    write_corpus(folder / "TEXTS", originals, times)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    command = [sys.executable, __file__, "--one", str(folder / "recipe.yaml")]
+    printed = subprocess.run(
+        [*command, "--workers", str(options.workers)], check=True, stdout=subprocess.PIPE
+    ).stdout
+    return {"times": times, **json.loads(printed)}
+
+
+def exponent(first: dict[str, Any], last: dict[str, Any], name: str) -> str:
+    if min(first[name], last[name]) <= 0:
+        return "-"
+    grown = math.log(last["text_bytes"] / first["text_bytes"])
+    return f"{math.log(last[name] / first[name]) / grown:.2f}" if grown else "-"
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    first, last = results[0], results[-1]
+    print(f"{'':22}" + "".join(f"{'x ' + str(result['times']):>12}" for result in results) + "  exponent")
+    rows = {
+        "text MB": ("text_bytes", 1e6),
+        "documents": ("documents", 1),
+        "kept text MB": ("kept_bytes", 1e6),
+        "seconds": ("seconds", 1),
+        "CPU seconds": ("cpu_seconds", 1),
+        "peak disk MB": ("peak_disk_bytes", 1e6),
+        "output MB": ("output_bytes", 1e6),
+        "largest worker MB RSS": ("rss_bytes", 1e6),
+        "largest worker MB PSS": ("pss_bytes", 1e6),
+    }
+    for label, (name, unit) in rows.items():
+        values = "".join(f"{result[name] / unit:12,.1f}" for result in results)
+        print(f"{label:22}{values}  {exponent(first, last, name)}")
+    more = (last["text_bytes"] - first["text_bytes"]) / 1e12
+    print(
+        f"\n{'stage':22}{'seconds, CPU seconds, disk MB, RSS MB':>40}  exponents   per TB: CPU-hours, disk TB"
+    )
+    for name in last["stages"]:
+        a, b = first["stages"].get(name), last["stages"][name]
+        line = f"{b['seconds']:10,.1f}{b['cpu_seconds']:10,.1f}"
+        line += f"{b['disk_bytes'] / 1e6:10,.1f}{b['rss_bytes'] / 1e6:10,.0f}"
+        if a is not None:
+            sizes = ({**a, "text_bytes": first["text_bytes"]}, {**b, "text_bytes": last["text_bytes"]})
+            slopes = " ".join(f"{exponent(*sizes, n):>5}" for n in ("seconds", "cpu_seconds", "disk_bytes"))
+            hours = (b["cpu_seconds"] - a["cpu_seconds"]) / 3600 / more if more else 0
+            disk = (b["disk_bytes"] - a["disk_bytes"]) / 1e12 / more if more else 0
+            line += f"  {slopes} {hours:10,.1f} {disk:8.3f}"
+        print(f"{name:22}{line}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, help="folder of documents (default: $SHARDKIT_TEST_DATA/corpus)"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json with <|endoftext|>")
+    parser.add_argument("--megabytes", type=float, default=20, help="of text (default: %(default)s)")
+    parser.add_argument("--times", default="1,3,10", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_build(options.one, options.workers)))
+        return
+    originals = documents(options.corpus, options.megabytes)
+    results = []
+    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+        measure(Path(folder) / "warm", originals[: len(originals) // 5 + 50], 3, options)
+        for times in map(int, options.times.split(",")):
+            load = os.getloadavg()[0]
+            results.append({**measure(Path(folder) / str(times), originals, times, options), "load": load})
+    if options.json:
+        print(json.dumps(results))
+    else:
+        print("load average before each:", ", ".join(f"{result['load']:.1f}" for result in results))
+        show(results)
+
+
+if __name__ == "__main__":
+    main()

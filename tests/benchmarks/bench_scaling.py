@@ -1,0 +1,152 @@
+"""The map stages of a build (clean, signatures, tokenize) in this process, on one worker and on two.
+
+    python tests/benchmarks/bench_scaling.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 40] [--runs 5]
+                                             [--workers 1,2] [--work DIR] [--json]
+
+The corpus (without --corpus that of $SHARDKIT_TEST_DATA, else made-up text) lies in files of 8 MB of text, so
+a file is a task. In every run each engine does every stage once, in a new work folder, the first engine
+moving on; its workers live on from run to run. One run before all others starts them, compiles kernels and
+loads the tokenizer, and is not counted. Times are of a stage's tasks, from the first to the last commit,
+writing and syncing included. "x" is the median over the runs of one worker's time by that of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from grown_corpus import EOS, documents, put_tokenizer, write_corpus
+
+from shardkit.writers import scan, stages
+from shardkit.writers.clean import DOCUMENTS_FILE
+from shardkit.writers.dedup.near_stages import NearStages, SplitDocuments
+from shardkit.writers.dedup.removals import Removals
+from shardkit.writers.duplicates import task_memory
+from shardkit.writers.execution.engine import Engine
+from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.engine_local import LocalEngine
+from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Runner
+from shardkit.writers.progress import make_listener
+from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.tokenizer import tokenizer_digest
+
+RECIPE = f"""\
+inputs: [{{path: "texts/*.jsonl", source: texts}}]
+filters: [{{length: {{min_words: 20}}}}, {{gopher_repetition: {{}}}}]
+dedup: {{exact: {{}}, near: {{}}}}
+tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
+output: {{path: out}}
+"""
+STAGES = ("clean", "signatures", "tokenize")
+
+
+def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]:
+    """Seconds of each stage in a new work folder."""
+    splits = scan.scan_inputs(recipe)
+    path = recipe.resolve(recipe.tokenizer.path)
+    digest = tokenizer_digest(path)
+    near = recipe.dedup.near
+    assert near is not None
+    with Journal(folder) as journal, make_listener(False) as listener:
+        runner = Runner(journal, engine, listener)
+        [cleaned] = runner.run(stages.clean_tasks(recipe, splits, {}))
+        found = [(commit, commit.outputs[DOCUMENTS_FILE]) for commit in cleaned]
+        described = [
+            SplitDocuments(commit.name, commit.folder / DOCUMENTS_FILE, output.xxh3_128, output.bytes)
+            for commit, output in found
+        ]
+        removals = Removals({})
+        signing = NearStages(near, described, removals, task_memory(recipe), recipe.seed)
+        runner.run(signing.signature_tasks())
+        tokenizing = stages.tokenize_tasks(
+            recipe,
+            splits,
+            cleaned,
+            removals,
+            labelled=cleaned,
+            tokenizer_path=path,
+            tokenizer_digest=digest,
+            engine="gigatoken",
+            partitions=1,
+        )
+        runner.run(tokenizing)
+        seconds = {stage: runner.seconds[stage] for stage in STAGES}
+        journal.remove()
+    return seconds
+
+
+def measure(recipe: Recipe, options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Of each engine the seconds of each run."""
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {"inline": stack.enter_context(InlineEngine())}
+        for workers in map(int, options.workers.split(",")):
+            engines[f"{workers} workers"] = stack.enter_context(LocalEngine(workers))
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+        names = list(engines)
+        for run in range(options.runs + 1):
+            for name in names[run % len(names) :] + names[: run % len(names)]:
+                seconds = run_stages(recipe, engines[name], folder / "work")
+                if run:
+                    taken[name].append(seconds)
+    return taken
+
+
+def summary(taken: dict[str, list[dict[str, float]]], size: int) -> list[dict[str, Any]]:
+    base = taken.get("1 workers") or taken["inline"]
+    rows = []
+    for stage in (*STAGES, "all"):
+        for name, runs in taken.items():
+            times = [sum(run.values()) if stage == "all" else run[stage] for run in runs]
+            bases = [sum(run.values()) if stage == "all" else run[stage] for run in base]
+            rows.append(
+                {
+                    "stage": stage,
+                    "engine": name,
+                    "seconds": statistics.median(times),
+                    "MB_per_s": size / 1e6 / statistics.median(times),
+                    "x": statistics.median(a / b for a, b in zip(bases, times, strict=True)),
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, help="folder of documents")
+    parser.add_argument("--tokenizer", type=Path, help="with <|endoftext|> (default: one made here)")
+    parser.add_argument("--megabytes", type=float, default=40, help="of text (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--workers", default="1,2", help="default: %(default)s")
+    parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=options.work) as name:
+        folder = Path(name)
+        put_tokenizer(folder, options.tokenizer)
+        size = write_corpus(folder / "texts", documents(options.corpus, options.megabytes), 1)
+        (folder / "recipe.yaml").write_text(RECIPE)
+        rows = summary(measure(load_recipe(folder / "recipe.yaml"), options, folder), size)
+    if options.json:
+        print(json.dumps({"load": load, "rows": rows}))
+        return
+    print(f"{size / 1e6:.1f} MB of text, {options.runs} runs, load average before: {load:.1f}")
+    for row in rows:
+        print(f"{row['stage']:12}{row['engine']:12}{row['seconds']:8.2f} s", end="")
+        print(f"{row['MB_per_s']:8.1f} MB/s{row['x']:7.2f} x")
+
+
+if __name__ == "__main__":
+    main()
