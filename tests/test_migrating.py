@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -19,11 +20,13 @@ from remote_harness import fresh_url, put_folder
 
 from shardkit import mds
 from shardkit.cache.options import CacheOptions
+from shardkit.cli.main import main
 from shardkit.dataset import open_dataset
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
 from shardkit.storage import open_store
 
+CONVERTED = Path(__file__).resolve().parent / "golden" / "convert"
 PAGE = Path(__file__).resolve().parent.parent / "loaders" / "MIGRATING.md"
 SECTIONS = dict(re.findall(r"^## From (\S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 ROWS = np.random.default_rng(3).integers(1, 60_000, (96, 8)).astype(np.uint16)
@@ -120,16 +123,32 @@ def test_a_pipeline_of_webdatasets_becomes_a_loader(run: Run) -> None:
         )
 
 
-def test_what_litdata_gives_is_written_as_shards(run: Run) -> None:
-    convert, _, convert_tokens, *_ = snippets("litdata")
-    samples = [{"class": number, "text": "x" * number} for number in range(5)]
-    run(convert)["convert"](samples, "converted", {"class": "int", "text": "str"})
-    assert list(open_dataset("converted")) == samples
-    run(convert_tokens)["convert_tokens"](
-        [torch.tensor(row) for row in ROWS.astype("i8")], "tokens", 8, rows=40
-    )
-    assert open_dataset("tokens").token_column == "tokens"
-    assert np.array_equal(np.stack([sample["tokens"] for sample in open_dataset("tokens")]), ROWS)  # type: ignore[misc]
+def test_what_litdata_wrote_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the page, on what litdata wrote in small."""
+    expected = json.loads((CONVERTED / "expected.json").read_text())
+    (tmp_path / "images").symlink_to(CONVERTED / "litdata_items")
+    (tmp_path / "chunks").symlink_to(CONVERTED / "litdata_tokens")
+    monkeypatch.chdir(tmp_path)
+    [commands] = re.findall(r"```bash\n(.*?)```", SECTIONS["litdata"], re.DOTALL)
+    block_size = expected["litdata_tokens"]["block_size"]
+    for command in commands.splitlines():
+        words = command.replace("2049", str(block_size)).replace("2048", "8").split()
+        assert words[0] == "shardkit"
+        assert main(words[1:]) == 0, command
+    assert [sample["number"] for sample in open_dataset("mds")] == [
+        row["number"] for row in expected["litdata_items"]
+    ]
+    assert tokens("rows") == expected["litdata_tokens"]["blocks"]
+    stream = [t for document in expected["litdata_tokens"]["documents"] for t in [*document, 50256]]
+    found = [t for row in tokens("packed") for t in row]
+    assert found == stream + [50256] * (-len(stream) % 8)
+
+
+def tokens(folder: str) -> list[list[int]]:
+    dataset = open_dataset(folder)
+    name = dataset.token_column
+    assert name is not None
+    return [np.asarray(sample[name]).tolist() for sample in dataset]
 
 
 def table(section: str, title: str) -> list[tuple[str, str]]:
