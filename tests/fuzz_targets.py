@@ -23,7 +23,7 @@ from shardkit.exclusions import Exclusions
 from shardkit.loaders import StreamingLoader
 from shardkit.mds import index as mds_index
 from shardkit.mds import index_table
-from shardkit.writers.execution.task import parse_commit
+from shardkit.writers.execution.task import Output, Task, parse_commit, record_of
 from shardkit.writers.publish import read_card
 from shardkit.writers.recipe import load_recipe
 
@@ -240,22 +240,13 @@ def _exclusions() -> Target:
 
 
 def _commit() -> Target:
-    record = {
-        "stage": "pack",
-        "name": "a",
-        "digest": "0",
-        "code": "c",
-        "config": {},
-        "inputs": {},
-        "counts": {},
-        "outputs": {"tokens.bin": {"bytes": 7, "xxh3_128": "0" * 32, "blocks": ""}},
-    }
+    record = record_of(Task("pack", "a", {}, dict), "0", {}, {"tokens.bin": Output(7, "0" * 32)})
 
     def read(folder: Path) -> None:
         if parse_commit((folder / "commit.json").read_bytes(), folder) is None:
             raise ShardError(folder, "is no commit: the task runs again")
 
-    return Target("commit", {"commit.json": json.dumps(record).encode()}, read)
+    return Target("commit", {"commit.json": record}, read)
 
 
 _MAKERS: dict[str, Callable[..., Target]] = {

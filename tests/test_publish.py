@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +20,7 @@ from shardkit.verify import verify
 from shardkit.writers import publish as module
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.task import Commit, Output
-from shardkit.writers.publish import forget_damaged, global_shards, output_state, publish
+from shardkit.writers.publish import global_shards, output_state, publish
 
 
 class Built:
@@ -223,7 +222,6 @@ def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> No
     (tmp_path / "file").write_text("changed since")
     with Journal(tmp_path / "work") as journal:
         made = Commit("pack", "a", tmp_path, "digest", {}, {"file": Output(13, "0" * 32)})
-        forget_damaged(journal, [made])  # hashed a moment ago
         with pytest.raises(BuildError, match="file was damaged after it was written"):
-            forget_damaged(journal, [made, replace(made, reused=True)])
+            journal.forget_damaged(made)
     assert not tmp_path.exists()

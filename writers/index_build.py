@@ -42,7 +42,6 @@ from shardkit.writers.input_digest import describe_inputs
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener
-from shardkit.writers.publish import forget_damaged
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
 
@@ -112,7 +111,7 @@ def build_dedup_index(
             "inputs": describe_inputs(recipe, splits, [c.counts["input"] for c in prepared.cleaned]),
             "against": [other.digest for other in indexes],
         }
-        forget_damaged(runner.journal, made)
+        runner.prove(made)
         opened = _publish(made, target, facts, config, sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()

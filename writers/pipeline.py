@@ -48,7 +48,6 @@ from shardkit.writers.publish import (
     PROVENANCE_FOLDER,
     QUARANTINE_NAME,
     REPORT_NAME,
-    forget_damaged,
     global_shards,
     publish,
 )
@@ -227,7 +226,7 @@ class _Build:
 
         with self._runner.take_turn("publish", location, is_done) as is_ours:
             if is_ours:
-                forget_damaged(self._runner.journal, [*packed, *tables.values()])
+                self._runner.prove([*packed, *tables.values()])
                 try:
                     place(manifest, links, texts)
                 except BuildError:

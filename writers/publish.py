@@ -23,9 +23,7 @@ from typing import Any, Literal
 from shardkit.errors import BuildError, ShardError
 from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
 from shardkit.plain_json import load_json
-from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.locks import held_file
-from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work import fsync_path
 from shardkit.writers.execution.work_files import borrowed
 
@@ -37,7 +35,6 @@ __all__ = [
     "REPORT_NAME",
     "OutputState",
     "finish_publication",
-    "forget_damaged",
     "global_shards",
     "old_manifest",
     "output_state",
@@ -103,12 +100,6 @@ def _numbered(shard: ShardInfo, number: int) -> ShardInfo:
 
     zipped = None if shard.zip is None else replace(shard.zip, basename=name(shard.zip.basename))
     return replace(shard, raw=replace(shard.raw, basename=name(shard.raw.basename)), zip=zipped)
-
-
-def forget_damaged(journal: Journal, commits: Sequence[Commit]) -> None:
-    """BuildError if a reused task's files are no longer what was committed; reads them all."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(journal.forget_damaged, [commit for commit in commits if commit.reused]))
 
 
 def publish(

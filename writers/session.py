@@ -12,7 +12,7 @@ from shardkit.errors import BuildError
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.engine import Engine
-from shardkit.writers.execution.engine_local import LocalEngine, default_workers
+from shardkit.writers.execution.engine_local import RESUME, LocalEngine, default_workers
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.queue import TaskSlice
 from shardkit.writers.execution.ray_start import import_ray
@@ -69,7 +69,12 @@ def place_of(work: Work) -> Path | str:
 def open_runner(recipe: Recipe, work: Work, execution: Execution, listener: Listener) -> Iterator[Runner]:
     """A runner with its journal and engine, all of which end with the `with`."""
     with Journal(work, slice=execution.task_slice) as journal, _engine(recipe, execution) as engine:
-        yield Runner(journal, engine, listener)
+        runner = Runner(journal, engine, listener)
+        with runner.guarding():
+            try:
+                yield runner
+            except OSError as error:  # of a file of finished tasks, read between two stages
+                raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
 def _engine(recipe: Recipe, execution: Execution) -> Engine:

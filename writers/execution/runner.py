@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from shardkit.hashing import digest_of
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.proofs import Proofs
 from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import Listener, StageProgress, names_of
 
 __all__ = ["Runner"]
+
+_THREADS = 8
 
 
 class Runner:
@@ -25,6 +31,9 @@ class Runner:
         self.tasks = self.tasks_reused = 0
         self._meters: dict[str, _Meter] = {}
         self._start = 0.0
+        self._proofs: Proofs | None = None
+        if isinstance(journal.work, LocalWork) and not journal.is_shared:
+            self._proofs = Proofs(journal.work, self._run_again)
         engine.compiling = self._compiling
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
@@ -38,6 +47,8 @@ class Runner:
         for task, commit in zip(tasks, found, strict=True):
             if commit is not None:
                 self._meters[task.stage].reuse(task)
+                if self._proofs is not None:
+                    self._proofs.add(task, commit)
         for stage in self._meters:
             self._report(stage)
 
@@ -46,11 +57,28 @@ class Runner:
             self._done(commit)
 
         if missing:
+            if self._proofs is not None:
+                self._proofs.prove_inputs(missing)
             self._engine.run(self.journal.queue(missing, done, self._wait), self.journal.work)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
         work = self.journal.work.folder
         return [[commits[work / task.key] for task in group] for group in groups]
+
+    def guarding(self) -> AbstractContextManager[None]:
+        """Meanwhile this process opens no damaged file of an earlier run (proofs.py)."""
+        return contextlib.nullcontext() if self._proofs is None else self._proofs.guarding()
+
+    def prove(self, commits: Sequence[Commit]) -> None:
+        """All files of these are right, or made again; BuildError, where work is shared, if one is not."""
+        if self._proofs is not None:
+            self._proofs.prove([commit.folder / name for commit in commits for name in commit.outputs])
+        else:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(self.journal.forget_damaged, [commit for commit in commits if commit.reused]))
+
+    def _run_again(self, tasks: Sequence[Task]) -> None:
+        self._engine.run(self.journal.queue(tasks, lambda commit: None), self.journal.work)
 
     @property
     def is_shared(self) -> bool:
@@ -78,8 +106,9 @@ class Runner:
         self._report(commit.stage)
 
     def _compiling(self, task: Task, seconds: float | None) -> None:
-        self._meters[task.stage].compile(task, seconds)
-        self._report(task.stage)
+        if task.stage in self._meters:  # not one of an earlier stage that runs again
+            self._meters[task.stage].compile(task, seconds)
+            self._report(task.stage)
 
     def _report(self, stage: str) -> None:
         self.seconds[stage] = time.perf_counter() - self._start

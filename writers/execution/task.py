@@ -16,6 +16,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 import shardkit
 from shardkit.hashing import digest_of
 from shardkit.plain_json import load_json
@@ -34,7 +36,9 @@ __all__ = [
 ]
 
 CONTENT_HASH = "xxh3_128"
-_FORMAT = 2
+_FORMAT = 3
+_SEAL = b',\n "seal": "%s"\n}\n'
+_SEAL_BYTES = len(_SEAL % (b"0" * 32))
 _DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
 _WRITERS = Path(__file__).parent.parent
 _LIBRARIES = (
@@ -171,11 +175,13 @@ def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mappi
         "counts": dict(counts),
         "outputs": listed,
     }
-    return json.dumps(record, indent=1, sort_keys=True).encode() + b"\n"
+    return _sealed(json.dumps(record, indent=1, sort_keys=True).encode())
 
 
 def parse_commit(data: bytes, folder: Path) -> Commit | None:
     """What `record_of` wrote, for a task whose files lie in `folder`; None if it cannot be read."""
+    if _sealed(data[:-_SEAL_BYTES] + b"\n}") != data:
+        return None
     try:
         record = load_json(data)
         outputs = {
@@ -196,3 +202,8 @@ def parse_commit(data: bytes, folder: Path) -> Commit | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _sealed(body: bytes) -> bytes:
+    """A JSON object with the digest of its text: else a digit that changed on the disk would be believed."""
+    return body[:-2] + _SEAL % xxhash.xxh3_128_hexdigest(body).encode()

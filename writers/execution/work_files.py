@@ -8,7 +8,7 @@ the store. A task that reads files of another one must open them by a function o
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ __all__ = [
     "borrowed",
     "content_of",
     "file_bytes",
+    "heeded",
     "local",
     "mount",
     "open_arrow",
@@ -45,11 +46,22 @@ class Mounted(Protocol):
 
 
 _mounts: dict[Path, Mounted] = {}
+_heeds: dict[Path, Callable[[Path], None]] = {}
 
 
 def mount(work: Mounted) -> None:
     """Let the functions of this module read `work` in this process; the latest of one folder counts."""
     _mounts[work.folder] = work
+
+
+@contextmanager
+def heeded(folder: Path, heed: Callable[[Path], None]) -> Iterator[None]:
+    """Meanwhile `heed` hears of every file below `folder` before this module opens it in this process."""
+    _heeds[folder] = heed
+    try:
+        yield
+    finally:
+        del _heeds[folder]
 
 
 def open_file(path: Path) -> BinaryFile:
@@ -119,6 +131,9 @@ def content_of(path: Path) -> str | None:
 
 def _mount_of(path: Path) -> Mounted | None:
     """The work folder to read `path` from; None if it is to be read as a file of this machine."""
+    for folder, heed in list(_heeds.items()):
+        if path.is_relative_to(folder):
+            heed(path)
     for folder, work in _mounts.items():
         if path.is_relative_to(folder) and not path.exists():
             return work
