@@ -1,10 +1,10 @@
 """The map stages of a build (clean, signatures, tokenize) in this process, on one worker and on two.
 
-    python tests/benchmarks/bench_scaling.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 40] [--runs 5]
+    python tests/benchmarks/bench_scaling.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 160] [--runs 5]
                                              [--workers 1,2] [--work DIR] [--json]
 
-The corpus (without --corpus that of $SHARDKIT_TEST_DATA, else made-up text) lies in files of 8 MB of text, so
-a file is a task. In every run each engine does every stage once, in a new work folder, the first engine
+The corpus (without --corpus that of $SHARDKIT_TEST_DATA, else made-up text; four times, with mutations) lies
+in files of 2 MB of text, so that a stage has many tasks. In every run each engine does every stage once, in a new work folder, the first engine
 moving on; its workers live on from run to run. One run before all others starts them, compiles kernels and
 loads the tokenizer, and is not counted. Times are of a stage's tasks, from the first to the last commit,
 writing and syncing included. "x" is the median over the runs of one worker's time by that of others.
@@ -47,6 +47,7 @@ dedup: {{exact: {{}}, near: {{}}}}
 tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
 output: {{path: out}}
 """
+COPIES = 4
 STAGES = ("clean", "signatures", "tokenize")
 
 
@@ -126,7 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--corpus", type=Path, help="folder of documents")
     parser.add_argument("--tokenizer", type=Path, help="with <|endoftext|> (default: one made here)")
-    parser.add_argument("--megabytes", type=float, default=40, help="of text (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=160, help="of text (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--workers", default="1,2", help="default: %(default)s")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
@@ -136,7 +137,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         folder = Path(name)
         put_tokenizer(folder, options.tokenizer)
-        size = write_corpus(folder / "texts", documents(options.corpus, options.megabytes), 1)
+        size = write_corpus(
+            folder / "texts",
+            documents(options.corpus, options.megabytes / COPIES),
+            COPIES,
+            file_bytes=2_000_000,
+        )
         (folder / "recipe.yaml").write_text(RECIPE)
         rows = summary(measure(load_recipe(folder / "recipe.yaml"), options, folder), size)
     if options.json:

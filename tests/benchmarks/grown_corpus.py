@@ -48,7 +48,9 @@ def documents(corpus: Path | None, megabytes: float, seed: int = 1) -> list[str]
     return chosen
 
 
-def write_corpus(folder: Path, originals: list[str], copies: int, seed: int = 1) -> int:
+def write_corpus(
+    folder: Path, originals: list[str], copies: int, *, file_bytes: int = FILE_BYTES, seed: int = 1
+) -> int:
     """`copies` times the documents, the first time as they are, in text-NNNNN.jsonl; bytes of text."""
     folder.mkdir(parents=True)
     size = file = held = 0
@@ -57,7 +59,7 @@ def write_corpus(folder: Path, originals: list[str], copies: int, seed: int = 1)
         out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         size += (added := len(text.encode()))
         held += added
-        if held >= FILE_BYTES:
+        if held >= file_bytes:
             out.close()
             file, held = file + 1, 0
             out = (folder / f"text-{file:05d}.jsonl").open("w")
