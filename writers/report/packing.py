@@ -40,7 +40,8 @@ def render_packing(card: Mapping[str, Any]) -> str:
     packing, length = card["packing"], card["sequence_length"]
     cells, pieces = card["tokens"] + card["padding"], _histogram(card, "row_pieces")
     told = {
-        "Strategy": f"{card['recipe']['pack']['strategy']}, {packing['partitions']:,} partitions",
+        "Strategy": card["recipe"]["pack"]["strategy"],
+        "Partitions": f"{packing['partitions']:,}, packed each by itself",
         "Padding": f"{card['padding']:,} tokens, {percent(card['padding'], cells)} of all",
         "Documents cut": f"{packing['cut_documents']:,} of {packing['documents']:,} "
         f"({percent(packing['cut_documents'], packing['documents'])}); {packing['needless_cuts']:,} of them "

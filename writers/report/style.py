@@ -38,7 +38,7 @@ td.n, th.n { width: 1%; text-align: right; font-variant-numeric: tabular-nums; w
 .facts th { width: 14rem; } td.text, td.place { font-size: 13px; } td.place { width: 24%; }
 td.bar, th.bar { width: 18%; min-width: 7rem; padding-right: 1rem; }
 .one td.bar { width: 50%; }
-td.bar { padding-top: .5rem; line-height: 0; }
+td.bar { padding-top: .5rem; line-height: 0; white-space: nowrap; }
 .bar span { display: inline-block; height: .75rem; min-width: 1px; max-width: 100%; }
 .bar span.gap { min-width: 0; }
 .bar span, .key span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
