@@ -4,10 +4,11 @@
                                              [--workers 1,2] [--work DIR] [--json]
 
 The corpus (without --corpus that of $SHARDKIT_TEST_DATA, else made-up text; four times, with mutations) lies
-in files of 2 MB of text, so that a stage has many tasks. In every run each engine does every stage once, in a new work folder, the first engine
-moving on; its workers live on from run to run. One run before all others starts them, compiles kernels and
-loads the tokenizer, and is not counted. Times are of a stage's tasks, from the first to the last commit,
-writing and syncing included. "x" is the median over the runs of one worker's time by that of others.
+in files of 2 MB of text, so that a stage has many tasks. In every run each engine does every stage once, in
+a new work folder, the first engine moving on; its workers live on from run to run. One run before all others
+starts them, compiles kernels and loads the tokenizer, and is not counted. Times are of a stage's tasks, from
+the first to the last commit, writing and syncing included. "x" is the median over the runs of one worker's
+time by that of others.
 """
 
 from __future__ import annotations
