@@ -94,7 +94,7 @@ def render_languages(card: Mapping[str, Any]) -> str:
     if rest := list(languages.values())[_MOST_LANGUAGES:]:
         others = {name: sum(counts[name] for counts in rest) for name in ("documents", "tokens")}
         rows.append(_language(f"{len(rest):,} others", others, documents, card["tokens"], most, ""))
-    head = ("language", ">documents", ">of all", ">tokens", ">of all", "|tokens", "mostly from")
+    head = ("language", "mostly from", ">documents", ">of all", ">tokens", ">of all", "|tokens")
     note = (
         '<p class="note">The language that the language filter found most likely for each document that was '
         "kept, when it judged it; short and mixed texts, tables and code are often taken for something else."
@@ -108,12 +108,12 @@ def _language(
 ) -> list[str]:
     return [
         cell(label),
+        cell(sources),
         number(counts["documents"]),
         number(percent(counts["documents"], documents)),
         number(counts["tokens"]),
         number(percent(counts["tokens"], tokens)),
         bars(most, ("other", counts["tokens"])),
-        cell(sources),
     ]
 
 
@@ -122,4 +122,4 @@ def _sources_of(label: str, inputs: Sequence[Mapping[str, Any]]) -> str:
     tokens = [(entry["languages"].get(label, {"tokens": 0})["tokens"], entry["source"]) for entry in inputs]
     shown = [(count, name) for count, name in sorted(tokens, key=lambda one: -one[0]) if count][:2]
     whole = sum(count for count, _ in tokens)
-    return ", ".join(f"{name} {100 * count / whole:.0f} %" for count, name in shown)
+    return ", ".join(f"{name} {100 * count / whole:.0f}\u00a0%" for count, name in shown)

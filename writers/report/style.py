@@ -31,11 +31,11 @@ pre { background: var(--panel); padding: .8rem; white-space: pre-wrap; }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0; }
 caption { text-align: left; color: var(--muted); font-size: 14px; padding: .2rem 0; }
 td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; }
+td[dir] { min-width: 8rem; } th { font-weight: 600; }
 tbody tr + tr > *, thead + tbody tr > *, .facts tr > * { border-top: 1px solid var(--line); }
 thead th { vertical-align: bottom; font-size: 13px; }
 td.n, th.n { width: 1%; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.facts th { width: 14rem; } td.text, td.place { font-size: 13px; } td.place { width: 24%; }
+.facts th { width: 12rem; } td.text, td.place { font-size: 13px; } td.place { width: 24%; }
 td.bar, th.bar { width: 18%; min-width: 7rem; padding-right: 1rem; }
 .one td.bar { width: 50%; }
 td.bar { padding-top: .5rem; line-height: 0; white-space: nowrap; }
@@ -53,7 +53,8 @@ svg text { fill: currentColor; } .grid { stroke: var(--line); } .axis { stroke: 
 .expected { fill: none; stroke: var(--curve); stroke-width: 1.5; }
 .measured { fill: var(--measured); stroke: var(--measured); stroke-width: 1.5; }
 .threshold { stroke: var(--axis); stroke-dasharray: 4 3; }
-@media print { body { max-width: none; margin: 0; font-size: 12px; } nav { display: none; }
+@media print { body { max-width: none; margin: 0; font-size: 11px; } nav { display: none; }
+caption, p.note, thead th, td.text, td.place { font-size: 11px; }
 .wide { overflow: visible; } tr, svg { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
 """
 )
