@@ -1,7 +1,7 @@
 """Filters, exact keys and tokenization: MB of UTF-8 per CPU second, shardkit beside released tools.
 
     python tests/benchmarks/bench_filters.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 8] [--runs 5]
-                                             [--tasks …] [--venvs DIR] [--json]
+                                             [--tasks …] [--venvs DIR] [--json | --markdown] [--png FILE]
 
     fineweb     Gopher repetition and quality, C4 without its rule of line ends, FineWeb's own rules, until a
                 document fails: our profile fineweb_rules, FineWeb without URL lists, extraction and language
@@ -25,7 +25,6 @@ words as ours, str.split, in the place of its splitter; "datatrove spaCy" is as 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -39,12 +38,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
 import numpy as np
 import pyarrow as pa
+from figures import Heads, add_output_arguments, give
 from near_texts import read_sources
 from peer_environments import Environment, SideProcess, environments
 
 HERE = Path(__file__).resolve().parent / "filter_peers"
 DEFAULT_VENVS = Path("~/.cache/shardkit-peers")
 LONGEST = 100_000
+HEADS: Heads = {
+    "task": ("task", ""),
+    "side": ("side", ""),
+    "version": ("version", ""),
+    "documents": ("documents", ",d"),
+    "MB": ("MB", ".1f"),
+    "kept": ("kept", ".1%"),
+    "MB_per_cpu_s": ("MB/CPU s", ".2f"),
+    "x": ("shardkit x", ".1f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +194,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tasks", default=",".join(TASKS), help="default: %(default)s")
     parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
     tokenizer = tokenizer_file(arguments.tokenizer)
     common = {"tokenizer": str(tokenizer), "eos": arguments.eos}
@@ -197,12 +207,9 @@ def main() -> None:
                 continue
             tools = {name: side.tool for name, side in TASKS[task].items()}
             sides = environments(list(tools), tools, arguments.venvs.expanduser())
-            made = report(task, sides, measure(task, sides, files, common))
-            rows += made
-            if not arguments.json:
-                show(made)
-    if arguments.json:
-        print(json.dumps(rows))
+            rows += report(task, sides, measure(task, sides, files, common))
+    title = "Filters, keys of exact duplicates and tokenization, one core"
+    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="MB per CPU second", runs="runs")
 
 
 if __name__ == "__main__":

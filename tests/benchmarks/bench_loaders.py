@@ -1,12 +1,16 @@
 """Loaders side by side on the same rows: pre-tokenized uint32 x 4,096, shuffled, batches of 8, warm files.
 
     python tests/benchmarks/bench_loaders.py [--runs 5] [--sides gather,shardkit,…] [--litdata-python PATH]
+                            [--datasets-python PATH] [--grain-python PATH] [--json | --markdown] [--png FILE]
 
 Every side has a process of its own and makes one epoch, or 4 seconds of it, when its turn comes; figures are
 medians of the runs, ratios are to the hand-written gather and to shardkit. Peers that cannot be imported are
-left out with the reason. litdata wants an environment of its own (it pins other packages):
+left out with the reason. Each reads the same rows in its own format: Hugging Face datasets an Arrow folder of
+`save_to_disk`, grain (which has no format of tokens) the plain file by a source of ours. These three want
+environments of their own (they pin other packages):
 
     python -m venv lit && lit/bin/pip install torch==2.13.0 litdata
+    python -m venv hf && hf/bin/pip install datasets grain
 """
 
 from __future__ import annotations
@@ -19,14 +23,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from figures import Heads, add_output_arguments, give
 from loader_sides import LENGTH, SIDES, STREAMS
 
 from shardkit import mds, tar
 from shardkit.index import ShardInfo
 
 SHARDS = 8
+PEERS = ("litdata", "datasets", "grain")  # that have a Python of their own
 WRITE_LITDATA = """
 import sys, numpy as np, torch
 from litdata import TokensLoader
@@ -38,6 +45,26 @@ for number, row in enumerate(rows):
 writer.done()
 writer.merge(1)
 """
+WRITE_DATASETS = """
+import sys, numpy as np, pyarrow as pa
+from datasets import Dataset
+length = int(sys.argv[3])
+tokens = pa.array(np.memmap(sys.argv[1], dtype=np.int32, mode="r"))
+table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(tokens, length)})
+Dataset(table).save_to_disk(sys.argv[2], num_shards=8)
+"""
+WRITERS = {"litdata": WRITE_LITDATA, "datasets": WRITE_DATASETS}
+"""{side: what makes its folder of the plain file, run by its own Python}"""
+HEADS: Heads = {
+    "side": ("loader", ""),
+    "samples_per_s": ("samples/s", ",.0f"),
+    "of_gather": ("/ gather", ".2f"),
+    "shardkit_x": ("shardkit x", ".1f"),
+    "first_batch_s": ("first batch s", ".3f"),
+    "p99_ms": ("p99 ms", ".2f"),
+    "cpu_us_per_sample": ("us CPU / sample", ".1f"),
+    "peak_rss_MB": ("RSS MB", ",.0f"),
+}
 
 
 def write_all(folder: Path, megabytes: int) -> None:
@@ -117,23 +144,60 @@ class Side:
         self._process.wait()
 
 
-def measure(folder: Path, names: list[str], runs: int, seconds: float, litdata_python: str) -> list[Side]:
+def peer_of(side: str) -> str:
+    """The library whose Python a side needs: "litdata_workers" that of litdata."""
+    return side.partition("_")[0]
+
+
+def write_for_peers(folder: Path, names: list[str], pythons: dict[str, str]) -> None:
+    """The folders that peers write themselves; one that cannot has none, and its side says why."""
+    for peer in sorted({peer_of(name) for name in names} & WRITERS.keys()):
+        (folder / peer).mkdir()
+        command = [pythons[peer], "-c", WRITERS[peer], str(folder / "whole.bin"), str(folder / peer)]
+        subprocess.run([*command, str(LENGTH)], capture_output=True, check=False)
+
+
+def measure(folder: Path, names: list[str], runs: int, seconds: float, pythons: dict[str, str]) -> list[Side]:
     sides = []
     for name in names:
-        python = litdata_python if name.startswith("litdata") else sys.executable
-        side = Side(name, folder, python, seconds)
+        side = Side(name, folder, pythons.get(peer_of(name), sys.executable), seconds)
         if why := side.run():  # the first run is for the caches
             print(f"left out: {name}: {why}", file=sys.stderr)
             side.close()
             continue
         side.runs.clear()
         sides.append(side)
-    for _ in range(runs):
-        for side in sides:
+    for run in range(runs):
+        for side in sides[run % len(sides) :] + sides[: run % len(sides)]:
             side.run()
     for side in sides:
         side.close()
     return sides
+
+
+def report(sides: list[Side]) -> list[dict[str, Any]]:
+    figures = ("samples_per_s", "first_batch_s", "p99_ms", "cpu_us_per_sample", "peak_rss_MB")
+    rows: list[dict[str, Any]] = [
+        {
+            "side": side.name,
+            **{figure: side.median(figure) for figure in figures},
+            "runs": [run["samples_per_s"] for run in side.runs],
+        }
+        for side in sides
+    ]
+    rates = {row["side"]: row["samples_per_s"] for row in rows}
+    for row in rows:
+        row["of_gather"] = row["samples_per_s"] / rates["gather"] if "gather" in rates else None
+        row["shardkit_x"] = rates["shardkit"] / row["samples_per_s"] if "shardkit" in rates else None
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    heads = [(key, head, form) for key, (head, form) in HEADS.items()][1:]
+    print(" " * 18 + "".join(f"{head:>16}" for _, head, _ in heads))
+    for row in rows:
+        cells = ("" if row[key] is None else format(row[key], form) for key, _, form in heads)
+        print(f"{row['side']:18}" + "".join(f"{cell:>16}" for cell in cells))
 
 
 def main() -> None:
@@ -144,33 +208,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="longest turn of a side (default: 4)")
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--litdata-python", default=sys.executable)
-    parser.add_argument("--json", action="store_true")
+    for peer in PEERS:
+        parser.add_argument(f"--{peer}-python", default=sys.executable, help=f"Python that has {peer}")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
+    pythons = {peer: getattr(arguments, f"{peer}_python") for peer in PEERS}
+    names = arguments.sides.split(",")
+    if unknown := set(names) - SIDES.keys():
+        parser.error(f"unknown sides: {', '.join(sorted(unknown))}; known: {', '.join(SIDES)}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_all(folder, arguments.megabytes)
-        names = arguments.sides.split(",")
-        if any(name.startswith("litdata") for name in names):
-            command = [arguments.litdata_python, "-c", WRITE_LITDATA]
-            command += [str(folder / "whole.bin"), str(folder / "litdata"), str(LENGTH)]
-            (folder / "litdata").mkdir()
-            subprocess.run(command, capture_output=True, check=False)
+        write_for_peers(folder, names, pythons)
         warm(folder)
-        sides = measure(folder, names, arguments.runs, arguments.seconds, arguments.litdata_python)
-    figures = ("samples_per_s", "first_batch_s", "p99_ms", "cpu_us_per_sample", "peak_rss_MB")
-    table = {side.name: {figure: side.median(figure) for figure in figures} for side in sides}
-    if arguments.json:
-        print(json.dumps(table))
-        return
-    best = {name: table[name]["samples_per_s"] for name in ("gather", "shardkit") if name in table}
-    heads = ("samples/s", "/ gather", "shardkit x", "first s", "p99 ms", "us CPU")
-    print(" " * 18 + "".join(f"{head:>11}" for head in heads))
-    for name, row in table.items():
-        rate = row["samples_per_s"]
-        ratios = f"{rate / best.get('gather', rate):>11.2f}{best.get('shardkit', rate) / rate:>11.1f}"
-        rest = f"{row['first_batch_s']:>11.3f}{row['p99_ms']:>11.2f}{row['cpu_us_per_sample']:>11.1f}"
-        print(f"{name:18}{rate:>11,.0f}{ratios}{rest}")
+        sides = measure(folder, names, arguments.runs, arguments.seconds, pythons)
+    rows = report(sides)
+    title = f"Shuffled rows of {LENGTH:,} tokens, {arguments.megabytes} MB in the page cache, batches of 8"
+    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="samples/s", runs="runs")
 
 
 if __name__ == "__main__":

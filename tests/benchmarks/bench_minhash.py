@@ -1,7 +1,7 @@
 """MinHash signatures from raw text: MB of UTF-8 per CPU second, shardkit beside released tools.
 
     python tests/benchmarks/bench_minhash.py [--corpus FOLDER] [--megabytes 100] [--runs 5] [--sides …]
-                                             [--venvs DIR] [--no-scaling] [--json]
+                                             [--venvs DIR] [--no-scaling] [--json | --markdown] [--png FILE]
 
 Word 5-grams, 128 permutations (112, the default of a build, for ours too). Documents are cuts of the corpus
 (JSONL and Parquet files with a `text`; without --corpus that of $SHARDKIT_TEST_DATA, else made-up text).
@@ -23,7 +23,6 @@ Peers get an environment each under --venvs, by pip, when it is not there yet. W
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -34,11 +33,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
+from figures import Heads, add_output_arguments, give
 from near_texts import read_sources, write_documents
 from peer_environments import Environment, SideProcess, environments
 
 MEAN_WORDS = 550
 DEFAULT_VENVS = Path("~/.cache/shardkit-peers")
+HEADS: Heads = {
+    "side": ("side", ""),
+    "version": ("version", ""),
+    "permutations": ("functions", "d"),
+    "MB": ("MB", ".1f"),
+    "MB_per_cpu_s": ("MB/CPU s", ".1f"),
+    "x": ("shardkit x", ".1f"),
+    "scaling": ("2 cores", ".2f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +175,7 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES), help=f"default: {', '.join(SIDES)}")
     parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
     parser.add_argument("--no-scaling", action="store_true", help="leave out the runs of two processes")
-    parser.add_argument("--json", action="store_true")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
     tools = {name: side.tool for name, side in SIDES.items()}
     sides = environments(arguments.sides.split(","), tools, arguments.venvs.expanduser())
@@ -180,10 +189,8 @@ def main() -> None:
         for name in sides if not arguments.no_scaling else ():
             scalings[name] = scaling(SIDES[name], sides[name], file, documents, arguments.runs)
     rows = report(sides, answers, scalings)
-    if arguments.json:
-        print(json.dumps(rows))
-    else:
-        show(rows)
+    title = "MinHash of word 5-grams from raw text, one core"
+    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="MB per CPU second", runs="runs")
 
 
 if __name__ == "__main__":

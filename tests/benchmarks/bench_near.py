@@ -1,7 +1,7 @@
 """Near-duplicate removal end to end: CPU seconds and recall, shardkit beside daft and datasketch.
 
     python tests/benchmarks/bench_near.py [--corpus FOLDER] [--documents 100000] [--runs 3] [--sides …]
-                                          [--work DIR] [--venvs DIR] [--json]
+                                          [--work DIR] [--venvs DIR] [--json | --markdown] [--png FILE]
 
 Documents (about 425 MB for 100,000) are cuts of the corpus, as in bench_minhash.py; 15 % of them are copies
 of another one with words replaced, at similarities spread over 0.5 to 1.0 (exact Jaccard of sets of 5-grams).
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
 from bench_minhash import DEFAULT_VENVS, MEAN_WORDS
+from figures import Heads, add_output_arguments, give
 from near_texts import PAIR, read_sources, write_documents
 from peer_environments import Environment, SideProcess, environments
 
@@ -45,6 +45,18 @@ SIMILARITY = 0.8
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0 + 1e-9)
 COPIES = 0.15
 WARM_UP_DOCUMENTS = 2000
+HEADS: Heads = {
+    "side": ("side", ""),
+    "version": ("version", ""),
+    "MB": ("MB", ",.0f"),
+    "cpu_s": ("CPU s", ".1f"),
+    "wall_s": ("wall s", ".1f"),
+    "x": ("x shardkit's CPU", ".1f"),
+    "peak_rss_MB": ("RSS MB", ",.0f"),
+    "removed": ("removed", ",d"),
+    "needless": ("needless", ",d"),
+    "recall": ("recall", ".3f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +191,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=1 << 30, help="bytes that shardkit may use (1 GiB)")
     parser.add_argument("--work", type=Path, help="keep the documents here, and use those that are there")
     parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
     tools = {name: side.tool for name, side in SIDES.items()}
     sides = environments(arguments.sides.split(","), tools, arguments.venvs.expanduser())
@@ -195,10 +207,8 @@ def main() -> None:
         }
         answers = measure(sides, file, warm_up, arguments.runs, request)
     rows = report(sides, answers, pairs)
-    if arguments.json:
-        print(json.dumps(rows))
-    else:
-        show(rows)
+    title = f"Near-duplicates of {arguments.documents:,} documents, removed"
+    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="CPU seconds", runs="cpu_runs")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ its side needs, so that a peer may live in an environment without shardkit.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import resource
 import sys
@@ -119,6 +120,40 @@ def webdataset(folder: Path) -> Epoch:
     return lambda: pipeline.to_tuple("tokens.npy").batched(BATCH)
 
 
+def datasets(folder: Path) -> Epoch:
+    """Hugging Face: a shuffle is a table of indices over memory-mapped Arrow files; "numpy" makes int64."""
+    from datasets import load_from_disk
+
+    rows = load_from_disk(str(folder / "datasets")).with_format("numpy")
+    seeds = itertools.count()
+    return lambda: rows.shuffle(seed=next(seeds)).iter(batch_size=BATCH, drop_last_batch=True)
+
+
+def grain(folder: Path, threads: int | None = None) -> Epoch:
+    """Rows of the plain file by number; `threads` read ahead (None: as many as grain takes itself)."""
+    import grain
+
+    class Rows:
+        def __init__(self) -> None:
+            self._rows = np.memmap(folder / "whole.bin", dtype=np.uint32, mode="r").reshape(-1, LENGTH)
+
+        def __len__(self) -> int:
+            return len(self._rows)
+
+        def __getitem__(self, number: int) -> Any:
+            return self._rows[number]
+
+    options = grain.ReadOptions() if threads is None else grain.ReadOptions(num_threads=threads)
+    seeds = itertools.count()
+
+    def epoch() -> Iterable[Any]:
+        shuffled = grain.MapDataset.source(Rows()).shuffle(seed=next(seeds))
+        batches: Iterable[Any] = shuffled.batch(BATCH, drop_remainder=True).to_iter_dataset(options)
+        return batches
+
+    return epoch
+
+
 SIDES: dict[str, Callable[[Path], Epoch]] = {
     "gather": gather,
     "shardkit": shardkit_loader,
@@ -131,6 +166,9 @@ SIDES: dict[str, Callable[[Path], Epoch]] = {
     "litdata": litdata,
     "litdata_workers": lambda folder: litdata(folder, 2),
     "webdataset": webdataset,
+    "datasets": datasets,
+    "grain": grain,
+    "grain_unthreaded": lambda folder: grain(folder, 0),
 }
 
 
