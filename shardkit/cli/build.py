@@ -11,7 +11,6 @@ from shardkit.cli.output import print_json, stderr_console, stdout_console
 from shardkit.cli.recipe_arguments import add_recipe_arguments
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.errors import BuildError
-from shardkit.index import publish_bytes
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -115,6 +114,7 @@ def task_slice(text: str) -> TaskSlice:
 
 
 def _write_timings(path: Path, result: BuildResult) -> None:
+    from shardkit.index import publish_bytes
     from shardkit.writers.report.times import render_times
 
     if path.suffix == ".html":
