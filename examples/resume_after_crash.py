@@ -79,7 +79,14 @@ def rows_by_step(log: Path) -> dict[int, list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kill-after", type=int, default=33, help="step of the crash, 1 to 40 (default: 33)")
+    parser.add_argument(
+        "--kill-after",
+        type=int,
+        default=33,
+        choices=range(1, STEPS),
+        metavar="STEP",
+        help="step of the crash, 1 to 39 (default: 33)",
+    )
     kill_after = parser.parse_args().kill_after
     with tempfile.TemporaryDirectory() as name:
         data, log, checkpoint = Path(name, "data"), Path(name, "log"), Path(name, "state.json")

@@ -60,7 +60,7 @@ def main() -> None:
 
         sent = upload(Path(name, "data"), url, storage=storage, progress=False)
         again = upload(Path(name, "data"), url, storage=storage, progress=False)
-        print(f"uploaded {len(sent.sent)} files, {sent.sent_bytes:,} bytes, the index last")
+        print(f"uploaded {len(sent.sent)} shards, {sent.sent_bytes:,} bytes, and the index last")
         print(f"uploaded again: {again.sent_bytes:,} bytes sent")
 
         def loader(cache: str) -> StreamingLoader:
@@ -89,7 +89,7 @@ def main() -> None:
         assert sorted(seen) == list(range(400))
         print("streamed 20 batches, stopped, resumed with an empty cache: each of 400 rows came once, equal")
         assert cache is not None
-        print(f"the second machine fetched {cache.fetched_bytes:,.0f} bytes of shards, each checked by its hash")
+        print(f"the second machine fetched {cache.fetched_bytes:,.0f} bytes, each shard checked by its hash")
 
 
 if __name__ == "__main__":
