@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +17,10 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 import zstandard
 from s3_moto import s3_server
-from small_build import make_corpus
+from small_build import make_corpus, tree
 
 from shardkit import open_dataset
 from shardkit.verify import verify
@@ -57,6 +62,7 @@ De talte om det hele natten, og til sidst blev de enige om at rejse.
 TEXTS = [PROSE.replace("plan", f"plan{n}") for n in range(30)]
 
 KEPT = {"fineweb": 2, "jsonl-mds": 30, "near-dedup": 20, "parquet-wds": 30, "plain-text": 8, "s3": 30}
+KEPT |= {"ray-cluster": 30, "slurm": 30}
 
 DROPPED = {
     "gopher_repetition/top_4_gram": 1,  # PROSE
@@ -124,8 +130,9 @@ def test_there_are_recipes() -> None:
 def test_a_recipe_builds_a_sound_dataset(folder: Path, recipe: Path) -> None:
     shutil.copy(recipe, folder)
     make_index(folder, recipe.stem)
-    with buckets_of(recipe):
-        result = build(folder / recipe.name, workers=1, progress=False)
+    own_disk = [f"scratch={folder / 'scratch'}"] if load_recipe(recipe).scratch else []
+    with buckets_of(recipe, folder / "data"):
+        result = build(folder / recipe.name, workers=1, overrides=own_disk, progress=False)
         assert verify(result.location).ok
         assert result.funnel.kept.documents == KEPT[recipe.stem]
         if recipe.stem == "fineweb":
@@ -144,12 +151,50 @@ def make_index(folder: Path, recipe: str) -> None:
 
 
 @contextmanager
-def buckets_of(recipe: Path) -> Iterator[None]:
-    """A server with the bucket that a recipe names, if it names one."""
-    bucket = urlsplit(load_recipe(recipe).output.path).netloc
+def buckets_of(recipe: Path, data: Path) -> Iterator[None]:
+    """A server with the bucket that a recipe names, if it names one, and in it what it reads from there."""
+    loaded = load_recipe(recipe)
+    bucket = urlsplit(loaded.output.path).netloc
     if not bucket:
         yield
         return
     with s3_server() as server:
-        server.client().create_bucket(Bucket=bucket)
+        client = server.client()
+        client.create_bucket(Bucket=bucket)
+        for base in {config.base for config in loaded.inputs if config.base}:
+            for file in [file for file in data.rglob("*") if file.is_file()]:
+                key = f"{urlsplit(base).path.strip('/')}/{file.relative_to(data)}"
+                client.put_object(Bucket=bucket, Key=key, Body=file.read_bytes())
         yield
+
+
+@pytest.mark.extended
+def test_the_job_array_shares_one_build_and_gives_what_a_single_process_gives(folder: Path) -> None:
+    shutil.copy(FOLDER / "slurm.yaml", folder)
+    alone = build(folder / "slurm.yaml", workers=1, output=folder / "alone", progress=False)
+    shutil.rmtree(folder / "work")
+    command = ["bash", str(FOLDER / "clusters" / "slurm.sbatch"), str(folder / "slurm.yaml"), "--quiet"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
+    elements = [
+        subprocess.Popen(command, env=os.environ | array | {"PATH": path, "SLURM_ARRAY_TASK_ID": number})
+        for number in ("1", "2")
+    ]
+    assert [element.wait(120) for element in elements] == [0, 0]
+    assert tree(folder / "out" / "slurm") == tree(alone.output)
+
+
+def test_the_cluster_file_is_what_ray_takes_and_its_nodes_fit_the_recipe() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    ray = importlib.util.find_spec("ray")
+    if ray is None or ray.origin is None:
+        pytest.skip("ray is not installed")
+    cluster = yaml.safe_load((FOLDER / "clusters" / "ray-aws.yaml").read_text())
+    schema = json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(cluster, schema)
+    recipe = load_recipe(FOLDER / "ray-cluster.yaml")
+    assert recipe.memory * 32 < 0.7 * (128 << 30)  # Ray offers 70 % of a node's memory to tasks
+    assert recipe.scratch is not None
+    mounted = recipe.scratch.rpartition("/")[0]
+    assert any(f"mount /dev/nvme1n1 {mounted}" in line for line in cluster["worker_setup_commands"])
+    assert set(cluster["available_node_types"]) == {"head", "worker"}
