@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import json
 import random
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from disk_meter import files_of, peak_bytes
 from small_build import make_corpus, tree
 
 from shardkit.cli.main import main
@@ -178,7 +177,9 @@ def texts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for file in range(4):
         (folder / f"plain-{file}.jsonl").write_bytes(lines(texts[file * 500 : (file + 1) * 500]))
-        (folder / f"zipped-{file}.jsonl.gz").write_bytes(gzip.compress(lines(texts[2000 + file : 3000 : 4]), 6))
+        (folder / f"zipped-{file}.jsonl.gz").write_bytes(
+            gzip.compress(lines(texts[2000 + file : 3000 : 4]), 6)
+        )
     (folder / "small.jsonl.zst").write_bytes(zstandard.compress(lines(texts[3000:5000])))
     pq.write_table(pa.table({"text": texts[5000:]}), folder / "table.parquet")
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -206,36 +207,5 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
     with peak_bytes(tmp_path) as peak:
         build(recipe, workers=1, progress=False)
     assert peak[0] <= estimate.work <= 1.5 * peak[0], (estimate, peak)
-    published = sum(status.st_size for status in files_of(tmp_path / "out"))
+    published = sum(status.st_size for status in files_of(tmp_path / "out").values())
     assert published * 0.95 <= estimate.output <= 1.5 * published, (estimate, published)
-
-
-@contextlib.contextmanager
-def peak_bytes(folder: Path) -> Iterator[list[int]]:
-    """The most that files below `folder` take on the disk, each once, in the list's one place."""
-    peak, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while True:
-            last = ended.wait(0.05)
-            blocks = {status.st_ino: status.st_blocks * 512 for status in files_of(folder)}
-            peak[0] = max(peak[0], sum(blocks.values()))
-            if last:
-                return
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        thread.join()
-
-
-def files_of(folder: Path) -> list[Any]:
-    found = []
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # temporary files are renamed
-            if path.is_file():
-                found.append(path.stat())
-    return found

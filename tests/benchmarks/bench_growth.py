@@ -25,7 +25,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from disk_meter import peak_bytes
 from grown_corpus import EOS, documents, put_tokenizer, write_corpus
 from rss_meter import RssMeter, process_tree
 
@@ -91,24 +91,14 @@ def tree_cpu_seconds() -> float:
 def run_build(recipe: Path, workers: int) -> dict[str, Any]:
     """Build in this process; what it took."""
     began = time.perf_counter()
-    peak, ended = [0], threading.Event()
-    work = recipe.parent / "OUT" / "work"
-
-    def watch() -> None:
-        while not ended.wait(0.2):
-            peak[0] = max(peak[0], disk_bytes(recipe.parent / "OUT"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with RssMeter() as meter:
+    out = recipe.parent / "OUT"
+    with peak_bytes(out, seconds=0.2) as peak, RssMeter() as meter:
         clock = Clock(meter)
         result = build(recipe, workers=workers, progress=clock)
-    ended.set()
-    watcher.join()
     seconds = time.perf_counter() - began
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     disk: dict[str, int] = {}
-    for _, commit in LocalWork(work).commits():
+    for _, commit in LocalWork(out / "work").commits():
         disk[commit.stage] = disk.get(commit.stage, 0) + commit.bytes
     return {
         "text_bytes": result.funnel.read.bytes,
@@ -117,7 +107,7 @@ def run_build(recipe: Path, workers: int) -> dict[str, Any]:
         "tokens": result.tokens,
         "seconds": seconds,
         "cpu_seconds": sum(use.ru_utime + use.ru_stime for use in usage),
-        "peak_disk_bytes": max(peak[0], disk_bytes(recipe.parent / "OUT")),
+        "peak_disk_bytes": peak[0],
         "output_bytes": sum(file.stat().st_size for file in result.output.rglob("*")),
         "rss_bytes": meter.peak.rss,
         "pss_bytes": meter.peak.pss,
@@ -133,16 +123,6 @@ def run_build(recipe: Path, workers: int) -> dict[str, Any]:
             for name in clock.seconds
         },
     }
-
-
-def disk_bytes(folder: Path) -> int:
-    """What files take, each once."""
-    blocks: dict[int, int] = {}
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # finished tasks are renamed
-            status = path.stat()
-            blocks[status.st_ino] = status.st_blocks * 512
-    return sum(blocks.values())
 
 
 def measure(folder: Path, originals: list[str], times: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,6 @@ Stages are told from the commits in the work folder: a stage ends with its last 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
 import shutil
@@ -37,6 +36,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from disk_meter import disk_bytes
 from rss_meter import process_tree, pss_bytes, rss_bytes
 from small_build import EOS, make_corpus
 
@@ -151,17 +151,9 @@ def sample(process: subprocess.Popen[bytes], folders: list[Path], ended: threadi
         samples.times.append(time.time())
         if time.monotonic() - slow > 1:
             samples.pss_peak = max(samples.pss_peak, sum(map(pss_bytes, tree)))
-            samples.disk_peak = max(samples.disk_peak, sum(map(disk_bytes, folders)))
+            samples.disk_peak = max(samples.disk_peak, disk_bytes(*folders))
             slow = time.monotonic()
     return samples
-
-
-def disk_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # finished tasks are renamed
-            total += path.stat().st_blocks * 512
-    return total
 
 
 def stages(work: Path, began: float, samples: Samples) -> list[dict[str, Any]]:
