@@ -31,7 +31,7 @@ def give(
     arguments: argparse.Namespace,
     rows: Sequence[Row],
     heads: Heads,
-    show: Callable[[], None],
+    show: Callable[[], object],
     *,
     title: str,
     unit: str,

@@ -1,0 +1,69 @@
+"""The benchmarks are listed; those that set tools side by side say who is missing and give their figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+
+from figures import Heads, add_output_arguments, give  # noqa: E402
+
+HEADS: Heads = {"side": ("tool", ""), "rate": ("MB/s", ",.1f"), "x": ("x", ".2f")}
+ROWS = [
+    {"side": "shardkit", "rate": 2000.0, "x": 1.0, "runs": [1900.0, 2000.0, 2300.0]},
+    {"side": "other", "rate": 20.25, "x": None, "runs": [20.25]},
+]
+
+
+def test_every_script_is_in_the_readme() -> None:
+    listed = (FOLDER / "README.md").read_text()
+    scripts = [*FOLDER.glob("bench_*.py"), *FOLDER.glob("soak_*.py")]
+    assert len(scripts) > 10
+    assert [script.name for script in scripts if f"`{script.name}" not in listed] == []
+
+
+def test_figures_come_as_text_markdown_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_output_arguments(parser)
+
+    def printed(*options: str) -> str:
+        arguments = parser.parse_args(options)
+        give(arguments, ROWS, HEADS, lambda: sys.stdout.write("plain\n"), title="t", unit="MB/s", runs="runs")
+        return capsys.readouterr().out
+
+    assert printed() == "plain\n"
+    assert json.loads(printed("--json")) == ROWS
+    assert printed("--markdown", "--png", str(tmp_path / "bars.png")).splitlines() == [
+        "| tool | MB/s | x |",
+        "| --- | ---: | ---: |",
+        "| shardkit | 2,000.0 | 1.00 |",
+        "| other | 20.2 |  |",
+    ]
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.extended
+def test_a_loader_that_is_not_installed_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: without installed packages
+    bare.chmod(0o755)
+    command = [
+        sys.executable,
+        str(FOLDER / "bench_loaders.py"),
+        "--sides",
+        "gather,shardkit,litdata",
+        "--json",
+    ]
+    command += ["--megabytes", "8", "--runs", "1", "--seconds", "0.2", "--litdata-python", str(bare)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "left out: litdata: ModuleNotFoundError" in done.stderr
+    assert [row["side"] for row in json.loads(done.stdout)] == ["gather", "shardkit"]
