@@ -130,11 +130,11 @@ def test_demo_builds_what_the_demo_does(folder: Path) -> None:
 def test_c4_cuts_lines_and_drops_pages(folder: Path) -> None:
     (folder / "lists").mkdir()
     (folder / "lists" / "bad_words_en.txt").write_text("frobnicate\n")
-    menu = "Home | About us | Contact our company today\nEnable javascript to read this page of ours.\n"
+    menu = "Home | About us | Frobnicate our company today\nEnable javascript to read this page of ours.\n"
     pages = [
         menu + NOTICE + STORY,
         NOTICE + PAGE,
-        STORY + "They like to frobnicate.\n",
+        STORY + "They like to frobnicate on all of their days.\n",
         PAGE + "Lorem ipsum dolor sit amet.\n",
         PAGE + "It says {name} where there should be a name.\n",
         DANISH,
