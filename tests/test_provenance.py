@@ -10,12 +10,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from plain_provenance import documents_at, rows_of
 
-from shardkit.errors import BuildError, ShardkitError
+from shardkit.errors import BuildError
 from shardkit.writers import provenance as module
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.pack import Placement, pack_best_fit
-from shardkit.writers.provenance import PROVENANCE_SCHEMA, documents_at, renumber, rows_of, write_provenance
+from shardkit.writers.provenance import PROVENANCE_SCHEMA, renumber, write_provenance
 from shardkit.writers.spill import SPILL_SCHEMA
 
 LENGTH = 32
@@ -97,31 +98,6 @@ def test_every_document_leads_to_all_its_tokens_in_order(dataset: Path) -> None:
             assert done == line["tokens"]
 
 
-def test_what_is_not_in_the_dataset_is_not_found(dataset: Path) -> None:
-    assert rows_of(dataset, bytes(16)) == []
-    assert documents_at(dataset, 99, 0) == []
-    assert documents_at(dataset, 0, 10_000) == []
-    with pytest.raises(ValueError, match="16 bytes"):
-        rows_of(dataset, b"short")
-
-
-def test_a_look_up_reads_only_the_row_groups_that_may_hold_the_answer(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = sum(pq.ParquetFile(path).num_row_groups for path in (dataset / "provenance").iterdir())
-    reads: list[int] = []
-    plain = pq.ParquetFile.read_row_group
-
-    def counted(self: Any, group: int, **options: Any) -> Any:
-        reads.append(group)
-        return plain(self, group, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
-    assert documents_at(dataset, 4, 3)
-    assert groups > 15
-    assert len(reads) <= 3  # a group that spans shards bounds rows loosely
-
-
 def test_renumbering_changes_the_shard_and_nothing_else(tmp_path: Path) -> None:
     write_provenance(tmp_path / "a", *part("a.jsonl", 50, 1), seed=SEED)
     renumber(tmp_path / "a", tmp_path / "b", 1000)
@@ -152,11 +128,6 @@ def test_the_same_partition_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
         write_provenance(tmp_path / name, *part("x.jsonl", 300, 2), seed=SEED)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ShardkitError, match="no provenance tables"):
-        documents_at(tmp_path, 0, 0)
 
 
 def test_a_foreign_table_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from plain_provenance import documents_at, rows_of
 
 from shardkit import mds
 from shardkit.dataset import Dataset, open_dataset
@@ -25,7 +26,7 @@ from shardkit.trace.urls import UrlPatterns
 from shardkit.writers import provenance
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.pack import pack_best_fit
-from shardkit.writers.provenance import documents_at, renumber, rows_of, write_provenance
+from shardkit.writers.provenance import renumber, write_provenance
 from shardkit.writers.spill import SPILL_SCHEMA
 
 LENGTH, SEED = 16, 5
@@ -112,7 +113,7 @@ def test_rows_lead_to_all_their_lines_in_order(dataset: Dataset, lines: list[dic
         table.of_rows([len(dataset)])
 
 
-def test_look_ups_agree_with_those_of_the_writer(folder: Path, dataset: Dataset) -> None:
+def test_look_ups_agree_with_plain_ones(folder: Path, dataset: Dataset) -> None:
     table = ProvenanceTable(dataset)
     starts = dataset.manifest.shard_starts
     for shard in range(0, len(starts) - 1, 2):

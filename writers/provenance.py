@@ -1,8 +1,7 @@
 """Where every token came from, and where every document went.
 
 Beside the shards lies one Parquet file a partition (`provenance/*.parquet`), one line a piece of a document
-in a row, sorted by (shard, row, token_start). `documents_at` goes from a row, or a token of it, to the raw
-files' records; `rows_of` goes from a document to its rows. What no line covers is padding.
+in a row, sorted by (shard, row, token_start). What no line covers is padding. `shardkit.trace` reads them.
 
 Shard numbers count from 0 within the part while it is built; `renumber` makes them global at publication. Row
 groups have a fixed size and statistics, so a look-up reads one or two of them; each file also states the
@@ -11,10 +10,7 @@ range of shuffle hashes that its documents have, so that a document is looked fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shardkit.errors import BuildError, ShardkitError
-from shardkit.writers.documents import keyed_hashes
+from shardkit.errors import BuildError
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.pack import Placement
 
-__all__ = ["PROVENANCE_SCHEMA", "Piece", "documents_at", "renumber", "rows_of", "write_provenance"]
+__all__ = ["PROVENANCE_SCHEMA", "renumber", "write_provenance"]
 
 ROW_GROUP_PIECES = 1 << 16  # about 2 MB of columns that do not repeat
 
@@ -51,25 +46,6 @@ PROVENANCE_SCHEMA = pa.schema(
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
 _COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "record")
 _SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens [token_start, token_end) of a row, and the document they are from."""
-
-    shard: int
-    row: int
-    token_start: int
-    token_end: int
-    document_id: bytes
-    document_start: int
-    copies: int
-    source: int
-    file: str
-    record: int
-    id: str | None
-    url: str | None
-    metadata: str | None
 
 
 def write_provenance(
@@ -108,72 +84,6 @@ def renumber(path_in: Path, path_out: Path, first_shard: int) -> None:
                 shards = pc.cast(pc.add(table.column("shard"), first_shard), pa.int32())
                 table = table.set_column(0, schema.field("shard"), shards)
                 writer.write_table(table, row_group_size=ROW_GROUP_PIECES)
-
-
-def documents_at(dataset: Path, shard: int, row: int, token: int | None = None) -> list[Piece]:
-    """The documents in a row of a shard (numbers as in the index), or the one that holds token `token`.
-
-    An empty list means padding, or no such row.
-    """
-    wanted = (pc.field("shard") == shard) & (pc.field("row") == row)
-    if token is not None:
-        wanted &= (pc.field("token_start") <= token) & (pc.field("token_end") > token)
-    pieces = []
-    for path in _files(dataset):
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                if _may_hold(file.metadata.row_group(group), {"shard": shard, "row": row}):
-                    pieces += _pieces(file.read_row_group(group).filter(wanted))
-    return sorted(pieces, key=lambda piece: piece.token_start)
-
-
-def rows_of(dataset: Path, document_id: bytes) -> list[Piece]:
-    """Where the tokens of a document are, in the order of the document; empty if it is not in the dataset."""
-    if len(document_id) != 16:
-        raise ValueError(f"a document id has 16 bytes, not {len(document_id)}")
-    pieces = []
-    for path in _files(dataset):
-        with pq.ParquetFile(path) as file:
-            if not _may_hold_document(file.schema_arrow.metadata or {}, document_id):
-                continue
-            for group in range(file.num_row_groups):
-                ids = file.read_row_group(group, columns=["document_id"]).column(0)
-                found = pc.equal(ids, pa.scalar(document_id, pa.binary(16)))
-                if pc.any(found).as_py():
-                    pieces += _pieces(file.read_row_group(group).filter(found))
-    return sorted(pieces, key=lambda piece: piece.document_start)
-
-
-def _files(dataset: Path) -> Iterator[Path]:
-    paths = sorted((dataset / "provenance").glob("*.parquet"))
-    if not paths:
-        raise ShardkitError(
-            f"{dataset / 'provenance'}: no provenance tables; only datasets built by shardkit have them"
-        )
-    yield from paths
-
-
-def _may_hold(group: Any, wanted: Mapping[str, int]) -> bool:
-    """Whether a row group's statistics leave room for these values; all groups have statistics."""
-    # A row group may span shards: its row numbers are then not contiguous, but min and max still bound them.
-    for index in range(group.num_columns):
-        column = group.column(index)
-        value = wanted.get(column.path_in_schema)
-        limits = column.statistics
-        if value is not None and limits is not None and not limits.min <= value <= limits.max:
-            return False
-    return True
-
-
-def _may_hold_document(metadata: Mapping[bytes, bytes], document_id: bytes) -> bool:
-    if _SEED not in metadata:
-        return True
-    number = int(keyed_hashes([document_id], int(metadata[_SEED]), "shuffle")[0])
-    return int(metadata[_FIRST_HASH]) <= number <= int(metadata[_LAST_HASH])
-
-
-def _pieces(table: pa.Table) -> list[Piece]:
-    return [Piece(**{name: line.get(name) for name in PROVENANCE_SCHEMA.names}) for line in table.to_pylist()]
 
 
 def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

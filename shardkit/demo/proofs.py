@@ -112,28 +112,24 @@ def prove_provenance(path: Path, recipe_folder: Path, tokenizer_file: Path, rows
     """Rows spread over the dataset decode to the text of the source records that provenance names."""
     from tokenizers import Tokenizer
 
-    from shardkit.writers.provenance import documents_at
+    from shardkit.trace.table import ProvenanceTable, pieces_of
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     sources: dict[str, list[str]] = {}
     pieces = 0
     wrong = []
     with open_dataset(path) as dataset:
-        starts = dataset.manifest.shard_starts
         samples = np.unique(np.linspace(0, len(dataset) - 1, rows).astype(int)).tolist()
-        for sample in samples:
-            shard = int(np.searchsorted(starts, sample, side="right")) - 1
-            row = sample - int(starts[shard])
-            tokens = np.asarray(dataset[sample][dataset.token_column or ""])
-            for piece in documents_at(path, shard, row):
-                if piece.file not in sources:
-                    sources[piece.file] = read_records(recipe_folder / piece.file)
-                ids = tokens[piece.token_start : piece.token_end].tolist()
-                # A document longer than a row may be cut inside a character: that part decodes to U+FFFD.
-                text = tokenizer.decode(ids, skip_special_tokens=True).strip("\ufffd")
-                pieces += 1
-                if text not in sources[piece.file][piece.record]:
-                    wrong.append(f"sample {sample}, tokens {piece.token_start}:{piece.token_end}")
+        for piece in pieces_of(ProvenanceTable(dataset).of_rows(samples)):
+            tokens = np.asarray(dataset[piece.sample_id][dataset.token_column or ""])
+            if piece.file not in sources:
+                sources[piece.file] = read_records(recipe_folder / piece.file)
+            ids = tokens[piece.token_start : piece.token_end].tolist()
+            # A document longer than a row may be cut inside a character: that part decodes to U+FFFD.
+            text = tokenizer.decode(ids, skip_special_tokens=True).strip("\ufffd")
+            pieces += 1
+            if text not in sources[piece.file][piece.record]:
+                wrong.append(f"sample {piece.sample_id}, tokens {piece.token_start}:{piece.token_end}")
     name = "every token leads back to its source record"
     figures = {"rows": len(samples), "pieces": pieces, "wrong": wrong[:10]}
     if wrong or not pieces:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict  # type: ignore[import-not-found]
+from datasets import Dataset, DatasetDict
 from litdata import StreamingDataset, TokensLoader
 from litdata.streaming.writer import BinaryWriter
-from megatron.core.datasets.indexed_dataset import (  # type: ignore[import-not-found]
+from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
 )
