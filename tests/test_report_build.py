@@ -8,12 +8,14 @@ from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from small_build import make_corpus
 
+from shardkit.cli.info_card import card_tables
 from shardkit.cli.main import main
 from shardkit.funnel_steps import funnel_steps
 from shardkit.histogram import Histogram
@@ -197,14 +199,26 @@ def test_info_draws_the_short_form(built: Path, capsys: pytest.CaptureFixture[st
     assert "histograms" in json.loads(capsys.readouterr().out)["card"]
 
 
-def test_info_shows_cards_that_lack_what_came_later(
-    built: Path, tmp_path: Path, card: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shardkit.cli.info_card import card_tables
-
+def test_info_shows_cards_that_lack_what_came_later(card: dict[str, Any]) -> None:
     old = {name: value for name, value in card.items() if name != "histograms"}
     old["inputs"] = [{k: v for k, v in source.items() if k != "languages"} for source in card["inputs"]]
     heads = [str(table.columns[0].header) for table in card_tables(old, blocks=False)]
     assert heads == ["funnel", "dropped most by", "sources"]
     assert card_tables({}, blocks=True) == []
     assert card_tables({"tokens": 5, "padding": 0}, blocks=True) == []
+
+
+def test_info_lets_no_card_command_the_terminal(
+    built: Path, tmp_path: Path, card: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    copytree(built / "out", tmp_path / "out")
+    sources = [dict(source, source="\x1b]0;title\x07\u202ename [bold]") for source in card["inputs"]]
+    (tmp_path / "out" / "dataset.json").write_text(json.dumps(card | {"inputs": sources}))
+    assert main(["info", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "name [bold]" in text
+    assert not [c for c in text if not (c.isprintable() or c == "\n")]
+    for harm in ({"histograms": {"lengths": {"counts": [1, -1], "sums": [0, 0]}}}, {"funnel": [3]}):
+        (tmp_path / "out" / "dataset.json").write_text(json.dumps(card | harm))
+        assert main(["info", str(tmp_path / "out")]) == 0
+        assert "is not one that shardkit wrote" in capsys.readouterr().out

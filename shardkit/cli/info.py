@@ -80,7 +80,7 @@ def _size(count: int | None) -> str:
 def _show(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from shardkit.cli.info_card import card_tables
+    from shardkit.cli.info_card import card_tables, printable
 
     console = stdout_console()
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -91,10 +91,10 @@ def _show(facts: dict[str, Any]) -> None:
         card = facts["card"] or {}
         lines += _card_lines(card)
         pictures = card_tables(card, blocks=console.encoding.lower().startswith("utf"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         lines.append(("card", f"is not one that shardkit wrote ({error!r})"))
     for name, value in lines:
-        table.add_row(name, value)
+        table.add_row(name, printable(value))
     console.print(table)
     for picture in pictures:
         console.print()

@@ -15,7 +15,7 @@ from shardkit.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["bar", "card_tables", "sparkline"]
+__all__ = ["bar", "card_tables", "printable", "sparkline"]
 
 BAR_CELLS = 10
 MOST_RULES = 8
@@ -38,6 +38,11 @@ def sparkline(counts: Sequence[int], *, blocks: bool) -> str:
     """One character a count, the most of them the highest; a space where there is none."""
     levels, most = _LEVELS if blocks else _ASCII_LEVELS, max(counts, default=0)
     return "".join(levels[(len(levels) * n - 1) // most] if n else " " for n in counts)
+
+
+def printable(text: str) -> str:
+    """Text of a card without what would command a terminal, or turn the direction of a line."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def card_tables(card: Mapping[str, Any], *, blocks: bool) -> list[Table]:
@@ -162,7 +167,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         else:
             table.add_column(column.removeprefix("|"), overflow="fold", no_wrap=column.startswith("|"))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     return table
 
 
