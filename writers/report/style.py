@@ -37,7 +37,7 @@ thead th { vertical-align: bottom; font-size: 13px; }
 td.n, th.n { width: 1%; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .facts th { width: 12rem; } td.text, td.place { font-size: 13px; } td.place { width: 24%; }
 td.bar, th.bar { width: 18%; min-width: 7rem; padding-right: 1rem; }
-.one td.bar { width: 50%; }
+.one td.bar { width: 34%; }
 td.bar { padding-top: .5rem; line-height: 0; white-space: nowrap; }
 .bar span { display: inline-block; height: .75rem; min-width: 1px; max-width: 100%; }
 .bar span.gap { min-width: 0; }
