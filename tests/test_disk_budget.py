@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +22,12 @@ from small_build import make_corpus, tree
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.writers import build, disk_budget, load_recipe
-from shardkit.writers.disk_budget import CERTAIN, check_disk, disk_needs, finished_bytes
+from shardkit.writers.disk_budget import CERTAIN, Finished, check_disk, disk_needs, finished_stages
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.explain import open_plan
 from shardkit.writers.rehearsal import StageBytes, rehearse
-from shardkit.writers.session import Execution
+from shardkit.writers.session import Execution, work_of
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -80,9 +81,12 @@ def test_an_output_beside_its_work_folder_takes_nothing_and_elsewhere_a_copy() -
 
 @pytest.mark.usefixtures("devices")
 def test_what_finished_tasks_hold_is_taken_off_stage_by_stage() -> None:
-    held = {"clean": 130, "exact": 9, "pack": 20}  # more than was reckoned, unheard of, and half
+    held = {"clean": Finished(130), "exact": Finished(9, True), "pack": Finished(20)}
     [need] = disk_needs(ESTIMATE, held, LocalWork(Path("/slow/work")), None, 2)
     assert need.bytes == 30
+    held["pack"] = Finished(20, complete=True)  # it took less than was reckoned
+    [need] = disk_needs(ESTIMATE, held, LocalWork(Path("/slow/work")), None, 2)
+    assert need.bytes == 0
 
 
 @pytest.mark.usefixtures("devices")
@@ -101,7 +105,7 @@ def test_a_build_that_does_not_fit_writes_nothing_and_says_what_to_do(
     recipe = make_corpus(tmp_path, 60)
     before = tree(tmp_path)
     set_free(20_000)
-    with pytest.raises(BuildError, match=r"would need about [\d.]+ KB there .*20 KB are free.*check_disk"):
+    with pytest.raises(BuildError, match=r"about [\d.]+ KB more there .*20 KB are free.*check_disk"):
         build(recipe, workers=1, progress=False)
     assert tree(tmp_path) == before
     assert main(["build", str(recipe), "--workers", "1", "--quiet"]) == 1
@@ -118,11 +122,11 @@ def test_the_same_build_goes_on_where_what_is_left_fits(
     shutil.rmtree(first.output)
     shutil.rmtree(tmp_path / "work" / "provenance")
     plan, work = open_plan(load_recipe(recipe, ["work=work"]), None), LocalWork(tmp_path / "work")
-    held = finished_bytes(plan, work)
-    assert {"clean", "exact", "tokenize", "pack"} <= held.keys()
+    held = finished_stages(plan, work)
+    assert {stage for stage in held if held[stage].complete} >= {"clean", "exact", "tokenize", "pack"}
     packed = sum(commit.bytes for _, commit in work.commits("pack"))
-    assert packed <= held["pack"] <= packed + (1 << 16)
-    assert "provenance" not in held
+    assert packed <= held["pack"].bytes <= packed + (1 << 16)
+    assert held["provenance"] == Finished(0, complete=False)
     whole = rehearse(plan, 1)
     set_free(whole.work)  # too little to be certain
     [left] = check_disk(plan, work, tmp_path / "out", Execution(workers=1))
@@ -209,3 +213,19 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
     assert peak[0] <= estimate.work <= 1.5 * peak[0], (estimate, peak)
     published = sum(status.st_size for status in files_of(tmp_path / "out").values())
     assert published * 0.95 <= estimate.output <= 1.5 * published, (estimate, published)
+
+
+@pytest.mark.extended
+def test_scratch_of_a_work_folder_in_a_store_is_enough_for_a_worker(
+    texts_folder: Path, tmp_path: Path
+) -> None:
+    places = [f"work=memory://disk-budget-{uuid.uuid4()}/work", f"scratch={tmp_path / 'scratch'}"]
+    overrides = [*RECIPES["everything"], *places, f"output.path={tmp_path / 'out'}"]
+    recipe = load_recipe(texts_folder / "recipe.yaml", overrides)
+    plan = open_plan(recipe, None)
+    stored = sum(split.bytes for split in plan.splits)
+    work = work_of(recipe, tmp_path / "work", None, Execution())
+    [need] = disk_needs(rehearse(plan, 1, sample_bytes=stored // 4), {}, work, tmp_path / "out", 1)
+    with peak_bytes(tmp_path / "scratch", tmp_path / "out") as peak:
+        build(recipe, workers=1, progress=False)
+    assert peak[0] <= need.bytes, (need, peak)

@@ -12,8 +12,8 @@ at once. `check_disk: false` in a recipe leaves the check out.
 from __future__ import annotations
 
 import shutil
+import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,13 +30,19 @@ from shardkit.writers.progress import StageProgress, make_listener
 from shardkit.writers.rehearsal import FILE_BYTES, StageBytes, rehearse
 from shardkit.writers.session import Execution
 
-__all__ = ["CERTAIN", "DiskNeed", "check_disk", "disk_needs", "finished_bytes"]
+__all__ = ["CERTAIN", "DiskNeed", "Finished", "check_disk", "disk_needs", "finished_stages"]
 
-CERTAIN = (
-    200  # text to compressed text 1 : 10; of short documents, all that stages write is 12 times the text
-)
+CERTAIN = 200  # 10 for the expansion of compressed text, 12 for all that stages write of short documents
 _DOCUMENT_SCRATCH_BYTES = 64  # of tables that every machine fetches, and of what the one task `near` writes
 _STAGE = "disk check"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Bytes that finished tasks of a stage hold, and whether all of its tasks are finished."""
+
+    bytes: int = 0
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ def check_disk(
     if CERTAIN * stored <= min(_free_bytes(place) for place in places):
         return []
     workers = default_workers(plan.recipe.memory) if execution.workers is None else execution.workers
+    start = time.perf_counter()
     with make_listener(progress) as listener:
         listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
         try:
@@ -77,15 +84,15 @@ def check_disk(
             problem = f"whether the build fits on its disks is not known: {error}"
             warnings.warn(problem, RuntimeWarning, stacklevel=3)
             return []
-        finished = finished_bytes(plan, work) if isinstance(work, LocalWork) else {}
-        listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, 0.0))
+        finished = finished_stages(plan, work) if isinstance(work, LocalWork) else {}
+        listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, time.perf_counter() - start))
     needs = disk_needs(estimate, finished, work, output, workers)
     for need in needs:
         free = _free_bytes(need.folder)
         if need.bytes > free:
             parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in need.parts.items())
             raise BuildError(
-                f"{need.folder}: the build would need about {format_bytes(need.bytes)} there ({parts}), "
+                f"{need.folder}: the build would need about {format_bytes(need.bytes)} more there ({parts}), "
                 f"{format_bytes(free)} are free; make room, put `work` or the output "
                 f"elsewhere, or build anyway with check_disk=false"
             )
@@ -93,14 +100,17 @@ def check_disk(
 
 
 def disk_needs(
-    estimate: StageBytes, finished: Mapping[str, int], work: Work, output: Path | None, workers: int
+    estimate: StageBytes, finished: Mapping[str, Finished], work: Work, output: Path | None, workers: int
 ) -> list[DiskNeed]:
     """What each file system must yet take, one entry for each."""
     wanted: list[tuple[Path, str, int]] = []
     linked = False
     if isinstance(work, LocalWork):
-        left = {stage: max(0, size - finished.get(stage, 0)) for stage, size in estimate.stages.items()}
-        wanted.append((work.folder, "work folder", sum(left.values())))
+        left = sum(
+            0 if (held := finished.get(stage, Finished())).complete else max(0, size - held.bytes)
+            for stage, size in estimate.stages.items()
+        )
+        wanted.append((work.folder, "work folder", left))
         linked = output is not None and _device(work.folder) == _device(output)
     else:
         running = workers * estimate.largest_task
@@ -118,16 +128,17 @@ class _UnfinishedError(Exception):
     """What later stages hold is not known before this one is done."""
 
 
-def finished_bytes(plan: Plan, work: Work) -> dict[str, int]:
+def finished_stages(plan: Plan, work: Work) -> dict[str, Finished]:
     """What finished tasks of this build hold already, by stage, up to the first stage that is not done."""
-    held: Counter[str] = Counter()
+    held: dict[str, Finished] = {}
 
     def look(*groups: Sequence[Task]) -> list[list[Commit]]:
         found = [[commit for commit in work.find(group) if commit is not None] for group in groups]
-        for commits in found:
-            for commit in commits:
-                held[commit.stage] += commit.bytes + FILE_BYTES * (len(commit.outputs) + 1)
-        if sum(map(len, found)) < sum(map(len, groups)):
+        for group, commits in zip(groups, found, strict=True):
+            size = sum(commit.bytes + FILE_BYTES * (len(commit.outputs) + 1) for commit in commits)
+            if group:
+                held[group[0].stage] = Finished(size, len(commits) == len(group))
+        if not all(stage.complete for stage in held.values()):
             raise _UnfinishedError
         return found
 
