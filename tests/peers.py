@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["comparable", "import_streaming", "read_with_streaming", "write_with_streaming"]
+__all__ = [
+    "comparable",
+    "import_streaming",
+    "read_with_streaming",
+    "streaming_datasets",
+    "write_with_streaming",
+]
 
 _declared: list[torch.library.Library] = []  # an operator lives as long as its library object
 
@@ -31,6 +40,20 @@ def import_streaming() -> Any:
     return streaming
 
 
+@contextlib.contextmanager
+def streaming_datasets() -> Iterator[Any]:
+    """mosaicml-streaming, for whoever makes its datasets: one process at a time, because each cleans up the
+    shared memory that is named alike in all; none stays behind."""
+    streaming = import_streaming()
+    with (Path(tempfile.gettempdir()) / f"shardkit-tests-streaming-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        streaming.base.util.clean_stale_shared_memory()
+        try:
+            yield streaming
+        finally:
+            streaming.base.util.clean_stale_shared_memory()
+
+
 def write_with_streaming(
     folder: Path,
     columns: Mapping[str, str],
@@ -46,16 +69,13 @@ def write_with_streaming(
 
 def read_with_streaming(folder: Path, *, allow_pickle: bool = False) -> list[dict[str, Any]]:
     """All samples, in order, as the real StreamingDataset reads them; no shared memory stays behind."""
-    streaming = import_streaming()
-    streaming.base.util.clean_stale_shared_memory()
-    dataset = streaming.StreamingDataset(
-        local=str(folder), batch_size=1, shuffle=False, allow_unsafe_types=allow_pickle
-    )
-    try:
-        return [dataset[i] for i in range(len(dataset))]
-    finally:
+    with streaming_datasets() as streaming:
+        dataset = streaming.StreamingDataset(
+            local=str(folder), batch_size=1, shuffle=False, allow_unsafe_types=allow_pickle
+        )
+        found = [dataset[i] for i in range(len(dataset))]
         del dataset
-        streaming.base.util.clean_stale_shared_memory()
+    return found
 
 
 def comparable(value: object) -> object:

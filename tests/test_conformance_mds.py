@@ -175,16 +175,13 @@ def test_folders_of_both_writers_under_one_merged_index_are_read_equal(
 
 def downloaded(remote: Path, local: Path, **options: Any) -> list[Any]:
     """All samples as the real StreamingDataset gives them from a remote folder."""
-    streaming = peers.import_streaming()
-    streaming.base.util.clean_stale_shared_memory()
-    dataset = streaming.StreamingDataset(
-        remote=str(remote), local=str(local), batch_size=1, shuffle=False, **options
-    )
-    try:
-        return [peers.comparable(dataset[number]) for number in range(len(dataset))]
-    finally:
+    with peers.streaming_datasets() as streaming:
+        dataset = streaming.StreamingDataset(
+            remote=str(remote), local=str(local), batch_size=1, shuffle=False, **options
+        )
+        found = [peers.comparable(dataset[number]) for number in range(len(dataset))]
         del dataset
-        streaming.base.util.clean_stale_shared_memory()
+    return found
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "gz:1"])
@@ -254,16 +251,12 @@ def test_mosaicml_shuffles_a_whole_build_into_the_rows_that_our_loader_gives(
     built: Path, tmp_path: Path
 ) -> None:
     """Each its own order of the same rows, each row once."""
-    streaming = peers.import_streaming()
-    streaming.base.util.clean_stale_shared_memory()
-    dataset = streaming.StreamingDataset(
-        remote=str(built), local=str(tmp_path / "all"), batch_size=1, shuffle=True, cache_limit="50kb"
-    )
-    try:
+    with peers.streaming_datasets() as streaming:
+        dataset = streaming.StreamingDataset(
+            remote=str(built), local=str(tmp_path / "all"), batch_size=1, shuffle=True, cache_limit="50kb"
+        )
         theirs = [sample["tokens"].tobytes() for sample in dataset]
-    finally:
         del dataset
-        streaming.base.util.clean_stale_shared_memory()
     with StreamingLoader(
         built, batch_size=3, dtype="stored", rank=0, world_size=1, tail="pad", return_ids=True
     ) as loader:

@@ -280,19 +280,15 @@ def draws_of_mosaicml(
     folders: list[Path], epochs: int, of_streams: list[dict[str, Any]]
 ) -> Iterator[list[int]]:
     """The rows of each epoch of a real StreamingDataset."""
-    streaming = peers.import_streaming()
-    streaming.base.util.clean_stale_shared_memory()
-    streams = [
-        streaming.Stream(local=str(folder), **settings)
-        for folder, settings in zip(folders, of_streams, strict=True)
-    ]
-    dataset = streaming.StreamingDataset(streams=streams, batch_size=1, shuffle=True, shuffle_seed=4)
-    try:
-        for _ in range(epochs):
-            yield [int(sample["tokens"][0]) for sample in dataset]
-    finally:
+    with peers.streaming_datasets() as streaming:
+        streams = [
+            streaming.Stream(local=str(folder), **settings)
+            for folder, settings in zip(folders, of_streams, strict=True)
+        ]
+        dataset = streaming.StreamingDataset(streams=streams, batch_size=1, shuffle=True, shuffle_seed=4)
+        drawn = [[int(sample["tokens"][0]) for sample in dataset] for _ in range(epochs)]
         del dataset
-        streaming.base.util.clean_stale_shared_memory()
+    yield from drawn
 
 
 def per_stream(drawn: list[int]) -> list[int]:

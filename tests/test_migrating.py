@@ -80,12 +80,9 @@ def in_order(batches: Sequence[tuple[torch.Tensor, ...]]) -> list[bytes]:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # theirs
 def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
     theirs, ours, their_streams, our_streams, writer = snippets("mosaicml-streaming")
-    peers.import_streaming().base.util.clean_stale_shared_memory()
-    try:
+    with peers.streaming_datasets():
         before = [(batch.to(torch.int64),) for (batch,) in run(theirs)["seen"]]
         assert len(run(their_streams)["dataset"].streams) == 2
-    finally:
-        peers.import_streaming().base.util.clean_stale_shared_memory()
     after = run(ours)
     assert in_order(after["seen"]) == in_order(before)
     assert len(in_order(before)) == len(ROWS)
