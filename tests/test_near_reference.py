@@ -75,7 +75,7 @@ def find(
     indexes = () if index is None else (index,)
     work = folder / "work"
     found = find_near_duplicates(paths, config, folder=work, memory_bytes=memory_bytes, indexes=indexes)
-    parts = [work / "signatures" / f"{number:05d}" for number in range(files)]
+    parts = [folder for number in range(files) for folder in (work / "signatures").glob(f"{number:05d}.*")]
     parts += [part.folder for part in index.parts] if index else []
     numbered = [bytes(id) for part in parts for id in np.load(part / DOCUMENTS_FILE)["id"]]
     removed = {members[row["split"]][row["row"]].id: numbered[row["kept"]] for row in found.losers}

@@ -107,7 +107,7 @@ def test_all_problems_are_told_at_once_with_key_paths_and_the_closest_key(tmp_pa
         ({"inputs": [{"path": "a", "base": "s3://b"}]}, "inputs[0]: base is a URL above the path's"),
         ({"output": {"path": "s3://"}}, "output.path: 's3://' is no URL"),
         ({"output": {"path": "file:///out"}}, "output.path: write a local path without file://"),
-        ({"work": "s3://bucket/work"}, "work: a local path is needed here"),
+        ({"scratch": "s3://bucket/work"}, "scratch: a local path is needed here"),
         ({"dedup": {"near": {"similarity": 0}}}, "dedup.near.similarity: should be greater than 0"),
         ({"dedup": {"near": {"bands": 7}}}, "dedup.near: bands and rows are set together"),
         ({"dedup": {"near": {"bands": 20, "rows": 6}}}, "20 bands x 6 rows need 120 permutations"),
