@@ -104,9 +104,10 @@ def build(
         return _result_of_card(str(target), card, time.perf_counter() - start)
     plan = Plan(recipe, splits, digest, indexes, files)
     check_disk(plan, work, target if isinstance(target, Path) else None, execution, progress)
+    scanned = time.perf_counter() - start
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
-        runner.seconds["scan"] = time.perf_counter() - start
+        runner.seconds["scan"] = scanned
         watch = Watch(target, replace=replace)
         place: Publisher = (
             partial(publish, target, replace=replace, wait_seconds=TURN_SECONDS if runner.is_shared else 0.0)
