@@ -27,14 +27,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["VARIABLE", "Point", "arm", "environment", "install"]
+from power_cut import Disk, Way
+
+__all__ = ["VARIABLE", "Point", "arm", "disks", "environment", "install"]
 
 VARIABLE = "SHARDKIT_TEST_CRASH_POINT"
 Moment = Literal["before", "uncommitted", "committed", "step"]
-Action = Literal["kill", "kill_builder", "terminate_builder", "interrupt_builder", "fill", "wait"]
+Action = Literal[
+    "kill", "kill_builder", "terminate_builder", "interrupt_builder", "fill", "cut_strict", "cut_data"
+]
 _FILE_EVENTS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _SECONDS = 120.0  # far above what any signal takes to arrive
 _PAGE = 4096
+_ANY = -1
+
+disks: list[Disk] = []
+"""That of this process, if it hears of its syncs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ class Point:
 
     `folder` is the work folder or its scratch folder (for a step, any folder); `skip` leaves out so many
     first times. The builder is the process that was asked to build: a worker's parent, or itself. `fill`
-    fills the file system of `filled`, all but `spare` pages of it.
+    fills the file system of `filled`, all but `spare` pages of it; a cut is one of `disks`.
     """
 
     moment: Moment
@@ -82,9 +90,7 @@ class Trigger:
     def __init__(self, point: Point, builder: int | None) -> None:
         self.point, self._builder = point, builder
         self._below = point.folder.rstrip("/") + "/"
-        self._unfinished = re.compile(
-            re.escape(self._below) + rf"unfinished/([^/]+/)?{re.escape(point.stage)}\.[^/]+$"
-        )
+        self._unfinished = re.compile(rf"/unfinished/([^/]+/)?{re.escape(point.stage)}\.[^/]+$")
         self._request = f"/commits/{point.stage}/".encode()
         self._busy = threading.local()
         self._lock = threading.Lock()
@@ -123,23 +129,25 @@ class Trigger:
             self.steps += 1
             return self.steps == self.point.step
         if moment == "before":
-            return event == "os.mkdir" and self._unfinished.match(paths[0]) is not None
-        if self._committing == threading.get_ident():
+            return event == "os.mkdir" and self._unfinished.search(paths[0]) is not None
+        if self._committing in (_ANY, threading.get_ident()):
             self._committing = None
             return True
-        if event == "os.rename" and self._unfinished.match(paths[0]) and "/unfinished/" not in paths[1]:
-            return self._commits()
+        if event == "os.rename" and self._unfinished.search(paths[0]) and "/unfinished/" not in paths[1]:
+            return self._commits(threading.get_ident())
         return False
 
     def _is_commit_request(self, data: object) -> bool:
         if not isinstance(data, bytes | bytearray) or not data.startswith(b"PUT "):
             return False
-        return self._request in bytes(data[:2000]).split(b"\r\n", 1)[0] and self._commits()
+        if self._request not in bytes(data[:2000]).split(b"\r\n", 1)[0]:
+            return False
+        return self._commits(_ANY)  # requests have threads of their own
 
-    def _commits(self) -> bool:
-        """A commit is about to be made: the moment itself, or the next operation comes after it."""
+    def _commits(self, thread: int) -> bool:
+        """A commit is about to be made: the moment itself, or the thread's next operation comes after it."""
         if self.point.moment == "committed":
-            self._committing = threading.get_ident()
+            self._committing = thread
         return self.point.moment == "uncommitted"
 
 
@@ -197,8 +205,13 @@ def _fill(point: Point, builder: int | None) -> None:
     os.close(descriptor)
 
 
-def _wait(point: Point, builder: int | None) -> None:
-    time.sleep(_SECONDS)
+def _cut(way: Way) -> Any:
+    def act(point: Point, builder: int | None) -> None:
+        assert disks, "this process has no disk that can be cut off"
+        disks[0].cut(way)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
 
 
 _ACTIONS = {
@@ -207,5 +220,6 @@ _ACTIONS = {
     "terminate_builder": _signal_builder(signal.SIGTERM),
     "interrupt_builder": _signal_builder(signal.SIGINT),
     "fill": _fill,
-    "wait": _wait,
+    "cut_strict": _cut("strict"),
+    "cut_data": _cut("data"),
 }

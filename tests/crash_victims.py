@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,14 @@ from unittest.mock import patch
 
 import crash_points
 from crash_points import Point
+from power_cut import Disk
 
-__all__ = ["Ended", "Process", "Victims"]
+__all__ = ["Ended", "Process", "Victims", "share_quickly"]
 
 SECONDS = 150.0  # of a command: above that it hangs
 _START_SECONDS = 120.0
 _WARM_UNTIL = "parity"
+_forever = contextlib.ExitStack()  # until a process ends
 _ENGINE = "shardkit.writers.session.LocalEngine"
 
 
@@ -239,13 +241,15 @@ def _child(request: Mapping[str, Any]) -> int:
     os.chdir(request["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_limits(request["limits"])
-    _share_quickly()
-    if request["engine"] == "inline":
-        patch(_ENGINE, lambda workers: _guarded_engine()).start()
+    _forever.enter_context(share_quickly())
+    if request["engine"] in ("inline", "slices", "s3"):
+        _forever.enter_context(patch(_ENGINE, lambda workers: _guarded_engine()))
     trigger = None
     if request["point"] is not None:
         point = Point(**request["point"])
         os.environ.update(crash_points.environment(point))
+        if point.action.startswith("cut"):
+            _have_disk(Path(request["cwd"]))
         trigger = crash_points.arm(point, builder=os.getpid())
     from shardkit.cli.main import main
 
@@ -258,12 +262,20 @@ def _child(request: Mapping[str, Any]) -> int:
             Path(f"{trigger.point.struck}.steps").write_text(str(trigger.steps))
 
 
+def _have_disk(base: Path) -> None:
+    """Hear of every sync, and change files in one thread only."""
+    disk = Disk([base / "out", base / "out.work"], base.with_suffix(".kept"))
+    disk.install()
+    crash_points.disks.append(disk)
+    _forever.enter_context(patch("shardkit.writers.publish._THREADS", 1))
+
+
 def _guarded_engine() -> Any:
     """Tasks run in this process, with errors as those of workers."""
     from shardkit.writers.execution import engine_inline
     from shardkit.writers.execution.engine_local import run_guarded
 
-    patch.object(engine_inline, "run_task", run_guarded).start()
+    _forever.enter_context(patch.object(engine_inline, "run_task", run_guarded))
     return engine_inline.InlineEngine()
 
 
@@ -274,15 +286,20 @@ def _set_limits(limits: Mapping[str, int]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
-def _share_quickly() -> None:
+@contextlib.contextmanager
+def share_quickly() -> Iterator[None]:
     """Claims of the dead are free after a second, not after a minute: nothing but time depends on it."""
+    from shardkit.writers.execution import queue, turns
     from shardkit.writers.execution.claims import Claims
-    from shardkit.writers.execution.queue import SharedQueue
 
-    defaults = Claims.__init__.__kwdefaults__
-    assert defaults is not None
-    defaults["lease_seconds"], defaults["beat_seconds"] = 1.0, 0.2
-    SharedQueue.poll_seconds = 0.05
+    seconds = {"lease_seconds": 1.0, "beat_seconds": 0.2}
+    with (
+        patch.dict(Claims.__init__.__kwdefaults__ or {}, seconds),
+        patch.object(queue, "POLL_SECONDS", 0.2),
+        patch.object(queue, "BUSY_POLL_SECONDS", 0.2),
+        patch.object(turns, "POLL_SECONDS", 0.2),
+    ):
+        yield
 
 
 def _watch(output: str, report: Path) -> int:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from crash_points import Action, Moment, Point
 from crash_victims import Ended, Victims
@@ -46,6 +46,7 @@ tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
 pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}
 """
+SLICES = 2
 LINE = "This very line stands at the end of every document."
 _NAMES = re.compile(r"shardkit: (error|warning|interrupted).*", re.DOTALL)
 
@@ -68,6 +69,10 @@ def make_recipe(folder: Path) -> Path:
     return recipe
 
 
+Engine = Literal["inline", "local", "slices", "s3", "s3-local", "ray"]
+"""Who runs tasks: inline and s3: the builder itself; local and s3-local: a worker; slices: two builders."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One fault. `moment` as in crash_points; `replace`: the build replaces an older dataset.
@@ -76,7 +81,7 @@ class Cell:
     """
 
     fault: str
-    engine: str = "inline"
+    engine: Engine = "inline"
     stage: str = "publish"
     moment: Moment = "step"
     action: Action = "kill"
@@ -103,10 +108,13 @@ class Outcome:
 
 
 class Crashes:
-    """The matrix' machinery, as a context manager; all files lie below `folder`."""
+    """The matrix' machinery, as a context manager; all files lie below `folder`.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.resolve()
+    For the engines "s3" and "s3-local" the environment leads to an S3 server with a `bucket`.
+    """
+
+    def __init__(self, folder: Path, *, bucket: str = "") -> None:
+        self._folder, self._bucket = folder.resolve(), bucket
         self._template = self._folder / "corpus"
         self._count = 0
         self.expected: dict[str, str] = {}
@@ -151,22 +159,44 @@ class Crashes:
         )
 
     def strike(self, outcome: Outcome, base: Path) -> None:
-        """The faulty run."""
+        """The faulty run. Of several slices one meets the fault, and the others must not mind."""
         cell = outcome.cell
         point = self.point(cell, base)
-        ended = self.victims.run(command(cell), cwd=base, engine=cell.engine, point=point)
+        started = [
+            self.victims.start(command, cwd=base, engine=cell.engine, point=point)
+            for command in self.commands(cell, base)
+        ]
+        ends = sorted((process.wait() for process in started), key=lambda ended: ended.status == 0)
         outcome.runs += 1
         outcome.struck = Path(point.struck).exists()
-        outcome.error = said(ended)
-        outcome.problems += wrong_end(cell.action, ended, struck=outcome.struck)
+        outcome.error = said(ends[0])
+        outcome.problems += wrong_end(cell.action, ends[0], struck=outcome.struck)
+        for ended in ends[1:]:
+            if ended.status != 0:
+                outcome.problems.append(f"another slice: status {ended.status}: {said(ended)}")
 
     def finish(self, outcome: Outcome, base: Path) -> None:
         """The same command again, and what then lies there."""
-        ended = self.victims.run(command(outcome.cell), cwd=base, engine=outcome.cell.engine)
-        outcome.runs += 1
-        if ended.status != 0:
-            outcome.problems.append(f"run {outcome.runs}: status {ended.status}: {said(ended)}")
-        outcome.problems += self.compare(base)
+        cell = outcome.cell
+        for command in self.commands(cell, base):
+            ended = self.victims.run(command, cwd=base, engine=cell.engine)
+            outcome.runs += 1
+            if ended.status != 0:
+                outcome.problems.append(f"run {outcome.runs}: status {ended.status}: {said(ended)}")
+        outcome.problems += self.compare(cell, base)
+
+    def commands(self, cell: Cell, base: Path) -> list[list[str]]:
+        """The command line of a cell's build; of an engine "slices", those of all processes."""
+        command = ["build", "recipe.yaml", "--quiet", "--workers", "1", *(["--replace"] * cell.replace)]
+        if cell.engine == "ray":
+            command += ["--engine", "ray"]
+        if cell.engine in ("s3", "s3-local"):
+            work = f"s3://{self._bucket}/{base.name}"
+            command += ["--set", f"work={work}", "--set", "scratch=out.work"]
+        if cell.engine != "slices":
+            return [command]
+        command += ["--set", "work=out.work"]
+        return [[*command, "--task-slice", f"{number}/{SLICES}"] for number in range(SLICES)]
 
     @contextmanager
     def watching(self, outcome: Outcome, base: Path) -> Iterator[None]:
@@ -177,23 +207,39 @@ class Crashes:
         outcome.looks = seen.looks
         outcome.problems += [f"a reader saw: {problem}" for problem in seen.problems]
         if not outcome.problems:
-            shutil.rmtree(base)
+            shutil.rmtree(base, ignore_errors=True)  # it may be the root of a file system
+
+    def steps(self, area: str) -> int:
+        """How many operations on files of an area a build takes that nothing disturbs."""
+        base = self.fresh()
+        point = self.point(Cell(fault="none", step=1 << 30, area=area), base)
+        ended = self.victims.run(self.commands(Cell(fault="none"), base)[0], cwd=base, point=point)
+        assert ended.status == 0, ended
+        shutil.rmtree(base)
+        return int(Path(f"{point.struck}.steps").read_text())
 
     def fresh(self, *, with_old: bool = False) -> Path:
         """A folder with the corpus, where nothing was built yet, or another dataset."""
         self._count += 1
         base = self._folder / f"cell-{self._count:05d}"
-        shutil.copytree(self._template, base)
+        self.lay_out(base)
         if with_old:
             shutil.copytree(self._folder / "old" / "out", base / "out")
         return base
 
-    def compare(self, base: Path) -> list[str]:
+    def lay_out(self, base: Path) -> None:
+        """The corpus and the recipe, into a folder that may be there."""
+        shutil.copytree(self._template, base, dirs_exist_ok=True)
+
+    def compare(self, cell: Cell, base: Path) -> list[str]:
         """What is different in a folder from that of a build that nothing disturbed."""
         problems = differences(tree(base / "out"), self.expected)
         before = {path.name for path in self._template.iterdir()} | {"out"}
-        left = sorted({path.name for path in base.iterdir()} - before)
-        return problems + [f"{name}: left over" for name in left]
+        left = {path.name for path in base.iterdir()} - before
+        if cell.engine not in ("inline", "local", "ray"):  # that one stays
+            left.discard("out.work")
+            left |= {path.name for path in base.glob("out.work/**/unfinished/*/*")}
+        return problems + [f"{name}: left over" for name in sorted(left)]
 
     def _undisturbed(self, name: str, *more: str) -> dict[str, str]:
         base = self._folder / name
@@ -202,11 +248,6 @@ class Crashes:
         assert ended.status == 0, ended
         assert not (base / "out.work").exists()
         return tree(base / "out")
-
-
-def command(cell: Cell) -> list[str]:
-    """The command line of a cell's build."""
-    return ["build", "recipe.yaml", "--quiet", "--workers", "1", *(["--replace"] * cell.replace)]
 
 
 def differences(made: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
@@ -234,6 +275,8 @@ def wrong_end(action: Action, ended: Ended, *, struck: bool) -> list[str]:
         "terminate_builder": -signal.SIGTERM,
         "interrupt_builder": 130,
     }
+    if action.startswith("cut"):
+        action = "kill"
     if action in killed:
         wanted: Sequence[int] = [killed[action]]
     else:  # a worker that was killed is told of; a builder that is its own worker is killed itself
