@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Line:
     metadata: str | None
 
 
+@lru_cache(maxsize=4)
 def lines_of(dataset: Path) -> list[Line]:
     """All of them."""
     lines: list[dict[str, Any]] = []

@@ -170,6 +170,7 @@ class StoppingEngine(InlineEngine):
             queue.done(commit)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("small_memory")
 def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,9 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+pytestmark = pytest.mark.extended  # a model is trained, which takes ten seconds of all cores
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(5)

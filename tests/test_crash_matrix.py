@@ -42,6 +42,7 @@ def test_the_same_command_after_a_kill_brings_the_same_bytes(crashes: Crashes, c
     check(crashes.run(cell))
 
 
+@pytest.mark.extended
 def test_what_a_disk_damaged_is_made_again(crashes: Crashes) -> None:
     cell = Cell(fault="flipped bit", stage="candidates", moment="before")
     check(damage(crashes, cell, "flipped bit", "equal_mask/*/removed.bin"))

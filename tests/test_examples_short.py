@@ -71,6 +71,7 @@ def assert_in_order(wanted: list[str], printed: str) -> None:
         assert place >= 0, f"{words!r} is not in, or not in its place in:\n{printed}"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_an_example_does_what_it_says(server: ScriptServer, name: str, tmp_path: Path) -> None:

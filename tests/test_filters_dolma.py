@@ -32,6 +32,7 @@ def reasons(config: FilterConfig, texts: list[str]) -> list[str | None]:
     return [chain.reasons[code - 1].removeprefix("x/") if code else None for code in codes]
 
 
+@pytest.mark.extended
 @settings(max_examples=80, deadline=None)
 @given(st.lists(TEXT, max_size=4))
 @example(["", "\n", "…", "\n…\n", "*", "-\r\n*\r\n", "é…", "x" * (LONGEST + 9), "a " * 3_000, "   "])
@@ -63,6 +64,7 @@ def repetition(text: str, config: DolmaRepetitionConfig) -> str | None:
     return next((name for name, value, bound in rules if bound is not None and value > bound), None)
 
 
+@pytest.mark.extended
 @settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT.filter(str.split), max_size=4))
 def test_repetition_decides_as_dolma_does(texts: list[str]) -> None:

@@ -126,7 +126,11 @@ def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 3
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+SLOW = pytest.mark.extended  # those that start a server
+CASES = [pytest.param(recipe, marks=[SLOW] if recipe.stem == "ray-cluster" else []) for recipe in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_builds_a_sound_dataset(folder: Path, recipe: Path) -> None:
     shutil.copy(recipe, folder)
     make_index(folder, recipe.stem)

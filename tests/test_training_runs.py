@@ -52,9 +52,8 @@ def leave_half_a_checkpoint(training: Training) -> None:
     (folder / ".metadata").write_bytes(b"half")
 
 
-@pytest.mark.parametrize(
-    "script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_a_run_killed_at_any_step_goes_on_with_as_many_ranks_or_others(
     script: str, server: ScriptServer, data: list[str], tmp_path: Path
 ) -> None:
