@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from crash_reader import look
-from crashes import Cell, Crashes, Outcome, said, wrong_end
+from crashes import STAGES, Cell, Crashes, Outcome, said, wrong_end
 
 __all__ = ["DAMAGES", "can_mount", "cut_power", "damage", "fill_disk", "kill_often", "limit_files"]
 
@@ -119,10 +119,18 @@ def cut_power(crashes: Crashes, cell: Cell) -> Outcome:
     found, problem = look(base / "out")
     if found and problem:
         outcome.problems.append(f"after the cut: {problem}")
+    if cell.moment == "before" and (lost := _lost(base / "out.work", cell.stage)):
+        outcome.problems.append(f"after the cut, stages without a finished task: {lost}")
     with crashes.watching(outcome, base):
         crashes.finish(outcome, base)
     shutil.rmtree(base.with_suffix(".kept"), ignore_errors=True)
     return outcome
+
+
+def _lost(work: Path, stage: str) -> list[str]:
+    """Stages before one of which nothing is left."""
+    before = STAGES[: STAGES.index(stage)]
+    return [name for name in before if not list(work.glob(f"{name}/*/commit.json"))]
 
 
 def _empty(path: Path) -> None:

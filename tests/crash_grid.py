@@ -103,12 +103,14 @@ def _publishing(steps: int, stride: int) -> Iterator[Entry]:
             cell = Cell(fault=f"power cut, {way}", step=step, action=action, replace=True)
             yield Entry(cell.fault, cell.engine, cell.stage, partial(cut_power, cell=cell))
         for stage in STAGES:
-            cell = Cell(fault=f"power cut, {way}", stage=stage, moment="committed", action=action)
-            yield Entry(cell.fault, cell.engine, cell.stage, partial(cut_power, cell=cell))
+            for moment in MOMENTS:
+                cell = Cell(fault=f"power cut, {way}", stage=stage, moment=moment, action=action)
+                yield Entry(cell.fault, cell.engine, cell.stage, partial(cut_power, cell=cell))
 
 
 _CUTS: tuple[tuple[str, Action], ...] = (
-    ("unsynced names and data lost", "cut_strict"),
+    ("all that was not synced lost", "cut_all"),
+    ("some of it lost", "cut_some"),
     ("unsynced data lost", "cut_data"),
 )
 

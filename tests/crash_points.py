@@ -34,7 +34,14 @@ __all__ = ["VARIABLE", "Point", "arm", "disks", "environment", "install"]
 VARIABLE = "SHARDKIT_TEST_CRASH_POINT"
 Moment = Literal["before", "uncommitted", "committed", "step"]
 Action = Literal[
-    "kill", "kill_builder", "terminate_builder", "interrupt_builder", "fill", "cut_strict", "cut_data"
+    "kill",
+    "kill_builder",
+    "terminate_builder",
+    "interrupt_builder",
+    "fill",
+    "cut_all",
+    "cut_some",
+    "cut_data",
 ]
 _FILE_EVENTS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _SECONDS = 120.0  # far above what any signal takes to arrive
@@ -208,7 +215,7 @@ def _fill(point: Point, builder: int | None) -> None:
 def _cut(way: Way) -> Any:
     def act(point: Point, builder: int | None) -> None:
         assert disks, "this process has no disk that can be cut off"
-        disks[0].cut(way)
+        disks[0].cut(way, point.step)
         os.kill(os.getpid(), signal.SIGKILL)
 
     return act
@@ -220,6 +227,7 @@ _ACTIONS = {
     "terminate_builder": _signal_builder(signal.SIGTERM),
     "interrupt_builder": _signal_builder(signal.SIGINT),
     "fill": _fill,
-    "cut_strict": _cut("strict"),
+    "cut_all": _cut("all"),
+    "cut_some": _cut("some"),
     "cut_data": _cut("data"),
 }

@@ -1,10 +1,11 @@
 """What a power cut leaves of the files of a process that does all by itself: nothing that was not synced.
 
 A stand-in for pulling the plug of a machine. It knows what was synced, as it hears of every `os.fsync`, and
-at the cut it undoes the rest, in one of two ways between which real file systems lie:
+at the cut it undoes the rest, in one of three ways; what was not synced,
 
-    strict   names as of the last sync of their folder, contents as of that of the file (what POSIX promises)
-    data     all names as they are, but files that were not synced are empty (the known trap of renames)
+    all     is lost: names are as of the last sync of their folder, contents as of that of the file
+    some    is lost or not, name by name, as a seed draws (POSIX promises no order)
+    data    is lost of files, which are empty; names are as they were (the known trap of renames)
 
 The folder itself and what lies in it at the start are taken to be safe. Folders that were removed do not come
 back.
@@ -13,6 +14,7 @@ back.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import stat
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Literal
 
 __all__ = ["Disk", "Way"]
 
-Way = Literal["strict", "data"]
+Way = Literal["all", "some", "data"]
 
 
 class Disk:
@@ -40,11 +42,12 @@ class Disk:
                 self._note(path)
         os.fsync = self._synced  # type: ignore[assignment]
 
-    def cut(self, way: Way) -> None:
+    def cut(self, way: Way, seed: int) -> None:
         """Undo what was not synced."""
+        loses = {"all": 1.0, "some": 0.5, "data": 0.0}[way]
         for top in self._folders:
             if top.exists():
-                self._undo(top, way)
+                self._undo(top, loses, random.Random(seed))
 
     def _synced(self, descriptor: int) -> None:
         self._fsync(descriptor)
@@ -60,18 +63,18 @@ class Disk:
         if not name.exists():
             name.hardlink_to(path)  # so that its inode is no other file's later
 
-    def _undo(self, folder: Path, way: Way) -> None:
+    def _undo(self, folder: Path, loses: float, drawn: random.Random) -> None:
         names = self._names.get(folder.stat().st_ino, {})
-        for path in list(folder.iterdir()):
+        for path in sorted(folder.iterdir()):
             status = path.lstat()
             is_folder = stat.S_ISDIR(status.st_mode)
-            if way == "strict" and names.get(path.name) != status.st_ino:
+            if names.get(path.name) != status.st_ino and drawn.random() < loses:
                 shutil.rmtree(path) if is_folder else path.unlink()
             elif is_folder:
-                self._undo(path, way)
+                self._undo(path, loses, drawn)
             elif self._files.get(status.st_ino) != (status.st_size, status.st_mtime_ns):
                 os.truncate(path, 0)
         for name, inode in names.items():
             kept, path = self._kept / str(inode), folder / name
-            if way == "strict" and kept.exists() and not path.exists():
+            if kept.exists() and not path.exists() and drawn.random() < loses:
                 path.hardlink_to(kept)

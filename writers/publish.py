@@ -165,6 +165,7 @@ def _publish(
     _write_index(output, manifest)
     (output / _MARKER).unlink(missing_ok=True)  # whoever found the dataset complete may have done that
     fsync_path(output)
+    fsync_path(output.parent)  # the work folder goes next: a power cut must not take both
 
 
 def finish_publication(output: Path) -> None:

@@ -71,7 +71,9 @@ class LocalWork:
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
         publish_bytes(temporary / COMMIT_NAME, record)
         folder = commit.folder
-        folder.parent.mkdir(exist_ok=True)
+        if not folder.parent.exists():  # a power cut must not take a whole stage's folder along
+            folder.parent.mkdir(exist_ok=True)
+            fsync_path(self.folder)
         while True:
             try:
                 temporary.rename(folder)
