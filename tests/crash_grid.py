@@ -83,6 +83,16 @@ def _points(engine: Engine) -> Iterator[Entry]:
                         action="kill_builder",
                     )
                 )
+        if engine == "ray":
+            yield _run(
+                Cell(
+                    fault="SIGKILL of a node",
+                    engine=engine,
+                    stage=stage,
+                    moment="uncommitted",
+                    action="kill_node",
+                )
+            )
         if engine in ("inline", "local"):
             for fault in ("SIGTERM of the builder", "Ctrl-C"):
                 yield _run(

@@ -38,6 +38,7 @@ Action = Literal[
     "kill_builder",
     "terminate_builder",
     "interrupt_builder",
+    "kill_node",
     "fill",
     "cut_all",
     "cut_some",
@@ -72,15 +73,20 @@ class Point:
     spare: int = 0
 
 
-def environment(point: Point) -> dict[str, str]:
-    """What a process needs in its environment to be armed as it starts."""
+def environment(point: Point | Path) -> dict[str, str]:
+    """What a process needs in its environment to be armed as it starts: with a point, or by a file."""
+    text = f"@{point}" if isinstance(point, Path) else json.dumps(asdict(point))
     path = [str(Path(__file__).parent / "crash_site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {VARIABLE: json.dumps(asdict(point)), "PYTHONPATH": os.pathsep.join(path)}
+    return {VARIABLE: text, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def install() -> None:
-    """Arm this process if its environment says so. Its builder is its parent."""
-    if text := os.environ.get(VARIABLE):
+    """Arm this process if its environment says so: by a point, or by the name of a file that has one. Its
+    builder is its parent."""
+    text = os.environ.get(VARIABLE, "")
+    if text.startswith("@"):
+        sys.addaudithook(_FromFile(text[1:]))
+    elif text:
         arm(Point(**json.loads(text)), builder=None)
 
 
@@ -158,6 +164,26 @@ class Trigger:
         return self.point.moment == "uncommitted"
 
 
+class _FromFile:
+    """The trigger of the point that is in a file now: processes that serve many builds outlive a point."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._text = name, ""
+        self._trigger: Trigger | None = None
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.mkdir":  # as every task makes its folder
+            try:
+                text = Path(self._name).read_text()
+            except OSError:
+                text = ""
+            if text != self._text:
+                self._text = text
+                self._trigger = Trigger(Point(**json.loads(text)), None) if text else None
+        if self._trigger is not None:
+            self._trigger(event, arguments)
+
+
 def _paths(event: str, arguments: tuple[Any, ...]) -> list[str]:
     """The absolute paths that an event is about, where it is about any."""
     two = event in ("os.rename", "os.link")
@@ -184,6 +210,12 @@ def _first(struck: str) -> bool:
 
 
 def _kill(point: Point, builder: int | None) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_node(point: Point, builder: int | None) -> None:
+    """Of a Ray cluster: what started this process, and this process."""
+    os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -223,6 +255,7 @@ def _cut(way: Way) -> Any:
 
 _ACTIONS = {
     "kill": _kill,
+    "kill_node": _kill_node,
     "kill_builder": _signal_builder(signal.SIGKILL),
     "terminate_builder": _signal_builder(signal.SIGTERM),
     "interrupt_builder": _signal_builder(signal.SIGINT),

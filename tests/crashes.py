@@ -18,16 +18,19 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from crash_points import Action, Moment, Point
 from crash_victims import Ended, Victims
+from ray_cluster import RayCluster
 from small_build import make_corpus, tree
 
-__all__ = ["STAGES", "Cell", "Crashes", "Outcome"]
+from shardkit.index import publish_bytes
+
+__all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 
 # In the order of the build; tests/test_crash_matrix.py holds that these are all.
 STAGES = (
@@ -47,6 +50,7 @@ pack: {sequence_length: 64}
 output: {path: out, shard_bytes: 2KiB}
 """
 SLICES = 2
+POINT_NAME = "point.json"
 LINE = "This very line stands at the end of every document."
 _NAMES = re.compile(r"shardkit: (error|warning|interrupted).*", re.DOTALL)
 
@@ -110,11 +114,12 @@ class Outcome:
 class Crashes:
     """The matrix' machinery, as a context manager; all files lie below `folder`.
 
-    For the engines "s3" and "s3-local" the environment leads to an S3 server with a `bucket`.
+    For the engines "s3" and "s3-local" the environment leads to an S3 server with a `bucket`. For "ray" there
+    is a cluster, started in the environment that crash_points makes for the file `POINT_NAME` in `folder`.
     """
 
-    def __init__(self, folder: Path, *, bucket: str = "") -> None:
-        self._folder, self._bucket = folder.resolve(), bucket
+    def __init__(self, folder: Path, *, bucket: str = "", ray: RayCluster | None = None) -> None:
+        self._folder, self._bucket, self._ray = folder.resolve(), bucket, ray
         self._template = self._folder / "corpus"
         self._count = 0
         self.expected: dict[str, str] = {}
@@ -162,15 +167,21 @@ class Crashes:
         """The faulty run. Of several slices one meets the fault, and the others must not mind."""
         cell = outcome.cell
         point = self.point(cell, base)
+        in_workers = cell.engine == "ray"
+        if in_workers:
+            if cell.action == "kill_node" and self._ray is not None:
+                self._ray.add()
+            publish_bytes(self._folder / POINT_NAME, json.dumps(asdict(point)).encode())
         started = [
-            self.victims.start(command, cwd=base, engine=cell.engine, point=point)
+            self.victims.start(command, cwd=base, engine=cell.engine, point=None if in_workers else point)
             for command in self.commands(cell, base)
         ]
         ends = sorted((process.wait() for process in started), key=lambda ended: ended.status == 0)
         outcome.runs += 1
         outcome.struck = Path(point.struck).exists()
         outcome.error = said(ends[0])
-        outcome.problems += wrong_end(cell.action, ends[0], struck=outcome.struck)
+        endured = cell.engine == "ray" and cell.moment != "step"
+        outcome.problems += wrong_end("endure" if endured else cell.action, ends[0], struck=outcome.struck)
         for ended in ends[1:]:
             if ended.status != 0:
                 outcome.problems.append(f"another slice: status {ended.status}: {said(ended)}")
@@ -189,7 +200,8 @@ class Crashes:
         """The command line of a cell's build; of an engine "slices", those of all processes."""
         command = ["build", "recipe.yaml", "--quiet", "--workers", "1", *(["--replace"] * cell.replace)]
         if cell.engine == "ray":
-            command += ["--engine", "ray"]
+            assert self._ray is not None
+            command += ["--engine", "ray", "--ray-address", self._ray.address]
         if cell.engine in ("s3", "s3-local"):
             work = f"s3://{self._bucket}/{base.name}"
             command += ["--set", f"work={work}", "--set", "scratch=out.work"]
@@ -264,7 +276,7 @@ def said(ended: Ended) -> str:
     return found[0].strip() if found else ended.errors.strip()[-500:]
 
 
-def wrong_end(action: Action, ended: Ended, *, struck: bool) -> list[str]:
+def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool) -> list[str]:
     """What is wrong with how a faulty run ended: it was killed as told, or explains what happened."""
     if ended.hung:
         return [f"hung: {said(ended)}"]
@@ -275,12 +287,14 @@ def wrong_end(action: Action, ended: Ended, *, struck: bool) -> list[str]:
         "terminate_builder": -signal.SIGTERM,
         "interrupt_builder": 130,
     }
-    if action.startswith("cut"):
-        action = "kill"
     if action in killed:
         wanted: Sequence[int] = [killed[action]]
+    elif action == "endure":
+        wanted = [0]
+    elif action == "fill":
+        wanted = [1, 0]
     else:  # a worker that was killed is told of; a builder that is its own worker is killed itself
-        wanted = [-signal.SIGKILL, 1] if action == "kill" else [1, 0]
+        wanted = [-signal.SIGKILL, 1]
     problems = []
     if ended.status not in wanted:
         problems.append(f"ended with {ended.status}, not {wanted}: {said(ended)}")

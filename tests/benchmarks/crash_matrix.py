@@ -20,15 +20,18 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import crash_points
 from crash_grid import grid
 from crash_stores import FAULTS, StoreCell, StoreCrashes
-from crashes import Crashes, Engine
+from crashes import POINT_NAME, Crashes, Engine
+from ray_cluster import RayCluster
 from s3_moto import s3_server
 
 from shardkit.writers.kernel_cache import kernel_cache
@@ -54,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engines", default="inline,local,slices,s3,s3-local")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="default: all")
     parser.add_argument("--stride", type=int, default=1, help="take each so-many-th step only (default: 1)")
     parser.add_argument("--only", default="", help="faults with this word in their name only")
     parser.add_argument("--no-stores", action="store_true", help="leave out failing stores")
@@ -66,8 +69,10 @@ def main() -> int:
     table: Table = {}
     with tempfile.TemporaryDirectory(prefix="crash-matrix-") as name:
         folder = Path(name)
-        if engines:
-            builds(table, folder / "builds", engines, arguments.stride, arguments.only)
+        if here := [engine for engine in engines if engine != "ray"]:
+            builds(table, folder / "builds", here, arguments.stride, arguments.only)
+        if "ray" in engines:
+            builds(table, folder / "ray", ["ray"], arguments.stride, arguments.only)
         if not arguments.no_stores:
             stores(table, folder / "stores", arguments.stride, arguments.only)
     seconds = time.monotonic() - start
@@ -83,13 +88,17 @@ def main() -> int:
     return int(failed > 0)
 
 
-def builds(table: Table, folder: Path, engines: list[Engine], stride: int, only: str) -> None:
+def builds(table: Table, folder: Path, engines: Sequence[Engine], stride: int, only: str) -> None:
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         bucket = ""
         if {"s3", "s3-local"} & set(engines):
             bucket = stack.enter_context(s3_server()).new_bucket()
-        crashes = stack.enter_context(Crashes(folder, bucket=bucket))
+        ray = None
+        if "ray" in engines:
+            stack.enter_context(patch.dict(os.environ, crash_points.environment(folder / POINT_NAME)))
+            ray = stack.enter_context(RayCluster(nodes=2))
+        crashes = stack.enter_context(Crashes(folder, bucket=bucket, ray=ray))
         entries = list(grid(engines, steps=crashes.steps("out"), all_steps=crashes.steps("."), stride=stride))
         entries = [entry for entry in entries if only in entry.fault]
         for number, entry in enumerate(entries, 1):
