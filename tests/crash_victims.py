@@ -297,7 +297,6 @@ def share_quickly() -> Iterator[None]:
     with (
         patch.dict(Claims.__init__.__kwdefaults__ or {}, seconds),
         patch.object(queue, "POLL_SECONDS", 0.2),
-        patch.object(queue, "BUSY_POLL_SECONDS", 0.2),
         patch.object(turns, "POLL_SECONDS", 0.2),
     ):
         yield
