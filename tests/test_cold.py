@@ -186,6 +186,23 @@ def test_without_room_each_shard_is_fetched_whole_once_and_read_by_rows_from_the
     assert counters["row_reads"] >= len(rows) - whole * (SAMPLES // SHARDS + 2)
 
 
+def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(opened: Open) -> None:
+    store, remote = opened(cache=CacheMemory(1))
+    fetcher = remote.shards._fetcher
+    store.hold("whole")
+    with loader_of(remote, endless=True) as loader:
+        reader = threading.Thread(target=ids, args=(loader, 40))
+        reader.start()
+        wait_until(lambda: "whole" in store.reads)
+        [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
+        assert fetcher.planner is not None
+        fetcher._plan(fetcher.planner)
+        assert remote.shards.is_squeezed(number)
+        store.let_through()
+        reader.join(SOON_SECONDS)
+    assert not reader.is_alive()
+
+
 @pytest.mark.parametrize("room", ["for all", "for one", "for none", "for what others fetch"])
 def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
     opened: Open, room: str, monkeypatch: pytest.MonkeyPatch

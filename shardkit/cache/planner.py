@@ -58,7 +58,7 @@ class Planner:
         self._position = position
         self._waiting: deque[Fetch] = deque()
         self._wake_at = position
-        self.unfit: frozenset[int] = frozenset()  # shards for which the last plan found no room
+        self.unfit: frozenset[int] = frozenset()  # no room in the last plan, or not in it: they were coming
         self._fruitful = True  # something was fetched since the last plan
         self._taken: set[int] = set()  # fetches that have begun and may still be going on
         self._resting: dict[int, float] = {}  # shards whose fetch came to nothing: until when
@@ -132,7 +132,7 @@ class Planner:
                 PLANNED,
             )
         possible = [fetch for fetch in fetches if fetch.fits and fetch.shard not in resting]
-        self.unfit = frozenset(fetch.shard for fetch in fetches if not fetch.fits)
+        self.unfit = frozenset(active.union(fetch.shard for fetch in fetches if not fetch.fits))
         starts = [fetch.start for fetch in possible if fetch.start > position]
         self._wake_at = min([position + self._pause, *starts])
         self._waiting = deque(possible)
