@@ -1,7 +1,7 @@
 """The whole crash matrix: faults at every stage, on every engine; then the same command, and the same bytes.
 
     python tests/benchmarks/crash_matrix.py [--engines inline,local,slices,s3,s3-local,ray] [--no-stores]
-                                            [--stride 1] [--only WORD] [--json]
+                                            [--stride 1] [--only WORD] [--jobs N] [--log FILE] [--json]
 
 Builds of a small corpus that has work for all stages are killed, starved of disk, cut off from power, or meet
 damaged files and failing stores (tests/crashes.py and its neighbours say how). Each then runs once more: its
@@ -9,6 +9,10 @@ output must have the names and SHA-256 of an undisturbed build's, with nothing b
 have said what happened, in bounded time; and a reader who looked at the output all the while must never have
 seen an index without all of its files. Prints a table as Markdown, and every cell that broke a promise.
 Points are numbers of operations, drawn from fixed seeds, never moments in time. Exit status 1 if any failed.
+
+Cells are independent: so many jobs share them. With a log (JSON lines, a cell each) those that are in it
+already are not run again, so that a matrix which was ended goes on. Buckets are those of Ceph's gateway where
+it is installed (tests/servers/install_rgw.sh), else of moto.
 """
 
 from __future__ import annotations
@@ -16,41 +20,77 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing as mp
 import os
+import queue
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import crash_points
+import pytest
 from crash_grid import grid
 from crash_stores import FAULTS, StoreCell, StoreCrashes
 from crashes import POINT_NAME, Crashes, Engine
 from ray_cluster import RayCluster
-from s3_moto import s3_server
+from s3_moto import aws_environment, s3_server
+from servers.bucket import s3_client
+from servers.rgw import RgwServer, missing_programs
 
 from shardkit.writers.kernel_cache import kernel_cache
 
 ENGINES: tuple[Engine, ...] = ("inline", "local", "slices", "s3", "s3-local", "ray")
+CELL_SECONDS = 1800.0  # above what any cell may take, with all its bounded waits
+
+Kind = Literal["builds", "ray", "stores"]
+Key = tuple[str, str, str, int]
+"""Fault, engine, stage, and which of their cells, from 0."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job has to know. `steps` and `all_steps` as in crash_grid; `done` are cells not to run."""
+
+    kind: Kind
+    folder: Path
+    engines: tuple[Engine, ...]
+    stride: int
+    only: str
+    bucket: str = ""
+    steps: int = 0
+    all_steps: int = 0
+    done: frozenset[Key] = frozenset()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a cell."""
+
+    key: Key
+    struck: bool
+    looks: int
+    problems: list[str]
+    seconds: float
 
 
 @dataclass
 class Row:
-    """What came of the cells of one fault, engine and stage."""
+    """What came of the cells of one fault and engine."""
 
+    stages: set[str] = field(default_factory=set)
     cells: int = 0
     struck: int = 0
     good: int = 0
-    looks: int = 0
-    problems: list[str] = field(default_factory=list)
-
-
-Table = dict[tuple[str, str, str], Row]
+    seconds: float = 0.0
 
 
 def main() -> int:
@@ -61,114 +101,222 @@ def main() -> int:
     parser.add_argument("--stride", type=int, default=1, help="take each so-many-th step only (default: 1)")
     parser.add_argument("--only", default="", help="faults with this word in their name only")
     parser.add_argument("--no-stores", action="store_true", help="leave out failing stores")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at a time (default: cores)")
+    parser.add_argument("--log", type=Path, help="write each cell here; those that are there are not run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     arguments = parser.parse_args()
-    engines: list[Engine] = [name for name in ENGINES if name in arguments.engines.split(",")]
+    engines: tuple[Engine, ...] = tuple(name for name in ENGINES if name in arguments.engines.split(","))
     os.environ.update(kernel_cache())
     start = time.monotonic()
-    table: Table = {}
-    with tempfile.TemporaryDirectory(prefix="crash-matrix-") as name:
+    results = _logged(arguments.log)
+    with tempfile.TemporaryDirectory(prefix="crash-matrix-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        if here := [engine for engine in engines if engine != "ray"]:
-            builds(table, folder / "builds", here, arguments.stride, arguments.only)
-        if "ray" in engines:
-            builds(table, folder / "ray", ["ray"], arguments.stride, arguments.only)
-        if not arguments.no_stores:
-            stores(table, folder / "stores", arguments.stride, arguments.only)
+        plan = Plan("builds", folder, engines, arguments.stride, arguments.only)
+        plan = replace(plan, done=frozenset(result.key for result in results))
+        for kind in _kinds(engines, stores=not arguments.no_stores):
+            jobs = 1 if kind == "ray" else arguments.jobs
+            for result in _run(_prepared(replace(plan, kind=kind), stack), jobs):
+                results.append(result)
+                if arguments.log is not None:
+                    with arguments.log.open("a") as log:
+                        log.write(json.dumps(asdict(result)) + "\n")
     seconds = time.monotonic() - start
-    failed = sum(row.cells - row.good for row in table.values())
     if arguments.json:
-        rows = [
-            dict(zip(("fault", "engine", "stage"), key, strict=True)) | row.__dict__
-            for key, row in table.items()
-        ]
-        print(json.dumps({"seconds": seconds, "rows": rows}, indent=1))
+        rows = [asdict(result) for result in results]
+        print(json.dumps({"seconds": seconds, "cells": rows}, indent=1))
     else:
-        show(table, seconds)
-    return int(failed > 0)
+        show(results, seconds)
+    return int(any(result.problems for result in results))
 
 
-def builds(table: Table, folder: Path, engines: Sequence[Engine], stride: int, only: str) -> None:
+def _logged(log: Path | None) -> list[Result]:
+    """The cells of an earlier run that kept their promises; the others are run again."""
+    if log is None or not log.exists():
+        return []
+    cells = [json.loads(line) for line in log.read_text().splitlines()]
+    results = [Result(**cell | {"key": tuple(cell["key"])}) for cell in cells]
+    return [result for result in results if not result.problems]
+
+
+def _kinds(engines: Sequence[Engine], *, stores: bool) -> Iterator[Kind]:
+    if set(engines) - {"ray"}:
+        yield "builds"
+    if "ray" in engines:
+        yield "ray"
+    if stores:
+        yield "stores"
+
+
+def _prepared(plan: Plan, stack: contextlib.ExitStack) -> Plan:
+    """With a bucket, if its engines need one, and with the numbers of operations of an undisturbed build."""
+    folder = plan.folder / plan.kind
     folder.mkdir()
+    if plan.kind != "builds":
+        return replace(plan, folder=folder, engines=("ray",) if plan.kind == "ray" else ())
+    engines = tuple(engine for engine in plan.engines if engine != "ray")
+    bucket = stack.enter_context(_bucket()) if {"s3", "s3-local"} & set(engines) else ""
+    with Crashes(folder / "measured") as crashes:
+        steps, all_steps = crashes.steps("out"), crashes.steps(".")
+    return replace(plan, folder=folder, engines=engines, bucket=bucket, steps=steps, all_steps=all_steps)
+
+
+@contextlib.contextmanager
+def _bucket() -> Iterator[str]:
+    """A bucket, and the environment that leads to it."""
+    if missing_programs():
+        with s3_server() as moto:
+            yield moto.new_bucket()
+        return
+    with RgwServer() as server, pytest.MonkeyPatch.context() as patched:
+        aws_environment(patched, server.endpoint_url)
+        patched.setenv("AWS_ACCESS_KEY_ID", server.access_key)
+        patched.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
+        patched.setenv("AWS_DEFAULT_REGION", server.region)
+        s3_client(server.endpoint_url).create_bucket(Bucket="crash-matrix")
+        yield "crash-matrix"
+
+
+def _run(plan: Plan, jobs: int) -> Iterator[Result]:
+    """All cells of a plan that are not done, in any order, by so many processes."""
+    context = mp.get_context("spawn")
+    results: mp.Queue[Any] = context.Queue()
+    turn = context.Value("q", 0)
+    processes = [
+        context.Process(target=_work, args=(plan, number, turn, results), daemon=False)
+        for number in range(jobs)
+    ]
+    for process in processes:
+        process.start()
+    start, ended, count = time.monotonic(), 0, 0
+    try:
+        while ended < jobs:
+            try:
+                result = results.get(timeout=CELL_SECONDS)
+            except queue.Empty:
+                raise SystemExit(f"no cell ended in {CELL_SECONDS:.0f} s") from None
+            if isinstance(result, str):
+                raise SystemExit(result)
+            if isinstance(result, int):
+                ended += 1
+                total = result
+                continue
+            count += 1
+            yield result[1]
+            _say(count, result[0], time.monotonic() - start, result[1])
+    finally:
+        for process in processes:
+            if ended < jobs:
+                process.terminate()
+            process.join()
+    sys.stderr.write(f"{plan.kind}: {count} cells run of {total}\n")
+
+
+def _say(count: int, total: int, seconds: float, result: Result) -> None:
+    fault, engine, stage, which = result.key
+    left = seconds / count * (total - count)
+    what = "; ".join(result.problems) or ("identical" if result.struck else "identical, but no fault came")
+    sys.stderr.write(
+        f"{count}/{total} ({left / 60:.0f} min left) {fault}, {engine}, {stage}, {which}: {what}\n"
+    )
+
+
+def _work(plan: Plan, job: int, turn: Any, results: mp.Queue[Any]) -> None:
+    """A job: run the cell whose turn it is, until there is none."""
+    try:
+        with _machinery(plan, plan.folder / f"job-{job}") as cells:
+            todo = [(key, do) for key, do in cells if key not in plan.done]
+            while True:
+                with turn.get_lock():
+                    number = turn.value
+                    turn.value += 1
+                if number >= len(todo):
+                    break
+                key, do = todo[number]
+                start = time.monotonic()
+                outcome = do()
+                seconds = time.monotonic() - start
+                looks = getattr(outcome, "looks", 0)
+                result = Result(key, outcome.struck, looks, outcome.problems, round(seconds, 3))
+                results.put((len(todo), result))
+        results.put(len(cells))
+    except BaseException:
+        results.put(traceback.format_exc())
+
+
+Named = tuple[tuple[str, str, str], Callable[[], Any]]
+Cells = list[tuple[Key, Callable[[], Any]]]
+
+
+@contextlib.contextmanager
+def _machinery(plan: Plan, folder: Path) -> Iterator[Cells]:
+    """What runs a plan's cells, and the cells."""
+    folder.mkdir()
+    if plan.kind == "stores":
+        yield _numbered(_store_cells(StoreCrashes(folder), plan.stride), plan.only)
+        return
     with contextlib.ExitStack() as stack:
-        bucket = ""
-        if {"s3", "s3-local"} & set(engines):
-            bucket = stack.enter_context(s3_server()).new_bucket()
         ray = None
-        if "ray" in engines:
+        if plan.kind == "ray":
             stack.enter_context(patch.dict(os.environ, crash_points.environment(folder / POINT_NAME)))
             ray = stack.enter_context(RayCluster(nodes=2))
+        bucket = f"{plan.bucket}/{folder.name}"  # jobs number their cells alike
         crashes = stack.enter_context(Crashes(folder, bucket=bucket, ray=ray))
-        entries = list(grid(engines, steps=crashes.steps("out"), all_steps=crashes.steps("."), stride=stride))
-        entries = [entry for entry in entries if only in entry.fault]
-        for number, entry in enumerate(entries, 1):
-            outcome = entry.do(crashes)
-            note(
-                table,
-                (entry.fault, entry.engine, entry.stage),
-                outcome.struck,
-                outcome.problems,
-                outcome.looks,
-            )
-            say(number, len(entries), f"{entry.fault}, {entry.engine}, {entry.stage}", outcome.problems)
+        entries = grid(plan.engines, steps=plan.steps, all_steps=plan.all_steps, stride=plan.stride)
+        found: list[Named] = [
+            ((entry.fault, entry.engine, entry.stage), partial(entry.do, crashes)) for entry in entries
+        ]
+        yield _numbered(found, plan.only)
 
 
-def stores(table: Table, folder: Path, stride: int, only: str) -> None:
-    folder.mkdir()
-    crashes = StoreCrashes(folder)
-    cells = [
-        StoreCell(fault=fault, place=place, number=number)
+def _store_cells(crashes: StoreCrashes, stride: int) -> list[Named]:
+    return [
+        (
+            (f"store: {fault}", "inline", f"{place}: every operation"),
+            partial(crashes.run, StoreCell(fault=fault, place=place, number=number)),
+        )
         for fault in FAULTS
         for place, count in crashes.operations.items()
         for number in range(1, count + 1, stride)
-        if only in f"store: {fault}"
     ]
-    for number, cell in enumerate(cells, 1):
-        outcome = crashes.run(cell)
-        key = (f"store: {cell.fault}", "inline", f"{cell.place}: every operation")
-        note(table, key, outcome.struck, outcome.problems, 0)
-        say(number, len(cells), str(cell), outcome.problems)
 
 
-def note(table: Table, key: tuple[str, str, str], struck: bool, problems: list[str], looks: int) -> None:
-    row = table.setdefault(key, Row())
-    row.cells += 1
-    row.struck += struck
-    row.good += not problems
-    row.looks += looks
-    row.problems += problems
+def _numbered(cells: list[Named], only: str) -> Cells:
+    seen: dict[tuple[str, str, str], int] = {}
+    numbered: Cells = []
+    for key, do in cells:
+        if only in key[0]:
+            numbered.append(((*key, seen.get(key, 0)), do))
+            seen[key] = seen.get(key, 0) + 1
+    return numbered
 
 
-def say(number: int, count: int, what: str, problems: list[str]) -> None:
-    sys.stderr.write(f"{number}/{count} {what}: {'; '.join(problems) or 'identical'}\n")
-
-
-def show(table: Table, seconds: float) -> None:
-    print("| fault | engine | stage | cells | struck | identical, nothing left, no false index |")
-    print("|---|---|---|---|---|---|")
-    for fault, engine, stages, row in merged(table):
-        print(f"| {fault} | {engine} | {stages} | {row.cells:,} | {row.struck:,} | {row.good:,} |")
-    total = list(table.values())
-    cells, good = sum(row.cells for row in total), sum(row.good for row in total)
-    looks = sum(row.looks for row in total)
-    print(f"\n{good:,} of {cells:,} cells kept every promise in {seconds / 60:.0f} minutes;")
-    print(f"readers looked {looks:,} times at datasets that were being built or replaced.")
-    for key, row in table.items():
-        for problem in row.problems:
-            print(f"- {', '.join(key)}: {problem}")
-
-
-def merged(table: Table) -> Iterator[tuple[str, str, str, Row]]:
-    """One row for all stages of a fault and engine."""
-    keys = dict.fromkeys((fault, engine) for fault, engine, _ in table)
-    for fault, engine in keys:
-        rows = {stage: row for (f, e, stage), row in table.items() if (f, e) == (fault, engine)}
-        total = Row(
-            cells=sum(row.cells for row in rows.values()),
-            struck=sum(row.struck for row in rows.values()),
-            good=sum(row.good for row in rows.values()),
+def show(results: Sequence[Result], seconds: float) -> None:
+    """The table, a row for each fault and engine, and what broke a promise."""
+    rows: dict[tuple[str, str], Row] = {}
+    for result in results:
+        row = rows.setdefault(result.key[:2], Row())
+        row.stages.add(result.key[2])
+        row.cells += 1
+        row.struck += result.struck
+        row.good += not result.problems
+        row.seconds += result.seconds
+    print("| fault | engine | stages | cells | struck | identical, nothing left, no false index | s a cell |")
+    print("|---|---|---|---|---|---|---|")
+    for (fault, engine), row in rows.items():
+        stages = f"{len(row.stages)} stages" if len(row.stages) > 2 else ", ".join(sorted(row.stages))
+        each = row.seconds / row.cells
+        print(
+            f"| {fault} | {engine} | {stages} | {row.cells:,} | {row.struck:,} | {row.good:,} | {each:.1f} |"
         )
-        yield fault, engine, f"{len(rows)} stages" if len(rows) > 2 else ", ".join(rows), total
+    good = sum(row.good for row in rows.values())
+    print(
+        f"\n{good:,} of {len(results):,} cells kept every promise; this run took {seconds / 60:.0f} minutes;"
+    )
+    looks = sum(result.looks for result in results)
+    print(f"readers looked {looks:,} times at datasets that were being built or replaced.")
+    for result in results:
+        for problem in result.problems:
+            print(f"- {', '.join(map(str, result.key))}: {problem}")
 
 
 if __name__ == "__main__":
