@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine
-from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.scan import scan_inputs
 
 Bad = dict[str, Any]
 

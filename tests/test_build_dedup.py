@@ -14,13 +14,14 @@ import pytest
 from small_build import make_corpus, tree
 
 from shardkit.errors import BuildError
-from shardkit.writers import build, build_dedup_index, index_build, pipeline, scan, session
+from shardkit.writers import build, build_dedup_index, index_build, pipeline, session
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.planted import NAMESPACE
 from shardkit.writers.dedup.shingles import reference_shingles
 from shardkit.writers.execution.engine_inline import InlineEngine
 from shardkit.writers.execution.queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.inputs import scan
 
 RECIPE = """\
 inputs:

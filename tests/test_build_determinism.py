@@ -13,7 +13,8 @@ from small_build import make_corpus, tree
 from shardkit import open_dataset
 from shardkit.errors import BuildError, ShardError
 from shardkit.verify import verify
-from shardkit.writers import build, making, scan
+from shardkit.writers import build, making
+from shardkit.writers.inputs import scan
 
 VARIANTS = {
     "mds best_fit": ["output.format=mds", "annotate=true"],
@@ -68,7 +69,8 @@ KILLER = """
 import os, signal, sys
 from functools import partial
 import psutil
-from shardkit.writers import build, making, publish, scan
+from shardkit.writers import build, making, publish
+from shardkit.writers.inputs import scan
 recipe, point, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 scan.scan_inputs = partial(scan.scan_inputs, split_bytes=5000)
 making.PARTITION_TEXT_BYTES = 12_000

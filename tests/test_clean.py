@@ -16,9 +16,9 @@ from shardkit.errors import BuildError
 from shardkit.writers.clean import clean_split
 from shardkit.writers.dedup.exact import KEY_DTYPE, read_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.scan import scan_inputs
 
 
 def recipe(folder: Path, data: bytes, **changes: Any) -> Recipe:

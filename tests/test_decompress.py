@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from shardkit.errors import MissingExtraError
-from shardkit.writers.decompress import ContainerError, _zlib_members, decompressed
+from shardkit.writers.inputs.decompress import ContainerError, _zlib_members, decompressed
 
 TEXT = b"".join(b'{"text": "line %d of some text"}\n' % (i * i) for i in range(20_000))
 SKIPPABLE = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"skip"

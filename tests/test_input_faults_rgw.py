@@ -17,11 +17,11 @@ from servers.fault_proxy import FaultProxy, Rule
 from shardkit.errors import BuildError
 from shardkit.storage import StorageOptions
 from shardkit.storage.s3 import S3Store
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine
-from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.scan import scan_inputs
 
 pytest_plugins = ["s3_rgw"]
 pytestmark = pytest.mark.extended  # moto is the quick server; the real one is for CI

@@ -25,14 +25,15 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.s3 import S3Store
-from shardkit.writers import BuildResult, build, scan
-from shardkit.writers.file_names import expand_path, key_matches
-from shardkit.writers.input_remote import expand_url
+from shardkit.writers import BuildResult, build
+from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.file_names import expand_path, key_matches
+from shardkit.writers.inputs.input_remote import expand_url
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.quarantine import Quarantine
-from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.scan import scan_inputs
 
 NAMES = (
     "a.jsonl", "b.jsonl.zst", "sub/a.jsonl", "sub/deep/a.jsonl", "sub/deep/b.txt", "_SUCCESS", ".a.jsonl",

@@ -17,7 +17,7 @@ import zstandard
 from read_inputs import data_folder, put, read
 
 from shardkit.errors import BuildError
-from shardkit.writers import http_body, read_warc
+from shardkit.writers.inputs import http_body, read_warc
 
 PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
 _HTML = ("text/html", "application/xhtml")

@@ -15,11 +15,11 @@ from read_inputs import put, read
 
 from shardkit.errors import BuildError
 from shardkit.writers.documents import BATCH_DOCUMENTS, document_ids
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine
-from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.scan import scan_inputs
 
 
 def test_a_document_carries_its_identity_and_the_fields_the_recipe_names(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from small_build import make_corpus
 from shardkit.cli.main import main
 from shardkit.planning.measured import measured_from_card
 from shardkit.writers import build
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import load_recipe
 from shardkit.writers.sample_pieces import Piece, choose_pieces, copy_lines
 from shardkit.writers.sampling import measure_sample
-from shardkit.writers.scan import scan_inputs
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
+from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.scan import scan_inputs
 
 
 def recipe(folder: Path, *inputs: str | dict[str, Any]) -> Recipe:
@@ -165,7 +165,7 @@ def test_a_cut_found_beyond_the_read_buffer_is_the_same(
     expected = scan_inputs(recipe(tmp_path, "a.jsonl"), split_bytes=700)
     assert len(expected) > 10
     for size in (1, 3, 64, 701):
-        monkeypatch.setattr("shardkit.writers.scan._READ_BYTES", size)
+        monkeypatch.setattr("shardkit.writers.inputs.scan._READ_BYTES", size)
         assert scan_inputs(recipe(tmp_path, "a.jsonl"), split_bytes=700) == expected
 
 

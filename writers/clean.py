@@ -28,12 +28,12 @@ from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
 from shardkit.writers.filter_counts import FilterCounts
 from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine, check_bad_fraction
-from shardkit.writers.readers import read_split
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.scan import Split
 
 __all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "Cleaned", "clean_split", "exact_keys"]
 

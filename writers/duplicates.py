@@ -24,9 +24,9 @@ from shardkit.writers.dedup.parts import bands_and_rows
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.dedup.resolve import GROUP_SIZES
 from shardkit.writers.execution.task import Commit
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.scan import Split
 from shardkit.writers.stages import exact_tasks
 
 __all__ = ["EXACT", "LINES", "NEAR", "Deduplicated", "remove_duplicates", "task_memory"]

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.storage.options import StorageOptions
-from shardkit.writers import scan, stages
+from shardkit.writers import stages
 from shardkit.writers.execution.planner import Planner, StagePlan, UnknownError
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work import Work
+from shardkit.writers.inputs import scan
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.making import Plan, make_parts
 from shardkit.writers.places import default_work, destination_of

@@ -18,9 +18,9 @@ from typing import Any
 from shardkit.errors import ConservationError
 from shardkit.histogram import Histogram
 from shardkit.writers.execution.task import Commit
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.scan import Split
 
 __all__ = ["Funnel", "collect_funnel"]
 

@@ -19,7 +19,7 @@ from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import local_path
-from shardkit.writers import scan, stages
+from shardkit.writers import stages
 from shardkit.writers.card import recipe_content
 from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
@@ -38,7 +38,8 @@ from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.duplicates import NEAR, Deduplicated
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import local
-from shardkit.writers.input_digest import describe_inputs
+from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.input_digest import describe_inputs
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError
-from shardkit.writers import scan, spill, stages
+from shardkit.writers import spill, stages
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.inputs import scan
 from shardkit.writers.ledger import Count
 from shardkit.writers.preparation import Prepared, prepare
 from shardkit.writers.recipe import Recipe

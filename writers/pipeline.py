@@ -20,7 +20,7 @@ from typing import Any
 from shardkit.errors import BuildError
 from shardkit.index import Manifest
 from shardkit.storage.options import StorageOptions
-from shardkit.writers import scan, stages
+from shardkit.writers import stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import card_bytes, describe_file, make_card
 from shardkit.writers.clean import QUARANTINE_FILE
@@ -34,8 +34,9 @@ from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
-from shardkit.writers.input_digest import describe_inputs
-from shardkit.writers.input_files import check_unchanged
+from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.input_digest import describe_inputs
+from shardkit.writers.inputs.input_files import check_unchanged
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.making import Made, Plan, make_parts

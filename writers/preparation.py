@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers import scan, stages
+from shardkit.writers import stages
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.duplicates import Deduplicated, remove_duplicates
 from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.inputs import scan
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import check_bad_fraction
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from shardkit.writers.decompress import ContainerError, decompressed
-from shardkit.writers.input_files import open_input
+from shardkit.writers.inputs.decompress import ContainerError, decompressed
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.scan import Split
 
 __all__ = ["Piece", "choose_pieces", "copy_lines", "put_pieces"]
 

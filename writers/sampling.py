@@ -21,12 +21,12 @@ from pathlib import Path
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.planning.measured import Measured, measured_from_card
 from shardkit.storage.options import StorageOptions
+from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.pipeline import build
 from shardkit.writers.preparation import with_overrides
 from shardkit.writers.publish import CARD_NAME
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.sample_pieces import Piece, choose_pieces, put_pieces
-from shardkit.writers.scan import Split, scan_inputs
 
 __all__ = ["Sample", "measure_sample"]
 

@@ -27,11 +27,11 @@ from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
 from shardkit.writers.execution.task import Commit, Task, contents, partition_name
 from shardkit.writers.execution.work_files import local
-from shardkit.writers.input_digest import hash_split
+from shardkit.writers.inputs.input_digest import hash_split
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
-from shardkit.writers.scan import Split
 from shardkit.writers.shards import PROVENANCE_NAME, pack_partition
 from shardkit.writers.spill import run_tokens_for, tokenize_split
 from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encoder

@@ -17,7 +17,7 @@ from shardkit.storage.object_file import open_object
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo
-from shardkit.writers.file_names import fixed_part, key_matches
+from shardkit.writers.inputs.file_names import fixed_part, key_matches
 
 __all__ = ["expand_url", "open_url"]
 

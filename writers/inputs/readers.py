@@ -15,15 +15,15 @@ import orjson
 import pyarrow as pa
 
 from shardkit.errors import BuildError
-from shardkit.writers.decompress import ContainerError
-from shardkit.writers.field_paths import MISSING, field_at
-from shardkit.writers.input_files import open_input
+from shardkit.writers.inputs.decompress import ContainerError
+from shardkit.writers.inputs.field_paths import MISSING, field_at
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.lines import Lines
+from shardkit.writers.inputs.record_sink import RecordSink
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger
-from shardkit.writers.lines import Lines
 from shardkit.writers.quarantine import Quarantine
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.record_sink import RecordSink
-from shardkit.writers.scan import Split
 
 __all__ = ["read_split"]
 
@@ -61,7 +61,7 @@ def read_split(
 def _reader(split: Split, config: InputConfig) -> Reader:
     if split.format in _OTHER_READERS:
         module, name = _OTHER_READERS[split.format]
-        reader: Reader = getattr(import_module(f"shardkit.writers.{module}"), name)
+        reader: Reader = getattr(import_module(f"shardkit.writers.inputs.{module}"), name)
         return reader
     lines = split.format == "jsonl" or config.lines
     return _read_lines if lines else _read_whole

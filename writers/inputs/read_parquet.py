@@ -11,7 +11,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit.writers.arrow_rows import (
+from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+from shardkit.writers.inputs.arrow_rows import (
     DAMAGE,
     first_line,
     raise_unless_damage,
@@ -19,10 +20,9 @@ from shardkit.writers.arrow_rows import (
     text_problem,
     wanted_paths,
 )
-from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
-from shardkit.writers.input_files import open_input
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.record_sink import RecordSink
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.record_sink import RecordSink
 
 __all__ = ["read_parquet"]
 

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.feather
 
-from shardkit.writers.arrow_rows import (
+from shardkit.writers.documents import BATCH_DOCUMENTS
+from shardkit.writers.inputs.arrow_rows import (
     DAMAGE,
     first_line,
     raise_unless_damage,
@@ -23,10 +24,9 @@ from shardkit.writers.arrow_rows import (
     text_problem,
     wanted_paths,
 )
-from shardkit.writers.documents import BATCH_DOCUMENTS
-from shardkit.writers.input_files import open_input
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.record_sink import RecordSink
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.record_sink import RecordSink
 
 __all__ = ["read_arrow"]
 

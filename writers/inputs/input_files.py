@@ -24,7 +24,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.storage.errors import StoreError
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.url import is_remote
-from shardkit.writers.file_names import expand_path
+from shardkit.writers.inputs.file_names import expand_path
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = ["InputFile", "check_unchanged", "find_files", "open_input"]
@@ -72,7 +72,7 @@ def find_files(
 def open_input(file: InputFile) -> BinaryIO:
     """The file for reading in pieces, seekable; OSError with an errno when it cannot be read."""
     if file.is_remote:
-        from shardkit.writers.input_remote import open_url
+        from shardkit.writers.inputs.input_remote import open_url
 
         return open_url(file.path, file.bytes, str(file.version), file.storage)
     return Path(file.path).open("rb")
@@ -108,7 +108,7 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, Inpu
 
 
 def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) -> dict[str, InputFile]:
-    from shardkit.writers.input_remote import expand_url
+    from shardkit.writers.inputs.input_remote import expand_url
 
     try:
         found = expand_url(config.path, storage)

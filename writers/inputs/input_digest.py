@@ -16,9 +16,9 @@ import xxhash
 
 from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
-from shardkit.writers.input_files import open_input
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.scan import Split
 
 __all__ = ["describe_inputs", "hash_split", "hash_splits"]
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import zstandard
 
-from shardkit.writers.compressed_members import (
+from shardkit.writers.inputs.compressed_members import (
     ContainerError,
     MemberReader,
     codec_of,

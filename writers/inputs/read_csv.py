@@ -15,12 +15,12 @@ from typing import TypedDict
 
 import pyarrow as pa
 
-from shardkit.writers.decompress import ContainerError
-from shardkit.writers.field_paths import MISSING, field_at
-from shardkit.writers.input_files import open_input
-from shardkit.writers.lines import Lines
+from shardkit.writers.inputs.decompress import ContainerError
+from shardkit.writers.inputs.field_paths import MISSING, field_at
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.lines import Lines
+from shardkit.writers.inputs.record_sink import RecordSink
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.record_sink import RecordSink
 
 __all__ = ["read_csv"]
 

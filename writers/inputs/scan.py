@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.storage.options import StorageOptions
-from shardkit.writers.decompress import COMPRESSIONS
-from shardkit.writers.input_files import InputFile, find_files, open_input
+from shardkit.writers.inputs.decompress import COMPRESSIONS
+from shardkit.writers.inputs.input_files import InputFile, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe
 
 __all__ = ["SPLIT_BYTES", "Split", "scan_inputs"]

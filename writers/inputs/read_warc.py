@@ -17,13 +17,13 @@ from typing import Any
 import pyarrow as pa
 
 from shardkit.errors import MissingExtraError
-from shardkit.writers.decompress import ContainerError
-from shardkit.writers.html_text import decode_page
-from shardkit.writers.http_body import BodyError, decode_body
-from shardkit.writers.input_files import open_input
+from shardkit.writers.inputs.decompress import ContainerError
+from shardkit.writers.inputs.html_text import decode_page
+from shardkit.writers.inputs.http_body import BodyError, decode_body
+from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.record_sink import RecordSink
+from shardkit.writers.inputs.warc_stream import HeaderTooLongError, WarcStream
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.record_sink import RecordSink
-from shardkit.writers.warc_stream import HeaderTooLongError, WarcStream
 
 try:
     from warcio.limitreader import LimitReader

@@ -12,7 +12,6 @@ from typing import BinaryIO
 import orjson
 import pyarrow as pa
 
-from shardkit.writers.decompress import decompressed, plain_range
 from shardkit.writers.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
@@ -20,12 +19,13 @@ from shardkit.writers.documents import (
     document_ids,
     text_offsets,
 )
-from shardkit.writers.field_paths import MISSING, field_at
-from shardkit.writers.html_text import main_text_by
+from shardkit.writers.inputs.decompress import decompressed, plain_range
+from shardkit.writers.inputs.field_paths import MISSING, field_at
+from shardkit.writers.inputs.html_text import main_text_by
+from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import BadRecord, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.scan import Split
 
 __all__ = ["RecordSink"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from shardkit.writers.field_paths import column_at, type_at
+from shardkit.writers.inputs.field_paths import column_at, type_at
+from shardkit.writers.inputs.record_sink import RecordSink
 from shardkit.writers.recipe import InputConfig
-from shardkit.writers.record_sink import RecordSink
 
 __all__ = ["DAMAGE", "first_line", "raise_unless_damage", "take_rows", "text_problem", "wanted_paths"]
 
