@@ -14,23 +14,18 @@ from types import ModuleType
 
 import psutil
 import pytest
-from task_runs import run_all
+import task_runs
+from task_runs import FAILURES, check_failure, run_all
 
-from shardkit.errors import BuildError, RecipeError, ShardError
-from shardkit.writers.execution.engine_local import LocalEngine, WorkerTracebackError, default_workers
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.execution.engine_local import LocalEngine, default_workers
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.task import Task
 from shardkit.writers.execution.work import Work
 
-# Workers import tasks by name, so these live in a module of their own.
-TASKS = """
-import os, time
-from shardkit.errors import RecipeError, ShardError
-
-def square(folder, number):
-    (folder / "square.txt").write_text(str(number * number))
-    return {"pid": os.getpid()}
-
+TASKS = (
+    task_runs.TASKS
+    + """
 def nap(folder, seconds):
     (folder.parent.parent / f"napping-{os.getpid()}").touch()
     time.sleep(seconds)
@@ -41,22 +36,9 @@ def die(folder, number):
     time.sleep(60)
 
 def leave(folder): os._exit(3)
-def refuse(folder): raise RecipeError("pack.length: too long")
-def damage(folder): raise ShardError("shard.mds", "torn", offset=7)
-def fill_disk(folder): raise OSError(28, "No space left on device", str(folder / "x"))
 def exhaust(folder): raise MemoryError
-def stumble(folder): return {}["missing"]
-
-class Stubborn(RecipeError):
-    def __init__(self, a, b): super().__init__(f"{a} {b}")
-
-def unpicklable(folder): raise Stubborn(1, 2)
-
-def environment(folder):
-    print("to stdout")
-    names = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: os.environ[name] for name in names}
 """
+)
 
 
 @pytest.fixture
@@ -137,12 +119,8 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("refuse", RecipeError, r"^pack\.length: too long$"),
-        ("damage", ShardError, r"^shard\.mds: byte 7: torn$"),
-        ("fill_disk", BuildError, r"task stage/fill_disk-0: .*No space left.*the same command continues"),
+        *FAILURES,
         ("exhaust", BuildError, r"task stage/exhaust-0: out of memory; use fewer --workers"),
-        ("stumble", BuildError, r"task stage/stumble-0: KeyError: 'missing'; this is a bug"),
-        ("unpicklable", BuildError, r"task stage/unpicklable-0: Stubborn: 1 2"),
     ],
 )
 def test_errors_keep_their_type_and_say_which_task(
@@ -150,9 +128,7 @@ def test_errors_keep_their_type_and_say_which_task(
 ) -> None:
     with LocalEngine(1) as engine, pytest.raises(kind, match=message) as caught:
         run_all(engine, [task(tasks, name)], work)
-    assert type(caught.value) is kind
-    assert isinstance(caught.value.__cause__, WorkerTracebackError)
-    assert f"in {name}" in str(caught.value.__cause__)
+    check_failure(caught, name, kind)
 
 
 @pytest.mark.parametrize(

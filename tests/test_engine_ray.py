@@ -20,15 +20,15 @@ from typing import Any
 
 import psutil
 import pytest
+import task_runs
 from ray_cluster import NODE_MEMORY, RAY_ENVIRONMENT, RayCluster, can_hide_folders
 from servers.bucket import RgwBucket
 from small_build import RECIPE, make_corpus, tree
-from task_runs import run_all
+from task_runs import FAILURES, check_failure, run_all
 
-from shardkit.errors import BuildError, MissingExtraError, RecipeError, ShardError
+from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.options import StorageOptions
 from shardkit.writers.execution import engine_ray
-from shardkit.writers.execution.engine_local import WorkerTracebackError
 from shardkit.writers.execution.engine_ray import RayEngine, slots_of
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.queue import OwnQueue
@@ -42,14 +42,9 @@ from shardkit.writers.progress import StageProgress
 pytest_plugins = ["s3_rgw"]
 
 MEMORY = 1_000_000_000
-TASKS = """
-import os, time
-from shardkit.errors import RecipeError, ShardError
-
-def square(folder, number):
-    (folder / "square.txt").write_text(str(number * number))
-    return {"pid": os.getpid()}
-
+TASKS = (
+    task_runs.TASKS
+    + """
 def nap(folder, place, seconds):
     (place / f"napping-{os.getpid()}").touch()
     time.sleep(seconds)
@@ -78,27 +73,12 @@ def overlap(folder, place):
     mine.unlink()
     return {"seen": seen, "node": mine.name.split(".")[0]}
 
-def refuse(folder): raise RecipeError("pack.length: too long")
-
 def refuse_beside(folder, place):
     while not list(place.glob("napping-*")):
         time.sleep(0.02)
     raise RecipeError("pack.length: too long")
-
-def damage(folder): raise ShardError("shard.mds", "torn", offset=7)
-def fill_disk(folder): raise OSError(28, "No space left on device", str(folder / "x"))
-def stumble(folder): return {}["missing"]
-
-class Stubborn(RecipeError):
-    def __init__(self, a, b): super().__init__(f"{a} {b}")
-
-def unpicklable(folder): raise Stubborn(1, 2)
-
-def environment(folder):
-    print("to stdout")
-    names = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: os.environ[name] for name in names}
 """
+)
 extended = pytest.mark.extended
 
 
@@ -243,24 +223,13 @@ def test_results_come_in_task_order_from_all_nodes(
 
 @extended
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("refuse", RecipeError, r"^pack\.length: too long$"),
-        ("damage", ShardError, r"^shard\.mds: byte 7: torn$"),
-        ("fill_disk", BuildError, r"task stage/fill_disk-0: .*No space left.*the same command continues"),
-        ("stumble", BuildError, r"task stage/stumble-0: KeyError: 'missing'; this is a bug"),
-        ("unpicklable", BuildError, r"task stage/unpicklable-0: Stubborn: 1 2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "message"), FAILURES)
 def test_errors_keep_their_type_and_say_which_task(
     tasks: ModuleType, work: Work, connected: RayCluster, name: str, kind: type[Exception], message: str
 ) -> None:
     with engine() as ray, pytest.raises(kind, match=message) as caught:
         run_all(ray, [task(tasks, name)], work)  # at once: another try would be a warning
-    assert type(caught.value) is kind
-    assert isinstance(caught.value.__cause__, WorkerTracebackError)
-    assert f"in {name}" in str(caught.value.__cause__)
+    check_failure(caught, name, kind)
 
 
 @extended
