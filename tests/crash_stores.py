@@ -29,7 +29,7 @@ from shardkit.writers.execution import scratch, work_files, work_store
 from shardkit.writers.execution.engine_inline import InlineEngine
 from shardkit.writers.execution.engine_local import run_guarded
 
-__all__ = ["FAULTS", "StoreCell", "StoreCrashes", "StoreOutcome"]
+__all__ = ["FAULTS", "Place", "StoreCell", "StoreCrashes", "StoreOutcome"]
 
 Fault = Literal["deny", "lost_ack", "error", "outage", "plug", "late plug"]
 Place = Literal["work", "out"]

@@ -5,6 +5,7 @@ This holds a part of the matrix; `python tests/benchmarks/crash_matrix.py` runs 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def test_a_commit_whose_answer_is_lost_is_done_once(stores: StoreCrashes) -> Non
     cell = StoreCell(fault="lost_ack", place="work", number=3, operation="put", key="^commits/")
     outcome = stores.run(cell)
     assert (outcome.struck, outcome.error, outcome.problems) == (True, "", [])
+
+
+def test_a_shard_that_cannot_be_read_when_it_is_published_is_named_by_its_url(stores: StoreCrashes) -> None:
+    outcome = stores.run(StoreCell(fault="deny", place="work", number=1, operation="open", key=r"\.mds$"))
+    assert outcome.problems == []
+    named = r"memory://\S+/work/data/pack/\S+\.mds: cannot be read: AccessDenied"
+    assert re.search(named, outcome.error), outcome.error
 
 
 @pytest.mark.extended

@@ -134,7 +134,8 @@ class _Borrower:
                 self._sender.data[file.basename] = here
                 return self._sender.place(file)
         except OSError as error:
-            raise ShardError(str(path), f"cannot be read: {error.strerror or error}") from error
+            where = error.filename or path  # the object's URL, if the work folder is in a store
+            raise ShardError(str(where), f"cannot be read: {error.strerror or error}") from error
 
     def read_back(self, file: FileInfo) -> None:
         self._sender.read_back(file)

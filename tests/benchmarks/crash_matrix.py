@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import crash_points
 import pytest
 from crash_grid import grid
-from crash_stores import FAULTS, StoreCell, StoreCrashes
+from crash_stores import FAULTS, Place, StoreCell, StoreCrashes
 from crashes import POINT_NAME, Crashes, Engine
 from ray_cluster import RayCluster
 from s3_moto import aws_environment, s3_server
@@ -58,7 +58,7 @@ Key = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job has to know. `steps` and `all_steps` as in crash_grid; `done` are cells not to run."""
+    """What a job has to know. `steps` and `all_steps` as in crash_grid; cells that are `done` are not run."""
 
     kind: Kind
     folder: Path
@@ -68,6 +68,7 @@ class Plan:
     bucket: str = ""
     steps: int = 0
     all_steps: int = 0
+    operations: tuple[tuple[Place, int], ...] = ()
     done: frozenset[Key] = frozenset()
 
 
@@ -151,8 +152,11 @@ def _prepared(plan: Plan, stack: contextlib.ExitStack) -> Plan:
     """With a bucket, if its engines need one, and with the numbers of operations of an undisturbed build."""
     folder = plan.folder / plan.kind
     folder.mkdir()
-    if plan.kind != "builds":
-        return replace(plan, folder=folder, engines=("ray",) if plan.kind == "ray" else ())
+    if plan.kind == "ray":
+        return replace(plan, folder=folder, engines=("ray",))
+    if plan.kind == "stores":
+        operations = StoreCrashes(folder / "measured").operations
+        return replace(plan, folder=folder, operations=tuple(operations.items()))
     engines = tuple(engine for engine in plan.engines if engine != "ray")
     bucket = stack.enter_context(_bucket()) if {"s3", "s3-local"} & set(engines) else ""
     with Crashes(folder / "measured") as crashes:
@@ -252,7 +256,7 @@ def _machinery(plan: Plan, folder: Path) -> Iterator[Cells]:
     """What runs a plan's cells, and the cells."""
     folder.mkdir()
     if plan.kind == "stores":
-        yield _numbered(_store_cells(StoreCrashes(folder), plan.stride), plan.only)
+        yield _numbered(_store_cells(StoreCrashes(folder), plan), plan.only)
         return
     with contextlib.ExitStack() as stack:
         ray = None
@@ -268,15 +272,15 @@ def _machinery(plan: Plan, folder: Path) -> Iterator[Cells]:
         yield _numbered(found, plan.only)
 
 
-def _store_cells(crashes: StoreCrashes, stride: int) -> list[Named]:
+def _store_cells(crashes: StoreCrashes, plan: Plan) -> list[Named]:
     return [
         (
             (f"store: {fault}", "inline", f"{place}: every operation"),
             partial(crashes.run, StoreCell(fault=fault, place=place, number=number)),
         )
         for fault in FAULTS
-        for place, count in crashes.operations.items()
-        for number in range(1, count + 1, stride)
+        for place, count in plan.operations
+        for number in range(1, count + 1, plan.stride)
     ]
 
 
