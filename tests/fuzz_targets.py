@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from foreign_tars import tar_bytes
+from fuzz_sources import SOURCES
 from fuzzing import Target
 from small_build import RECIPE
 
@@ -260,5 +261,9 @@ _MAKERS: dict[str, Callable[..., Target]] = {
     "state": _state,
     "exclusions": _exclusions,
     "commit": _commit,
+    **SOURCES,
 }
-NAMES = ("mds-rows=zstd", "mds-rows=gz", *_MAKERS)
+NAMES = (
+    *("mds-rows=zstd", "mds-rows=gz", "litdata=tokens", "litdata=items", "litdata=zstd"),
+    *(name for name in _MAKERS if name != "litdata"),
+)

@@ -43,6 +43,7 @@ def test_much_hostile_input_ends_in_values_or_a_clear_error(name: str, tmp_path:
 def test_what_is_not_mutated_is_read(name: str, tmp_path: Path) -> None:
     made = target(name)
     for path, data in made.files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(data)
     made.read(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -234,6 +235,29 @@ def test_tables_that_are_damaged_missing_or_of_another_dataset_are_named(
     renumber(folder / "provenance" / "part-00005.parquet", last, 5)
     with pytest.raises(ShardError, match="it is of another dataset"):
         ProvenanceTable(open_dataset(copy)).lines()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("shard", 18), ("shard", -1), ("row", -1), ("row", 1 << 20), ("url", b"\xec\x28")],
+)
+def test_lines_that_no_build_writes_are_told_not_believed(
+    folder: Path, tmp_path: Path, column: str, value: Any
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    last = tmp_path / "copy" / "provenance" / "part-00005.parquet"
+    table = pq.read_table(last)
+    at = table.schema.get_field_index(column)
+    field = pa.field(column, pa.binary()) if column == "url" else table.schema.field(column)
+    values = table.column(column).cast(field.type).to_pylist()
+    values[3] = value
+    changed = table.set_column(at, field, pa.array(values, field.type))
+    pq.write_table(changed, last, row_group_size=16, write_statistics=False)
+    searched = ProvenanceTable(open_dataset(tmp_path / "copy")).search(Selection())
+    with pytest.raises(
+        ShardError, match=r"another dataset|cannot be read: .*UTF8|has columns of other types"
+    ):
+        list(searched)
 
 
 def test_ranges_are_those_of_the_rows_in_any_order() -> None:

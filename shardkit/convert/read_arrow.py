@@ -19,6 +19,7 @@ from shardkit.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, Tok
 from shardkit.errors import MissingExtraError, ShardError
 from shardkit.hashing import hash_file
 from shardkit.index import FileInfo, checked_basename
+from shardkit.parquet_limits import column_limits
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -191,21 +192,16 @@ class _Parquet:
 
     def max_token(self, column: str) -> int | None:
         """The largest token that the statistics of all row groups state, if they do."""
-        limits = []
+        found = []
+        schema = self._metadata.schema
+        leaves = [n for n in range(len(schema)) if schema.column(n).path.split(".")[0] == column]
         for group in range(self._metadata.num_row_groups):
-            row_group = self._metadata.row_group(group)
-            for number in range(row_group.num_columns):
-                leaf = row_group.column(number)
-                if leaf.path_in_schema.split(".")[0] == column:
-                    statistics = leaf.statistics
-                    if (
-                        statistics is None
-                        or not statistics.has_min_max
-                        or not isinstance(statistics.max, int)
-                    ):
-                        return None
-                    limits.append(statistics.max)
-        return max(limits, default=None)
+            for leaf in leaves:
+                limits = column_limits(self._metadata, group, leaf)
+                if limits is None or not isinstance(limits[1], int):
+                    return None
+                found.append(limits[1])
+        return max(found, default=None)
 
     def arrays(self, column: str) -> Iterator[Any]:
         import pyarrow.parquet as pq

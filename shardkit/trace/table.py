@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardError, ShardkitError
+from shardkit.parquet_limits import column_limits
 from shardkit.storage.object_file import open_object
 from shardkit.trace.selection import Selection
 
@@ -57,6 +58,7 @@ COLUMNS = tuple(_SCHEMA.names[1:])
 _PLACE = ["shard", "row"]
 _THREADS = 4  # reading is one core's work or waiting for a store; a scan of four files holds some 100 MB
 
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 _Ints = npt.NDArray[np.int64]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -207,7 +209,7 @@ class ProvenanceTable:
         if missing := [column for column in COLUMNS if column not in schema.names]:
             raise ShardError(f"{self._where[: -len(FOLDER)]}{name}", f"has no column {missing[0]!r}")
         groups = [group for group in range(footer.num_row_groups) if footer.row_group(group).num_rows]
-        limits = [_limits(footer.row_group(group)) for group in groups]
+        limits = [_limits(footer, group) for group in groups]
         last = len(self._starts) - 2
         firsts, lasts = [], []
         for each in limits:
@@ -232,26 +234,28 @@ class ProvenanceTable:
     def _selected(self, number: int, group: int, selection: Selection) -> tuple[int, pa.Table]:
         """(lines of a row group, those that are wanted)."""
         part = self._part(number)
-        row_group = part.footer.row_group(group)
-        if not selection.may_be_within(_limits(row_group)):
-            return row_group.num_rows, _SCHEMA.empty_table()
+        rows = part.footer.row_group(group).num_rows
+        if not selection.may_be_within(_limits(part.footer, group)):
+            return rows, _SCHEMA.empty_table()
         with self._open(part.name, part.footer) as file:
             columns = selection.columns
-            mask = np.ones(row_group.num_rows, np.bool_)
+            mask = np.ones(rows, np.bool_)
             if columns:
                 mask = selection.match(file.read_row_group(group, columns=columns, use_threads=False))
             if not mask.any():
-                return row_group.num_rows, _SCHEMA.empty_table()
+                return rows, _SCHEMA.empty_table()
             ids = self._sample_ids(file.read_row_group(group, columns=_PLACE, use_threads=False))
-            return row_group.num_rows, _with_columns(file, group, COLUMNS, ids, mask)
+            return rows, _with_columns(file, group, COLUMNS, ids, mask)
 
     def _sample_ids(self, places: pa.Table) -> _Ints:
         shards, rows = (places.column(name).to_numpy().astype(np.int64) for name in _PLACE)
-        ids: _Ints = self._starts[shards] + rows
-        if (ids >= self._starts[shards + 1]).any():
-            problem = "names a row that its shard does not have: it is of another dataset"
-            raise ShardError(self._where, problem)
-        return ids
+        known = (shards >= 0) & (shards < len(self._starts) - 1) & (rows >= 0)
+        if known.all():
+            ids: _Ints = self._starts[shards] + rows
+            if (ids < self._starts[shards + 1]).all():
+                return ids
+        problem = "names a row that its shard does not have: it is damaged, or of another dataset"
+        raise ShardError(self._where, problem)
 
     def _open(self, name: str, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
         where = f"{self._dataset.location}/{name}"
@@ -259,7 +263,7 @@ class ProvenanceTable:
             if self._dataset.shards is None:
                 return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
             return pq.ParquetFile(open_object(self._dataset.store, self._objects[name]), metadata=footer)
-        except (pa.ArrowException, OSError) as error:
+        except _UNREADABLE as error:
             raise ShardError(where, f"cannot be read: {error}") from error
 
     def _run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Iterator[_Result]:
@@ -280,7 +284,7 @@ class ProvenanceTable:
     def _answer(self, future: Future[_Result]) -> _Result:
         try:
             return future.result()
-        except (pa.ArrowException, OSError) as error:
+        except _UNREADABLE as error:
             raise ShardError(self._where, f"cannot be read: {error}; run shardkit verify") from error
 
 
@@ -289,14 +293,13 @@ def pieces_of(table: pa.Table) -> list[Piece]:
     return [Piece(**line) for line in table.to_pylist()]
 
 
-def _limits(group: pq.RowGroupMetaData) -> dict[str, tuple[Any, Any]]:
+def _limits(footer: pq.FileMetaData, group: int) -> dict[str, tuple[Any, Any]]:
     """(least, greatest) value of the columns of a row group that state them."""
     found = {}
-    for index in range(group.num_columns):
-        column = group.column(index)
-        limits = column.statistics
-        if limits is not None and limits.has_min_max:
-            found[column.path_in_schema] = (limits.min, limits.max)
+    for index in range(footer.num_columns):
+        limits = column_limits(footer, group, index)
+        if limits is not None:
+            found[footer.schema.column(index).path] = limits
     return found
 
 
@@ -308,4 +311,6 @@ def _with_columns(
     if not mask.any():
         return schema.empty_table()
     table = file.read_row_group(group, columns=list(columns), use_threads=False).filter(pa.array(mask))
-    return table.select(columns).add_column(0, "sample_id", pa.array(ids[mask])).cast(schema)
+    lines = table.select(columns).add_column(0, "sample_id", pa.array(ids[mask])).cast(schema)
+    lines.validate(full=True)  # Parquet does not look whether strings are UTF-8
+    return lines
