@@ -218,8 +218,10 @@ def _open(path: Path) -> _Stream | _Parquet:
     import pyarrow as pa
 
     try:
-        return _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
-    except (pa.ArrowException, OSError) as error:
+        file = _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
+        _ = file.schema.names  # UTF-8, or nothing later could name a column
+        return file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ShardError(path, f"cannot be read as {path.suffix or 'Arrow'}: {error}") from error
 
 
