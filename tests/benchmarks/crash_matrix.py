@@ -135,8 +135,8 @@ def _logged(log: Path | None) -> list[Result]:
     if log is None or not log.exists():
         return []
     cells = [json.loads(line) for line in log.read_text().splitlines()]
-    results = [Result(**cell | {"key": tuple(cell["key"])}) for cell in cells]
-    return [result for result in results if not result.problems]
+    results = {tuple(cell["key"]): Result(**cell | {"key": tuple(cell["key"])}) for cell in cells}
+    return [result for result in results.values() if not result.problems]
 
 
 def _kinds(engines: Sequence[Engine], *, stores: bool) -> Iterator[Kind]:
@@ -195,24 +195,22 @@ def _run(plan: Plan, jobs: int) -> Iterator[Result]:
     try:
         while ended < jobs:
             try:
-                result = results.get(timeout=CELL_SECONDS)
+                todo, result = results.get(timeout=CELL_SECONDS)
             except queue.Empty:
                 raise SystemExit(f"no cell ended in {CELL_SECONDS:.0f} s") from None
             if isinstance(result, str):
                 raise SystemExit(result)
-            if isinstance(result, int):
+            if result is None:
                 ended += 1
-                total = result
                 continue
             count += 1
-            yield result[1]
-            _say(count, result[0], time.monotonic() - start, result[1])
+            yield result
+            _say(count, todo, time.monotonic() - start, result)
     finally:
         for process in processes:
             if ended < jobs:
                 process.terminate()
             process.join()
-    sys.stderr.write(f"{plan.kind}: {count} cells run of {total}\n")
 
 
 def _say(count: int, total: int, seconds: float, result: Result) -> None:
@@ -225,7 +223,11 @@ def _say(count: int, total: int, seconds: float, result: Result) -> None:
 
 
 def _work(plan: Plan, job: int, turn: Any, results: mp.Queue[Any]) -> None:
-    """A job: run the cell whose turn it is, until there is none."""
+    """A job: run the cell whose turn it is, until there is none.
+
+    Puts (cells to run, what came of one), at the end (…, None), or (…, traceback) if the machinery breaks.
+    """
+    todo: Cells = []
     try:
         with _machinery(plan, plan.folder / f"job-{job}") as cells:
             todo = [(key, do) for key, do in cells if key not in plan.done]
@@ -242,9 +244,9 @@ def _work(plan: Plan, job: int, turn: Any, results: mp.Queue[Any]) -> None:
                 looks = getattr(outcome, "looks", 0)
                 result = Result(key, outcome.struck, looks, outcome.problems, round(seconds, 3))
                 results.put((len(todo), result))
-        results.put(len(cells))
+        results.put((len(todo), None))
     except BaseException:
-        results.put(traceback.format_exc())
+        results.put((len(todo), traceback.format_exc()))
 
 
 Named = tuple[tuple[str, str, str], Callable[[], Any]]
