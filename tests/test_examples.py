@@ -33,9 +33,8 @@ def server() -> Iterator[ScriptServer]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "script", ["train_plain.py", pytest.param("train_lightning.py", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("script", ["train_plain.py", "train_lightning.py"])
 def test_a_killed_run_continues_with_the_same_samples_and_losses(
     server: ScriptServer, script: str, dataset: Path, tmp_path: Path
 ) -> None:

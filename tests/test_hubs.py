@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from default_cases import cases
 from near_parts import Made, clusters, near_signature, write_parts
 
 from shardkit.writers.dedup.hub_kernels import count_matches, make_prints, matches_for
@@ -158,7 +159,7 @@ def kept(order: Sequence[int], edges: set[tuple[int, int]]) -> set[int]:
     return set(stay)
 
 
-@pytest.mark.parametrize("kind", ["0.9", "0.85", "tree"])
+@pytest.mark.parametrize("kind", cases(["0.9", "0.85", "tree"], ["tree"]))
 def test_leaders_leave_hardly_a_document_that_all_pairs_would_remove(tmp_path: Path, kind: str) -> None:
     rng, count = random.Random(3), 400
     sets = tree(rng, count) if kind == "tree" else family(rng, float(kind), count)

@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning_runs as runs
 import pytest
+from default_cases import cases
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_runs import EveryStep, Model, Record, Trained, fit, stop_at, trained_batches
@@ -138,7 +139,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = 
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, ["epochs", "endless", "val by steps", "accumulate", "reload"]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     case: str, data: Data, train: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import peers
 import pytest
+from default_cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,9 @@ def test_a_limit_below_one_sample_cuts_as_mosaicml_does_with_an_empty_shard_firs
     assert [shard.samples for shard in writer.finish().shards] == [0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("compression", ["zstd", "zstd:9", "br:3", "bz2", "gz:6", "snappy"])
+@pytest.mark.parametrize(
+    "compression", cases(["zstd", "zstd:9", "br:3", "bz2", "gz:6", "snappy"], ["zstd:9", "bz2", "snappy"])
+)
 def test_compressed_shards_hold_what_mosaicmls_hold(tmp_path: Path, compression: str) -> None:
     samples = list(mixed_samples(40))
     common: dict[str, Any] = {"compression": compression, "hashes": ["xxh3_64"]}
