@@ -10,10 +10,12 @@ if TYPE_CHECKING:
 __all__ = ["column_limits"]
 
 
-def column_limits(footer: pq.FileMetaData, group: int, column: int) -> tuple[Any, Any] | None:
+def column_limits(
+    group: pq.RowGroupMetaData, schema: pq.ParquetSchema, column: int
+) -> tuple[Any, Any] | None:
     """(least, greatest) value of a column in a row group; None if that is not said, or cannot be true."""
-    chunk = footer.row_group(group).column(column)
-    if chunk.physical_type != footer.schema.column(column).physical_type:
+    chunk = group.column(column)
+    if chunk.physical_type != schema.column(column).physical_type:
         return None  # pyarrow 26 lets a C++ exception out of `statistics`, which ends the process
     statistics = chunk.statistics
     if statistics is None or not statistics.has_min_max:

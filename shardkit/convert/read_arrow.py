@@ -196,8 +196,9 @@ class _Parquet:
         schema = self._metadata.schema
         leaves = [n for n in range(len(schema)) if schema.column(n).path.split(".")[0] == column]
         for group in range(self._metadata.num_row_groups):
+            row_group = self._metadata.row_group(group)
             for leaf in leaves:
-                limits = column_limits(self._metadata, group, leaf)
+                limits = column_limits(row_group, schema, leaf)
                 if limits is None or not isinstance(limits[1], int):
                     return None
                 found.append(limits[1])

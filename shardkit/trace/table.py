@@ -209,7 +209,7 @@ class ProvenanceTable:
         if missing := [column for column in COLUMNS if column not in schema.names]:
             raise ShardError(f"{self._where[: -len(FOLDER)]}{name}", f"has no column {missing[0]!r}")
         groups = [group for group in range(footer.num_row_groups) if footer.row_group(group).num_rows]
-        limits = [_limits(footer, group) for group in groups]
+        limits = [_limits(footer.row_group(group), footer.schema) for group in groups]
         last = len(self._starts) - 2
         firsts, lasts = [], []
         for each in limits:
@@ -234,8 +234,9 @@ class ProvenanceTable:
     def _selected(self, number: int, group: int, selection: Selection) -> tuple[int, pa.Table]:
         """(lines of a row group, those that are wanted)."""
         part = self._part(number)
-        rows = part.footer.row_group(group).num_rows
-        if not selection.may_be_within(_limits(part.footer, group)):
+        row_group = part.footer.row_group(group)
+        rows = row_group.num_rows
+        if not selection.may_be_within(_limits(row_group, part.footer.schema)):
             return rows, _SCHEMA.empty_table()
         with self._open(part.name, part.footer) as file:
             columns = selection.columns
@@ -293,13 +294,13 @@ def pieces_of(table: pa.Table) -> list[Piece]:
     return [Piece(**line) for line in table.to_pylist()]
 
 
-def _limits(footer: pq.FileMetaData, group: int) -> dict[str, tuple[Any, Any]]:
+def _limits(group: pq.RowGroupMetaData, schema: pq.ParquetSchema) -> dict[str, tuple[Any, Any]]:
     """(least, greatest) value of the columns of a row group that state them."""
     found = {}
-    for index in range(footer.num_columns):
-        limits = column_limits(footer, group, index)
+    for index in range(group.num_columns):
+        limits = column_limits(group, schema, index)
         if limits is not None:
-            found[footer.schema.column(index).path] = limits
+            found[schema.column(index).path] = limits
     return found
 
 
