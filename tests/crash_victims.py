@@ -247,8 +247,7 @@ def _child(request: Mapping[str, Any]) -> int:
     trigger = None
     if request["point"] is not None:
         point = Point(**request["point"])
-        if request["engine"] != "ray":  # whose workers are not this process's children
-            os.environ.update(crash_points.environment(point))
+        os.environ.update(crash_points.environment(point))
         if point.action.startswith("cut"):
             _have_disk(Path(request["cwd"]))
         trigger = crash_points.arm(point, builder=os.getpid())

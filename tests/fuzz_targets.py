@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from audit_runs import log_report, logged_run
 from foreign_tars import tar_bytes
 from fuzz_sources import SOURCES
 from fuzzing import Target
@@ -228,6 +229,21 @@ def _batches(loader: StreamingLoader) -> Iterator[dict[str, Any]]:
     yield {"tokens": []}
 
 
+def _usage_log() -> Target:
+    def write(folder: Path) -> None:
+        logged_run(_dataset(), folder / "logs", world_size=2, batch_size=2, steps=5)
+
+    logs = _files(write)
+
+    def read(folder: Path) -> None:
+        with open_dataset(_dataset()) as dataset:
+            report = log_report(folder / "logs", dataset)
+        if not report.ok:
+            raise ShardError(folder, "the audit says what is wrong")
+
+    return Target("usage-log", logs, read)
+
+
 def _exclusions() -> Target:
     text = b"# fingerprint: " + b"0" * 32 + b"\n3\n5:9\n\n100:1000000 # gone\n"
 
@@ -261,6 +277,7 @@ _MAKERS: dict[str, Callable[..., Target]] = {
     "state": _state,
     "exclusions": _exclusions,
     "commit": _commit,
+    "usage-log": _usage_log,
     **SOURCES,
 }
 NAMES = (

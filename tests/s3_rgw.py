@@ -17,7 +17,7 @@ from servers.bucket import RgwBucket, s3_client
 from servers.fault_proxy import FaultProxy
 from servers.rgw import INSTALL, RgwServer, missing_programs
 
-__all__ = ["rgw", "rgw_bucket", "rgw_module_bucket", "rgw_proxy", "rgw_proxy_process"]
+__all__ = ["rgw", "rgw_bucket", "rgw_environment", "rgw_module_bucket", "rgw_proxy", "rgw_proxy_process"]
 
 _REQUIRE = "SHARDKIT_REQUIRE_RGW"
 # What would lead a client elsewhere than to the server of the test.
@@ -56,7 +56,7 @@ def rgw_proxy(rgw_proxy_process: FaultProxy) -> Iterator[FaultProxy]:
 
 @pytest.fixture(scope="session")
 def _administrator(rgw: RgwServer) -> Iterator[Any]:
-    with _environment(rgw):
+    with rgw_environment(rgw):
         client = s3_client(rgw.endpoint_url)
         client.list_buckets()  # finds its credentials now
     yield client
@@ -66,19 +66,20 @@ def _administrator(rgw: RgwServer) -> Iterator[Any]:
 @pytest.fixture
 def rgw_bucket(rgw: RgwServer, _administrator: Any) -> Iterator[RgwBucket]:
     """A fresh bucket; emptied and removed at the end."""
-    with _environment(rgw), _bucket(rgw, _administrator) as bucket:
+    with rgw_environment(rgw), _bucket(rgw, _administrator) as bucket:
         yield bucket
 
 
 @pytest.fixture(scope="module")
 def rgw_module_bucket(rgw: RgwServer, _administrator: Any) -> Iterator[RgwBucket]:
     """One for all tests of a module, where making one for each would take longer than the tests."""
-    with _environment(rgw), _bucket(rgw, _administrator) as bucket:
+    with rgw_environment(rgw), _bucket(rgw, _administrator) as bucket:
         yield bucket
 
 
 @contextmanager
-def _environment(server: RgwServer) -> Iterator[None]:
+def rgw_environment(server: RgwServer) -> Iterator[None]:
+    """Its credentials, and nothing that would lead elsewhere; the endpoint is the caller's to say."""
     with pytest.MonkeyPatch.context() as patch:
         for name in _CLEARED:
             patch.delenv(name, raising=False)

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
+from default_cases import cases
 from s3_moto import s3_server
 from small_build import make_corpus, tree
 
@@ -126,8 +127,7 @@ def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 3
 
 
-SLOW = pytest.mark.extended  # those that start a server
-CASES = [pytest.param(recipe, marks=[SLOW] if recipe.stem == "ray-cluster" else []) for recipe in RECIPES]
+CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem != "ray-cluster"])  # it starts a server
 
 
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)

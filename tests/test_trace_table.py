@@ -254,9 +254,7 @@ def test_lines_that_no_build_writes_are_told_not_believed(
     changed = table.set_column(at, field, pa.array(values, field.type))
     pq.write_table(changed, last, row_group_size=16, write_statistics=False)
     searched = ProvenanceTable(open_dataset(tmp_path / "copy")).search(Selection())
-    with pytest.raises(
-        ShardError, match=r"another dataset|cannot be read: .*UTF8|has columns of other types"
-    ):
+    with pytest.raises(ShardError, match=r"another dataset|cannot be read: .*UTF8"):
         list(searched)
 
 

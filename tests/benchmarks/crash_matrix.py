@@ -37,12 +37,12 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import crash_points
-import pytest
 from crash_grid import grid
 from crash_stores import FAULTS, Place, StoreCell, StoreCrashes
 from crashes import POINT_NAME, Crashes, Engine
 from ray_cluster import RayCluster
-from s3_moto import aws_environment, s3_server
+from s3_moto import s3_server
+from s3_rgw import rgw_environment
 from servers.bucket import s3_client
 from servers.rgw import RgwServer, missing_programs
 
@@ -171,11 +171,11 @@ def _bucket() -> Iterator[str]:
         with s3_server() as moto:
             yield moto.new_bucket()
         return
-    with RgwServer() as server, pytest.MonkeyPatch.context() as patched:
-        aws_environment(patched, server.endpoint_url)
-        patched.setenv("AWS_ACCESS_KEY_ID", server.access_key)
-        patched.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
-        patched.setenv("AWS_DEFAULT_REGION", server.region)
+    with (
+        RgwServer() as server,
+        rgw_environment(server),
+        patch.dict(os.environ, AWS_ENDPOINT_URL=server.endpoint_url),
+    ):
         s3_client(server.endpoint_url).create_bucket(Bucket="crash-matrix")
         yield "crash-matrix"
 
