@@ -19,7 +19,8 @@ SOURCES = {
     "shardkit.writers": ROOT / "writers",
     "shardkit.loaders": ROOT / "loaders",
 }
-MODULE_LINES = 400
+MODULE_LINES = 650  # a module is one concept told whole; nine in ten stay below LONG_MODULE
+LONG_MODULE = 450
 FUNCTION_LINES = 60
 INIT_ARGUMENTS = 10
 
@@ -62,6 +63,8 @@ def test_modules_and_functions_keep_their_budgets() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 check_function(node, file)
+    long = [str(file) for _, file in MODULES if file.read_text().count("\n") > LONG_MODULE]
+    assert len(long) <= len(MODULES) // 10, f"more than a tenth of the modules exceed {LONG_MODULE} lines: {long}"
 
 
 def check_function(node: ast.FunctionDef | ast.AsyncFunctionDef, file: Path) -> None:
