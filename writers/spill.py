@@ -122,7 +122,7 @@ def run_tokens_for(memory_bytes: int) -> int:
 class Removed:
     """What duplicate removal says of one split. Row numbers count over all batches of its file.
 
-    `rows` are int64 row numbers by the reason they are dropped for; no row has two. `copied` and `copies`,
+    `rows` are int64 row numbers, ascending, by the reason they are dropped for; no row has two. `copied` and `copies`,
     int64 each, are the rows that stand for more documents than themselves, ascending, and for how many.
     """
 
@@ -130,15 +130,21 @@ class Removed:
     copied: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     copies: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
+    def __post_init__(self) -> None:
+        for rows in (*self.rows.values(), self.copied):
+            assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
+
     def part(self, start: int, count: int) -> Removed:
         """Of rows [start, start + count), numbered from 0."""
-        rows = {reason: _between(rows, start, count) - start for reason, rows in self.rows.items()}
-        first, last = np.searchsorted(self.copied, [start, start + count])
-        return Removed(rows, self.copied[first:last] - start, self.copies[first:last])
+        here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
+        rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
+        copied = _between(self.copied, start, count)
+        return Removed(rows, self.copied[copied] - start, self.copies[copied])
 
 
-def _between(rows: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
-    return rows[(rows >= start) & (rows < start + count)]
+def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
+    first, last = np.searchsorted(ascending, [start, start + count])
+    return slice(first, last)
 
 
 def tokenize_split(
