@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
+
+import pytest
 
 from shardkit.storage.workers import Workers
 
@@ -89,3 +92,25 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
     release.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     workers.close()
+
+
+def test_a_task_that_raises_costs_no_thread_and_its_error_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: reported.append(told.exc_value))
+    workers = Workers(2)
+
+    def fail(number: int) -> None:
+        raise ValueError(number)
+
+    for number in range(20):
+        workers.submit(partial(fail, number))
+    assert len(names(workers, 5)) == 5, "other tasks still run"
+    assert workers._threads <= 2
+    workers.close()
+    for thread in threading.enumerate():
+        if thread.name == "shardkit-store" and thread is not threading.current_thread():
+            thread.join(TIMEOUT)
+    assert sorted(error.args[0] for error in reported if error) == list(range(20))
+    assert workers._threads == 0

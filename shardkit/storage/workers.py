@@ -19,7 +19,11 @@ _IDLE_SECONDS = 5.0  # a thread is cheap to start (50 microseconds), and to keep
 
 
 class Workers:
-    """Runs tasks, at most `most` at once; others wait for a thread. A task must not raise."""
+    """Runs tasks, at most `most` at once; others wait for a thread.
+
+    A task reports its errors to whoever waits for it. What it raises all the same goes to
+    `threading.excepthook`, as of any thread, and the thread runs the next task.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -53,7 +57,12 @@ class Workers:
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            task()
+            try:
+                task()
+            except BaseException as error:  # a thread that ended here would be missing for ever
+                failed = (type(error), error, error.__traceback__, threading.current_thread())
+                threading.excepthook(threading.ExceptHookArgs(failed))
+                del failed
             del task  # or its result would live until the next one
 
     def _next(self) -> Callable[[], None] | None:
