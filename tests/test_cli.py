@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,15 @@ def test_a_reader_that_stops_reading_is_no_error(corpus: Path, built: object) ->
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "{"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["info", "nowhere"], ["build", "nowhere.yaml"], ["info", "{dataset}"]])
+def test_the_command_leaves_its_callers_warnings_alone(
+    corpus: Path, built: object, command: list[str]
+) -> None:
+    before = warnings.showwarning
+    main([word.format(dataset=corpus.parent / "out") for word in command])
+    assert warnings.showwarning is before
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit status."""
     arguments = make_parser().parse_args(argv)
+    shown = warnings.showwarning
     warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
     try:
         return int(arguments.run(arguments))
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             return MISUSE if isinstance(error, RecipeError) else FAILED
         return _explain(error)
+    finally:  # who calls `main` from Python has a way of its own to show warnings
+        warnings.showwarning = shown
 
 
 def _explain(error: Exception) -> int:
