@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias, Unpack
@@ -23,7 +22,7 @@ from typing import Any, TypeAlias, Unpack
 import torch
 
 from shardkit.dataset import Dataset
-from shardkit.errors import MissingExtraError
+from shardkit.errors import MissingExtraError, warn_user
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
 from shardkit.loaders.lightning_batches import (
     EvaluationBatches,
@@ -169,11 +168,9 @@ class ShardDataModule(pl.LightningDataModule):
             return self._training
         self._close_training()
         if self._state is None and not self._loaded and trained_batches(self.trainer):
-            warnings.warn(
+            warn_user(
                 "the checkpoint has no state of ShardDataModule (another class, or another name, saved it): "
-                "training goes on from the first sample of the data",
-                RuntimeWarning,
-                stacklevel=2,
+                "training goes on from the first sample of the data"
             )
         self._loaded = self._loaded and self.trainer is None
         options = {name: value for name, value in self.options.items() if name != "on_mismatch"}

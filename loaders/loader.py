@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -23,6 +22,7 @@ from typing import Self, Unpack
 import torch
 
 from shardkit.dataset import Dataset
+from shardkit.errors import warn_user
 from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
@@ -360,7 +360,7 @@ class StreamingLoader:
         limit = self._arrangement.limit
         epoch_end = (self.epoch + 1) * self._plan.samples
         if limit is not None and (self.config.endless or limit.position < epoch_end):
-            warnings.warn(limit.message(self._plan.global_batch), RuntimeWarning, stacklevel=3)
+            warn_user(limit.message(self._plan.global_batch))
 
     def _follow(self, number: int) -> None:
         """Let the shards of a remote dataset, of `Streams.once`, be fetched ahead of this run."""

@@ -12,11 +12,11 @@ import contextlib
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
+from shardkit.errors import warn_user
 from shardkit.loaders.stats import LoaderStats
 
 __all__ = ["MetricsFile", "render"]
@@ -128,7 +128,7 @@ class MetricsFile:
         why = f"{type(error).__name__}: {error}"
         text = f"{self.path}: cannot write the loader's metrics ({why}); training goes on"
         with contextlib.suppress(RuntimeWarning):  # python -W error: still no reason to stop training
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warn_user(text)
 
 
 def _lines(stats: LoaderStats, labels: Mapping[str, object]) -> Iterator[str]:

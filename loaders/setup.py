@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
+from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.streams import Streams
@@ -88,12 +87,10 @@ def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int, served: in
         budget = DEFAULT_WINDOWS_BYTES
     needed = min(needed, total)
     if cache.capacity < needed:
-        warnings.warn(
+        warn_user(
             f"cache_bytes of {format_bytes(cache.capacity)} is below {format_bytes(needed)}, what {served} "
             "lanes have in use at a time: rows will be read one by one; give more, a smaller window, "
-            "fewer lanes, or smaller shards",
-            RuntimeWarning,
-            stacklevel=6,
+            "fewer lanes, or smaller shards"
         )
     return budget
 

@@ -15,13 +15,13 @@ import os
 import secrets
 import socket
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.audit.usage_file import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
+from shardkit.errors import warn_user
 from shardkit.loaders.planned import settings_of
 from shardkit.loaders.state import LoaderState
 from shardkit.loaders.streams import Streams
@@ -106,4 +106,4 @@ class UsageLog:
     def _fail(self, error: OSError) -> None:
         self._failed = True
         text = f"{self.path or self._folder}: cannot write the usage log ({error}); training goes on without"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warn_user(text)

@@ -1,10 +1,12 @@
-"""Every error that shardkit raises on purpose.
+"""Every error that shardkit raises on purpose, and the way to warn.
 
 A message says what was wrong, where, and what to do. Catch `ShardkitError` to catch them all.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from os import PathLike, fspath
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "StreamExhaustedError",
+    "warn_user",
 ]
 
 
@@ -74,3 +77,25 @@ class MissingExtraError(ShardkitError, ImportError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.package, self.extra, self.purpose))
+
+
+def warn_user(message: str) -> None:
+    """Issue a RuntimeWarning at the line of the user's code (or of another library) that called shardkit.
+
+    This is the innermost frame that is neither of shardkit nor of the standard library, which calls back into
+    shardkit (contextlib, threads). A thread of our own has no such frame: the line that warns stands in.
+    """
+    here = frame = sys._getframe(1)
+    while _is_passed_over(frame.f_globals.get("__name__", "")):
+        if frame.f_back is None:
+            frame = here
+            break
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    name, file = frame.f_globals.get("__name__"), frame.f_code.co_filename
+    warnings.warn_explicit(message, RuntimeWarning, file, frame.f_lineno, name, registry)
+
+
+def _is_passed_over(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package == "shardkit" or package in sys.stdlib_module_names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.cache.options import CacheOptions, open_cache
+from shardkit.errors import warn_user
 from shardkit.index import Manifest
 from shardkit.locate import Found
 from shardkit.storage.resilient import ResilientStore
@@ -104,11 +104,9 @@ def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: Cac
 
     size = sum(info.stored.bytes for info in manifest.shards)
     if options.folder is None and size > _UNREMEMBERED_BYTES:
-        warnings.warn(
+        warn_user(
             f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
-            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)",
-            RuntimeWarning,
-            stacklevel=5,
+            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)"
         )
     names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
     return TarIndexes.beside(options.folder, list(zip(names, versions, strict=True)))

@@ -151,8 +151,9 @@ def test_a_sample_that_tells_nothing_stops_no_build(tmp_path: Path, set_free: Ca
     recipe = make_corpus(tmp_path, 40)
     set_free(20_000)
     plan = open_plan(load_recipe(recipe, ["filters=[{length: {min_words: 1000}}]"]), None)
-    with pytest.warns(RuntimeWarning, match="is not known: no document is left"):
+    with pytest.warns(RuntimeWarning, match="is not known: no document is left") as caught:
         assert check_disk(plan, LocalWork(tmp_path / "work"), None, Execution(workers=1)) == []
+    assert caught[0].filename == __file__
 
 
 @pytest.fixture(scope="module")

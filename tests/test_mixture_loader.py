@@ -210,8 +210,9 @@ def test_a_stream_that_may_not_deliver_more_is_announced_and_ends_the_run(
         assert about - 6 <= end < about + 6
         step = end // 4
         message = rf"stream 'code' is exhausted at step {step} \(position {end}\).* allows {allowed} samples"
-        with pytest.warns(RuntimeWarning, match=message):
+        with pytest.warns(RuntimeWarning, match=message) as caught:
             iterator = iter(loader)
+        assert caught[0].filename == __file__
         assert len([next(iterator) for _ in range(step)]) == step
         with pytest.raises(StreamExhaustedError, match=message):
             next(iterator)

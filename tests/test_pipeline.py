@@ -266,9 +266,12 @@ def test_a_damaged_leftover_is_not_published(kept: BuildResult, corpus: Path, tm
     shard = next((work / "pack").rglob("*.mds"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
 
-    with pytest.warns(RuntimeWarning, match="was damaged after it was written; its task runs again"):
+    with pytest.warns(
+        RuntimeWarning, match="was damaged after it was written; its task runs again"
+    ) as caught:
         made = build(corpus, output=tmp_path / "out", overrides=[f"work={work}"], workers=1, progress=False)
     assert tree(made.output) == tree(kept.output)
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.extended
@@ -280,8 +283,9 @@ def test_a_tokenizer_that_only_the_slow_engine_gets_right_is_used_with_a_warning
     config = json.loads(file.read_text())
     config["normalizer"] = {"type": "Replace", "pattern": {"String": "says"}, "content": "SAYS"}
     file.write_text(json.dumps(config))
-    with pytest.warns(RuntimeWarning, match=r"encoding with tokenizers \(slow\)"):
+    with pytest.warns(RuntimeWarning, match=r"encoding with tokenizers \(slow\)") as caught:
         result = build(recipe, workers=2, progress=False)
+    assert caught[0].filename == __file__
     card = json.loads((result.output / "dataset.json").read_text())
     assert card["tokenizer"]["engine"] == "tokenizers"
 

@@ -64,8 +64,11 @@ def test_a_damaged_input_of_a_task_is_made_again(tmp_path: Path, compared: list[
     run(tmp_path, "x")
     assert compared == []
     damage(tmp_path, "first/*/text")
-    with pytest.warns(RuntimeWarning, match=r"first/.*: text was damaged after it .* its task runs again"):
+    with pytest.warns(
+        RuntimeWarning, match=r"first/.*: text was damaged after it .* its task runs again"
+    ) as caught:
         assert run(tmp_path, "y") == b"copy of hello"
+    assert caught[0].filename == __file__
     assert compared == ["first/text"], "the other file is not read by anybody"
 
 

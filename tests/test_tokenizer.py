@@ -220,8 +220,9 @@ def test_parity_keeps_the_fast_engine_where_both_agree(path: Path, tmp_path: Pat
 
 def test_a_tokenizer_that_gigatoken_does_not_know_falls_back_with_a_warning(tmp_path: Path) -> None:
     path = train(tmp_path, normalizer=normalizers.Lowercase())
-    with pytest.warns(RuntimeWarning, match="gigatoken cannot load this tokenizer"):
+    with pytest.warns(RuntimeWarning, match="gigatoken cannot load this tokenizer") as caught:
         parity = check_parity([], path, EOS)
+    assert caught[0].filename == __file__
     assert parity.engine == "tokenizers"
     ids, _ = Encoder(path, EOS, engine=parity.engine).encode(["HELLO"])
     assert ids.tolist() == Encoder(path, EOS, engine="tokenizers").encode(["hello"])[0].tolist()

@@ -19,6 +19,7 @@ from shardkit.cli.main import main
 from shardkit.dataset import open_dataset
 from shardkit.exclusions import Exclusions
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.trace.text import Decoder
 from shardkit.upload import upload
 from shardkit.writers import build
 
@@ -303,6 +304,9 @@ def test_text_needs_the_tokenizer_of_the_dataset(
     assert main(["trace", str(path), "--row", "1", "--tokenizer", str(tmp_path / "other.json")]) == 0
     assert "is not the tokenizer of this dataset" in capsys.readouterr().err
     (tmp_path / "none.json").write_text("{}")
+    with pytest.warns(RuntimeWarning, match="is not the tokenizer of this dataset") as caught:
+        Decoder(tmp_path / "other.json", json.loads((path / "dataset.json").read_bytes()))
+    assert caught[0].filename == __file__
     assert main(["trace", str(path), "--row", "1", "--tokenizer", str(tmp_path / "none.json")]) == 1
     assert "is no tokenizer that can be read" in capsys.readouterr().err
     card = json.loads((path / "dataset.json").read_bytes())

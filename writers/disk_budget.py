@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, warn_user
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine_local import default_workers
 from shardkit.writers.execution.task import Commit, Task
@@ -81,8 +80,7 @@ def check_disk(
         try:
             estimate = rehearse(plan, min(workers, default_workers(plan.recipe.memory)))
         except BuildError as error:
-            problem = f"whether the build fits on its disks is not known: {error}"
-            warnings.warn(problem, RuntimeWarning, stacklevel=3)
+            warn_user(f"whether the build fits on its disks is not known: {error}")
             return []
         finished = finished_stages(plan, work) if isinstance(work, LocalWork) else {}
         listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, time.perf_counter() - start))

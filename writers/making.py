@@ -8,13 +8,12 @@ of a runner, or of a planner that only looks what is finished.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, warn_user
 from shardkit.writers import spill, stages
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.execution.task import Commit, Task
@@ -101,8 +100,7 @@ def _tokenize(
         if parity.counts["engine"] == engine:
             raise
     if parity.counts["reason"]:
-        reason = f"{parity.counts['reason']}; encoding with tokenizers (slow)"
-        warnings.warn(reason, RuntimeWarning, stacklevel=5)
+        warn_user(f"{parity.counts['reason']}; encoding with tokenizers (slow)")
     if parity.counts["engine"] != engine:
         [spilled] = run(tasks(parity.counts["engine"]))
     return spilled, parity

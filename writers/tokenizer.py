@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
 from shardkit.plain_json import load_json
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow
@@ -263,9 +262,7 @@ def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
 
 
 def _fall_back(path: Path, parity: Parity) -> Parity:
-    warnings.warn(
-        f"{path}: {parity.reason}; this build encodes with tokenizers (slow)", RuntimeWarning, stacklevel=3
-    )
+    warn_user(f"{path}: {parity.reason}; this build encodes with tokenizers (slow)")
     return parity
 
 

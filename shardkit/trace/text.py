@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.dataset import Dataset
-from shardkit.errors import MissingExtraError, ShardError, ShardkitError
+from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
 
 __all__ = ["Decoder", "find_tokenizer", "read_rows"]
 
@@ -44,10 +43,9 @@ class Decoder:
             raise ShardkitError(f"{path}: is no tokenizer that can be read: {error}") from error
         self.eos_id = stated.get("eos_id")
         if stated.get("digest") not in (None, _digest(data)):
-            warnings.warn(
+            warn_user(
                 f"{path} is not the tokenizer of this dataset ({stated.get('file')}, digest "
-                f"{stated['digest']}): the text may be wrong",
-                stacklevel=2,
+                f"{stated['digest']}): the text may be wrong"
             )
 
     def text(self, tokens: Row) -> str:

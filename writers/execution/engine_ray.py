@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from shardkit.closing import Closing
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, warn_user
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine_local import (
     ONE_THREAD,
@@ -179,7 +178,7 @@ class _Run:
         if not self._told_no_node:
             self._told_no_node = True
             self._moved = now
-            warnings.warn(f"no node of the Ray cluster has {needs}: waiting for one", RuntimeWarning, 2)
+            warn_user(f"no node of the Ray cluster has {needs}: waiting for one")
         elif now - self._moved > NO_NODE_SECONDS:
             raise BuildError(
                 f"for {NO_NODE_SECONDS / 60:.0f} minutes no node of the Ray cluster had {needs} (there is "
@@ -248,7 +247,7 @@ class _Run:
             ) from error
         tried.not_before = time.monotonic() + FIRST_PAUSE_SECONDS * 2 ** (tried.losses - 1)
         self._lost.append(tried)
-        warnings.warn(f"{problem}; it runs again (retry {tried.losses} of {RETRIES})", RuntimeWarning, 2)
+        warn_user(f"{problem}; it runs again (retry {tried.losses} of {RETRIES})")
 
     def _reason(self, error: Exception) -> str:
         exceptions = self.ray.exceptions

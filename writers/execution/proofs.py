@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardkit.errors import warn_user
 from shardkit.writers.execution import work_files
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_local import LocalWork
@@ -93,11 +93,7 @@ class Proofs:
             if name is None:
                 found.unproved -= names
                 continue
-            warnings.warn(
-                f"{found.commit.folder}: {name} was damaged after it was written; its task runs again",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn_user(f"{found.commit.folder}: {name} was damaged after it was written; its task runs again")
             found.unproved.clear()  # all of them will be new
             self._work.forget(found.commit)
             self.prove_inputs([found.task])
