@@ -122,8 +122,9 @@ def run_tokens_for(memory_bytes: int) -> int:
 class Removed:
     """What duplicate removal says of one split. Row numbers count over all batches of its file.
 
-    `rows` are int64 row numbers, ascending, by the reason they are dropped for; no row has two. `copied` and `copies`,
-    int64 each, are the rows that stand for more documents than themselves, ascending, and for how many.
+    `rows` are int64 row numbers, ascending, by the reason they are dropped for; no row has two. `copied` and
+    `copies`, int64 each, are the rows that stand for more documents than themselves, ascending, and for how
+    many.
     """
 
     rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
