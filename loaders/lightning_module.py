@@ -19,10 +19,13 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias, Unpack
 
-import torch
+from shardkit.errors import naming_extras, warn_user
+
+with naming_extras("ShardDataModule"):
+    import lightning.pytorch as pl
+    import torch
 
 from shardkit.dataset import Dataset
-from shardkit.errors import MissingExtraError, warn_user
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
 from shardkit.loaders.lightning_batches import (
     EvaluationBatches,
@@ -35,13 +38,6 @@ from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.state import OnMismatch, Tail
 from shardkit.loaders.stats import LoaderStats
 from shardkit.order import Shuffle
-
-try:
-    import lightning.pytorch as pl
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] != "lightning":
-        raise
-    raise MissingExtraError("lightning", "lightning", "ShardDataModule") from error
 
 __all__ = ["DataMonitor", "ShardDataModule"]
 

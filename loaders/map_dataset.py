@@ -15,8 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset as TorchDataset
+
+from shardkit.errors import naming_extras
+
+with naming_extras("shardkit.loaders.map_dataset"):
+    import torch
+    from torch.utils.data import Dataset as TorchDataset
 
 from shardkit.dataset import Dataset
 from shardkit.loaders.batch import BatchMaker

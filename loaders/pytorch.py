@@ -27,8 +27,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-import torch
-from torch.utils.data import DataLoader
+from shardkit.errors import naming_extras
+
+with naming_extras("shardkit.loaders.pytorch"):
+    import torch
+    from torch.utils.data import DataLoader
 
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.map_dataset import MapDataset

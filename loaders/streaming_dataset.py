@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Unpack, cast
 
 import numpy as np
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+
+from shardkit.errors import StateError, naming_extras
+
+with naming_extras("shardkit.loaders.streaming_dataset"):
+    import torch
+    from torch.utils.data import IterableDataset, get_worker_info
 
 from shardkit.dataset import Dataset
-from shardkit.errors import StateError
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderOptions, Stream, TokenDtype
 from shardkit.loaders.loader import StreamingLoader

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike, fspath
 
 __all__ = [
@@ -18,8 +20,41 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "StreamExhaustedError",
+    "naming_extras",
     "warn_user",
 ]
+
+# What to install for a module that is not there: the distribution, and the extra that brings it.
+_EXTRAS = {
+    "PIL": ("Pillow", "formats"),
+    "awkward": ("awkward", "write"),
+    "boto3": ("boto3", "s3"),
+    "botocore": ("boto3", "s3"),
+    "brotli": ("Brotli", "formats"),
+    "cbor": ("cbor", "webdataset"),
+    "floret": ("floret", "classifier"),
+    "fsspec": ("fsspec", "fsspec"),
+    "gigatoken": ("gigatoken", "write"),
+    "isal": ("isal", "fast"),
+    "kenlm": ("kenlm", "perplexity"),
+    "lightning": ("lightning", "lightning"),
+    "llvmlite": ("numba", "write"),
+    "lz4": ("lz4", "formats"),
+    "matplotlib": ("matplotlib", "plot"),
+    "msgpack": ("msgpack", "webdataset"),
+    "numba": ("numba", "write"),
+    "orjson": ("orjson", "write"),
+    "pyarrow": ("pyarrow", "write"),
+    "ray": ("ray", "ray"),
+    "resiliparse": ("resiliparse", "html"),
+    "snappy": ("python-snappy", "formats"),
+    "tokenizers": ("tokenizers", "write"),
+    "torch": ("torch", "torch"),
+    "trafilatura": ("trafilatura", "html"),
+    "urllib3": ("boto3", "s3"),
+    "warcio": ("warcio", "warc"),
+    "webdataset": ("webdataset", "webdataset"),
+}
 
 
 class ShardkitError(Exception):
@@ -77,6 +112,18 @@ class MissingExtraError(ShardkitError, ImportError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.package, self.extra, self.purpose))
+
+
+@contextmanager
+def naming_extras(purpose: str) -> Iterator[None]:
+    """Raise a MissingExtraError where an import in the block fails because an optional package is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise MissingExtraError(*_EXTRAS[package], purpose) from error
 
 
 def warn_user(message: str) -> None:

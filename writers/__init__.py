@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardkit.errors import naming_extras
+
 __all__ = ["BuildResult", "DedupIndexResult", "Recipe", "build", "build_dedup_index", "load_recipe"]
 
 if TYPE_CHECKING:
@@ -15,20 +17,21 @@ else:
 
     def __getattr__(name: str) -> object:
         # Late, so that a module of this package costs only what it imports itself.
-        if name == "build":
-            from shardkit.writers.pipeline import build
+        with naming_extras(f"shardkit.writers.{name}"):
+            if name == "build":
+                from shardkit.writers.pipeline import build
 
-            return build
-        if name in ("DedupIndexResult", "build_dedup_index"):
-            from shardkit.writers import index_build
+                return build
+            if name in ("DedupIndexResult", "build_dedup_index"):
+                from shardkit.writers import index_build
 
-            return getattr(index_build, name)
-        if name == "BuildResult":
-            from shardkit.writers.result import BuildResult
+                return getattr(index_build, name)
+            if name == "BuildResult":
+                from shardkit.writers.result import BuildResult
 
-            return BuildResult
-        if name in ("Recipe", "load_recipe"):
-            from shardkit.writers import recipe
+                return BuildResult
+            if name in ("Recipe", "load_recipe"):
+                from shardkit.writers import recipe
 
-            return getattr(recipe, name)
+                return getattr(recipe, name)
         raise AttributeError(f"module 'shardkit.writers' has no attribute {name!r}")

@@ -23,11 +23,14 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from shardkit.errors import BuildError, ShardkitError
+from shardkit.errors import BuildError, ShardkitError, naming_extras
+
+with naming_extras("shardkit.writers.annotations"):
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.filters.chain import Filtered
 from shardkit.writers.ledger import Count

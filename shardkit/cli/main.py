@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 
 import shardkit
-from shardkit.errors import MissingExtraError, RecipeError, ShardkitError
+from shardkit.errors import RecipeError, ShardkitError, naming_extras
 
 __all__ = ["VERBS", "main"]
 
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = warnings.showwarning
     warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
     try:
-        return int(arguments.run(arguments))
+        with naming_extras(f"`shardkit {arguments.verb}`"):
+            return int(arguments.run(arguments))
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -81,7 +82,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, ShardkitError):
         _say(f"error: {error}")
     elif isinstance(error, ModuleNotFoundError):
-        _say(f"error: {MissingExtraError(error.name or str(error), 'write', 'this command')}")
+        _say(f"error: {error}; install the package that has it")
     elif isinstance(error, OSError):
         _say(f"error: {error}")
     else:
