@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Sequence
 
 import shardkit
+from shardkit.cli.output import escaped
 from shardkit.errors import RecipeError, ShardkitError, naming_extras
 
 __all__ = ["VERBS", "main"]
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         if arguments.debug:
-            traceback.print_exc()
+            sys.stderr.write(escaped(traceback.format_exc()))
             return MISUSE if isinstance(error, RecipeError) else FAILED
         return _explain(error)
     finally:  # who calls `main` from Python has a way of its own to show warnings
@@ -92,4 +93,4 @@ def _explain(error: Exception) -> int:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"shardkit: {message}\n")
+    sys.stderr.write(f"shardkit: {escaped(message)}\n")
