@@ -172,6 +172,7 @@ def code_version() -> str:
     state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
     for name, source in covered_sources().items():
         state.update(f"\0{name}\0".encode() + source.read_bytes())
+    # Python's Unicode tables, csv, gzip and json decide bytes too.
     state.update("\0python {}.{}".format(*sys.version_info).encode())
     for library in LIBRARIES:
         try:
