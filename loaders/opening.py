@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.cache.options import CacheOptions
@@ -15,6 +15,7 @@ from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.state import LoaderState, MixtureState, StreamState
 from shardkit.loaders.streams import Streams
 from shardkit.mixture import Schedule
+from shardkit.storage import StorageOptions
 from shardkit.units import parse_bytes
 
 __all__ = ["Opened", "named_weights", "open_streams"]
@@ -106,7 +107,10 @@ def open_streams(
     paths = [spec.path if isinstance(spec.path, Dataset) else os.fspath(spec.path) for spec in specs]
     to_open = dict.fromkeys(path for path in paths if not isinstance(path, Dataset))
     cache = _cache_options(config, processes, max(1, len(to_open)))
-    opened = {path: open_dataset(path, storage=config.storage, cache=cache) for path in to_open}
+    storage = config.storage or StorageOptions()
+    # A store must not fail before the loader does: it retries for as long as a batch is waited for.
+    storage = replace(storage, retry_seconds=max(storage.retry_seconds, config.timeout_seconds))
+    opened = {path: open_dataset(path, storage=storage, cache=cache) for path in to_open}
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
     exclusions = [_exclusions(spec.exclude, found) for spec, found in zip(specs, datasets, strict=True)]
     return Opened(Streams(datasets, _names(specs, datasets)), specs, tuple(exclusions))

@@ -53,6 +53,7 @@ _STORE: tuple[tuple[str, str, _Kind, str], ...] = (
     ("requests", "requests_total", "counter", "Requests sent to the object store."),
     ("read_bytes", "read_bytes_total", "counter", "Bytes read from the object store."),
     ("retries", "retries_total", "counter", "Requests made again after a failure."),
+    ("outages", "outages_total", "counter", "Times that requests failed for more than a few seconds."),
     ("throttled", "throttled_total", "counter", "Answers 503, slow down."),
     ("hedges", "hedges_total", "counter", "Requests doubled because the first took long."),
     ("resumed_bodies", "resumed_bodies_total", "counter", "Reads continued on a new connection."),

@@ -166,6 +166,7 @@ def telemetry_sources(streams: Streams) -> dict[str, Source]:
             "errors": sum(sum(each.errors.values()) for each in seen),
             "read_bytes": sum(each.bytes_read for each in seen),
             "retries": sum(each.retries for each in seen),
+            "outages": sum(each.outages for each in seen),
             "throttled": sum(each.throttled for each in seen),
             "hedges": sum(each.hedges for each in seen),
             "resumed_bodies": sum(each.resumed_bodies for each in seen),

@@ -52,6 +52,8 @@ class StoreStats:
     requests: float = 0
     read_bytes: float = 0
     retries: float = 0
+    outages: float = 0
+    """Times that requests failed for more than a few seconds."""
     throttled: float = 0
     """Answers "slow down" (503)."""
     hedges: float = 0

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from crash_victims import share_quickly
 from crashes import differences, make_recipe
+from scripted_store import FakeClock
 from watched_store import FalseIndexError, PulledPlugError, WatchedStore, check_reader, objects
 
 from shardkit.errors import ShardkitError
@@ -35,7 +36,18 @@ Fault = Literal["deny", "lost_ack", "error", "outage", "plug", "late plug"]
 Place = Literal["work", "out"]
 FAULTS: tuple[Fault, ...] = ("deny", "lost_ack", "error", "outage", "plug", "late plug")
 ENDURED = ("lost_ack", "error")  # the build must not even mind
-_POLICY = RetryPolicy(attempts=3, hedge=False, sleep=lambda seconds: None)
+_CLOCK = FakeClock()
+_POLICY = RetryPolicy(
+    backoff_seconds=12.0,
+    longest_backoff_seconds=100.0,
+    deadline_seconds=60.0,
+    first_contact_seconds=60.0,
+    hedge=False,
+    clock=_CLOCK,
+    sleep=_CLOCK.sleep,
+    jitter=lambda: 1.0,
+)
+"""Three attempts, at once."""
 _numbers = itertools.count()
 
 
@@ -164,11 +176,11 @@ class StoreCrashes:
 
 @contextmanager
 def _reached(stores: dict[str, Store]) -> Iterator[None]:
-    """URLs lead to these stores, operations are tried a few times, at once, and the dead are soon known."""
+    """URLs lead to these stores, operations are retried twice, at once, and the dead are soon known."""
     with (
         share_quickly(),
         patch("shardkit.storage.resilient.open_store", lambda url, options=None: stores[str(url)]),
-        patch("shardkit.storage.resilient.RetryPolicy", lambda: _POLICY),
+        patch("shardkit.storage.resilient.RetryPolicy", lambda **_: _POLICY),
         patch("shardkit.writers.session.LocalEngine", lambda workers: InlineEngine()),
         patch("shardkit.writers.execution.engine_inline.run_task", run_guarded),
     ):

@@ -175,6 +175,7 @@ def test_the_dictionary_is_plain_data_and_complete() -> None:
         "requests": 4,
         "read_bytes": 0,
         "retries": 0,
+        "outages": 0,
         "throttled": 0,
         "hedges": 0,
         "resumed_bodies": 0,

@@ -62,7 +62,7 @@ POLICY = RetryPolicy(
     floor_bytes_per_second=500_000.0,
     window_seconds=0.3,
 )
-FEW = RetryPolicy(attempts=3, backoff_seconds=0.02, hedge=False)
+SHORT = RetryPolicy(backoff_seconds=0.02, deadline_seconds=1.5, hedge=False)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_failures_that_pass_are_not_seen(
 
 @parametrize_operations
 @parametrize_early_faults
-def test_failures_that_stay_end_in_kind_after_so_many_tries(
+def test_failures_that_stay_end_in_kind_after_several_attempts(
     fault: str, operation: str, direct: S3Store, through: Through, rgw_proxy: FaultProxy
 ) -> None:
     if (operation, fault) == ("put_if_absent", "lost_acknowledgement"):
@@ -267,19 +267,19 @@ def test_failures_that_stay_end_in_kind_after_so_many_tries(
     direct.delete("new")
     rule, kind, status = EARLY_FAULTS[fault]
     rgw_proxy.set_rules(rule)
-    store = ResilientStore(through(HANG_SECONDS if fault == "hang" else READ_TIMEOUT_SECONDS), FEW)
+    store = ResilientStore(through(HANG_SECONDS if fault == "hang" else READ_TIMEOUT_SECONDS), SHORT)
     with ends_within(3), pytest.raises(TransientError) as caught:
         OPERATIONS[operation][1](store)
     assert type(caught.value) is kind
     assert caught.value.status == status
-    assert rgw_proxy.hits()[0] >= FEW.attempts
-    assert store.metrics.snapshot().retries == FEW.attempts - 1
+    assert rgw_proxy.hits()[0] >= 3
+    assert store.metrics.snapshot().retries >= 2
     store.close()
 
 
 def test_failures_that_stay_end_by_the_deadline(plain: S3Store, rgw_proxy: FaultProxy) -> None:
     rgw_proxy.set_rules(Rule(fault="status"))
-    policy = RetryPolicy(attempts=1000, longest_backoff_seconds=0.1, deadline_seconds=0.7)
+    policy = RetryPolicy(longest_backoff_seconds=0.1, deadline_seconds=0.7)
     store = ResilientStore(plain, policy)
     with ends_within(policy.deadline_seconds), pytest.raises(TransientError):  # the last try may be cut short
         store.get("a")
@@ -568,7 +568,7 @@ def test_a_server_that_comes_back_costs_only_time(
 def test_a_server_that_stays_away_ends_an_operation_by_its_deadline(
     gateway: RgwServer, to_gateway: S3Store
 ) -> None:
-    policy = RetryPolicy(longest_backoff_seconds=0.2, attempts=1000, deadline_seconds=1.0)
+    policy = RetryPolicy(longest_backoff_seconds=0.2, deadline_seconds=1.0)
     store = ResilientStore(to_gateway, policy)
     gateway.signal_gateway(signal.SIGKILL)
     with ends_within(policy.deadline_seconds), pytest.raises(TransientError):

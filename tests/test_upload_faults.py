@@ -39,7 +39,6 @@ def unreliable(store: Store, seed: int, rules: list[FaultRule] = FAULTS) -> Resi
     policy = RetryPolicy(
         backoff_seconds=1e-4,
         longest_backoff_seconds=1e-3,
-        attempts=40,
         hedge=False,
         jitter=random.Random(seed).random,
     )

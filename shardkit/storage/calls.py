@@ -16,7 +16,7 @@ from shardkit.storage.errors import StoreError, ThrottledError, TransientError
 from shardkit.storage.gate import Gate, Ticket
 from shardkit.storage.hedge import Hedging, Race
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.retry import Retries, RetryPolicy
+from shardkit.storage.retry import Health, Retries, RetryPolicy
 from shardkit.storage.store import Body
 from shardkit.storage.workers import Workers
 
@@ -31,10 +31,13 @@ T = TypeVar("T")
 class Calls:
     """What all operations on one store share, in one process."""
 
-    def __init__(self, policy: RetryPolicy, metrics: StoreMetrics, connections: int) -> None:
+    def __init__(
+        self, url: str, policy: RetryPolicy, metrics: StoreMetrics, connections: int, *, has_answered: bool
+    ) -> None:
         self.policy = policy
         self.metrics = metrics
         self.gate = Gate(connections, metrics, clock=policy.clock)
+        self.health = Health(url, policy, metrics, has_answered=has_answered)
         self._hedging = Hedging(policy)
         self._workers = Workers(_THREADS_PER_CONNECTION * connections)
 
@@ -54,7 +57,7 @@ class Calls:
 
         With `seconds` the operation, and so each try, has that much time: for what is long by itself.
         """
-        tries = Retries(self.policy, self.metrics, operation, where, seconds=seconds)
+        tries = self.retries(operation, where, seconds=seconds)
         ticket = self.gate.ticket(urgent=urgent)
         while True:
             try:
@@ -87,9 +90,17 @@ class Calls:
                 raise
             tries.wait(failure, arrived)
 
+    def retries(
+        self, operation: str, where: str, *, seconds: float | None = None, began: float | None = None
+    ) -> Retries:
+        """The attempts of an operation that begins now, or began then."""
+        health = self.health
+        return Retries(self.policy, self.metrics, health, operation, where, seconds=seconds, began=began)
+
     def failed(self, error: StoreError) -> None:
         """Count a failure, and mind what it asks for."""
         self.metrics.error(error)
+        self.health.failed(error)
         if isinstance(error, ThrottledError):
             self.gate.throttled()
 
@@ -146,6 +157,7 @@ class Calls:
                 raise
             seconds = clock() - began
             self.gate.succeeded()
+            self.health.succeeded()
             if is_read:
                 self.metrics.first_byte(seconds)
                 self._hedging.answered(seconds)

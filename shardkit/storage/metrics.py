@@ -21,7 +21,14 @@ from shardkit.storage.forks import remake_after_fork
 __all__ = ["Event", "MetricsSnapshot", "StoreMetrics"]
 
 Event = Literal[
-    "bytes_read", "bytes_written", "retries", "hedges", "hedges_won", "resumed_bodies", "slow_bodies"
+    "bytes_read",
+    "bytes_written",
+    "retries",
+    "outages",
+    "hedges",
+    "hedges_won",
+    "resumed_bodies",
+    "slow_bodies",
 ]
 _RATIO = 1.2  # of a bucket's edges; the middle (geometric) is within sqrt(1.2) of all in it
 _FIRST_EDGE_SECONDS = 1e-4
@@ -41,6 +48,8 @@ class MetricsSnapshot:
     bytes_read: int = 0
     bytes_written: int = 0
     retries: int = 0
+    outages: int = 0
+    """Times that requests failed for longer than `RetryPolicy.report_seconds`."""
     throttled: int = 0
     hedges: int = 0
     hedges_won: int = 0

@@ -26,11 +26,14 @@ class StorageOptions:
     connect_timeout_seconds: float = 5.0
     read_timeout_seconds: float = 10.0
     """Longest silence on a connection."""
+    retry_seconds: float = 600.0
+    """How long a failing operation is retried: shorter outages cost only time."""
     connections: int = 32
     """Most connections of a process to a store."""
 
     def __post_init__(self) -> None:
         if self.checksums not in (None, *get_args(Checksums)):
             raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
-        if not (self.connect_timeout_seconds > 0 and self.read_timeout_seconds > 0 and self.connections > 0):
-            raise ValueError("timeouts and connections must be above 0")
+        timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, self.retry_seconds)
+        if not (min(timeouts) > 0 and self.connections > 0):
+            raise ValueError("timeouts, retry_seconds and connections must be above 0")

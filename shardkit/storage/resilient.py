@@ -26,7 +26,7 @@ from shardkit.storage.errors import ObjectExistsError, TransientError
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient_body import ResilientBody
-from shardkit.storage.retry import Retries, RetryPolicy
+from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Body, ObjectInfo, Store
 from shardkit.storage.url import open_store
 
@@ -45,6 +45,7 @@ def connect(
 ) -> ResilientStore:
     """`open_store(url, options)` with everything of this module around it. Nothing is contacted yet."""
     options = options or StorageOptions()
+    policy = policy or RetryPolicy(deadline_seconds=options.retry_seconds)
     return ResilientStore(open_store(url, options), policy, metrics, connections=options.connections)
 
 
@@ -58,14 +59,23 @@ class ResilientStore:
         metrics: StoreMetrics | None = None,
         *,
         connections: int = StorageOptions().connections,
+        has_answered: bool = False,
     ) -> None:
+        """`has_answered`: the store was reached before, so failing to reach it is an outage."""
         self._store = store
         self._connections = connections
-        self._calls = Calls(policy or RetryPolicy(), metrics or StoreMetrics(), connections)
+        self._calls = Calls(
+            store.url,
+            policy or RetryPolicy(),
+            metrics or StoreMetrics(),
+            connections,
+            has_answered=has_answered,
+        )
         self._urgent = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self._store, self.policy, self._connections, self._urgent))
+        has_answered = self._calls.health.has_answered
+        return (_rebuild, (self._store, self.policy, self._connections, has_answered, self._urgent))
 
     @property
     def url(self) -> str:
@@ -171,7 +181,7 @@ class ResilientStore:
     ) -> ResilientBody:
         where = self._where(key)
         start, stop = span
-        tries = Retries(self.policy, self.metrics, operation, where)
+        tries = self._calls.retries(operation, where)
         ticket = self._calls.gate.ticket(urgent=self._urgent)
 
         def reopen(position: int, version: str | None) -> Body:
@@ -205,6 +215,8 @@ def _size(data: bytes | Path) -> int:
         return 0  # the store will say what is wrong with the file
 
 
-def _rebuild(store: Store, policy: RetryPolicy, connections: int, urgent: bool) -> ResilientStore:
-    rebuilt = ResilientStore(store, policy, connections=connections)
+def _rebuild(
+    store: Store, policy: RetryPolicy, connections: int, has_answered: bool, urgent: bool
+) -> ResilientStore:
+    rebuilt = ResilientStore(store, policy, connections=connections, has_answered=has_answered)
     return rebuilt.urgent if urgent else rebuilt

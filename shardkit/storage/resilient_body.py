@@ -18,7 +18,6 @@ from shardkit.closing import Closing
 from shardkit.storage.calls import Calls, Operation
 from shardkit.storage.errors import ObjectChangedError, StoreError, TransientError
 from shardkit.storage.gate import Ticket
-from shardkit.storage.retry import Retries
 from shardkit.storage.store import Body
 
 __all__ = ["ResilientBody"]
@@ -122,7 +121,7 @@ class ResilientBody(Closing):
         policy, metrics = self._calls.policy, self._calls.metrics
         self._left_seconds -= self._window_used
         seconds = min(policy.deadline_seconds, self._left_seconds)
-        tries = Retries(policy, metrics, "read", self._where, seconds=seconds, began=began)
+        tries = self._calls.retries("read", self._where, seconds=seconds, began=began)
         while True:
             self._let_go()
             if self._closed.is_set() or not self.info.version:

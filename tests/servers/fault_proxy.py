@@ -324,8 +324,12 @@ class FaultProxy:
         return [Request(**entry) for entry in self._control("GET")["log"]]
 
     def start(self) -> None:
+        """Listen; after a `stop`, at the same port as before."""
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--upstream", self._upstream, "--seed", str(self._seed), "--leash"],
+            [
+                sys.executable, __file__, "--upstream", self._upstream, "--seed", str(self._seed),
+                "--port", str(self.port), "--leash",
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None
