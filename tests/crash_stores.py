@@ -18,10 +18,10 @@ from unittest.mock import patch
 from crash_victims import share_quickly
 from crashes import differences, make_recipe
 from scripted_store import FakeClock
+from support.faulty_store import FaultRule, FaultyStore, Operation, RequestFault
 from watched_store import FalseIndexError, PulledPlugError, WatchedStore, check_reader, objects
 
 from shardkit.errors import ShardkitError
-from shardkit.storage.faulty import FaultRule, FaultyStore, Operation, RequestFault
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store

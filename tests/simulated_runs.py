@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from remote_harness import put_folder, write_hashed
+from support.throttled_store import ThrottledStore
 
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.shards import CachedShards
@@ -26,7 +27,6 @@ from shardkit.simulation.scenario import Network, Scenario
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
-from shardkit.storage.throttled import ThrottledStore
 
 __all__ = ["CASES", "Case", "Comparison", "compare", "write_dataset"]
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 from ended_threads import ended_threads
 from remote_harness import fetch_threads, fresh_url, put_folder, quick_policy, write_hashed
+from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.cache import fetcher as module
 from shardkit.cache.contract import Cache
@@ -32,7 +33,6 @@ from shardkit.locate import find_remote
 from shardkit.mds import read_index
 from shardkit.order import Order, OrderSpec
 from shardkit.storage.errors import StoreError
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import Store

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from support.faulty_store import FaultRule, FaultyStore
 from watched_store import fresh_memory
 
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
 from shardkit.writers.execution.claims import Claims

@@ -25,6 +25,8 @@ from remote_harness import (
 )
 from resume import assert_equal, assert_exact_resume, assert_exact_resume_in_new_process, batches, run
 from s3_moto import s3_server
+from support.faulty_store import BodyFault, FaultRule, FaultyStore
+from support.throttled_store import ThrottledStore
 
 from shardkit.cache.download import DamagedObjectError
 from shardkit.cache.folder import CacheFolder
@@ -33,13 +35,11 @@ from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
 from shardkit.storage.errors import ObjectChangedError, ObjectNotFoundError
-from shardkit.storage.faulty import BodyFault, FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.options import StorageOptions
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import Store
-from shardkit.storage.throttled import ThrottledStore
 
 SAMPLES = 53
 CACHES = ["memory", "memory_tiny", "folder", "folder_tiny", "folder_nothing"]

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from ended_threads import ended_threads
 from remote_harness import Remote, fresh_url, make_remote_kind, put_folder, quick_policy
+from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.cache.folder import CacheFolder
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.prefetch import LoaderTimeoutError
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import ObjectInfo
 

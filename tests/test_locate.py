@@ -13,6 +13,7 @@ from loader_data import parts, token_rows
 from remote_harness import fresh_url, put_folder, write_hashed
 from s3_moto import S3Server, s3_server
 from small_dataset import make_dataset
+from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit import locate
 from shardkit.cache.options import CacheOptions
@@ -23,7 +24,6 @@ from shardkit.errors import ShardError, ShardkitError
 from shardkit.locate import find_remote
 from shardkit.storage import open_store
 from shardkit.storage.errors import StoreError, TransientError
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
 from shardkit.verify import verify

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote_harness import fresh_url, quick_policy
+from support.faulty_store import FaultRule, FaultyStore
 
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore

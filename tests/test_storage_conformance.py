@@ -21,6 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_moto import S3Server, aws_environment, s3_server
+from support.faulty_store import FaultyStore
+from support.throttled_store import ThrottledStore
 
 from shardkit.storage import (
     ObjectChangedError,
@@ -30,13 +32,11 @@ from shardkit.storage import (
     StoreError,
     TransientError,
 )
-from shardkit.storage.faulty import FaultyStore
 from shardkit.storage.fsspec_store import FsspecStore
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.s3 import S3Store
-from shardkit.storage.throttled import ThrottledStore
 
 Maker = Callable[[], Store]
 ENDPOINT = os.environ.get("SHARDKIT_TEST_S3_ENDPOINT")

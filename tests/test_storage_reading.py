@@ -7,11 +7,11 @@ import hashlib
 import numpy as np
 import pytest
 from remote_harness import fresh_url
+from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.errors import ShardError
 from shardkit.storage import reading
 from shardkit.storage.errors import ObjectNotFoundError, TransientError
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.reading import hash_object, read_object
 from shardkit.storage.store import ObjectInfo

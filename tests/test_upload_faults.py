@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from small_build import tree
 from small_dataset import make_dataset
+from support.faulty_store import FaultRule, FaultyStore
 from watched_store import fresh_memory, objects
 
 from shardkit.errors import ShardError
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from remote_harness import fresh_url
+from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.errors import BuildError
 from shardkit.storage.errors import StoreError
-from shardkit.storage.faulty import FaultRule, FaultyStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
 from shardkit.writers.execution import scratch, work_files

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.faulty_store import BodyFault, Event, FaultRule, FaultyStore, RequestFault
 
 from shardkit.storage import Store, StoreError, ThrottledError, TransientError
-from shardkit.storage.faulty import BodyFault, Event, FaultRule, FaultyStore, RequestFault
 from shardkit.storage.memory import MemoryStore
 
 DATA = bytes(range(256)) * 40

@@ -6,10 +6,10 @@ import time
 import uuid
 
 import pytest
+from support.throttled_store import ThrottledStore
 
 from shardkit.storage import Store
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.throttled import ThrottledStore
 
 MIB = 1 << 20
 
