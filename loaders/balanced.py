@@ -37,7 +37,7 @@ from shardkit.errors import ShardError
 from shardkit.exclusions import Exclusions
 from shardkit.loaders.config import Stream
 from shardkit.mixture import MAX_STREAMS, MAX_WEIGHT
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.tar.scan import shown
 from shardkit.tar.shard import TarShard
 

@@ -25,7 +25,7 @@ from shardkit.loaders.prefetch import LoaderTimeoutError
 from shardkit.loaders.rows import Reader
 from shardkit.loaders.sources import SourceInfo
 from shardkit.loaders.streams import Streams
-from shardkit.storage.errors import StoreError
+from shardkit.storage.store import StoreError
 
 __all__ = ["Group", "GroupMaker"]
 

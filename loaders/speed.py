@@ -23,7 +23,7 @@ import numpy as np
 from shardkit.dataset import open_dataset
 from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.loader import StreamingLoader
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 
 __all__ = ["PassSpeed", "Speed", "measure_speed"]

@@ -31,8 +31,7 @@ from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
 from shardkit.locate import locate
 from shardkit.opening import open_found
 from shardkit.storage.local import LocalStore
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.store import Store
+from shardkit.storage.store import StorageOptions, Store
 from shardkit.tar.decode import checked_decode
 
 if TYPE_CHECKING:

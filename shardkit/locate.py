@@ -16,10 +16,8 @@ from pathlib import Path
 
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
-from shardkit.storage.errors import ObjectNotFoundError, StoreError
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
 
 __all__ = ["CARD_NAME", "Found", "find_local", "find_remote", "locate"]

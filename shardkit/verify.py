@@ -21,9 +21,7 @@ from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES
 from shardkit.index import ShardInfo, checked_basename
 from shardkit.locate import CARD_NAME
-from shardkit.storage.errors import StoreError
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.reading import hash_object, read_object
+from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 from shardkit.tar.shard_list import UNKNOWN
 
 __all__ = ["Problem", "VerifyReport", "verify"]

@@ -34,8 +34,8 @@ from resume import batches
 
 from shardkit.cache.folder import SUBFOLDER, CacheFolder
 from shardkit.loaders import StreamingLoader
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.s3 import S3Store
+from shardkit.storage.store import StorageOptions
 
 __all__ = ["KilledJobs", "Outcome", "Sizes"]
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from shardkit.storage.errors import StoreError, ThrottledError, TransientError
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import Body, ObjectInfo
+from shardkit.storage.store import Body, ObjectInfo, StoreError, ThrottledError, TransientError
 
 _NUMBERS = count()
 Kind = Literal["error", "throttle", "refuse", "break", "short", "lost", "slow"]

@@ -26,10 +26,9 @@ from shardkit.cache.shards import CachedShards
 from shardkit.compression import compress
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.index import FileInfo, Manifest, ShardInfo
-from shardkit.storage.errors import ObjectChangedError, ObjectNotFoundError, TransientError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectChangedError, ObjectInfo, ObjectNotFoundError, Store, TransientError
 
 KEY = "sub/shard.00000.mds"
 _numbers = itertools.count()

@@ -32,10 +32,9 @@ from shardkit.compression import decompress
 from shardkit.locate import find_remote
 from shardkit.mds import read_index
 from shardkit.order import Order, OrderSpec
-from shardkit.storage.errors import StoreError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import Store, StoreError
 
 SHARDS = 6
 SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded

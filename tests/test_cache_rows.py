@@ -22,9 +22,9 @@ from shardkit.cache.rows import FetchedRows, RowReader, row_layout
 from shardkit.cache.waits import FetchTimeoutError
 from shardkit.errors import ShardError
 from shardkit.index import Column, FileInfo, Format, Manifest, ShardInfo
-from shardkit.storage.errors import ObjectChangedError, ObjectNotFoundError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError
 from shardkit.tar.shard_list import fixed_size
 
 Rows = npt.NDArray[Any]

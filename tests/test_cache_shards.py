@@ -22,9 +22,8 @@ from shardkit.cache.shards import CachedShards
 from shardkit.dataset import open_dataset
 from shardkit.loaders.stats import CacheStats
 from shardkit.order import Order, OrderSpec
-from shardkit.storage.errors import ObjectChangedError
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.store import ObjectInfo
+from shardkit.storage.store import ObjectChangedError, ObjectInfo
 
 SHARDS = 5
 FOREIGN = ["mds_foreign", "mds_zstd_foreign", "tar_foreign"]

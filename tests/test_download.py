@@ -15,9 +15,8 @@ from watched_store import PulledPlugError, WatchedStore, fresh_memory, objects
 
 from shardkit import open_dataset, tar
 from shardkit.errors import ShardError
-from shardkit.storage.errors import StoreError
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import Store, StoreError
 from shardkit.upload import TransferError, TransferReport, download, upload
 from shardkit.upload import receive as module
 from shardkit.upload.contents import MARKER_NAME, MAX_TRIES

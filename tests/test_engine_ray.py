@@ -27,7 +27,7 @@ from small_build import RECIPE, make_corpus, tree
 from task_runs import FAILURES, check_failure, run_all
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution import engine_ray
 from shardkit.writers.execution.engine_ray import RayEngine, slots_of
 from shardkit.writers.execution.journal import Journal

@@ -26,8 +26,7 @@ from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.index import Column
 from shardkit.storage import open_store
-from shardkit.storage.errors import ObjectChangedError
-from shardkit.storage.store import ObjectInfo
+from shardkit.storage.store import ObjectChangedError, ObjectInfo
 from shardkit.tar import scan
 from shardkit.tar.find import unscanned
 from shardkit.tar.index_file import Scanned

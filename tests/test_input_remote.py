@@ -23,8 +23,8 @@ from small_build import make_corpus, tree
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.s3 import S3Store
+from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.file_names import expand_path, key_matches

@@ -34,12 +34,10 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
-from shardkit.storage.errors import ObjectChangedError, ObjectNotFoundError
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.s3 import S3Store
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError, StorageOptions, Store
 
 SAMPLES = 53
 CACHES = ["memory", "memory_tiny", "folder", "folder_tiny", "folder_nothing"]

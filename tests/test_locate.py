@@ -23,9 +23,8 @@ from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.locate import find_remote
 from shardkit.storage import open_store
-from shardkit.storage.errors import StoreError, TransientError
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import Store, StoreError, TransientError
 from shardkit.verify import verify
 
 KINDS = ["mds", "mds_zstd", "tar"]
@@ -259,10 +258,10 @@ def test_what_is_not_there_is_explained(upload: Upload, where: str) -> None:
         ("memory://x/{1..2", "has a '{' without its '}'"),
         ("file:///nowhere", "/nowhere: there is no such file or folder"),
         ("file:///nowhere/index.json", "/nowhere/index.json: there is no such file or folder"),
-        ("s3://", "is no S3 URL: s3://bucket/prefix"),
-        ("s3:///key", "is no S3 URL"),
-        ("://x", "is no URL"),
-        ("a b://x", "is no URL"),
+        ("s3://", "not an S3 URL: expected s3://bucket/prefix"),
+        ("s3:///key", "not an S3 URL"),
+        ("://x", "not a valid URL"),
+        ("a b://x", "not a valid URL"),
         ("nonsense://x", "nonsense"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_replaced_object_is_a_stale_file_in_every_block() -> None:
         with file:
             assert file.read(read_before) == DATA[:read_before]
             store.put("a", DATA[::-1])
-            with pytest.raises(OSError, match="it changed since it was found") as caught:
+            with pytest.raises(OSError, match="the object changed after it was listed") as caught:
                 file.read()
             assert caught.value.errno == errno.ESTALE
 
@@ -132,6 +132,6 @@ def test_arrow_hands_errors_of_the_store_on_as_they_are() -> None:
     store = MemoryStore(fresh_url())
     info = store.put("a", sink.getvalue())
     store.put("a", b"another")
-    with open_object(store, info) as file, pytest.raises(OSError, match="it changed") as caught:
+    with open_object(store, info) as file, pytest.raises(OSError, match="the object changed") as caught:
         pq.ParquetFile(file)
     assert caught.value.errno == errno.ESTALE

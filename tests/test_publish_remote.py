@@ -18,10 +18,9 @@ from watched_store import PulledPlugError, WatchedStore, check_reader, fresh_mem
 
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
-from shardkit.storage.errors import ObjectNotFoundError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.s3 import S3Store
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 from shardkit.upload import upload
 from shardkit.upload.contents import MARKER_NAME
 from shardkit.writers import BuildResult, build

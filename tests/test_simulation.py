@@ -20,7 +20,7 @@ from shardkit.simulation.link import Link
 from shardkit.simulation.outcome import Outcome
 from shardkit.simulation.run import simulate
 from shardkit.simulation.scenario import LoaderRules, Network, Scenario, choose_window
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.uses import shard_uses
 
 ROWS, SAMPLE_BYTES = 32, 1000

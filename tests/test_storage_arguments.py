@@ -8,7 +8,7 @@ import pytest
 
 from shardkit.cli.main import make_parser
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 
 
 def options_of(*words: str) -> StorageOptions:

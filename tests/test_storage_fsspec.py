@@ -90,7 +90,7 @@ def test_a_registered_file_system_is_a_store() -> None:
 
 
 def test_without_exclusive_creation_if_absent_is_refused_and_writes_nothing(store: FsspecStore) -> None:
-    with pytest.raises(StoreError, match="only if absent") as caught:
+    with pytest.raises(StoreError, match="no exclusive creation") as caught:
         store.put("a", b"1", if_absent=True)
     assert type(caught.value) is StoreError
     assert list(store.list()) == []

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_store import FakeClock
 
-from shardkit.storage.errors import TransientError
-from shardkit.storage.gate import Gate, Ticket
+from shardkit.storage.limits import Gate, Ticket
 from shardkit.storage.metrics import StoreMetrics
+from shardkit.storage.store import TransientError
 
 
 def gate_of(connections: int, clock: FakeClock | None = None) -> Gate:

@@ -11,8 +11,8 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.storage.errors import ObjectNotFoundError, ThrottledError, TransientError
 from shardkit.storage.metrics import MetricsSnapshot, StoreMetrics
+from shardkit.storage.store import ObjectNotFoundError, ThrottledError, TransientError
 
 
 def test_threads_lose_no_counts() -> None:

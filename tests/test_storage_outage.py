@@ -8,7 +8,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,7 +75,7 @@ def test_every_operation_rides_out_an_outage_and_reports_it_once(
     store.put("key", b"bytes")
     file = tmp_path / "file"
     file.write_bytes(b"other bytes")
-    operations = {
+    operations: dict[str, Callable[[], object]] = {
         "head": lambda: store.head("key").bytes,
         "get": lambda: store.get("key"),
         "list": lambda: next(info.key for info in store.list()),

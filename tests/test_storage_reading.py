@@ -10,13 +10,11 @@ from remote_harness import fresh_url
 from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.errors import ShardError
-from shardkit.storage import reading
-from shardkit.storage.errors import ObjectNotFoundError, TransientError
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.reading import hash_object, read_object
-from shardkit.storage.store import ObjectInfo
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, TransientError, hash_object, read_object
 
-SIZES = [0, 1, 6, 7, 8, 700]
+PIECE = 1 << 20  # read at a time
+SIZES = [0, 1, 700, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7]
 
 
 class ShortStore(MemoryStore):
@@ -27,11 +25,6 @@ class ShortStore(MemoryStore):
     ) -> MemoryBody:
         info, data = self._find(key)
         return MemoryBody(ObjectInfo(key, info.bytes + 3, info.version), memoryview(data))
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_READ_BYTES", 7)
 
 
 @pytest.fixture
@@ -66,8 +59,8 @@ def test_hashes_are_those_that_others_compute(store: MemoryStore, size: int) -> 
 
 def test_bodies_that_come_in_bits_are_read_to_their_end(store: MemoryStore) -> None:
     slow = FaultyStore(store, [FaultRule(fault="trickle", after_bytes=3, seconds=0.0)])
-    assert read_object(slow, "8").tobytes() == content(8)
-    assert hash_object(slow, "8", ["sha1"]) == {"sha1": hashlib.sha1(content(8)).hexdigest()}
+    assert read_object(slow, "700").tobytes() == content(700)
+    assert hash_object(slow, "700", ["sha1"]) == {"sha1": hashlib.sha1(content(700)).hexdigest()}
 
 
 @pytest.mark.parametrize("expected", [0, 699, 701])
@@ -84,10 +77,10 @@ def test_an_object_that_ends_before_its_size_is_an_error_that_says_where(store: 
 
 def test_an_unknown_hash_and_the_stores_errors_come_as_they_are(store: MemoryStore) -> None:
     with pytest.raises(ValueError, match="crc7"):
-        hash_object(store, "8", ["md5", "crc7"])
+        hash_object(store, "700", ["md5", "crc7"])
     broken = FaultyStore(store, [FaultRule(fault="reset", after_bytes=3)])
     for read in (read_object, lambda store, key: hash_object(store, key, ["md5"])):
         with pytest.raises(ObjectNotFoundError, match="nothing"):
             read(store, "nothing")
         with pytest.raises(TransientError, match="reset after 3 bytes"):
-            read(broken, "8")
+            read(broken, "700")

@@ -18,19 +18,20 @@ from hypothesis import strategies as st
 from scripted_store import FakeClock, Fault, ScriptedStore
 
 from shardkit.storage import connect
-from shardkit.storage.errors import (
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.metrics import StoreMetrics
+from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.retry import RetryPolicy
+from shardkit.storage.store import (
+    Body,
     ObjectExistsError,
     ObjectNotFoundError,
+    StorageOptions,
+    Store,
     StoreError,
     ThrottledError,
     TransientError,
 )
-from shardkit.storage.memory import MemoryStore
-from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.resilient import ResilientStore
-from shardkit.storage.retry import RetryPolicy
-from shardkit.storage.store import Body, Store
 
 TIMEOUT = 60.0  # for what happens within milliseconds on a machine that is not overloaded
 ERROR, THROTTLE, LOST = Fault("error"), Fault("throttle"), Fault("lost")
@@ -376,7 +377,7 @@ def test_bodies_left_open_end_in_an_error_that_says_so() -> None:
     faulty = scripted()
     store = ResilientStore(faulty, RetryPolicy(deadline_seconds=0.5), connections=2)
     bodies = [store.open("key"), store.open("key")]
-    with pytest.raises(TransientError, match="2 are in use; close bodies that are no longer read"):
+    with pytest.raises(TransientError, match="2 are in use: close bodies that are no longer read"):
         store.open("key")
     for body in bodies:
         body.close()

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_store import FakeClock, Fault, ScriptedStore
 
-from shardkit.storage.errors import ObjectChangedError, StoreError, ThrottledError, TransientError
-from shardkit.storage.resilient import ResilientStore
-from shardkit.storage.resilient_body import ResilientBody
+from shardkit.storage.resilient import ResilientBody, ResilientStore
 from shardkit.storage.retry import RetryPolicy
-from shardkit.storage.store import Body
+from shardkit.storage.store import Body, ObjectChangedError, StoreError, ThrottledError, TransientError
 
 DATA = random.Random(3).randbytes(5000)
 

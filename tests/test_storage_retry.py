@@ -14,9 +14,9 @@ from scripted_store import FakeClock
 
 from shardkit.loaders.config import LoaderConfig
 from shardkit.storage import StorageOptions
-from shardkit.storage.errors import ThrottledError, TransientError
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import Health, Retries, RetryPolicy
+from shardkit.storage.store import ThrottledError, TransientError
 
 ERROR = TransientError("s3://b/k", "connection reset", status=500)
 

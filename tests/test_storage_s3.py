@@ -200,7 +200,7 @@ def test_a_server_that_ignores_ranges_is_refused(store: S3Store, server: S3Serve
 
     server.intercept = without_range
     for start, stop in [(0, 5), (5, 10), (5, None)]:
-        with pytest.raises(StoreError, match="has no ranges"):
+        with pytest.raises(StoreError, match="does not support ranges"):
             store.open("a", start, stop)
     assert store.get("a", 0, 10) == store.get("a", 0, 99) == b"0123456789"  # all is what was asked for
 
@@ -217,7 +217,7 @@ def test_an_answer_with_another_range_is_refused(
     if content_range == "bytes 2-4/10":
         assert store.get("a", 2, 5) == b"234"
     else:
-        with pytest.raises(StoreError, match="range"):
+        with pytest.raises(StoreError, match=r"requested bytes|Content-Range"):
             store.open("a", 2, 5)
 
 
@@ -228,7 +228,7 @@ def test_an_answer_of_another_version_is_refused(store: S3Store, server: S3Serve
         store.open("a", version=version)
 
 
-@pytest.mark.parametrize(("header", "words"), [("etag", "no ETag"), ("content-length", "how many bytes")])
+@pytest.mark.parametrize(("header", "words"), [("etag", "no ETag"), ("content-length", "Content-Length")])
 def test_an_answer_without_version_or_length_is_refused(
     store: S3Store, server: S3Server, header: str, words: str
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_listing_that_is_not_sorted_is_refused(store: S3Store, server: S3Serve
         return [body]
 
     server.intercept = unsorted
-    with pytest.raises(StoreError, match="does not sort"):
+    with pytest.raises(StoreError, match="not sorted by key"):
         list(store.list())
 
 
@@ -590,7 +590,7 @@ def test_an_object_beyond_s3s_limit_is_refused(store: S3Store, server: S3Server,
     file = tmp_path / "sparse"
     with file.open("wb") as handle:
         handle.truncate(MAX_OBJECT_BYTES + 1)
-    with pytest.raises(StoreError, match="S3 allows"):
+    with pytest.raises(StoreError, match="exceed S3"):
         store.put("a", file)
     assert server.requests == []
 

@@ -89,7 +89,7 @@ def test_file_urls_are_paths() -> None:
 def test_importing_stores_imports_neither_boto3_nor_fsspec() -> None:
     code = (
         "import sys\n"
-        "from shardkit.storage import faulty, fsspec_store, open_store, s3, throttled\n"
+        "from shardkit.storage import fsspec_store, open_store, resilient, s3\n"
         "open_store('s3://bucket'), open_store('gs://bucket')\n"
         "print([name for name in ('boto3', 'botocore', 'urllib3', 'fsspec', 'torch') if name in sys.modules])"
     )

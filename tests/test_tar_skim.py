@@ -22,10 +22,9 @@ from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.index import ShardInfo
 from shardkit.storage import open_store
-from shardkit.storage.errors import ObjectChangedError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectChangedError, Store
 from shardkit.tar import skim
 from shardkit.tar.find import unscanned
 from shardkit.tar.index import TarIndex

@@ -19,9 +19,8 @@ from remote_harness import fresh_url
 from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.errors import BuildError
-from shardkit.storage.errors import StoreError
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import Store, StoreError
 from shardkit.writers.execution import scratch, work_files
 from shardkit.writers.execution.checked_ranges import CACHE_BYTES
 from shardkit.writers.execution.engine_local import answer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.explain import StaleTask, explain_work

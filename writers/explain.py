@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.writers import stages
 from shardkit.writers.execution.planner import Planner, StagePlan, UnknownError
 from shardkit.writers.execution.task import Commit

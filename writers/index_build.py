@@ -17,7 +17,7 @@ import numpy as np
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import local_path
 from shardkit.writers import stages
 from shardkit.writers.card import recipe_content

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardkit.errors import BuildError
 from shardkit.index import Manifest
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.writers import stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import card_bytes, describe_file, make_card

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardkit.errors import RecipeError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.publish_remote import RemoteOutput
 from shardkit.writers.recipe import Recipe

@@ -14,8 +14,7 @@ from typing import Any
 
 from shardkit.errors import BuildError, ShardError, ShardkitError
 from shardkit.index import FileInfo, Manifest
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, StorageOptions, Store
 from shardkit.upload.contents import Contents, check_files, find_contents, make_contents
 from shardkit.upload.progress import TransferProgress
 from shardkit.upload.publication import Publication, Settings, finish_publication

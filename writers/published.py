@@ -9,10 +9,9 @@ from functools import cached_property
 from pathlib import Path
 
 from shardkit.errors import BuildError
-from shardkit.storage.errors import ObjectNotFoundError, StoreError
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectNotFoundError, Store, StoreError
 from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME
 from shardkit.writers.publish import CARD_NAME
 from shardkit.writers.publish_remote import RemoteOutput

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.planning.measured import Measured, measured_from_card
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.pipeline import build
 from shardkit.writers.preparation import with_overrides

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardkit.errors import BuildError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.engine_local import RESUME, LocalEngine, default_workers

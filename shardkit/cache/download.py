@@ -19,8 +19,7 @@ from shardkit.compression import decompress
 from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
 from shardkit.index import FileInfo, Format, ShardInfo
-from shardkit.storage.errors import ObjectChangedError
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectChangedError, Store
 
 __all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_hashes", "unpack"]
 

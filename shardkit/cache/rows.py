@@ -19,8 +19,8 @@ import numpy.typing as npt
 from shardkit.cache.waits import FetchTimeoutError, arrival
 from shardkit.errors import ShardError
 from shardkit.index import Manifest, ShardInfo
-from shardkit.storage.errors import ObjectChangedError
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.workers import Workers
 from shardkit.tar.headers import BLOCK, padded
 from shardkit.tar.npy import make_npy_header

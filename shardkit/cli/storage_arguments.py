@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardkit.storage.options import StorageOptions
+    from shardkit.storage.store import StorageOptions
 
 __all__ = ["add_storage_arguments", "storage_options"]
 
@@ -49,7 +49,7 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
 
 def storage_options(arguments: argparse.Namespace) -> StorageOptions:
     """What the command line says of the store."""
-    from shardkit.storage.options import StorageOptions
+    from shardkit.storage.store import StorageOptions
 
     return StorageOptions(
         endpoint_url=arguments.endpoint_url,

@@ -10,7 +10,7 @@ from shardkit.cli.storage_arguments import add_storage_arguments, storage_option
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.storage.options import StorageOptions
+    from shardkit.storage.store import StorageOptions
     from shardkit.upload import TransferReport
     from shardkit.upload.progress import Listener
 

@@ -17,7 +17,7 @@ from shardkit.convert.read_megatron import MegatronSource, megatron_files
 from shardkit.convert.read_nanogpt import NanogptSource
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.tar.names import is_pattern
 

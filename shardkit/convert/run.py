@@ -31,7 +31,7 @@ from shardkit.convert.write_samples import MdsSampleWriter, SampleWriter, TarSam
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
 from shardkit.mds.encodings import encoding_of
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.upload.progress import Listener, listen
 

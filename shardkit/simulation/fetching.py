@@ -30,7 +30,7 @@ __all__ = ["Fetching"]
 
 NEVER = float("inf")
 _BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 0.1, 10.0  # as shardkit.storage.retry
-_COOL_DOWN_SECONDS = 1.0  # as shardkit.storage.gate
+_COOL_DOWN_SECONDS = 1.0  # as shardkit.storage.limits
 _P99 = 2.3263478740408408  # of the normal distribution
 
 _Ints = npt.NDArray[np.int64]

@@ -1,20 +1,22 @@
-"""Where objects lie: one narrow contract over folders, S3, memory and fsspec, and wrappers around it."""
+"""Object storage: one narrow contract over folders, S3, memory and fsspec, and a resilient wrapper."""
 
 from __future__ import annotations
 
-from shardkit.storage.errors import (
+from shardkit.storage.metrics import MetricsSnapshot, StoreMetrics
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.retry import RetryPolicy
+from shardkit.storage.store import (
+    Body,
     ObjectChangedError,
     ObjectExistsError,
+    ObjectInfo,
     ObjectNotFoundError,
+    StorageOptions,
+    Store,
     StoreError,
     ThrottledError,
     TransientError,
 )
-from shardkit.storage.metrics import MetricsSnapshot, StoreMetrics
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.retry import RetryPolicy
-from shardkit.storage.store import Body, ObjectInfo, Store
 from shardkit.storage.url import is_remote, open_store
 
 __all__ = [

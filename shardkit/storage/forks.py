@@ -1,4 +1,4 @@
-"""Locks and counts that start anew in a forked child, where the threads that held them do not exist."""
+"""Reset locks and counts in a forked child, where the threads that held them do not exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["remake_after_fork"]
 
 
 class Remade(Protocol):
-    """What must not live on in a child as it was."""
+    """An object whose state is not valid in a forked child."""
 
     def after_fork(self) -> None: ...
 
@@ -19,7 +19,7 @@ _members: weakref.WeakSet[Remade] = weakref.WeakSet()
 
 
 def remake_after_fork(member: Remade) -> None:
-    """Call `member.after_fork()` first thing in every forked child, as long as `member` lives."""
+    """Call `member.after_fork()` at the start of every forked child, as long as `member` lives."""
     _members.add(member)
 
 

@@ -1,12 +1,12 @@
-"""Any file system that fsspec knows (gs://, az://, hdfs://, sftp://, …) as a store, as far as it can be one.
+"""Any file system of fsspec (gs://, az://, hdfs://, sftp://, …) as a store, as far as it can be one.
 
-Reads are as strict as anywhere: bytes are fetched in blocks of 8 MiB and each block is handed out only if the
-object was still the same after it was read, so a replaced object ends in ObjectChangedError. That costs a
-look at the object before the first block and after each.
+Reads keep the whole contract: bytes are fetched in blocks of 8 MiB, and a block is returned only if the
+object is still the same after the read, so a replaced object ends in ObjectChangedError. That costs a status
+request before the first block and after each.
 
-Writes are as good as the file system: they are committed at the end where it supports that (local files,
-s3fs, gcsfs, sftp), and `if_absent` is refused where it has no exclusive creation (mode "xb"). Metadata is not
-kept. fsspec's own timeouts apply.
+Writes are as good as the file system: they are committed at the end if it supports that (local files, s3fs,
+gcsfs, sftp), and `if_absent` is refused if it has no exclusive creation (mode "xb"). Metadata is not kept.
+fsspec's own timeouts apply.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from typing import Any
 
 from shardkit.closing import Closing
 from shardkit.errors import MissingExtraError
-from shardkit.storage.errors import (
+from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,
+    ObjectInfo,
     ObjectNotFoundError,
     StoreError,
     ThrottledError,
     TransientError,
+    checked_key,
+    checked_range,
 )
-from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 
 __all__ = ["FsspecStore"]
 
 _BLOCK_BYTES = 8 << 20
-# What names a content, surest first; each file system has some of these.
+# Fields that identify a content, best first; each file system has some of these.
 _CONTENT_FIELDS = ("ETag", "etag", "generation", "version_id", "checksum", "md5Hash", "content_md5", "md5")
 _TIME_FIELDS = (
     "mtime",
@@ -72,7 +74,7 @@ class FsspecStore:
     ) -> FsspecBody:
         info = self.head(key)
         if version not in (None, info.version):
-            raise ObjectChangedError(self._where(key), f"is of version {info.version}, not {version}")
+            raise ObjectChangedError(self._where(key), f"has version {info.version}, not {version}")
         start, stop = checked_range(self._where(key), start, stop, info.bytes)
         return FsspecBody(self, info, start, stop)
 
@@ -94,11 +96,11 @@ class FsspecStore:
         except (ValueError, NotImplementedError) as error:
             if not if_absent:
                 raise _translated(where, error) from error
-            raise StoreError(where, "cannot be put only if absent: this file system cannot tell") from error
+            raise StoreError(where, "this file system has no exclusive creation (`if_absent`)") from error
         except FileExistsError as error:
             if not if_absent:
-                raise StoreError(where, f"cannot be written: {error}") from error
-            raise ObjectExistsError(where, "is there already") from error
+                raise StoreError(where, f"cannot write: {error}") from error
+            raise ObjectExistsError(where, "already exists") from error
         except Exception as error:
             raise _translated(where, error) from error
         finally:
@@ -108,7 +110,7 @@ class FsspecStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if prefix.startswith("/") or {".", ".."} & set(prefix.split("/")[:-1]):
-            return  # no key begins so
+            return  # no key starts like this
         system, root = self._system()
         folder = prefix.rpartition("/")[0]
         top = f"{root}/{folder}" if folder else root
@@ -136,7 +138,7 @@ class FsspecStore:
         self._found = None
 
     def read_block(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Bytes of the object as `info` describes it; ObjectChangedError if it is no longer that."""
+        """Return bytes of the object that `info` describes; ObjectChangedError if it has changed."""
         path, where = self._path(info.key), self._where(info.key)
         try:
             data: bytes = self._system()[0].cat_file(path, start=start, end=stop)
@@ -146,7 +148,7 @@ class FsspecStore:
         if now.version != info.version:
             raise ObjectChangedError(where, "was replaced while it was read")
         if len(data) != stop - start:
-            raise TransientError(where, f"gave {len(data):,} bytes of {stop - start:,} at byte {start:,}")
+            raise TransientError(where, f"returned {len(data):,} of {stop - start:,} bytes at byte {start:,}")
         return data
 
     def __getstate__(self) -> str:
@@ -176,12 +178,12 @@ class FsspecStore:
         except Exception as error:
             raise _translated(self._where(key), error) from error
         if entry.get("type") != "file":
-            raise ObjectNotFoundError(self._where(key), "is no file")
+            raise ObjectNotFoundError(self._where(key), "not a file")
         return self._described(key, entry)
 
     def _described(self, key: str, entry: Mapping[str, Any]) -> ObjectInfo:
         if entry.get("size") is None:
-            raise StoreError(self._where(key), "the file system does not know its size")
+            raise StoreError(self._where(key), "the file system does not report its size")
         size = int(entry["size"])
         for name in _CONTENT_FIELDS:
             if entry.get(name) is not None:
@@ -189,19 +191,20 @@ class FsspecStore:
         facts = [_text(entry[name]) for name in (*_TIME_FIELDS, "ino") if entry.get(name) is not None]
         if not facts:
             raise StoreError(
-                self._where(key), "the file system knows neither dates nor checksums to tell versions"
+                self._where(key),
+                "the file system reports neither dates nor checksums to tell versions apart",
             )
         return ObjectInfo(key, size, hashlib.sha256(f"{size} {facts}".encode()).hexdigest()[:32])
 
     def _system(self) -> tuple[Any, str]:
-        """(file system, the path that the url means), of this process."""
+        """Return (file system, path of the URL), of this process."""
         if self._found is None or self._process != os.getpid():
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:
                 raise MissingExtraError("fsspec", "fsspec", self._url) from error
             try:
-                # Listings that fsspec remembers would hide what others write.
+                # Listings that fsspec caches would hide what others write.
                 system, root = url_to_fs(self._url, use_listings_cache=False)
             except ImportError as error:
                 raise StoreError(self._url, f"{error}") from error
@@ -238,7 +241,7 @@ class FsspecBody(Closing):
         return count
 
     def read(self) -> bytes:
-        """All that is left, in one piece."""
+        """Return the rest."""
         pieces = [bytes(self._block)]
         self._block = memoryview(b"")
         while self._next < self._stop:
@@ -252,13 +255,13 @@ class FsspecBody(Closing):
 
 
 def _text(fact: Any) -> str:
-    """The same for a date that is given in one form when asked for a file, and in another in a listing."""
+    """Return the same text for a date that comes in one form for a file, and in another in a listing."""
     fact = fact.timestamp() if isinstance(fact, datetime) else fact
     return f"{fact:.6f}" if isinstance(fact, float) else str(fact)
 
 
 def _translated(where: str, error: Exception) -> StoreError:
-    """From the many errors of many file systems: by type where Python has one, else by HTTP status."""
+    """Translate the errors of many file systems: by Python's types, otherwise by HTTP status."""
     if isinstance(error, StoreError):
         return error
     if isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -1,4 +1,4 @@
-"""A folder as a store: every write is a temporary file, synced, then renamed or linked into place."""
+"""A folder as a store: every write is a temporary file that is synced, then renamed or linked into place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardkit.closing import Closing
-from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
-from shardkit.storage.store import ObjectInfo, checked_key, checked_range
+from shardkit.storage.store import (
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StoreError,
+    checked_key,
+    checked_range,
+)
 
 __all__ = ["LocalStore"]
 
@@ -23,7 +30,7 @@ _TEMPORARY = ".shardkit-put-"
 
 
 class LocalStore:
-    """Files below a folder, which is made when something is put. Metadata is not kept."""
+    """Files below a folder, which the first `put` creates. Metadata is not kept."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -48,14 +55,14 @@ class LocalStore:
     ) -> LocalBody:
         file = self._file(key)
         try:
-            _info(key, file, file.stat())  # before it is opened: opening a pipe would wait for ever
+            _info(key, file, file.stat())  # first, because opening a pipe would wait forever
             handle = file.open("rb", buffering=0)
         except OSError as error:
             raise _translated(file, error) from error
         try:
             info = _info(key, file, os.fstat(handle.fileno()))
             if version not in (None, info.version):
-                raise ObjectChangedError(str(file), f"is of version {info.version}, not {version}")
+                raise ObjectChangedError(str(file), f"has version {info.version}, not {version}")
             start, stop = checked_range(str(file), start, stop, info.bytes)
             handle.seek(start)
         except BaseException:
@@ -72,7 +79,7 @@ class LocalStore:
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         file = self._file(key)
-        # Machines that share the folder may have processes of the same number.
+        # Machines that share the folder may have processes with the same id.
         temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
         with contextlib.ExitStack() as stack:
             try:
@@ -85,7 +92,7 @@ class LocalStore:
                 with temporary.open("xb") as handle:
                     shutil.copyfileobj(source, handle, 1 << 20)
                     handle.flush()
-                    # The kernel's own dates are milliseconds apart, and a version must not come back.
+                    # The kernel's dates have a resolution of milliseconds, and a version must not repeat.
                     os.utime(handle.fileno(), ns=(time.time_ns(), time.time_ns()))
                     os.fsync(handle.fileno())
                     info = _info(key, file, os.fstat(handle.fileno()))
@@ -95,14 +102,14 @@ class LocalStore:
                     temporary.rename(file)
                 _sync_folder(file.parent)
             except FileExistsError as error:
-                raise ObjectExistsError(str(file), "is there already") from error
+                raise ObjectExistsError(str(file), "already exists") from error
             except OSError as error:
-                raise StoreError(str(file), f"cannot be written: {error.strerror or error}") from error
+                raise StoreError(str(file), f"cannot write: {error.strerror or error}") from error
         return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if prefix.startswith("/") or ".." in prefix.split("/"):
-            return  # no key begins so
+            return  # no key starts like this
         top = self._folder / prefix.rpartition("/")[0]
         found = []
         for folder, _, names in os.walk(top):
@@ -114,7 +121,7 @@ class LocalStore:
                 try:
                     found.append(_info(key, file, file.stat()))
                 except (OSError, StoreError):
-                    continue  # removed meanwhile, or no file
+                    continue  # removed meanwhile, or not a file
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
@@ -132,7 +139,7 @@ class LocalStore:
 
 
 class LocalBody(Closing):
-    """An open file, read from where it stands for a number of bytes."""
+    """An open file, of which the next `left` bytes are read."""
 
     def __init__(self, handle: BinaryIO, info: ObjectInfo, left: int) -> None:
         self.info = info
@@ -143,14 +150,14 @@ class LocalBody(Closing):
         try:
             count: int = self._handle.readinto(buffer[: self._left])  # type: ignore[attr-defined]
         except OSError as error:
-            raise StoreError(self.info.key, f"cannot be read: {error.strerror or error}") from error
+            raise StoreError(self.info.key, f"cannot read: {error.strerror or error}") from error
         if not count and self._left:
-            raise StoreError(self.info.key, f"was cut short while it was read: {self._left:,} bytes miss")
+            raise StoreError(self.info.key, f"truncated while it was read: {self._left:,} bytes are missing")
         self._left -= count
         return count
 
     def read(self) -> bytes:
-        """All that is left, in one piece."""
+        """Return the rest."""
         data = bytearray(self._left)
         view, filled = memoryview(data), 0
         while filled < len(data):
@@ -163,7 +170,7 @@ class LocalBody(Closing):
 
 def _info(key: str, file: Path, status: os.stat_result) -> ObjectInfo:
     if not stat.S_ISREG(status.st_mode):
-        raise ObjectNotFoundError(str(file), "is no regular file")
+        raise ObjectNotFoundError(str(file), "not a regular file")
     return ObjectInfo(key, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}")
 
 
@@ -174,7 +181,7 @@ def _translated(file: Path, error: OSError) -> StoreError:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make `folder` and those above it, for good."""
+    """Create `folder` and its parents, durably."""
     try:
         folder.mkdir()
     except FileNotFoundError:
@@ -183,7 +190,7 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         if folder.is_dir():
             return
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder") from None
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from None
     _sync_folder(folder.parent)
 
 

@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, and as the plainest reading of the contract."""
+"""A store in the memory of this process: for tests, and the simplest implementation of the contract."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardkit.closing import Closing
-from shardkit.storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
-from shardkit.storage.store import ObjectInfo, checked_key, checked_range
+from shardkit.storage.store import (
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StoreError,
+    checked_key,
+    checked_range,
+)
 
 __all__ = ["MemoryStore"]
 
@@ -19,7 +26,7 @@ _versions = itertools.count(1)
 
 
 class MemoryStore:
-    """Objects in a dict. Stores of one process whose URLs have the same name share their objects.
+    """Objects in a dict, which all stores of the process with the same name in their URLs share.
 
     "memory://name/some/prefix" sees those of "memory://name" whose keys start with "some/prefix/".
     """
@@ -46,7 +53,7 @@ class MemoryStore:
     ) -> MemoryBody:
         info, data = self._find(key)
         if version not in (None, info.version):
-            raise ObjectChangedError(self._where(key), f"is of version {info.version}, not {version}")
+            raise ObjectChangedError(self._where(key), f"has version {info.version}, not {version}")
         start, stop = checked_range(self._where(key), start, stop, len(data))
         return MemoryBody(info, memoryview(data)[start:stop])
 
@@ -69,7 +76,7 @@ class MemoryStore:
         with _lock:
             space = _spaces.setdefault(self._name, {})
             if if_absent and self._prefix + key in space:
-                raise ObjectExistsError(self._where(key), "is there already", status=412)
+                raise ObjectExistsError(self._where(key), "already exists", status=412)
             space[self._prefix + key] = (info, content)
         return info
 
@@ -103,7 +110,7 @@ class MemoryStore:
 
 
 class MemoryBody(Closing):
-    """A view that is read from its start to its end."""
+    """A view that is read from start to end."""
 
     def __init__(self, info: ObjectInfo, view: memoryview) -> None:
         self.info = info
@@ -116,7 +123,7 @@ class MemoryBody(Closing):
         return count
 
     def read(self) -> bytes:
-        """All that is left, in one piece."""
+        """Return the rest."""
         data, self._view = bytes(self._view), self._view[:0]
         return data
 

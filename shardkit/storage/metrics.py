@@ -1,9 +1,9 @@
-"""What a store was asked and how it went, counted by all threads of a process.
+"""Counts of requests to a store and of their results, for all threads of a process.
 
 Counting takes one lock and about a microsecond. Times to the first byte go into fixed buckets, each 1.2 times
-as wide as the one before, so a quantile is off by at most 9.6 % (from 0.1 ms to 1,000 s; beyond: the edge),
-whatever was recorded, in constant memory. Snapshots are plain data; the difference of two is an interval's.
-A pickled or forked copy counts on its own (pickled: from zero; forked: with nothing in flight).
+as wide as the one before, so a quantile is off by at most 9.6 % (from 0.1 ms to 1,000 s; beyond: the edge) in
+constant memory. Snapshots are plain data; the difference of two is that of the interval. A pickled or forked
+copy counts on its own (pickled: from zero; forked: with nothing in flight).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from shardkit.storage.errors import StoreError, ThrottledError
 from shardkit.storage.forks import remake_after_fork
+from shardkit.storage.store import StoreError, ThrottledError
 
 __all__ = ["Event", "MetricsSnapshot", "StoreMetrics"]
 
@@ -30,7 +30,7 @@ Event = Literal[
     "resumed_bodies",
     "slow_bodies",
 ]
-_RATIO = 1.2  # of a bucket's edges; the middle (geometric) is within sqrt(1.2) of all in it
+_RATIO = 1.2  # of a bucket's edges; its geometric mean is within sqrt(1.2) of every value
 _FIRST_EDGE_SECONDS = 1e-4
 _LAST_EDGE_SECONDS = 1e3
 _BUCKETS = 2 + math.ceil(math.log(_LAST_EDGE_SECONDS / _FIRST_EDGE_SECONDS, _RATIO))
@@ -42,9 +42,9 @@ class MetricsSnapshot:
     """All counts at one moment, or between two (`minus`)."""
 
     requests: Mapping[str, int] = field(default_factory=dict)
-    """Sent to the store, by operation; every try and every hedge counts."""
+    """Sent to the store, by operation, including retries and hedges."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """By kind: the name of the error's class."""
+    """By the name of the error's class."""
     bytes_read: int = 0
     bytes_written: int = 0
     retries: int = 0
@@ -58,13 +58,13 @@ class MetricsSnapshot:
     in_flight: int = 0
     """Requests and open bodies now."""
     concurrency_limit: int = 0
-    """Most requests and open bodies allowed now."""
+    """Maximum number of requests and open bodies now."""
     last_status: int | None = None
     """HTTP status of the latest error that had one."""
     first_byte_buckets: tuple[int, ...] = (0,) * _BUCKETS
 
     def first_byte_seconds(self, quantile: float) -> float | None:
-        """Time within which that share of the requests was answered, to 9.6 %; None if there were none."""
+        """Return the time within which this share of requests was answered (+-9.6 %); None without any."""
         wanted = max(1, math.ceil(quantile * sum(self.first_byte_buckets)))
         seen = 0
         for index, count in enumerate(self.first_byte_buckets):
@@ -74,7 +74,7 @@ class MetricsSnapshot:
         return None
 
     def minus(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
-        """What happened since `earlier`; gauges and the last status stay as they are now."""
+        """Return the counts since `earlier`; gauges and the last status are those of now."""
         counts: dict[str, Any] = {
             name: getattr(self, name) - getattr(earlier, name) for name in (*get_args(Event), "throttled")
         }
@@ -90,7 +90,7 @@ class MetricsSnapshot:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able data, with two quantiles in place of the buckets."""
+        """Return JSON data, with two quantiles instead of the buckets."""
         plain = asdict(self)
         del plain["first_byte_buckets"]
         plain["first_byte_p50_seconds"] = self.first_byte_seconds(0.5)
@@ -99,7 +99,7 @@ class MetricsSnapshot:
 
 
 class StoreMetrics:
-    """The counts; may be shared by several stores (`concurrency_limit` is then that of the latest change)."""
+    """The counts; several stores can share them (`concurrency_limit` is then the one that changed last)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,17 +119,17 @@ class StoreMetrics:
         self._in_flight = 0
 
     def request(self, operation: str) -> None:
-        """A request was sent."""
+        """Count a request that is sent."""
         with self._lock:
             self._requests[operation] += 1
 
     def first_byte(self, seconds: float) -> None:
-        """A request was answered after that time."""
+        """Record the time until a request was answered."""
         with self._lock:
             self._buckets[_bucket(seconds)] += 1
 
     def error(self, error: StoreError) -> None:
-        """A request or a body failed."""
+        """Count a request or a body that failed."""
         with self._lock:
             self._errors[type(error).__name__] += 1
             self._throttled += isinstance(error, ThrottledError)
@@ -163,7 +163,7 @@ class StoreMetrics:
 
 
 def _bucket(seconds: float) -> int:
-    """Bucket 0 lies below the first edge; the last holds all from the last edge on."""
+    """Return a time's bucket: 0 is below the first edge, the last one begins at the last edge."""
     if seconds < _FIRST_EDGE_SECONDS:
         return 0
     return min(_BUCKETS - 1, 1 + int(math.log(seconds / _FIRST_EDGE_SECONDS) * _PER_LOG))

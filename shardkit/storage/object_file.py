@@ -1,10 +1,10 @@
-"""An object as a file: read-only, seekable, of one version, for libraries that want a file.
+"""An object as a file: read-only, seekable, of one version, for libraries that need a file.
 
-Bytes come in ranges that begin at 1 MiB and double up to 4 MiB while the reader goes straight on; from the
-second one on, the next range is fetched while this one is read. So at most 8 MiB are held, a reader that
-jumps (a Parquet footer, then columns) fetches little that it does not read, and one that pauses holds no
-connection. Errors are OSErrors with an errno, as of a disk: ESTALE where the object is no longer of the
-version that was asked for, else EIO.
+Bytes come in ranges that begin at 1 MiB and double up to 4 MiB during sequential reads; from the second one
+on, the next range is fetched while the current one is read. So at most 8 MiB are held, a reader that jumps (a
+Parquet footer, then columns) fetches little that it does not read, and one that pauses holds no connection.
+Errors are OSErrors with an errno, as of a disk: ESTALE if the object no longer has the requested version,
+otherwise EIO.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import io
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from shardkit.storage.errors import ObjectChangedError, StoreError
-from shardkit.storage.store import ObjectInfo
+from shardkit.storage.store import ObjectChangedError, ObjectInfo, StoreError
 from shardkit.storage.workers import Workers
 
 if TYPE_CHECKING:
@@ -37,16 +36,16 @@ class Ranges(Protocol):
 
 
 def open_object(store: Ranges, info: ObjectInfo, *, first_bytes: int = _FIRST_BYTES) -> io.BufferedReader:
-    """The object as a file of `info.bytes` bytes; nothing is contacted before the first read.
+    """Open the object as a file of `info.bytes` bytes; nothing is contacted before the first read.
 
-    Ranges begin at `first_bytes`; `store` may give more than was asked for. Retries are the store's work:
-    give it a `ResilientStore`.
+    Ranges begin at `first_bytes`; `store` may return more than the range. It must retry by itself: pass a
+    `ResilientStore`.
     """
     return io.BufferedReader(_ObjectFile(store, info, first_bytes), _BUFFER_BYTES)
 
 
 class _ObjectFile(io.RawIOBase):
-    """Holds one block, and at most one that is on its way."""
+    """Holds one block, and at most one that is being fetched."""
 
     def __init__(self, store: Ranges, info: ObjectInfo, first_bytes: int) -> None:
         self._store, self._info = store, info
@@ -74,7 +73,7 @@ class _ObjectFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """As much as one block has; 0 only at the end."""
+        """Read at most the rest of one block; 0 bytes only at the end."""
         view = memoryview(buffer).cast("B")
         if not view or self._position >= self._info.bytes:
             return 0
@@ -92,13 +91,13 @@ class _ObjectFile(io.RawIOBase):
         super().close()
 
     def _load(self, wanted: int) -> None:
-        """Get the block at the position, and set out for the next one if the reader goes straight on."""
+        """Get the block at the position, and begin to fetch the next one if reads are sequential."""
         is_next = bool(self._block) and self._position == self._start + len(self._block)
         coming, self._coming = self._coming, None
         if not is_next:
             self._next_bytes = max(self._first_bytes, min(wanted, _MOST_BYTES))
         if is_next and coming is not None:
-            self._block = b""  # or three would be held
+            self._block = b""  # otherwise three would be held
             block = coming.result()
         else:
             block = self._get(self._position, self._next_bytes)
@@ -109,7 +108,7 @@ class _ObjectFile(io.RawIOBase):
             self._coming = self._fetch(stop, self._next_bytes)
 
     def _fetch(self, start: int, count: int) -> Future[bytes]:
-        """`_get` in a thread."""
+        """Call `_get` in a thread."""
         future: Future[bytes] = Future()
 
         def run() -> None:
@@ -126,7 +125,7 @@ class _ObjectFile(io.RawIOBase):
         try:
             return self._store.get(self._info.key, start, stop, version=self._info.version)
         except ObjectChangedError as error:
-            problem = f"it changed since it was found ({error.problem}); start again"
+            problem = f"the object changed after it was listed ({error.problem}): start again"
             raise OSError(errno.ESTALE, problem) from error
         except StoreError as error:
             status = "" if error.status is None else f" (status {error.status})"

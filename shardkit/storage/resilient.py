@@ -1,13 +1,14 @@
-"""A store around a store, that gives up late instead of early, and always gives up.
+"""A store around a store that retries, resumes bodies, hedges slow reads and keeps deadlines.
 
-It tries again what may help (TransientError, ThrottledError), with growing random waits; goes on with bodies
-where they broke, on the same version of the object; asks a second time for reads that are slow to start; has
-fewer requests open when the store says 503; and ends every operation by a deadline, with an error of the same
-kind that says what was tried. The bytes it hands out are the object's, or there is an error.
+It retries what may help (TransientError, ThrottledError) as `shardkit.storage.retry` does, continues bodies
+where they broke, on the same version of the object, sends a second request for reads that are slow to start,
+and has fewer requests open when the store says 503 (`shardkit.storage.limits`). Every operation ends by its
+deadline, with an error of the same kind that says what was attempted. The bytes it returns are the object's,
+or there is an error.
 
     store = connect("s3://bucket/dataset")
     with store.open("shard.00000.mds") as body: ...
-    store.urgent.get("shard.00000.mds", 0, 4096)   # goes ahead of long transfers
+    store.urgent.get("shard.00000.mds", 0, 4096)   # overtakes long transfers
 
 An open body holds one of the store's connections until its last byte is read or it is closed.
 """
@@ -16,24 +17,34 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from shardkit.storage.calls import Calls, Operation
-from shardkit.storage.errors import ObjectExistsError, TransientError
+from shardkit.closing import Closing
+from shardkit.storage.limits import Ticket
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.resilient_body import ResilientBody
-from shardkit.storage.retry import RetryPolicy
-from shardkit.storage.store import Body, ObjectInfo, Store
+from shardkit.storage.retry import Calls, Operation, RetryPolicy
+from shardkit.storage.store import (
+    Body,
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectInfo,
+    StorageOptions,
+    Store,
+    StoreError,
+    TransientError,
+)
 from shardkit.storage.url import open_store
 
-__all__ = ["ResilientStore", "connect"]
+__all__ = ["ResilientBody", "ResilientStore", "connect"]
 
-_LISTED_AT_ONCE = 1000  # as S3's pages; each step is one request for the gate and the deadline
+_LISTED_AT_ONCE = 1000  # as S3's pages; each is one operation for the gate and the deadline
 _COMPARED_AT_ONCE = 1 << 20
+_REPORT_BYTES = 1 << 20  # read before the metrics are updated
 
 
 def connect(
@@ -43,14 +54,14 @@ def connect(
     policy: RetryPolicy | None = None,
     metrics: StoreMetrics | None = None,
 ) -> ResilientStore:
-    """`open_store(url, options)` with everything of this module around it. Nothing is contacted yet."""
+    """Open the store at `url` and make it resilient for `options.retry_seconds`. Nothing is contacted yet."""
     options = options or StorageOptions()
     policy = policy or RetryPolicy(deadline_seconds=options.retry_seconds)
     return ResilientStore(open_store(url, options), policy, metrics, connections=options.connections)
 
 
 class ResilientStore:
-    """Keeps the contract of `Store`. A pickled copy counts and limits on its own."""
+    """Keeps the contract of `Store`. A pickled copy has counts and limits of its own."""
 
     def __init__(
         self,
@@ -91,7 +102,7 @@ class ResilientStore:
 
     @property
     def urgent(self) -> Self:
-        """The same store (connections, limit, metrics), for reads that others should make way for."""
+        """The same store (connections, limit, metrics), for reads that go ahead of others."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__, _urgent=True)
         return view
@@ -100,7 +111,7 @@ class ResilientStore:
         return self._calls.run("head", self._where(key), lambda: self._store.head(key), urgent=self._urgent)
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """As `open` and read, so it is resumed and hedged likewise."""
+        """As `open` and read, so it is resumed and hedged in the same way."""
         with self._open("get", key, (start, stop), version) as body:
             return body.read()
 
@@ -117,10 +128,10 @@ class ResilientStore:
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        """As `Store.put`. Its time is bounded by the size and `RetryPolicy.floor_bytes_per_second`.
+        """As `Store.put`. The size and `RetryPolicy.floor_bytes_per_second` bound its time.
 
-        With `if_absent`, an object that is there after a failed try is our own if it has our bytes and our
-        metadata, no more and no less; two writers of the very same object may then both succeed.
+        With `if_absent`, an object that exists after a failed attempt is ours if it has exactly our bytes and
+        our metadata; two writers of the very same object may then both succeed.
         """
         size = _size(data)
         may_be_ours = False
@@ -146,13 +157,13 @@ class ResilientStore:
         return info
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Store.list`. After a failure it starts over and leaves out what was handed out already."""
+        """As `Store.list`. After a failure it starts again and skips what was yielded already."""
         last: str | None = None
         going: Iterator[ObjectInfo] | None = None
 
         def request() -> tuple[Iterator[ObjectInfo], list[ObjectInfo]]:
             nonlocal going
-            # Taken away first: a listing that fails, or is left to itself, is not gone on with.
+            # Cleared first: a listing that fails, or is abandoned, is not continued.
             listing, going = going or self._list_after(prefix, last), None
             return listing, [*islice(listing, _LISTED_AT_ONCE)]
 
@@ -181,19 +192,19 @@ class ResilientStore:
     ) -> ResilientBody:
         where = self._where(key)
         start, stop = span
-        tries = self._calls.retries(operation, where)
+        retries = self._calls.retries(operation, where)
         ticket = self._calls.gate.ticket(urgent=self._urgent)
 
         def reopen(position: int, version: str | None) -> Body:
             return self._store.open(key, position, stop, version=version)
 
-        raw = self._calls.open(operation, lambda: reopen(start, version), tries, ticket)
+        raw = self._calls.open(operation, lambda: reopen(start, version), retries, ticket)
         return ResilientBody(self._calls, raw, ticket, where, span, reopen, operation)
 
     def _find_same(
         self, key: str, data: bytes | Path, size: int, metadata: Mapping[str, str] | None
     ) -> ObjectInfo | None:
-        """The object at `key` if it is what a put of `data` leaves there."""
+        """Return the object at `key` if it is what a put of `data` leaves there."""
         info = self.head(key)
         if info.bytes != size or (info.metadata and info.metadata != (metadata or {})):
             return None
@@ -208,11 +219,180 @@ class ResilientStore:
         return info
 
 
+class ResilientBody(Closing):
+    """A body that continues where its connection broke: all bytes of one version of the object, or an error.
+
+    A broken, short or too slow connection is closed, and the range opened again from the next byte with
+    `reopen`, pinned to the version that was seen first: a replaced object ends in ObjectChangedError and
+    never in a mixture. The time of retries counts from the last byte that arrived; the time of all reads is
+    bounded by the size of the range. Between failures a read costs two looks at the clock and a few additions
+    (a microsecond). One silence lasts as long as the store's read timeout, which this layer cannot shorten.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        raw: Body,
+        ticket: Ticket,
+        where: str,
+        span: tuple[int, int | None],
+        reopen: Callable[[int, str], Body],
+        operation: Operation,
+    ) -> None:
+        self.info = raw.info
+        self._calls = calls
+        self._raw: Body | None = raw
+        self._readinto = raw.readinto
+        self._ticket = ticket
+        self._where = where
+        self._reopen = reopen
+        self._operation = operation
+        self._clock = calls.policy.clock
+        self._closed = threading.Event()
+        start, stop = span
+        self._start = self._position = self._reported = start
+        self._stop = self.info.bytes if stop is None else min(stop, self.info.bytes)
+        self._check_at = min(start + _REPORT_BYTES, self._stop)  # the position of the next `_check`
+        self._window_seconds = calls.policy.window_seconds
+        self._window_start = start
+        self._window_used = 0.0  # time in reads since then, without the pauses of the reader
+        self._left_seconds = calls.policy.transfer_seconds(self._stop - start)
+        if self._position >= self._stop:
+            self._finish()
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        began = self._clock()
+        try:
+            count = self._readinto(buffer)
+        except TransientError as error:
+            self._calls.failed(error)
+            return self._resume(buffer, error, began)
+        self._window_used += self._clock() - began
+        self._position = position = self._position + count
+        if position >= self._check_at or self._window_used >= self._window_seconds or not count:
+            if not count and position < self._stop:
+                return self._resume(buffer, self._short(), began)
+            self._check()
+        return count
+
+    def read(self) -> bytes:
+        """Return the rest."""
+        data = bytearray(max(0, self._stop - self._position))
+        view, filled = memoryview(data), 0
+        while filled < len(data):
+            filled += self.readinto(view[filled:])
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close; also from another thread, where a read then fails as soon as its connection does."""
+        self._closed.set()
+        self._release()
+        self._report()
+        self._readinto = _refuse
+
+    def _check(self) -> None:
+        """After some bytes or some time, check for the end and the rate."""
+        self._report()
+        if self._position >= self._stop:
+            self._finish()
+            return
+        self._check_at = min(self._position + _REPORT_BYTES, self._stop)
+        if self._window_used < self._window_seconds:
+            return
+        policy = self._calls.policy
+        rate = (self._position - self._window_start) / self._window_used
+        self._begin_window()
+        if rate < policy.floor_bytes_per_second:
+            self._window_seconds = min(
+                2 * self._window_seconds, max(policy.window_seconds, self._left_seconds)
+            )
+            self._calls.metrics.count("slow_bodies")
+            slow = TransientError(self._where, f"only {rate:,.0f} bytes per second arrive")
+            self._release()
+
+            def fail(buffer: memoryview, /) -> int:
+                raise slow
+
+            self._readinto = fail  # the next read opens the rest again
+
+    def _resume(self, buffer: memoryview, error: TransientError, began: float) -> int:
+        """Open the rest again, until some bytes are in `buffer`."""
+        policy, metrics = self._calls.policy, self._calls.metrics
+        self._left_seconds -= self._window_used
+        seconds = min(policy.deadline_seconds, self._left_seconds)
+        retries = self._calls.retries("read", self._where, seconds=seconds, began=began)
+        while True:
+            self._release()
+            if self._closed.is_set() or not self.info.version:
+                raise error  # without a version, the object might be another one when opened again
+            retries.wait(error, self._arrived())
+            raw = self._calls.open(
+                self._operation,
+                lambda: self._reopen(self._position, self.info.version),
+                retries,
+                self._ticket,
+                self._arrived(),
+            )
+            self._raw, self._readinto = raw, raw.readinto
+            if self._closed.is_set():
+                self.close()
+                raise error
+            if raw.info.version != self.info.version or raw.info.bytes != self.info.bytes:
+                self._release()
+                raise ObjectChangedError(self._where, f"was replaced while it was read ({self._arrived()})")
+            metrics.count("resumed_bodies")
+            try:
+                count = raw.readinto(buffer)
+            except TransientError as raised:
+                self._calls.failed(raised)
+                error = raised
+                continue
+            if count:
+                break
+            error = self._short()
+        self._left_seconds -= self._clock() - began
+        self._position += count
+        self._window_start, self._window_used = self._position, 0.0
+        self._check()
+        return count
+
+    def _begin_window(self) -> None:
+        self._left_seconds -= self._window_used
+        self._window_start, self._window_used = self._position, 0.0
+
+    def _finish(self) -> None:
+        """Make room for others, because the reader may not close this body soon."""
+        if self._position > self._stop:
+            raise StoreError(self._where, f"the store sent {self._position - self._stop:,} bytes too many")
+        self._ticket.leave()
+        self._readinto = _nothing
+
+    def _release(self) -> None:
+        if self._raw is not None:
+            raw, self._raw = self._raw, None
+            with suppress(StoreError):
+                raw.close()
+        self._ticket.leave()
+
+    def _report(self) -> None:
+        if self._position > self._reported:
+            self._calls.metrics.count("bytes_read", self._position - self._reported)
+            self._reported = self._position
+
+    def _short(self) -> TransientError:
+        error = TransientError(self._where, "the connection ended early")
+        self._calls.failed(error)
+        return error
+
+    def _arrived(self) -> str:
+        return f"{self._position - self._start:,} of {self._stop - self._start:,} bytes had arrived"
+
+
 def _size(data: bytes | Path) -> int:
     try:
         return data.stat().st_size if isinstance(data, Path) else len(data)
     except OSError:
-        return 0  # the store will say what is wrong with the file
+        return 0  # the store reports what is wrong with the file
 
 
 def _rebuild(
@@ -220,3 +400,11 @@ def _rebuild(
 ) -> ResilientStore:
     rebuilt = ResilientStore(store, policy, connections=connections, has_answered=has_answered)
     return rebuilt.urgent if urgent else rebuilt
+
+
+def _nothing(buffer: memoryview, /) -> int:
+    return 0
+
+
+def _refuse(buffer: memoryview, /) -> int:
+    raise ValueError("read of a closed body")

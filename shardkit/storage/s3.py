@@ -1,52 +1,60 @@
-"""An S3 bucket, or what lies under a prefix of one, as a store; any server that speaks S3's protocol.
+"""An S3 bucket, or a prefix in one, as a store; any server that speaks S3's protocol.
 
 An object's version is its ETag. A ranged read states the version it wants (If-Match), and an answer that is
-not exactly the range that was asked for is refused. With `if_absent`, If-None-Match lets the server decide;
-each such write carries a nonce in its metadata ("shardkit-nonce"), and when the server says that the object
-is there already, the nonce tells whether it is ours: a write whose acknowledgement was lost, and that is
-tried again by the same store, or with the same nonce in `metadata`, is a success. Requests are made once:
-retrying is `ResilientStore`'s work.
+not exactly the requested range is refused. With `if_absent`, the server decides (If-None-Match); each such
+write carries a nonce in its metadata ("shardkit-nonce"). If the server says that the object exists, the nonce
+tells whether it is ours: a write whose acknowledgement was lost, and that the same store or a caller with the
+same nonce in `metadata` repeats, is a success. Requests are made once: `ResilientStore` retries.
 
 Costs about 2 milliseconds of CPU per request (botocore), and one copy of the bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardkit.storage.errors import (
+from shardkit.closing import Closing
+from shardkit.storage.s3_client import S3Client, request_errors, translated
+from shardkit.storage.s3_upload import Buffers, Content, Target, upload, version_of
+from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,
+    ObjectInfo,
     ObjectNotFoundError,
+    StorageOptions,
     StoreError,
     TransientError,
+    checked_key,
+    checked_range,
 )
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.s3_body import EmptyBody, S3Body
-from shardkit.storage.s3_client import S3Client
-from shardkit.storage.s3_upload import Buffers, Content, Target, upload, version_of
-from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 
-__all__ = ["NONCE", "S3Store"]
+__all__ = ["NONCE", "EmptyBody", "S3Body", "S3Store"]
 
 NONCE = "shardkit-nonce"
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.IGNORECASE | re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_MAX_UNANSWERED = 1024  # writes that may have happened and may be tried again; above, all are forgotten
+_MAX_UNANSWERED = 1024  # writes that may have happened and may be repeated; above, all are forgotten
 _MAX_METADATA_BYTES = 2048  # S3's limit
+_FILLED_BYTES = 1 << 16  # of a read that waits until its piece is full
+_LOW_WATER_BYTES = 1 << 17
+_TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
 
 
 class S3Store:
-    """Objects of the bucket, and below the prefix, that `url` names: s3://bucket/prefix."""
+    """Objects below a prefix of a bucket: s3://bucket/prefix."""
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         found = _URL.fullmatch(url)
         if not found:
-            raise StoreError(url, "is no S3 URL: s3://bucket/prefix")
+            raise StoreError(
+                url, "not an S3 URL: expected s3://bucket/prefix (bucket names have 3 to 63 characters)"
+            )
         self._bucket = found[1]
         prefix = (found[2] or "").rstrip("/")
         self._prefix = f"{checked_key(url, prefix)}/" if prefix else ""
@@ -81,7 +89,7 @@ class S3Store:
         try:
             answer = self._client.request("get_object", where, **parameters)
         except StoreError as error:
-            if error.status == 416 and start == 0:  # of an empty object, no range can be had
+            if error.status == 416 and start == 0:  # an empty object has no range
                 return self._open_nothing(key, 0, 0, version)
             raise
         try:
@@ -132,14 +140,14 @@ class S3Store:
             for entry in answer.get("Contents", ()):
                 name = entry["Key"]
                 if name < before or not name.startswith(self._prefix + prefix):
-                    raise StoreError(where, f"the server lists {name!r} after {before!r}: it does not sort")
+                    raise StoreError(where, f"the server lists {name!r} after {before!r}, not sorted by key")
                 before = name
-                if name != self._prefix:  # what some tools put there to show a folder
+                if name != self._prefix:  # an empty object that some tools create for a folder
                     yield ObjectInfo(name[len(self._prefix) :], int(entry["Size"]), version_of(entry))
             if not answer.get("IsTruncated"):
                 return
             if "NextContinuationToken" not in answer:
-                raise StoreError(where, "the server lists only a part and does not say how to go on")
+                raise StoreError(where, "the server truncates the listing without a continuation token")
             parameters["ContinuationToken"] = answer["NextContinuationToken"]
 
     def delete(self, key: str) -> None:
@@ -162,24 +170,24 @@ class S3Store:
     def _open_nothing(self, key: str, start: int, stop: int | None, version: str | None) -> EmptyBody:
         info = self.head(key)
         if version not in (None, info.version):
-            raise ObjectChangedError(self._where(key), f"is of version {info.version}, not {version}")
+            raise ObjectChangedError(self._where(key), f"has version {info.version}, not {version}")
         start, stop = checked_range(self._where(key), start, stop, info.bytes)
         return EmptyBody(info)
 
     def _checked_answer(
         self, key: str, answer: Mapping[str, Any], start: int, stop: int | None, version: str | None
     ) -> tuple[ObjectInfo, int]:
-        """(the object, how many bytes follow) of an answer that holds what was asked for."""
+        """Return (the object, how many bytes follow) of an answer that holds the requested range."""
         where, got = self._where(key), version_of(answer)
         if version not in (None, got):  # a server that knows no If-Match
-            raise ObjectChangedError(where, f"is of version {got}, not {version}")
+            raise ObjectChangedError(where, f"has version {got}, not {version}")
         length = size = self._length(key, answer)
         first = 0
         if "ContentRange" in answer:
             found = _CONTENT_RANGE.fullmatch(answer["ContentRange"])
             if not found:
                 raise StoreError(
-                    where, f"the server sends a range that cannot be read: {answer['ContentRange']}"
+                    where, f"the server sends an invalid Content-Range: {answer['ContentRange']}"
                 )
             first, last, size = int(found[1]), int(found[2]), int(found[3])
             length = last + 1 - first
@@ -187,25 +195,25 @@ class S3Store:
         if (first, first + length) != (start, end) or length != int(answer["ContentLength"]):
             raise StoreError(
                 where,
-                f"bytes {start:,} to {end:,} were asked for, but the server sends {first:,} to "
-                f"{first + length:,} in {answer['ContentLength']:,} bytes: it, or a proxy, has no ranges",
+                f"requested bytes {start:,} to {end:,}, but the server sends {first:,} to {first + length:,} "
+                f"in {answer['ContentLength']:,} bytes: the server or a proxy does not support ranges",
             )
         return self._described(key, answer, size), length
 
     def _described(self, key: str, answer: Mapping[str, Any], size: int) -> ObjectInfo:
         version = version_of(answer)
         if not version:
-            raise StoreError(self._where(key), "the server gives no ETag, so versions cannot be told apart")
+            raise StoreError(self._where(key), "the server sends no ETag, so versions cannot be told apart")
         metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
         return ObjectInfo(key, size, version, metadata)
 
     def _length(self, key: str, answer: Mapping[str, Any]) -> int:
         if "ContentLength" not in answer:
-            raise StoreError(self._where(key), "the server does not say how many bytes there are")
+            raise StoreError(self._where(key), "the server sends no Content-Length")
         return int(answer["ContentLength"])
 
     def _find_own(self, key: str, nonce: str, size: int) -> ObjectInfo | None:
-        """The object, if it is what we wrote."""
+        """Return the object if it is what we wrote."""
         try:
             info = self.head(key)
         except ObjectNotFoundError:
@@ -217,20 +225,133 @@ class S3Store:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise StoreError(self.url, f"key {key!r:.200} is not Unicode, which S3's keys are") from error
+            raise StoreError(self.url, f"key {key!r:.200} is not Unicode, as S3 requires") from error
         return {"Bucket": self._bucket, "Key": name}
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
 
 
+class S3Body(Closing):
+    """A stream of exactly `bytes_left` bytes from botocore's `stream`.
+
+    Reads return what has arrived (one `recv`, one copy), so a trickling server cannot hold a reader for
+    longer than the read timeout. In long bodies the system is asked to wait for 128 KiB at a time
+    (SO_RCVLOWAT), because it would otherwise wake the reader for every few packets, three times the work;
+    less than that within the read timeout counts as silence. A body that ends early is a TransientError. If
+    botocore checks a body against a stored checksum (whole objects, with checksums "when_supported"), it
+    must be read in filled pieces of 64 KiB. `close` may come from another thread, and ends a read there.
+    """
+
+    def __init__(self, where: str, info: ObjectInfo, stream: Any, bytes_left: int) -> None:
+        self.info = info
+        self._where = where
+        self._stream = stream
+        self._bytes = self._left = bytes_left
+        self._closed = False
+        self._is_checked = hasattr(stream, "checksum")
+        self._next = self._reader()
+        self._socket = None if self._is_checked else _socket_of(stream)
+        self._wait_for(_LOW_WATER_BYTES)
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        piece = self._piece(min(len(buffer), self._left))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def read(self) -> bytes:
+        """Return the rest."""
+        pieces = []
+        while piece := self._piece(self._left):
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._left:
+            shutdown = getattr(getattr(self._stream, "_raw_stream", None), "shutdown", None)
+            if shutdown is not None:  # closing alone would wait for a read in another thread
+                with contextlib.suppress(Exception):
+                    shutdown()
+        with contextlib.suppress(*request_errors()):
+            self._stream.close()
+
+    def _piece(self, wanted: int) -> bytes:
+        """Return the next bytes, 1 to `wanted`; none at the end."""
+        if not wanted:
+            return b""
+        try:
+            piece = self._next(wanted)
+            self._left -= len(piece)
+            if self._socket is not None and self._left < _TAIL_BYTES:
+                self._wait_for(1)  # the end of the body may be less, and the connection is used again
+                self._socket = None
+            if not self._left and self._is_checked:
+                self._stream.read(1)  # compares the checksum
+        except request_errors() as error:
+            raise self._broken(error) from error
+        except (ValueError, AttributeError) as error:
+            if not self._closed:
+                raise
+            raise self._broken(error) from error
+        if self._closed or not piece or self._left < 0:
+            raise self._broken(None)
+        return piece
+
+    def _wait_for(self, count: int) -> None:
+        """Let the system wake a read of this connection after `count` bytes."""
+        if self._socket is not None and self._bytes >= _TAIL_BYTES:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
+    def _reader(self) -> Callable[[int], bytes]:
+        read1 = getattr(getattr(self._stream, "_raw_stream", None), "read1", None)
+        if self._is_checked or read1 is None:
+            read: Callable[[int], bytes] = self._stream.read
+            return lambda wanted: read(min(wanted, _FILLED_BYTES))
+        direct: Callable[[int], bytes] = read1
+        return direct
+
+    def _broken(self, error: Exception | None) -> Exception:
+        got = self._bytes - max(self._left, 0)
+        place = f"after {got:,} of {self._bytes:,} bytes"
+        if self._closed:
+            return TransientError(self._where, f"the body was closed {place}")
+        if error is None:
+            return TransientError(self._where, f"the body ended {place}")
+        found = translated(self._where, error)
+        return type(found)(self._where, f"{found.problem}, {place}", status=found.status)
+
+
+def _socket_of(stream: Any) -> socket.socket | None:
+    """Return the connection's socket, or None if botocore, urllib3 or http.client has changed inside."""
+    response = getattr(getattr(stream, "_raw_stream", None), "_fp", None)
+    found = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
+    return found if isinstance(found, socket.socket) else None
+
+
+class EmptyBody(Closing):
+    """No bytes of an object, for which S3 has no range."""
+
+    def __init__(self, info: ObjectInfo) -> None:
+        self.info = info
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        return 0
+
+    def read(self) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        pass
+
+
 class _Unanswered:
-    """Nonces of writes that ended without an answer, for the next try of the same write."""
+    """Nonces of writes that ended without an answer, for the next attempt at the same write."""
 
     def __init__(self) -> None:
-        self._nonces: dict[
-            str, tuple[str, str]
-        ] = {}  # no lock: one step of a dict each, and good after a fork
+        # Without a lock: each use is one step of a dict, and valid after a fork.
+        self._nonces: dict[str, tuple[str, str]] = {}
 
     def add(self, key: str, content: Content, nonce: str) -> None:
         if len(self._nonces) >= _MAX_UNANSWERED:
@@ -238,7 +359,7 @@ class _Unanswered:
         self._nonces[key] = (content.identity(), nonce)
 
     def take(self, key: str, content: Content) -> str | None:
-        """The nonce of such a write; only one caller gets it."""
+        """Return the nonce of such a write, to one caller only."""
         identity, nonce = self._nonces.pop(key, (None, None))
         return nonce if identity is not None and identity == content.identity() else None
 
@@ -251,8 +372,10 @@ def _checked_metadata(where: str, metadata: Mapping[str, str]) -> dict[str, str]
             or value != value.strip()
         ):
             raise StoreError(
-                where, f"metadata {name!r}: {value!r:.80} is not lower-case ASCII that HTTP can carry"
+                where,
+                f"metadata {name!r}: {value!r:.80} is not ASCII that an HTTP header can carry, with a "
+                "lower-case name",
             )
     if sum(len(name) + len(value) for name, value in metadata.items()) > _MAX_METADATA_BYTES:
-        raise StoreError(where, f"metadata is over {_MAX_METADATA_BYTES:,} bytes")
+        raise StoreError(where, f"metadata exceeds {_MAX_METADATA_BYTES:,} bytes")
     return dict(metadata)

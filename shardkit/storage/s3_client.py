@@ -1,8 +1,9 @@
-"""The botocore client behind an S3 store: made when it is first needed, once per process, with no retries.
+"""The botocore client of an S3 store, without retries, and the translation of its errors.
 
-After a fork the child makes its own. Credentials are botocore's business (environment, files, processes,
-roles); when a server refuses them, they are looked up afresh, and the request is made once more if they have
-changed: a run outlives the session credentials that it was started with, if something renews them.
+The client is created at the first request, once per process; a forked child creates its own. Credentials are
+botocore's business (environment, files, processes, roles). If a server refuses them, they are looked up
+again, and the request is repeated once if they have changed: a run outlives the session credentials that it
+was started with, if something renews them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,65 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from http.client import HTTPException
+from typing import Any, Literal
 
 from shardkit.errors import MissingExtraError
-from shardkit.storage.errors import StoreError
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.s3_errors import Purpose, may_be_stale_credentials, request_errors, translated
+from shardkit.storage.store import (
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageOptions,
+    StoreError,
+    ThrottledError,
+    TransientError,
+)
 
-__all__ = ["S3Client"]
+__all__ = ["Purpose", "S3Client", "request_errors", "translated"]
 
-# Looking credentials up can mean a process or a request each; refused requests may come in hundreds.
+# A look-up can mean a process or a request, and refused requests may come in hundreds.
 RENEWAL_SECONDS = 3.0
-_DEFAULT_REGION = "us-east-1"  # what S3-compatible servers take requests to be signed for
+_DEFAULT_REGION = "us-east-1"  # for which S3-compatible servers expect requests to be signed
+
+Purpose = Literal["read", "write"]
+
+_NOT_FOUND = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
+_THROTTLED = {
+    "BandwidthLimitExceeded",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "ServiceUnavailable",
+    "SlowDown",
+    "ThrottledException",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+}
+# Some of these also come in the body of a 200, without a status of their own.
+_TRANSIENT = {"BadDigest", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeout"}
+_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}
+_PRECONDITION = {"PreconditionFailed", "412"}
+_STALE = {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "RequestExpired"}
+_STALE |= {"SignatureDoesNotMatch", "TokenRefreshRequired", "AccessDenied"}
+_STALE |= {"400", "401", "403"}  # a HEAD's
+_ADVICE = {
+    "AccessDenied": "check the policies of the credentials and of the bucket; without s3:ListBucket, S3 also "
+    "says this of an object that does not exist",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set --region or AWS_REGION",
+    "EntityTooLarge": "the server refuses objects of this size",
+    "ExpiredToken": "the session credentials have expired: renew them at their source "
+    "(environment, file, process); they are then read again",
+    "InvalidAccessKeyId": "the server does not know this access key: check the credentials and the endpoint",
+    "InvalidObjectState": "the object is archived: restore it first",
+    "InvalidRange": "the range begins beyond the object's end",
+    "PermanentRedirect": "the bucket is in another region, or behind another endpoint: set AWS_REGION",
+    "RequestTimeTooSkewed": "the clocks of this machine and the server differ too much: set the clock (NTP)",
+    "SignatureDoesNotMatch": "check the secret key, and that no proxy changes requests",
+}
+_ADVICE["403"] = _ADVICE["AccessDenied"]
+_ADVICE["416"] = _ADVICE["InvalidRange"]
+_ADVICE["400"] = "expired credentials, wrong region or wrong clock: the answer to a HEAD does not say which"
+_ADVICE["InvalidToken"] = _ADVICE["ExpiredToken"]
 
 
 class S3Client:
@@ -37,7 +85,7 @@ class S3Client:
     def request(
         self, operation: str, where: str, purpose: Purpose = "read", **parameters: Any
     ) -> dict[str, Any]:
-        """What `operation` (a method of botocore's client) answers; StoreErrors that name `where`."""
+        """Call `operation`, a method of botocore's client; StoreErrors name `where`."""
         connection = self._current()
         try:
             client = connection.client()
@@ -57,7 +105,7 @@ class S3Client:
 
     def _current(self) -> _Connection:
         if self._connection.process != os.getpid():
-            # Two threads of a child may both do this; the later one's stays, the other's serves one request.
+            # Two threads of a child may both do this: the later one stays, the other serves one request.
             self._connection = _Connection(self._url, self._options)
         return self._connection
 
@@ -90,7 +138,7 @@ class _Connection:
         return self._client
 
     def renew(self, refused: Any) -> bool:
-        """Whether there is now a client with other credentials than those of the `refused` client."""
+        """Replace the `refused` client if there are other credentials now; return whether there are."""
         with self._lock:
             if self._client is not refused:
                 return True  # another thread was quicker
@@ -112,7 +160,7 @@ class _Connection:
 
 
 def _new_session(url: str, options: StorageOptions) -> Any:
-    """A session that has read nothing yet."""
+    """Create a session, which reads the configuration when asked."""
     try:
         from botocore.session import Session
     except ImportError as error:
@@ -124,14 +172,14 @@ def _new_session(url: str, options: StorageOptions) -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    """Reads the description of S3, once per process: that is most of the work of making a client."""
+    """Return the reader of S3's description, which is most of the work of making a client, and is shared."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
 
 
 def _credentials(session: Any) -> Any:
-    """What can be compared of the credentials that the session finds."""
+    """Return the credentials that the session finds, in a form that can be compared."""
     from botocore.exceptions import NoCredentialsError
 
     found = session.get_credentials()
@@ -177,9 +225,9 @@ def _new_client(url: str, options: StorageOptions, session: Any) -> Any:
 
 
 def _sign_md5_alone(request: Any, **_: Any) -> None:
-    """Sign the MD5 that a body carries, not its SHA-256 as well: over HTTP as botocore does over HTTPS.
+    """Sign only the MD5 of a body, not also its SHA-256: over HTTP as botocore does over HTTPS.
 
-    Unless the AWS configuration has `payload_signing_enabled`. A second hash costs as much as sending.
+    Not if the AWS configuration has `payload_signing_enabled`. A second hash costs as much as sending.
     """
     from botocore.config import Config
 
@@ -191,13 +239,13 @@ def _sign_md5_alone(request: Any, **_: Any) -> None:
 
 
 def _is_aws(endpoint_url: str) -> bool:
-    """Whether botocore found the endpoint itself, rather than in the environment or a file."""
+    """Return whether the endpoint is one of AWS's own."""
     host = endpoint_url.partition("://")[2].partition("/")[0].partition(":")[0]
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))
 
 
 def _for_compatible_servers(options: StorageOptions, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What other servers than AWS's need, where neither options nor AWS configuration say otherwise."""
+    """Return the settings of servers other than AWS's, if neither options nor AWS configuration set them."""
     defaults: dict[str, Any] = {}
     stated = settings.get("s3")
     if options.path_style is None and not (isinstance(stated, dict) and "addressing_style" in stated):
@@ -206,3 +254,99 @@ def _for_compatible_servers(options: StorageOptions, settings: Mapping[str, Any]
         if options.checksums is None and name not in settings and f"AWS_{name.upper()}" not in os.environ:
             defaults[name] = "when_required"
     return defaults
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return everything that a request or a body can raise, for `except request_errors() as error`."""
+    try:
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
+        from urllib3.exceptions import HTTPError
+    except ImportError:
+        return (OSError,)  # the caller is about to raise MissingExtraError
+    return (ClientError, BotoCoreError, ResponseParserError, HTTPError, HTTPException, OSError)
+
+
+def error_code(error: BaseException) -> str:
+    """Return S3's error code, or "" if there is none; for a HEAD, which has no body, the status as text."""
+    response: Any = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def error_status(error: BaseException) -> int | None:
+    """Return the HTTP status that came with an error."""
+    response: Any = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return None
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status if isinstance(status, int) else None
+
+
+def may_be_stale_credentials(error: BaseException) -> bool:
+    """Return whether other credentials might have been accepted."""
+    return error_code(error) in _STALE and error_status(error) in (400, 401, 403)
+
+
+def translated(where: str, error: Exception, purpose: Purpose = "read") -> StoreError:
+    """Translate one of `request_errors` of a request about `where`.
+
+    What may go away by itself (timeouts, broken connections, 5xx, a metadata service that does not answer) is
+    a TransientError, a request for fewer requests a ThrottledError; other messages say what to check. An
+    unknown failure becomes a StoreError with its own words, so nothing of botocore's leaves a store.
+    """
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(getattr(error, "response", None), dict):
+        return _of_response(where, error, purpose)
+    return _of_connection(where, error)
+
+
+def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
+    code, status = error_code(error), error_status(error)
+    if code == "NoSuchBucket":
+        return ObjectNotFoundError(where, "there is no such bucket", status=status)
+    if code == "NoSuchUpload":
+        return TransientError(where, "the server has lost this upload: upload it again", status=status)
+    if code in _NOT_FOUND or status == 404:
+        return ObjectNotFoundError(where, "there is no such object", status=status)
+    if code in _PRECONDITION or status == 412:
+        if purpose == "write":
+            return ObjectExistsError(where, "already exists", status=status)
+        return ObjectChangedError(where, "no longer has the requested version", status=status)
+    if code in _THROTTLED or status in (429, 503):
+        return ThrottledError(
+            where, f"{code or 'SlowDown'}: the server asks for fewer requests", status=status
+        )
+    message = str(error.response.get("Error", {}).get("Message", "")) or str(error)  # type: ignore[attr-defined]
+    if code in _TRANSIENT or code in _CONFLICT or status == 409 or (status or 0) >= 500:
+        return TransientError(where, f"{code}: {message:.200}", status=status)
+    advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status == 403 else "")
+    return StoreError(where, f"{code}: {message:.200}" + (f"; {advice}" if advice else ""), status=status)
+
+
+def _of_connection(where: str, error: Exception) -> StoreError:
+    from botocore import exceptions as core
+
+    text = f"{error}"[:300] or type(error).__name__
+    if isinstance(error, core.NoCredentialsError | core.PartialCredentialsError):
+        return StoreError(
+            where,
+            f"no complete credentials found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or a profile (AWS_PROFILE) of ~/.aws/credentials, or run on a machine with a role",
+        )
+    if isinstance(error, core.ProfileNotFound):
+        return StoreError(where, f"{text}: check --profile, AWS_PROFILE and ~/.aws/config")
+    if isinstance(error, core.SSOError | core.UnauthorizedSSOTokenError):
+        return StoreError(where, f"{text}: run `aws sso login` again")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return StoreError(where, f"{text}: set AWS_CA_BUNDLE to the certificates to trust")
+    broken = (
+        core.ConnectionError | core.HTTPClientError | core.IncompleteReadError | core.FlexibleChecksumError
+    )
+    if isinstance(error, broken):
+        return TransientError(where, text)
+    if isinstance(error, core.MetadataRetrievalError | core.CredentialRetrievalError):
+        return TransientError(where, f"credentials could not be fetched: {text}")
+    if isinstance(error, core.BotoCoreError):
+        return StoreError(where, text)
+    return TransientError(where, f"{type(error).__name__}: {text}")

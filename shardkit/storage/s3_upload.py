@@ -1,12 +1,12 @@
-"""How an object gets into S3: in one request, or in parts that are put together at the end.
+"""Upload an object to S3: in one request, or in parts that the server assembles at the end.
 
-Every request carries the MD5 of its content, which is signed and the server compares (over HTTP, too, the
-body itself is not signed: a second hash of it costs a quarter of an upload's CPU); the ETag of the whole is
-compared here. A file is read in parts of 16 MiB (more only above 160 GB, so that 10,000 parts suffice), four
-in memory at a time. An upload that fails is aborted: nothing of it stays behind or costs anything.
+Every request carries the MD5 of its content, which is signed, and which the server compares (also over HTTP
+the body itself is not signed: a second hash of it costs a quarter of an upload's CPU); the ETag of the whole
+is compared here. A file is read in parts of 16 MiB (more only above 160 GB, so that 10,000 parts suffice),
+four in memory at a time. A failed upload is aborted: nothing of it stays behind or costs anything.
 
-What is put only if absent goes in one request up to 5 GiB, streamed from a file that is read twice: some
-servers (Ceph) decide atomically about single requests, but ignore the condition where parts are completed.
+A conditional upload (`if_absent`) is one request up to 5 GiB, streamed from a file that is read twice: some
+servers (Ceph) decide atomically about single requests, but ignore the condition when parts are completed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardkit.storage.errors import StoreError, TransientError
 from shardkit.storage.s3_client import S3Client
+from shardkit.storage.store import StoreError, TransientError
 
 __all__ = [
     "MAX_OBJECT_BYTES",
@@ -43,16 +43,16 @@ MAX_OBJECT_BYTES = 5 << 40  # S3's limit
 _MAX_REQUEST_BYTES = 5 << 30  # S3's limit
 _MAX_PARTS = 10_000  # S3's limit
 _PART_ALIGNMENT = 1 << 20
-_PIECE_BYTES = 1 << 20  # of a file whose hash is taken alone
+_PIECE_BYTES = 1 << 20  # of a file that is only hashed
 _THREADS = 4
-_KEPT_BUFFERS = 8  # 128 MiB; while parts are on their way, hardly any is free
+_KEPT_BUFFERS = 8  # 128 MiB; during an upload hardly any is free
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
 
 
 class Buffers:
-    """Memory for parts, kept for the next ones: to get it from the kernel costs as much as to send it.
+    """Memory for parts, kept for the next ones, because allocating it costs as much as sending it.
 
-    They are bytearrays because botocore sends these as they are; bytes it copies first.
+    They are bytearrays, which botocore sends as they are; it copies bytes first.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def lend(self, size: int) -> Iterator[bytearray]:
-        """`size` bytes of any content; none is waited for."""
+        """Lend `size` bytes of any content, without waiting."""
         if size != PART_BYTES:
             yield bytearray(size)
             return
@@ -78,7 +78,7 @@ class Buffers:
 
 
 class Content:
-    """What is to be put: bytes, or a file of which only the part in hand is in memory."""
+    """What to upload: bytes, or a file of which only the current parts are in memory."""
 
     def __init__(self, where: str, data: bytes | Path, buffers: Buffers) -> None:
         self._where = where
@@ -89,7 +89,7 @@ class Content:
 
     @contextlib.contextmanager
     def part(self, start: int, stop: int) -> Iterator[bytes | bytearray]:
-        """Of a file in a buffer that others use afterwards."""
+        """Lend the bytes from `start` to `stop`; those of a file in a buffer that is reused afterwards."""
         if self._file is None:
             assert isinstance(self._data, bytes)
             yield self._data[start:stop]
@@ -101,7 +101,7 @@ class Content:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[bytes | bytearray | FileIO]:
-        """All of it, from its start, in a form that can be sent."""
+        """Lend all of it in a form that botocore can send."""
         if self._file is None or self.bytes <= PART_BYTES:
             with self.part(0, self.bytes) as part:
                 yield part
@@ -121,7 +121,7 @@ class Content:
         return digest.digest()
 
     def identity(self) -> str:
-        """The same for the same content (of a file: as far as its dates tell), in this process."""
+        """Return a text that is equal for equal content (for a file: by its dates) in this process."""
         if self._file is None:
             return self.md5().hex()
         status = os.fstat(self._file.fileno())
@@ -141,7 +141,7 @@ class Content:
             except OSError as error:
                 raise StoreError(self._where, f"{self._data!s} cannot be read: {error.strerror}") from error
             if not count:
-                raise StoreError(self._where, f"{self._data!s} became shorter while it was uploaded")
+                raise StoreError(self._where, f"{self._data!s} was truncated during the upload")
             filled += count
 
     def _open(self, file: Path) -> int:
@@ -154,28 +154,28 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an upload goes, and with what."""
+    """Where an upload goes, with which metadata and condition."""
 
     where: str
     names: Mapping[str, str]
     """Bucket and Key, as botocore's arguments."""
     metadata: Mapping[str, str]
     condition: Mapping[str, str]
-    """IfNoneMatch="*", or nothing."""
+    """IfNoneMatch="*", or empty."""
 
 
 def upload(client: S3Client, target: Target, content: Content) -> str:
-    """Put `content`; return its version.
+    """Upload `content` and return its version.
 
-    TransientError if the server says that it stored something else, which is then removed again if it is
-    new for certain.
+    TransientError if the server reports that it stored something else, which is removed again if it is
+    certainly new.
     """
     if content.bytes > MAX_OBJECT_BYTES:
-        raise StoreError(target.where, f"has {content.bytes:,} bytes; S3 allows {MAX_OBJECT_BYTES:,}")
+        raise StoreError(target.where, f"{content.bytes:,} bytes exceed S3's limit, {MAX_OBJECT_BYTES:,}")
     in_one_request = _MAX_REQUEST_BYTES if target.condition else PART_BYTES
     send = _upload_whole if content.bytes <= in_one_request else _upload_parts
     answer, expected = send(client, target, content)
-    if not version_of(answer):  # Ceph does not say when it completes parts
+    if not version_of(answer):  # Ceph sends none when it completes parts
         answer = client.request("head_object", target.where, "read", **target.names)
     version = version_of(answer)
     if _is_md5(answer, version) and version != expected:
@@ -183,18 +183,18 @@ def upload(client: S3Client, target: Target, content: Content) -> str:
             with contextlib.suppress(StoreError):
                 client.request("delete_object", target.where, "write", **target.names)
         raise TransientError(
-            target.where, f"was stored as {version}, but {expected} was sent; upload it again"
+            target.where, f"the server stored {version}, but {expected} was sent: upload it again"
         )
     return version
 
 
 def version_of(answer: Mapping[str, Any]) -> str:
-    """The ETag without its quotes."""
+    """Return the ETag without its quotes."""
     return str(answer.get("ETag", "")).strip('"')
 
 
 def _is_md5(answer: Mapping[str, Any], version: str) -> bool:
-    """Whether the ETag is made of the content's MD5: not where keys of KMS or of the customer encrypt it."""
+    """Return whether the ETag is the content's MD5: not with keys of KMS or of the customer."""
     is_encrypted = str(answer.get("ServerSideEncryption", "")).startswith("aws:kms")
     return not is_encrypted and "SSECustomerAlgorithm" not in answer and bool(_MD5_ETAG.fullmatch(version))
 
@@ -244,7 +244,7 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             try:
                 done = [future.result() for future in sent]
             except BaseException:
-                # Those on their way end before the abort: a part stored after it would stay.
+                # Running requests end before the abort: a part that is stored after it would stay.
                 pool.shutdown(cancel_futures=True)
                 raise
         parts = [{"ETag": etag, "PartNumber": number} for number, (etag, _) in enumerate(done, 1)]
@@ -257,14 +257,14 @@ def _upload_parts(client: S3Client, target: Target, content: Content) -> tuple[d
             **target.condition,
         )
     except BaseException:
-        with contextlib.suppress(StoreError):  # no longer there if only the acknowledgement was lost
+        with contextlib.suppress(StoreError):  # gone already if only the acknowledgement was lost
             client.request("abort_multipart_upload", target.where, "write", **names)
         raise
     return answer, f"{_md5(b''.join(digest for _, digest in done)).hex()}-{len(done)}"
 
 
 def part_bytes(total_bytes: int) -> int:
-    """The size of all parts but the last."""
+    """Return the size of all parts but the last."""
     least = -(-total_bytes // _MAX_PARTS)
     return max(PART_BYTES, -(-least // _PART_ALIGNMENT) * _PART_ALIGNMENT)
 

@@ -1,29 +1,121 @@
-"""The contract that every store keeps, and that tests/test_storage_conformance.py holds every store to.
+"""The contract of every store, its errors and its options; tests/test_storage_conformance.py checks it.
 
 A store maps keys (relative paths with "/", checked by `checked_key`) to objects. An object is replaced whole
-and atomically: a reader sees the old bytes or the new ones, never a mixture, and each content has a `version`
-of its own. A write is durable when `put` returns. Stores may be shared by threads, pickled, and used after a
-fork. They do not retry: `shardkit.storage.resilient` does, around any of them.
+and atomically: a reader sees the old bytes or the new ones, never a mixture, and each content has its own
+`version`. A write is durable when `put` returns. Stores can be shared by threads, pickled, and used after a
+fork. They make each request once: `shardkit.storage.resilient` retries, around any of them.
+
+Errors come in kinds that a caller can act on: `TransientError` and its `ThrottledError` can be retried, the
+others do not go away by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self, get_args
 
-from shardkit.errors import ShardError
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError, ShardkitError
+from shardkit.hashing import new_hash
 from shardkit.index import checked_basename
-from shardkit.storage.errors import StoreError
 
-__all__ = ["Body", "ObjectInfo", "Store", "checked_key", "checked_range"]
+__all__ = [
+    "Body",
+    "Checksums",
+    "ObjectChangedError",
+    "ObjectExistsError",
+    "ObjectInfo",
+    "ObjectNotFoundError",
+    "StorageOptions",
+    "Store",
+    "StoreError",
+    "ThrottledError",
+    "TransientError",
+    "checked_key",
+    "checked_range",
+    "hash_object",
+    "read_object",
+]
+
+Checksums = Literal["when_supported", "when_required"]
+_READ_BYTES = 1 << 20
+
+
+class StoreError(ShardkitError):
+    """A request to a store failed: on which object, why, and with which HTTP status if there was one."""
+
+    def __init__(self, where: str, problem: str, *, status: int | None = None) -> None:
+        self.where, self.problem, self.status = where, problem, status
+        super().__init__(f"{where}: {problem}" + ("" if status is None else f" (status {status})"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.where, self.problem, self.status))
+
+
+def _rebuild(kind: type[StoreError], where: str, problem: str, status: int | None) -> StoreError:
+    return kind(where, problem, status=status)
+
+
+class ObjectNotFoundError(StoreError):
+    """The object (or the bucket) does not exist."""
+
+
+class ObjectExistsError(StoreError):
+    """The object was to be created, and exists already."""
+
+
+class ObjectChangedError(StoreError):
+    """The object no longer has the version that was asked for."""
+
+
+class TransientError(StoreError):
+    """A timeout, a broken connection, a 5xx: retrying may help."""
+
+
+class ThrottledError(TransientError):
+    """The store asks for fewer requests (503 SlowDown, 429): retry later, with fewer at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageOptions:
+    """How to reach a store. What is None comes from the AWS environment and configuration files.
+
+    Plain data: can be pickled and compared.
+    """
+
+    endpoint_url: str | None = None
+    """Of an S3-compatible server; default AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS itself."""
+    region: str | None = None
+    profile: str | None = None
+    """A profile of the AWS configuration files; default AWS_PROFILE."""
+    path_style: bool | None = None
+    """Bucket in the path instead of the host name; None: if an endpoint is set."""
+    checksums: Checksums | None = None
+    """S3's flexible checksums; None: as the AWS configuration says, "when_required" if an endpoint is set."""
+    connect_timeout_seconds: float = 5.0
+    read_timeout_seconds: float = 10.0
+    """Longest silence on a connection."""
+    retry_seconds: float = 600.0
+    """How long to retry a failing operation: shorter outages cost only time."""
+    connections: int = 32
+    """Maximum number of connections of a process to a store."""
+
+    def __post_init__(self) -> None:
+        if self.checksums not in (None, *get_args(Checksums)):
+            raise ValueError(f"checksums must be one of {', '.join(get_args(Checksums))}: {self.checksums!r}")
+        timeouts = (self.connect_timeout_seconds, self.read_timeout_seconds, self.retry_seconds)
+        if not (min(timeouts) > 0 and self.connections > 0):
+            raise ValueError("timeouts, retry_seconds and connections must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object: its key, size, version (S3: the ETag), and the metadata it was put with if that is known."""
+    """An object: key, size, version (S3: the ETag), and the metadata it was put with, if known."""
 
     key: str
     bytes: int
@@ -39,11 +131,11 @@ class Body(Protocol):
         """The whole object, whatever range is read."""
 
     def readinto(self, buffer: memoryview, /) -> int:
-        """Fill the start of `buffer` (at least 1 byte long) with what comes next and return how much it was.
+        """Fill the start of `buffer` (at least 1 byte long) with the next bytes and return their number.
 
-        Returns as soon as some bytes are there (in bodies over 1 MiB, a store may wait for up to 128 KiB);
-        0 only at the end of the range. TransientError if the connection breaks, or those do not arrive
-        within the store's read timeout, before that.
+        Returns as soon as some bytes are available (in bodies over 1 MiB, a store may wait for up to
+        128 KiB); 0 only at the end of the range. Raises TransientError if the connection breaks, or nothing
+        arrives within the store's read timeout, before the end.
         """
 
     def close(self) -> None: ...
@@ -54,23 +146,23 @@ class Body(Protocol):
 
 
 class Store(Protocol):
-    """Objects by key. All methods raise `StoreError`s of the kinds in `shardkit.storage.errors`."""
+    """Objects by key. All methods raise subclasses of `StoreError`."""
 
     @property
     def url(self) -> str:
-        """What keys are relative to: "s3://bucket/prefix", "/folder", … without a "/" at its end."""
+        """What keys are relative to, such as "s3://bucket/prefix" or "/folder", without a trailing "/"."""
 
     def head(self, key: str) -> ObjectInfo:
-        """Size, version and metadata; ObjectNotFoundError."""
+        """Return size, version and metadata; ObjectNotFoundError if there is no such object."""
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        """Bytes `start` to `stop` (None or beyond the end: the end) in one piece."""
+        """Return the bytes from `start` to `stop` (None or beyond the end: the end)."""
 
     def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
-        """The same range as a stream.
+        """Open the same range as a stream.
 
-        ObjectNotFoundError; ObjectChangedError if the object is not of `version`; StoreError if `start` is
-        not inside of the object (0 is inside of an empty one).
+        ObjectNotFoundError; ObjectChangedError if the object does not have `version`; StoreError if `start`
+        is not inside the object (0 is inside an empty one).
         """
 
     def put(
@@ -83,23 +175,23 @@ class Store(Protocol):
     ) -> ObjectInfo:
         """Write an object from memory or from a file, whole or not at all; large files in parts.
 
-        With `if_absent`, ObjectExistsError if there is one, decided by the store in one atomic step, also
-        when the acknowledgement of our own write was lost. `metadata` (ASCII; lower-case names) comes back
-        from `head` where a store can keep it.
+        With `if_absent`, raise ObjectExistsError if the object exists: the store decides in one atomic step,
+        also if the acknowledgement of our own write was lost. `metadata` (ASCII; lower-case names) comes back
+        from `head` if the store can keep it.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, sorted by key (by code point), without metadata."""
+        """Yield the objects whose key starts with `prefix`, sorted by key (code points), without metadata."""
 
     def delete(self, key: str) -> None:
-        """Remove an object; it is no error if there is none."""
+        """Remove an object, if it exists."""
 
     def close(self) -> None:
-        """Let go of connections; the store may still be used and then opens new ones."""
+        """Close connections; a store that is used again opens new ones."""
 
 
 def checked_key(store_url: str, key: str) -> str:
-    """`key` if it is a relative path that stays below the store's url; StoreError otherwise."""
+    """Return `key` if it is a relative path that stays below the store's URL; StoreError otherwise."""
     try:
         return checked_basename(key, store_url)
     except ShardError as error:
@@ -107,8 +199,34 @@ def checked_key(store_url: str, key: str) -> str:
 
 
 def checked_range(where: str, start: int, stop: int | None, size: int) -> tuple[int, int]:
-    """(start, stop) within an object of `size` bytes, as `Store.open` defines it."""
+    """Return (start, stop) within an object of `size` bytes, as `Store.open` defines it."""
     end = size if stop is None else min(stop, size)
     if start < 0 or (start >= size and start > 0) or end < start:
-        raise StoreError(where, f"bytes {start:,} to {stop} of {size:,} were asked for", status=416)
+        raise StoreError(where, f"bytes {start:,} to {stop} are not a range of {size:,} bytes", status=416)
     return start, end
+
+
+def hash_object(store: Store, key: str, names: Iterable[str]) -> dict[str, str]:
+    """Return {name: hex digest} of an object, streamed once; ValueError for an unknown name."""
+    hashers = {name: new_hash(name) for name in names}
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with store.open(key) as body:
+        while count := body.readinto(buffer):
+            for hasher in hashers.values():
+                hasher.update(buffer[:count])
+    return {name: hasher.hexdigest() for name, hasher in hashers.items()}
+
+
+def read_object(store: Store, key: str, expected_bytes: int = -1) -> npt.NDArray[np.uint8]:
+    """Return an object as uint8[size]; ShardError if its size is not the expected one (-1: any)."""
+    with store.open(key) as body:
+        size = body.info.bytes
+        if expected_bytes not in (-1, size):
+            raise ShardError(f"{store.url}/{key}", f"{size:,} bytes, expected {expected_bytes:,}")
+        data = np.empty(size, dtype=np.uint8)
+        view, filled = data.data, 0
+        while filled < size and (count := body.readinto(view[filled : filled + _READ_BYTES])):
+            filled += count
+    if filled < size:
+        raise ShardError(f"{store.url}/{key}", f"ended after {filled:,} of {size:,} bytes")
+    return data

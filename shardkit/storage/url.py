@@ -1,4 +1,4 @@
-"""From a URL to the store behind it."""
+"""Open stores by URL."""
 
 from __future__ import annotations
 
@@ -6,35 +6,33 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from shardkit.storage.errors import StoreError
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.store import Store
+from shardkit.storage.store import StorageOptions, Store, StoreError
 
 __all__ = ["is_remote", "open_store", "split_url"]
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether `url` names something other than a path of this machine (file:// is a path)."""
+    """Return whether `url` is not a path on this machine (file:// is one)."""
     text = os.fspath(url)
     return "://" in text and not text.lower().startswith("file://")
 
 
 def local_path(url: str | os.PathLike[str]) -> Path:
-    """The path that a local `url` means: a path as it is, or that of a file:// URL."""
+    """Return the path of a local `url`: a path, or a file:// URL."""
     text = os.fspath(url)
     return Path(unquote(urlsplit(text).path)) if text.lower().startswith("file://") else Path(text)
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """(url of the folder, last part of the path) of a remote URL: where a file lies and its name."""
+    """Split the URL of a remote file into the URL of its folder and its name."""
     head, _, name = url.rstrip("/").rpartition("/")
     return (head, name) if "://" in head and not head.endswith(":/") else (url.rstrip("/"), "")
 
 
 def open_store(url: str | os.PathLike[str], options: StorageOptions | None = None) -> Store:
-    """The store at `url`: a path or file://, s3://bucket/prefix, memory://name, or any URL that fsspec knows.
+    """Open the store at `url`: a path or file://, s3://bucket/prefix, memory://name, or any URL of fsspec.
 
-    Nothing is contacted yet. StoreError if the URL cannot be one; MissingExtraError if a package is missing.
+    Nothing is contacted yet. StoreError if the URL is not valid; MissingExtraError if a package is missing.
     """
     options = options or StorageOptions()
     text = os.fspath(url)
@@ -52,7 +50,9 @@ def open_store(url: str | os.PathLike[str], options: StorageOptions | None = Non
 
         return MemoryStore(text)
     if not scheme.isalnum():
-        raise StoreError(text, "is no URL: s3://bucket/prefix, file:///path or one that fsspec knows")
+        raise StoreError(
+            text, "not a valid URL: expected s3://bucket/prefix, file:///path or a URL of fsspec"
+        )
     from shardkit.storage.fsspec_store import FsspecStore
 
     return FsspecStore(text)

@@ -15,10 +15,8 @@ from pathlib import Path
 
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
-from shardkit.storage.errors import ObjectNotFoundError, StoreError
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.tar.compressed import is_tar_name
 from shardkit.tar.names import common_folder, fixed_folder, is_pattern, matches, split_names
 from shardkit.tar.shard_list import describe_tar, tar_files

@@ -16,8 +16,7 @@ from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.index import FileInfo, Manifest, checked_basename
 from shardkit.locate import CARD_NAME, MAX_CARD_BYTES
-from shardkit.storage.errors import ObjectNotFoundError
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = [
     "CONTENT_HASH",

@@ -22,8 +22,7 @@ from typing import Protocol
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.index import FileInfo, checked_basename
 from shardkit.plain_json import load_json
-from shardkit.storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, Store, StoreError
 from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing, find_contents, metadata_of
 from shardkit.upload.parallel import run_all
 from shardkit.upload.progress import Listener, Progress

@@ -18,10 +18,8 @@ from pathlib import Path
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_file, new_hash
 from shardkit.index import FileInfo
-from shardkit.storage.errors import StoreError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 from shardkit.upload.contents import (

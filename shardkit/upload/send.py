@@ -22,10 +22,8 @@ from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes, hash_file, new_hash
 from shardkit.index import FileInfo, ShardInfo
 from shardkit.locate import CARD_NAME
-from shardkit.storage.errors import ObjectNotFoundError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.options import StorageOptions
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store
 from shardkit.storage.url import is_remote, local_path
 from shardkit.upload.contents import (
     CONTENT_HASH,

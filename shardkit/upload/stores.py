@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import Store
+from shardkit.storage.store import StorageOptions, Store
 from shardkit.storage.url import is_remote, open_store
 
 __all__ = ["transfer_store"]

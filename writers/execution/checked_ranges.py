@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 import xxhash
 
-from shardkit.storage.errors import ObjectNotFoundError, StoreError
 from shardkit.storage.forks import remake_after_fork
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectNotFoundError, Store, StoreError
 from shardkit.writers.execution.task import Output
 from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes
 

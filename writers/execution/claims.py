@@ -20,8 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from shardkit.storage.errors import ObjectExistsError, StoreError
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectExistsError, Store, StoreError
 
 __all__ = ["BEAT_SECONDS", "LEASE_SECONDS", "Claims"]
 

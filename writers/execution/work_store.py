@@ -25,11 +25,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from shardkit.errors import BuildError
-from shardkit.storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.object_file import open_object
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import (
+    ObjectExistsError,
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+)
 from shardkit.writers.execution import scratch, work_files
 from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError
 from shardkit.writers.execution.prefixed_store import PrefixedStore

@@ -21,8 +21,7 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.storage.errors import StoreError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions, StoreError
 from shardkit.storage.url import is_remote
 from shardkit.writers.inputs.file_names import expand_path
 from shardkit.writers.recipe import InputConfig, Recipe

@@ -12,11 +12,9 @@ from functools import lru_cache
 from io import BufferedReader
 from urllib.parse import urlsplit
 
-from shardkit.storage.errors import ObjectNotFoundError, StoreError
 from shardkit.storage.object_file import open_object
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.writers.inputs.file_names import fixed_part, key_matches
 
 __all__ = ["expand_url", "open_url"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.storage.options import StorageOptions
+from shardkit.storage.store import StorageOptions
 from shardkit.writers.inputs.decompress import COMPRESSIONS
 from shardkit.writers.inputs.input_files import InputFile, find_files, open_input
 from shardkit.writers.recipe import InputConfig, Recipe

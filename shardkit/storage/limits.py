@@ -1,10 +1,10 @@
-"""How many requests and open bodies a store has at once: fewer when it asks for that, more when it copes.
+"""How many requests and open bodies a store has at a time: fewer if it asks for that, more if it copes.
 
-The limit starts at `connections`, is halved when the store says 503 (once per cool-down: all that were sent
-together fail together), and after a cool-down without a 503 grows by one for as many successes as it has room
-for (AIMD, as TCP). Who waits is let in by age of the operation, urgent ones first; a retry keeps its age. An
-eighth of the limit is kept for urgent requests, so a small read for the batch at hand does not wait for a
-long body to end.
+The limit starts at `connections`. It is halved when the store answers 503 (once per cool-down, because all
+requests that were sent together fail together); after a cool-down without a 503 it grows by one for as many
+successes as it has room for (AIMD, as in TCP). Waiting operations enter in the order of their age, urgent
+ones first; a retry keeps its age. An eighth of the limit is kept for urgent requests, so that a small read
+for the current batch does not wait for the end of a long body.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from shardkit.storage.errors import TransientError
 from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.metrics import StoreMetrics
+from shardkit.storage.store import TransientError
 
 __all__ = ["Gate", "Ticket"]
 
-_URGENT_PART = 8  # one in so many is for urgent requests only
+_URGENT_PART = 8  # the reciprocal of the share that is for urgent requests only
 
 
 class Gate:
@@ -40,10 +40,10 @@ class Gate:
         self._metrics = metrics
         self._cool_down_seconds = cool_down_seconds
         self._clock = clock
-        self._calm_at = -float("inf")  # the limit may be halved from then on
+        self._calm_at = -float("inf")  # the limit may be halved from this time on
         self._successes = 0
         self._tickets = 0
-        self._forget()
+        self._reset()
         self._generation = 0
         metrics.concurrency_limit(connections)
         remake_after_fork(self)
@@ -61,13 +61,13 @@ class Gate:
         return len(self._waiting)
 
     def ticket(self, *, urgent: bool = False) -> Ticket:
-        """The place of a new operation, behind all of its priority that are there."""
+        """Return the place of a new operation, behind all of its priority."""
         with self._lock:
             self._tickets += 1
             return Ticket(self, (not urgent, self._tickets))
 
     def throttled(self) -> None:
-        """The store asked for fewer requests."""
+        """Halve the limit: the store asked for fewer requests."""
         now = self._clock()
         with self._lock:
             if now >= self._calm_at:
@@ -77,7 +77,7 @@ class Gate:
                 self._metrics.concurrency_limit(self._limit)
 
     def succeeded(self) -> None:
-        """The store answered a request."""
+        """Count an answer of the store towards a higher limit."""
         now = self._clock()
         with self._lock:
             if now < self._calm_at:
@@ -91,10 +91,10 @@ class Gate:
                     self._admit()
 
     def after_fork(self) -> None:
-        self._forget()
+        self._reset()
         self._generation += 1  # what the parent holds is the parent's
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._in_use = 0
         self._waiting: list[Ticket] = []  # a heap
@@ -116,9 +116,9 @@ class Gate:
             ticket.admitted.set()
 
     def take(self, ticket: Ticket, seconds: float) -> bool:
-        """Let the ticket in, waiting at most so long; whether it is in."""
+        """Let the ticket in, waiting for at most `seconds`; return whether it is in."""
         with self._lock:
-            if self._has_room(ticket):  # then there is none for those who wait: who goes ahead is urgent
+            if self._has_room(ticket):  # room that is kept for urgent ones, if others wait
                 self._enter(ticket)
                 return True
             if seconds <= 0:
@@ -127,7 +127,7 @@ class Gate:
             heapq.heappush(self._waiting, ticket)
         try:
             ticket.admitted.wait(min(seconds, threading.TIMEOUT_MAX))
-        finally:  # also when a signal's handler raises
+        finally:  # also if a signal handler raises
             with self._lock:
                 if not ticket.inside:
                     self._waiting.remove(ticket)
@@ -146,7 +146,7 @@ class Gate:
 
 
 class Ticket:
-    """An operation's place in the queue, over all its tries; used by one thread at a time."""
+    """An operation's place in the queue, for all its attempts; used by one thread at a time."""
 
     def __init__(self, gate: Gate, order: tuple[bool, int]) -> None:
         self._gate = gate
@@ -160,19 +160,19 @@ class Ticket:
         return self._order < other._order
 
     def try_enter(self) -> bool:
-        """Enter if that needs no waiting."""
+        """Enter if that takes no waiting; return whether it is in."""
         return self.inside or self._gate.take(self, 0.0)
 
     def enter(self, where: str, seconds: float) -> None:
-        """Wait for a free place, at most so long; TransientError after that."""
+        """Wait for a free place; TransientError after `seconds`."""
         if not self.inside and not self._gate.take(self, seconds):
             gate = self._gate
             problem = (
                 f"waited {max(seconds, 0.0):.1f} s for one of {gate.limit} connections, "
-                f"{gate.in_use} are in use; close bodies that are no longer read"
+                f"{gate.in_use} are in use: close bodies that are no longer read"
             )
             raise TransientError(where, problem)
 
     def leave(self) -> None:
-        """Give the place back; it is no error if there is none."""
+        """Give the place back, if there is one."""
         self._gate.leave(self)
