@@ -97,5 +97,5 @@ def test_an_object_that_is_replaced_while_it_is_read_stops_the_build(
     batches = read_split(split, built.inputs[0], Ledger(), Quarantine(max_bad_fraction=1.0))
     next(batches)
     S3Store(rgw_bucket.url, storage).put(f"data/{name}", (folder / name).read_bytes()[::-1])
-    with pytest.raises(BuildError, match=rf"data/{name}: cannot be read: it changed since it was found"):
+    with pytest.raises(BuildError, match=rf"data/{name}: cannot be read: the object changed"):
         list(batches)

@@ -157,7 +157,7 @@ def test_a_file_that_changed_since_the_scan_stops_the_build_and_is_named(
     (split,) = scan_inputs(built)
     store.put(name, tmp_path / name)  # the same bytes: the version tells
     with pytest.raises(
-        BuildError, match=rf"{store.url}/{name}: cannot be read: it changed since it was found"
+        BuildError, match=rf"{store.url}/{name}: cannot be read: the object changed after it was listed"
     ):
         list(read_split(split, built.inputs[0], Ledger(), Quarantine(max_bad_fraction=1.0)))
 

@@ -29,10 +29,7 @@ def policy_of(clock: FakeClock, **settings: float) -> RetryPolicy:
 
 
 def attempts(policy: RetryPolicy, *, has_answered: bool = True) -> Retries:
-    metrics = StoreMetrics()
-    return Retries(
-        policy, metrics, Health("s3://b", policy, metrics, has_answered=has_answered), "open", "s3://b/k"
-    )
+    return Retries(Health("s3://b", policy, StoreMetrics(), has_answered=has_answered), "open", "s3://b/k")
 
 
 def exhaust(
@@ -121,7 +118,7 @@ def test_a_failure_is_reported_after_a_while_for_all_operations_together(
     clock, metrics = FakeClock(), StoreMetrics()
     policy = replace(policy_of(clock, report_seconds=5.0), jitter=lambda: 1.0)
     health = Health("s3://b", policy, metrics, has_answered=True)
-    operations = [Retries(policy, metrics, health, "open", f"s3://b/{number}") for number in range(3)]
+    operations = [Retries(health, "open", f"s3://b/{number}") for number in range(3)]
     while clock.now < 1090.0:
         for each in operations:
             each.wait(ERROR)
@@ -137,7 +134,7 @@ def test_a_failure_is_reported_after_a_while_for_all_operations_together(
 
 def test_retries_are_counted() -> None:
     metrics, policy = StoreMetrics(), policy_of(FakeClock())
-    tries = Retries(policy, metrics, Health("s3://b", policy, metrics, has_answered=True), "open", "k")
+    tries = Retries(Health("s3://b", policy, metrics, has_answered=True), "open", "k")
     tries.wait(ERROR)
     tries.wait(ERROR)
     assert metrics.snapshot().retries == 2

@@ -21,15 +21,9 @@ from shardkit.storage.store import StoreError, ThrottledError
 __all__ = ["Event", "MetricsSnapshot", "StoreMetrics"]
 
 Event = Literal[
-    "bytes_read",
-    "bytes_written",
-    "retries",
-    "outages",
-    "hedges",
-    "hedges_won",
-    "resumed_bodies",
-    "slow_bodies",
-]
+    "bytes_read", "bytes_written", "retries", "outages", "hedges", "hedges_won",
+    "resumed_bodies", "slow_bodies",
+]  # fmt: skip
 _RATIO = 1.2  # of a bucket's edges; its geometric mean is within sqrt(1.2) of every value
 _FIRST_EDGE_SECONDS = 1e-4
 _LAST_EDGE_SECONDS = 1e3

@@ -27,7 +27,7 @@ from typing import Self
 from shardkit.closing import Closing
 from shardkit.storage.limits import Ticket
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.retry import Calls, Operation, RetryPolicy
+from shardkit.storage.retry import Calls, Operation, Retries, RetryPolicy
 from shardkit.storage.store import (
     Body,
     ObjectChangedError,
@@ -192,7 +192,7 @@ class ResilientStore:
     ) -> ResilientBody:
         where = self._where(key)
         start, stop = span
-        retries = self._calls.retries(operation, where)
+        retries = Retries(self._calls.health, operation, where)
         ticket = self._calls.gate.ticket(urgent=self._urgent)
 
         def reopen(position: int, version: str | None) -> Body:
@@ -263,15 +263,12 @@ class ResilientBody(Closing):
     def readinto(self, buffer: memoryview, /) -> int:
         began = self._clock()
         try:
-            count = self._readinto(buffer)
+            count = self._next(buffer)
         except TransientError as error:
-            self._calls.failed(error)
             return self._resume(buffer, error, began)
         self._window_used += self._clock() - began
-        self._position = position = self._position + count
-        if position >= self._check_at or self._window_used >= self._window_seconds or not count:
-            if not count and position < self._stop:
-                return self._resume(buffer, self._short(), began)
+        self._position += count
+        if self._position >= self._check_at or self._window_used >= self._window_seconds:
             self._check()
         return count
 
@@ -290,6 +287,17 @@ class ResilientBody(Closing):
         self._report()
         self._readinto = _refuse
 
+    def _next(self, buffer: memoryview) -> int:
+        """Read from the open connection; count a failure, also if it ends early."""
+        try:
+            count = self._readinto(buffer)
+            if not count and self._position < self._stop:
+                raise TransientError(self._where, "the connection ended early")
+        except TransientError as error:
+            self._calls.failed(error)
+            raise
+        return count
+
     def _check(self) -> None:
         """After some bytes or some time, check for the end and the rate."""
         self._report()
@@ -301,7 +309,8 @@ class ResilientBody(Closing):
             return
         policy = self._calls.policy
         rate = (self._position - self._window_start) / self._window_used
-        self._begin_window()
+        self._left_seconds -= self._window_used
+        self._window_start, self._window_used = self._position, 0.0
         if rate < policy.floor_bytes_per_second:
             self._window_seconds = min(
                 2 * self._window_seconds, max(policy.window_seconds, self._left_seconds)
@@ -320,7 +329,7 @@ class ResilientBody(Closing):
         policy, metrics = self._calls.policy, self._calls.metrics
         self._left_seconds -= self._window_used
         seconds = min(policy.deadline_seconds, self._left_seconds)
-        retries = self._calls.retries("read", self._where, seconds=seconds, began=began)
+        retries = Retries(self._calls.health, "read", self._where, seconds=seconds, began=began)
         while True:
             self._release()
             if self._closed.is_set() or not self.info.version:
@@ -342,23 +351,15 @@ class ResilientBody(Closing):
                 raise ObjectChangedError(self._where, f"was replaced while it was read ({self._arrived()})")
             metrics.count("resumed_bodies")
             try:
-                count = raw.readinto(buffer)
-            except TransientError as raised:
-                self._calls.failed(raised)
-                error = raised
-                continue
-            if count:
+                count = self._next(buffer)
                 break
-            error = self._short()
+            except TransientError as raised:
+                error = raised
         self._left_seconds -= self._clock() - began
         self._position += count
         self._window_start, self._window_used = self._position, 0.0
         self._check()
         return count
-
-    def _begin_window(self) -> None:
-        self._left_seconds -= self._window_used
-        self._window_start, self._window_used = self._position, 0.0
 
     def _finish(self) -> None:
         """Make room for others, because the reader may not close this body soon."""
@@ -378,11 +379,6 @@ class ResilientBody(Closing):
         if self._position > self._reported:
             self._calls.metrics.count("bytes_read", self._position - self._reported)
             self._reported = self._position
-
-    def _short(self) -> TransientError:
-        error = TransientError(self._where, "the connection ended early")
-        self._calls.failed(error)
-        return error
 
     def _arrived(self) -> str:
         return f"{self._position - self._start:,} of {self._stop - self._start:,} bytes had arrived"

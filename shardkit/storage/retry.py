@@ -111,7 +111,8 @@ class Health:
     """Whether a store answers, as all its operations see it: reports outages, and their end, to the log."""
 
     def __init__(self, url: str, policy: RetryPolicy, metrics: StoreMetrics, *, has_answered: bool) -> None:
-        self._url, self._policy, self._metrics = url, policy, metrics
+        self.policy, self.metrics = policy, metrics
+        self._url = url
         self.has_answered = has_answered
         self._lock = threading.Lock()
         self._down_since: float | None = None
@@ -128,7 +129,7 @@ class Health:
         with self._lock:
             since, self._down_since = self._down_since, None
         if since is not None:
-            _logger.warning("%s: answers again after %.0f s", self._url, self._policy.clock() - since)
+            _logger.warning("%s: answers again after %.0f s", self._url, self.policy.clock() - since)
 
     def failed(self, error: StoreError) -> None:
         """A server that refuses a request is there."""
@@ -136,15 +137,15 @@ class Health:
 
     def retrying(self, operation: str, error: StoreError, began: float, left_seconds: float) -> None:
         """An operation that began to fail at `began` is retried."""
-        now = self._policy.clock()
+        now = self.policy.clock()
         with self._lock:
-            if now - began < self._policy.report_seconds or now < self._next_report:
+            if now - began < self.policy.report_seconds or now < self._next_report:
                 return
             self._next_report = now + _REPORT_EVERY_SECONDS
             is_new = self._down_since is None
             self._down_since = began if self._down_since is None else self._down_since
         if is_new:
-            self._metrics.count("outages")
+            self.metrics.count("outages")
         _logger.warning(
             "%s: %s has been failing for %.0f s, retrying for up to %.0f s more: %s",
             self._url, operation, now - began, left_seconds, error.problem,
@@ -156,8 +157,6 @@ class Retries:
 
     def __init__(
         self,
-        policy: RetryPolicy,
-        metrics: StoreMetrics,
         health: Health,
         operation: str,
         where: str,
@@ -165,11 +164,11 @@ class Retries:
         seconds: float | None = None,
         began: float | None = None,
     ) -> None:
-        self._policy, self._metrics, self._health = policy, metrics, health
+        self._health, self._policy = health, health.policy
         self._operation = operation
         self.where = where
-        self._began = policy.clock() if began is None else began
-        self._deadline = self._began + (policy.deadline_seconds if seconds is None else seconds)
+        self._began = self._policy.clock() if began is None else began
+        self._deadline = self._began + (self._policy.deadline_seconds if seconds is None else seconds)
         self.failures = 0
 
     @property
@@ -196,7 +195,7 @@ class Retries:
             advice = "the store has not answered yet: check its URL, the endpoint and the network"
             raise self._failed(error, arrived, advice) from error
         self._health.retrying(self._operation, error, self._began, left)
-        self._metrics.count("retries")
+        self._health.metrics.count("retries")
         policy.sleep(delay)
 
     def _failed(self, error: TransientError, arrived: str, advice: str = "") -> TransientError:
@@ -315,13 +314,6 @@ class Calls:
     def close(self) -> None:
         self._workers.close()
 
-    def retries(
-        self, operation: str, where: str, *, seconds: float | None = None, began: float | None = None
-    ) -> Retries:
-        """Return the attempts of an operation that begins now, or that began at `began`."""
-        health = self.health
-        return Retries(self.policy, self.metrics, health, operation, where, seconds=seconds, began=began)
-
     def run(
         self,
         operation: Operation,
@@ -335,7 +327,7 @@ class Calls:
 
         `seconds` is the time limit of the operation, and of each attempt, if it takes long by itself.
         """
-        retries = self.retries(operation, where, seconds=seconds)
+        retries = Retries(self.health, operation, where, seconds=seconds)
         ticket = self.gate.ticket(urgent=urgent)
         patience = self.policy.answer_seconds if seconds is None else seconds
         try:
