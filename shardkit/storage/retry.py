@@ -64,7 +64,7 @@ class RetryPolicy:
     deadline_seconds: float = 600.0
     """Longest time without a result or a byte. A transfer has bytes / floor_bytes_per_second more in all."""
     first_contact_seconds: float = 5.0
-    """No retries after this time if the store cannot be reached and has never answered."""
+    """Only one retry after this time if the store cannot be reached and has never answered."""
     report_seconds: float = 5.0
     """An operation that has failed for this long is reported to the log."""
     answer_seconds: float = 30.0
@@ -191,7 +191,9 @@ class Retries:
         if delay + _LEAST_ATTEMPT_SECONDS >= left:
             raise self._failed(error, arrived) from error
         elapsed = policy.clock() - self._began
-        if not self._health.has_answered and elapsed + delay >= policy.first_contact_seconds:
+        # One failure is no proof: a connection that times out takes all of these seconds.
+        is_late = self.failures > 1 and elapsed + delay >= policy.first_contact_seconds
+        if is_late and not self._health.has_answered:
             advice = "the store has not answered yet: check its URL, the endpoint and the network"
             raise self._failed(error, arrived, advice) from error
         self._health.retrying(self._operation, error, self._began, left)

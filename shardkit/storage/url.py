@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from shardkit.storage.store import StorageOptions, Store, StoreError
 
-__all__ = ["is_remote", "open_store", "split_url"]
+__all__ = ["is_remote", "local_path", "open_store", "split_url"]
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:

@@ -1,8 +1,8 @@
-"""A store that fails on purpose: faults by rule, the same ones in every run with the same seed.
+"""A store that injects faults by rules, the same ones in every run with the same seed.
 
-Wraps any store and keeps its contract otherwise. Whether a rule with a probability strikes depends on the
-seed, the key and how often the key was asked for, not on how threads take turns. What happened is in the log.
-Every fault ends by itself: one that hangs does so until `release` is called or its `seconds` are over.
+Wraps any store and keeps its contract otherwise. Whether a rule with a probability applies depends on the
+seed, the key and the number of requests for the key, not on the order of threads. The log has what happened.
+Every fault ends by itself: a request hangs until `release` is called or its `seconds` are over.
 """
 
 from __future__ import annotations

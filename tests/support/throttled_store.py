@@ -1,7 +1,7 @@
-"""A store as if it were far away: each request waits for its first byte, each connection has its bandwidth.
+"""A store that behaves as if it were far away: requests have a latency, and connections a bandwidth.
 
-Wraps any store and keeps its contract; for tests and for simulations of slower storage. The pace holds over a
-whole body: what a read takes too long is made up for by the next ones, as far as a network's buffers would.
+Wraps any store and keeps its contract. The bandwidth holds over a whole body: after a late read the next ones
+are faster, as far as a network's buffers allow.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shardkit.storage.store import Body, ObjectInfo, Store
 
 __all__ = ["ThrottledStore"]
 
-_STEP_SECONDS = 0.02  # of bandwidth that a read returns at most: large buffers must not make a body lumpy
-_BUFFERED_SECONDS = 0.1  # of bandwidth that arrives although nobody reads
+_STEP_SECONDS = 0.02  # of bandwidth in one read at most, so that large buffers do not make a body come in bursts
+_BUFFERED_SECONDS = 0.1  # of bandwidth that arrives while nobody reads
 
 
 class ThrottledStore:
@@ -98,7 +98,7 @@ class ThrottledStore:
 
 
 class ThrottledBody(Closing):
-    """A body that hands out no more than its bandwidth allows."""
+    """A body that returns no more than its bandwidth allows."""
 
     def __init__(
         self, body: Body, bytes_per_second: float, clock: Callable[[], float], sleep: Callable[[float], None]
