@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from loader_data import make_dataset
-from remote_harness import QUICK, put_folder
+from remote_harness import QUICK, fresh_url, put_folder
 from s3_moto import S3Server, s3_server
 from servers.fault_proxy import FaultProxy, Rule
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.opening import open_streams
 from shardkit.storage import (
     ObjectNotFoundError,
     ResilientStore,
@@ -27,6 +29,7 @@ from shardkit.storage import (
     TransientError,
     connect,
 )
+from shardkit.storage.memory import MemoryStore
 
 QUICKLY = RetryPolicy(longest_backoff_seconds=0.2, first_contact_seconds=0.3, report_seconds=0.5, hedge=False)
 FIRST_CONTACT_LIMIT_SECONDS = 10.0
@@ -128,6 +131,20 @@ def ride_out(server: S3Server, proxy: FaultProxy, folder: Path, seconds: float) 
         restarted.join()
     assert len(ids) == len(set(ids)) == 600
     assert took > seconds, "the outage was met"
+
+
+@pytest.mark.parametrize(("timeout_seconds", "expected"), [(1800.0, 1800.0), (30.0, 600.0)])
+def test_a_store_does_not_fail_before_the_loader_that_waits_for_it(
+    timeout_seconds: float, expected: float, tmp_path: Path
+) -> None:
+    url = fresh_url()
+    make_dataset(tmp_path / "made", "mds")
+    put_folder(tmp_path / "made", MemoryStore(url))
+    config = LoaderConfig(timeout_seconds=timeout_seconds)
+    [dataset] = open_streams(url, config, processes=1).streams.datasets
+    assert dataset.shards is not None
+    assert dataset.shards.store.policy.deadline_seconds == expected
+    dataset.close()
 
 
 def test_a_wrong_port_is_an_error_within_seconds(server: S3Server) -> None:

@@ -16,7 +16,7 @@ from shardkit.storage.store import Body, ObjectInfo, Store
 
 __all__ = ["ThrottledStore"]
 
-_STEP_SECONDS = 0.02  # of bandwidth in one read at most, so that large buffers do not make a body come in bursts
+_STEP_SECONDS = 0.02  # of bandwidth in one read at most: a large buffer must not bring bursts
 _BUFFERED_SECONDS = 0.1  # of bandwidth that arrives while nobody reads
 
 
