@@ -37,12 +37,13 @@ from shardkit.writers.recipe import Recipe, recipe_from_mapping
 
 NAMES = (
     "a.jsonl", "b.jsonl.zst", "sub/a.jsonl", "sub/deep/a.jsonl", "sub/deep/b.txt", "_SUCCESS", ".a.jsonl",
-    "sub/_hidden/a.jsonl", "sub/.a.jsonl", "we[ir]d.jsonl", "subway/a.jsonl",
+    "sub/_hidden/a.jsonl", "sub/.a.jsonl", "we[ir]d.jsonl", "subway/a.jsonl", "c.jsonl/part.jsonl",
+    "c.jsonl/_SUCCESS", "c.jsonl/.part.jsonl.crc", "c.jsonl/x/_temporary/part.jsonl",
 )  # fmt: skip
 PATTERNS = (
     "*", "*.jsonl", "**", "**/*.jsonl", "sub/**", "sub/**/a.jsonl", "**/deep/*", "sub*/a.jsonl", "_*",
     ".*.jsonl", "?.jsonl", "[ab].jsonl*", "sub/*/*", "**/_hidden/*", "sub/_hidden/*", "**/**/a.jsonl",
-    "none/*", "*/", "we[ir]d.jsonl", "sub", "sub/", "a.jsonl", "",
+    "none/*", "*/", "we[ir]d.jsonl", "sub", "sub/", "a.jsonl", "", "c*", "c.json?", "*/deep", "*/_hidden",
 )  # fmt: skip
 
 
@@ -88,8 +89,15 @@ def test_two_stars_cross_folders_that_are_not_hidden_and_no_name_is_matched_in_p
     assert key_matches("a/**/z", "a/z")
     assert key_matches("a/**/z", "a/b/c/z")
     assert not key_matches("a/**/z", "a/.b/z")
-    assert not key_matches("a/*", "a/b/c")
+    assert not key_matches("a/*", "ab/c")
     assert not key_matches("a/**", "a")
+
+
+def test_a_glob_reads_the_folders_that_it_matches_and_no_folder_markers() -> None:
+    assert key_matches("a/*", "a/b/c")
+    assert not key_matches("a/*", "a/b/_c/d")
+    assert not key_matches("a/*", "a/b/")
+    assert not key_matches("a/**", "a/b/")
 
 
 def test_documents_have_the_ids_of_local_ones_where_base_says_what_to_leave_out(

@@ -84,6 +84,19 @@ def test_globs_and_folders_name_these_files(tmp_path: Path, pattern: str, expect
     assert files(tmp_path, pattern) == expected
 
 
+def test_a_glob_that_matches_folders_reads_the_files_in_them(tmp_path: Path) -> None:
+    names = ("d/one.jsonl", "d/two.jsonl/p.jsonl", "d/two.jsonl/deep/q.jsonl", "d/three/part.jsonl")
+    others = ("d/two.jsonl/_SUCCESS", "d/two.jsonl/.p.jsonl.crc", "d/two.jsonl/_temporary/p.jsonl")
+    for name in (*names, *others):
+        put(tmp_path, name)
+    assert files(tmp_path, "d/*.jsonl") == ["d/one.jsonl", "d/two.jsonl/deep/q.jsonl", "d/two.jsonl/p.jsonl"]
+    assert files(tmp_path, "d/t*.jsonl") == ["d/two.jsonl/deep/q.jsonl", "d/two.jsonl/p.jsonl"]
+    assert files(tmp_path, "d/*") == files(tmp_path, "d") == sorted(names)
+    assert files(tmp_path, "*/three") == ["d/three/part.jsonl"]
+    (tmp_path / "d/loop.jsonl").symlink_to(tmp_path, target_is_directory=True)
+    assert files(tmp_path, "d/*.jsonl") == ["d/one.jsonl", "d/two.jsonl/deep/q.jsonl", "d/two.jsonl/p.jsonl"]
+
+
 def test_a_loop_of_links_ends(tmp_path: Path) -> None:
     put(tmp_path, "d/e/a.jsonl")
     (tmp_path / "d/e/up").symlink_to(tmp_path / "d", target_is_directory=True)

@@ -96,7 +96,7 @@ class InputConfig(StrictModel):
     """One source of documents."""
 
     path: Source = Field(
-        description="File, glob (** crosses folders) or folder, from the recipe's folder, or a URL of these."
+        description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL of these."
     )
     base: Source | None = Field(
         default=None,

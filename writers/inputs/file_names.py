@@ -2,8 +2,8 @@
 
 Unlike the standard library's glob, `**` never follows a link into a folder that it is already inside, so a
 loop of links ends. Names that begin with a dot or an underscore (`_SUCCESS`, `.crc`) are left out unless the
-pattern spells them; a folder means all files below it. `key_matches` has the same rules for the keys
-of a bucket.
+pattern spells them. A folder, named or matched by a glob (Spark, Dask and Ray write `part.parquet/`), means
+all files below it. `key_matches` has the same rules for the keys of a bucket.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def fixed_part(pattern: str) -> str:
 
 def key_matches(pattern: str, key: str) -> bool:
     """Whether the glob `pattern` names `key`; both relative to the same place, with "/" between the parts."""
+    if key.endswith("/"):
+        return False  # a marker that some tools write to show an empty folder
     parts = pattern.split("/")
     return _parts_match([*parts, "*"] if parts[-1] == "**" else parts, key.split("/"))
 
 
 def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> bool:
-    if not pattern or not key:
-        return not pattern and not key
+    if not pattern:  # `key` is what lies below a folder that the pattern matched
+        return not any(name.startswith((".", "_")) for name in key)
+    if not key:
+        return False
     part, name = pattern[0], key[0]
     if part == "**":
         inside = len(key) > 1 and not name.startswith((".", "_"))
@@ -78,7 +82,10 @@ def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
     for path in candidates:
         if rest:
             yield from _matches(path, rest)
-        elif _exists(path) and not path.is_dir():
+        elif path.is_dir():
+            if not base.resolve().is_relative_to(path.resolve()):  # else a link to where it lies in
+                yield from _below(path)
+        elif _exists(path):
             yield path
 
 
