@@ -206,6 +206,11 @@ def no_text_left(folder: Path) -> list[str]:
     return ["filters=[{length: {min_words: 10000}}]"]
 
 
+def nothing_readable(folder: Path) -> list[str]:
+    (folder / "u.jsonl").write_bytes("{}\n{}\n{}".encode("utf-16"))
+    return ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"]
+
+
 def no_tokenizer(folder: Path) -> list[str]:
     return ["tokenizer.path=missing.json"]
 
@@ -235,7 +240,12 @@ def occupied(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("prepare", "kind", "message"),
     [
-        (no_text_left, BuildError, r"no document is left of 115 .*'length/too_few_words': 115"),
+        (no_text_left, BuildError, r"no document is left of 115 .* dropped: length/too_few_words 115$"),
+        (
+            nothing_readable,
+            BuildError,
+            r"left of 3 .*; quarantined: bad_json 2, bad_utf8 1 \(first: u\.jsonl: record 0 .*: bad_utf8: .*\)$",
+        ),
         (no_tokenizer, RecipeError, r"tokenizer\.path: .*missing\.json cannot be read"),
         (wrong_eos, RecipeError, r"tokenizer\.eos: .* has no token '<eos>'"),
         (reads_its_output, RecipeError, r"inputs\[0\]\.path: data/a\.jsonl lies in .*keep inputs"),

@@ -79,7 +79,7 @@ def test_a_file_without_the_column_is_refused_whole(
     table, bad, ledger = read(tmp_path, put(tmp_path, "a.arrow", FILES["file.arrow"]), **config)
     assert table.num_rows == 0
     assert words in bad[0]["error"]
-    assert ledger.quarantined["damaged_file"].documents == 900
+    assert ledger.quarantined["no_column"].documents == 900
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "one.feather"])

@@ -71,8 +71,6 @@ def test_a_bad_row_costs_itself_and_is_named_with_its_place(tmp_path: Path) -> N
         (b"text\na\n" + b"x" * 3000 + b"\nb\n", 1, "a row over max_record_bytes 2,000"),
         (b'text\na\n"' + b"x\n" * 3000, 1, "or a quote that nothing closes"),
         (b"text,text\na,b\n", 0, "a name twice; its columns: text, text"),
-        (b"body\na\n", 0, "no column 'text'; its columns: body"),
-        (b"\xff\na\n", 0, "no column 'text'"),
         (gzip.compress(b"text\na\nb\nc", mtime=0)[:-8], 2, "truncated"),
     ],
 )
@@ -86,6 +84,15 @@ def test_where_the_next_row_would_be_a_guess_the_rest_is_booked_as_damaged(
     assert entry["reason"] == "damaged_file"
     assert words in entry["error"]
     assert ledger.quarantined["damaged_file"].bytes > 0
+
+
+@pytest.mark.parametrize("data", [b"body\na\n", b"body\xff\na\n"])
+def test_a_file_without_the_column_is_refused_with_the_key_that_names_it(tmp_path: Path, data: bytes) -> None:
+    table, (entry,), _ = read(tmp_path, put(tmp_path, "a.csv", data))
+    assert (table.num_rows, entry["reason"]) == (0, "no_column")
+    assert entry["error"].startswith("no column 'text'; its columns: body")
+    with pytest.raises(BuildError, match=r"no_column: .*; set inputs\[0\].text to the column .* the text$"):
+        read(tmp_path, "a.csv", allowed=0)
 
 
 @settings(max_examples=60, deadline=None)

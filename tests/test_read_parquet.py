@@ -133,8 +133,8 @@ def test_a_file_without_a_text_column_is_refused_with_its_columns(
     path = write(tmp_path, columns)
     _, bad, ledger = read(path)
     assert words in bad[0]["error"]
-    assert ledger.quarantined["damaged_file"].documents == 2
-    with pytest.raises(BuildError, match="damaged_file"):
+    assert ledger.quarantined["no_column"].documents == 2
+    with pytest.raises(BuildError, match=r"no_column: .*; set inputs\[0\].text to the column .* the text$"):
         read(path, allowed=0)
 
 

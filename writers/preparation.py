@@ -9,12 +9,14 @@ from typing import Any
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import stages
+from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.duplicates import Deduplicated, remove_duplicates
 from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.inputs import scan
 from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import check_bad_fraction
+from shardkit.writers.quarantine import check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
 
@@ -49,12 +51,19 @@ def prepare(
         total.merge(commit.ledger())
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
     if not total.kept.documents:
-        lost = {reason: number.documents for reason, number in sorted(total.dropped.items())}
-        raise BuildError(
-            f"no document is left of {total.read.documents:,} that were read; dropped: {lost or 'none'}"
-        )
+        raise BuildError(_nothing_left(total, cleaned))
     unique = remove_duplicates(recipe, splits, cleaned, run, indexes)
     return Prepared(cleaned, total.kept, unique, others)
+
+
+def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
+    message = f"no document is left of {total.read.documents:,} that were read"
+    for fate, reasons in (("dropped", total.dropped), ("quarantined", total.quarantined)):
+        lost = [f"{reason} {count.documents:,}" for reason, count in sorted(reasons.items())]
+        message += f"; {fate}: {', '.join(lost)}" if lost else ""
+    quarantines = (c.folder / QUARANTINE_FILE for c in cleaned if c.outputs[QUARANTINE_FILE].bytes)
+    first = next((first_of(read_bytes(path)) for path in quarantines), None)
+    return f"{message} (first: {first})" if first else message
 
 
 def open_indexes(recipe: Recipe) -> list[DedupIndex]:

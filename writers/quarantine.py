@@ -15,14 +15,14 @@ from typing import Self
 from shardkit.errors import BuildError
 from shardkit.writers.ledger import Count, Ledger
 
-__all__ = ["BadRecord", "Quarantine", "check_bad_fraction", "snippet_of"]
+__all__ = ["BadRecord", "Quarantine", "check_bad_fraction", "first_of", "snippet_of"]
 
 _SNIPPET_BYTES = 160  # enough to recognise the record, too little to leak a corpus into logs
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """One unreadable record, or the unreadable rest of a file (reason "damaged_file")."""
+    """One unreadable record, or all of a file ("no_column") or the rest of it ("damaged_file")."""
 
     file: str
     record: int  # 0-based line or row number
@@ -34,6 +34,11 @@ class BadRecord:
     def __str__(self) -> str:
         where = "" if self.byte_offset is None else f" (byte {self.byte_offset:,})"
         return f"{self.file}: record {self.record:,}{where}: {self.reason}: {self.error}"
+
+
+def first_of(entries: bytes) -> BadRecord | None:
+    """The first entry of a quarantine file."""
+    return BadRecord(**json.loads(entries.partition(b"\n")[0])) if entries else None
 
 
 def snippet_of(data: bytes) -> str:
@@ -55,9 +60,8 @@ class Quarantine:
         if self._file is not None:
             self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
         if self._max_bad_fraction == 0:
-            raise BuildError(
-                f"{bad}; repair or remove it, or set max_bad_fraction to quarantine such records and go on"
-            )
+            repair = "; repair or remove it, or set max_bad_fraction to quarantine such records and go on"
+            raise BuildError(f"{bad}{'' if bad.reason == 'no_column' else repair}")
 
     def __enter__(self) -> Self:
         return self

@@ -44,7 +44,7 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch
             unfit = text_problem(schema, config.text)
             if unfit:
                 rows = sum(batch.num_rows for batch in batches)
-                sink.damaged(read, unfit, bytes=split.bytes, records=rows)
+                sink.no_column(read, unfit, bytes=split.bytes, records=rows)
                 return
             for batch in batches:
                 _validate(batch)

@@ -136,9 +136,13 @@ def _unfit(sink: RecordSink, config: InputConfig, names: list[str]) -> bool:
     """Whether the file has no usable row of names; books it whole."""
     if len(set(names)) == len(names) and config.text in names:
         return False
-    why = "a name twice" if len(set(names)) < len(names) else f"no column {config.text!r}"
+    book, why = (
+        (sink.damaged, "a name twice")
+        if len(set(names)) < len(names)
+        else (sink.no_column, f"no column {config.text!r}")
+    )
     problem = f"{why}; its columns: {', '.join(names[:40])}"
-    sink.damaged(0, problem.encode("utf-8", "backslashreplace").decode(), bytes=sink.split.bytes)
+    book(0, problem.encode("utf-8", "backslashreplace").decode(), bytes=sink.split.bytes)
     return True
 
 

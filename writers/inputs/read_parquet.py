@@ -48,7 +48,7 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
         expected = sum(file.metadata.row_group(group).num_rows for group in groups)
         unfit = text_problem(file.schema_arrow, config.text)
         if unfit:
-            sink.damaged(split.first_record, unfit, bytes=split.bytes, records=expected)
+            sink.no_column(split.first_record, unfit, bytes=split.bytes, records=expected)
             return
         read = 0
         columns = wanted_paths(file.schema_arrow, config)

@@ -109,6 +109,11 @@ class RecordSink:
             max(records, 1), bytes, BadRecord(self.split.file, record, offset, "damaged_file", error, "")
         )
 
+    def no_column(self, record: int, problem: str, *, bytes: int, records: int = 1) -> None:
+        """Book all of a file because it lacks the column of text."""
+        problem += f"; set inputs[{self.split.source}].text to the column that holds the text"
+        self._book(max(records, 1), bytes, BadRecord(self.split.file, record, None, "no_column", problem, ""))
+
     def _book(self, records: int, bytes: int, entry: BadRecord) -> None:
         self._ledger.read += Count(records, bytes)
         self._ledger.quarantine(entry.reason, records, bytes)
