@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA
-from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import Quarantine
@@ -38,15 +38,36 @@ def read(
     recipe = recipe_from_mapping(data, folder=folder)
     ledger = Ledger()
     batches: list[pa.RecordBatch] = []
-    with Quarantine(folder / "q.jsonl", max_bad_fraction=allowed) as quarantine:
-        for split in scan_inputs(recipe, split_bytes=split_bytes):
-            batches += read_split(split, recipe.inputs[0], ledger, quarantine, max_record_bytes=limit)
+    entries = []
+    for split in scan_inputs(recipe, split_bytes=split_bytes):
+        suspect = None
+        for _ in range(2):
+            part = Ledger()
+            try:
+                with Quarantine(folder / "q.jsonl", max_bad_fraction=allowed) as quarantine:
+                    found = list(
+                        read_split(
+                            split,
+                            recipe.inputs[0],
+                            part,
+                            quarantine,
+                            max_record_bytes=limit,
+                            suspect=suspect,
+                        )
+                    )
+            except SuspectDataError as error:
+                suspect = error
+            else:
+                break
+        batches += found
+        ledger.merge(part)
+        entries += (folder / "q.jsonl").read_bytes().splitlines()
     table = pa.Table.from_batches(batches, DOCUMENT_SCHEMA)
     table.validate(full=True)
     texts = table["text"].to_pylist()
     ledger.kept += Count(len(texts), sum(len(text.encode()) for text in texts))
     ledger.check(name)
-    bad = [json.loads(line) for line in (folder / "q.jsonl").read_bytes().splitlines()]
+    bad = [json.loads(line) for line in entries]
     return table, bad, ledger
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -70,6 +72,27 @@ def test_the_ledger_of_any_split_adds_up_and_tells_what_the_files_hold(
     assert [key.tobytes() for key in keys["id"]] == table["document_id"].to_pylist()
     assert keys["bytes"].tolist() == [len(text.encode()) for text in texts]
     assert not keys["source"].any()
+
+
+def test_a_damaged_member_leaves_no_trace_in_what_a_split_writes(tmp_path: Path) -> None:
+    text = [
+        b"".join(b'{"text": "the end of %d and that"}\n' % n for n in numbers)
+        for numbers in (range(5), range(9))
+    ]
+    damaged = gzip.compress(text[1], compresslevel=0).replace(b"end of 4", b"end of 5")
+    folder = tmp_path / "task"
+    folder.mkdir()
+    built = recipe(tmp_path, b"", filters=[], annotate=True, inputs=[{"path": "a.jsonl.gz"}])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text[0]) + damaged)
+    (split,) = scan_inputs(built)
+    ledger = clean_split(split, built, folder).ledger
+    assert (ledger.kept.documents, ledger.read.documents) == (5, 14)
+    assert pa.ipc.open_file(str(folder / "documents.arrow")).read_all()["record"].to_pylist() == list(
+        range(5)
+    )
+    assert len(read_keys(folder / "keys.npy")) == 5
+    assert pq.read_table(folder / "annotations.parquet")["record"].to_pylist() == list(range(5))
+    assert len((folder / "quarantine.jsonl").read_bytes().splitlines()) == 1
 
 
 def test_drops_are_booked_by_filter_and_rule(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def occupied(folder: Path) -> list[str]:
         (
             nothing_readable,
             BuildError,
-            r"left of 3 .*; quarantined: bad_json 2, bad_utf8 1 \(first: u\.jsonl: record 0 .*: bad_utf8: .*\)$",
+            r"left of 3 .*; quarantined: bad_json 2, bad_utf8 1 \(first: u\.jsonl: record 0 .*: bad_utf8: ",
         ),
         (no_tokenizer, RecipeError, r"tokenizer\.path: .*missing\.json cannot be read"),
         (wrong_eos, RecipeError, r"tokenizer\.eos: .* has no token '<eos>'"),

@@ -14,7 +14,7 @@ from shardkit.planning.measured import measured_from_card
 from shardkit.writers import build
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import load_recipe
-from shardkit.writers.sample_pieces import Piece, choose_pieces, copy_lines
+from shardkit.writers.sample_pieces import Piece, choose_pieces, copy_start
 from shardkit.writers.sampling import measure_sample
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -58,7 +58,7 @@ def test_a_part_takes_of_every_source_its_share_and_always_the_same_files(corpus
 @pytest.mark.parametrize("name", ["plain-0.jsonl", "lines.jsonl.gz"])
 def test_the_beginning_of_a_file_is_whole_lines(corpus: Path, tmp_path: Path, name: str) -> None:
     [split] = [split for split in scan_inputs(load_recipe(corpus)) if split.file == name]
-    taken = copy_lines(Piece(split, split.bytes // 2), tmp_path / "head")
+    taken = copy_start(Piece(split, split.bytes // 2), tmp_path / "head", whole_lines=True)
     lines = (tmp_path / "head").read_bytes().split(b"\n")
     assert 0 < taken <= split.bytes
     assert lines.pop() == b""

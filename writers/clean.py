@@ -28,7 +28,7 @@ from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
 from shardkit.writers.filter_counts import FilterCounts
 from shardkit.writers.filters.chain import FilterChain, Filtered
-from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.ledger import Count, Ledger
@@ -56,6 +56,13 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
 
     BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
     """
+    try:
+        return _clean(split, recipe, folder)
+    except SuspectDataError as suspect:  # seen at the end of what cannot be trusted, so from the start again
+        return _clean(split, recipe, folder, suspect)
+
+
+def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError | None = None) -> Cleaned:
     ledger = Ledger()
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
@@ -78,6 +85,7 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
             ledger,
             quarantine,
             max_record_bytes=recipe.max_record_bytes,
+            suspect=suspect,
         ):
             filtered = chain.apply(batch)
             kept = filtered.kept

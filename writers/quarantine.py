@@ -54,12 +54,17 @@ class Quarantine:
         self._max_bad_fraction = max_bad_fraction
         self._file = path.open("w", encoding="utf-8") if path is not None else None
 
+    @property
+    def allows_none(self) -> bool:
+        """Whether the first entry stops the build."""
+        return self._max_bad_fraction == 0
+
     def add(self, bad: BadRecord) -> None:
         """Write an entry; BuildError when the recipe allows none."""
         self.first = self.first or bad
         if self._file is not None:
             self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
-        if self._max_bad_fraction == 0:
+        if self.allows_none:
             repair = "; repair or remove it, or set max_bad_fraction to quarantine such records and go on"
             raise BuildError(f"{bad}{'' if bad.reason == 'no_column' else repair}")
 

@@ -96,7 +96,8 @@ class InputConfig(StrictModel):
     """One source of documents."""
 
     path: Source = Field(
-        description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL of these."
+        description="File, folder or glob of these (** crosses folders), from the recipe's folder, or a URL "
+        "of these."
     )
     base: Source | None = Field(
         default=None,

@@ -19,7 +19,7 @@ from shardkit.writers.inputs.input_files import open_input
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig, Recipe
 
-__all__ = ["Piece", "choose_pieces", "copy_lines", "put_pieces"]
+__all__ = ["Piece", "choose_pieces", "copy_start", "put_pieces"]
 
 _FILES = 8  # of a source, if they are large: the beginning of one file may be unlike all else
 _LEAST_PIECE_BYTES = 1 << 20
@@ -84,14 +84,14 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool, cut_anywhere: 
     if piece.bytes < split.input.bytes:
         if split.format == "jsonl" or (split.format == "text" and lines):
             stem = name if split.compression is None else PurePosixPath(name).stem
-            if taken := copy_lines(piece, folder / stem):
+            if taken := copy_start(piece, folder / stem, whole_lines=True):
                 return taken
         elif split.format == "parquet":
             return _copy_rows(piece, folder / name)
         elif cut_anywhere and split.format in ("csv", "warc"):
-            with open_input(split.input) as source:
-                (folder / name).write_bytes(source.read(piece.bytes))
-            return piece.bytes
+            stem = name if split.compression is None else PurePosixPath(name).stem
+            if taken := copy_start(piece, folder / stem):
+                return taken
     if split.input.is_remote:
         with open_input(split.input) as source, (folder / name).open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -100,8 +100,8 @@ def _put(piece: Piece, folder: Path, number: int, *, lines: bool, cut_anywhere: 
     return split.input.bytes
 
 
-def copy_lines(piece: Piece, target: Path) -> int:
-    """Whole lines from a file's beginning, decompressed; 0 if there is damage, which the build must see."""
+def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
+    """A file's beginning, decompressed; 0 if there is damage, which the build must see."""
     split = piece.split
     with open_input(split.input) as source, target.open("wb") as lines:
         taken = 0
@@ -111,7 +111,7 @@ def copy_lines(piece: Piece, target: Path) -> int:
                 if taken < piece.bytes:
                     lines.write(data)
                     continue
-                end = data.rfind(b"\n") + 1
+                end = data.rfind(b"\n") + 1 if whole_lines else len(data)
                 lines.write(data[:end])
                 if end:
                     return taken

@@ -1,26 +1,31 @@
 """Decompressed bytes of an input file, in bounded pieces, with damage found and named.
 
-gzip of several members, zstd of several frames (also skippable ones, also without content size), bz2, xz and
-lz4. All bytes before the damage are handed out first, then `ContainerError` is raised: truncation, bad
-checksums, garbage after the end. Cost: one read buffer, one output piece and the decoder's own window.
+gzip, zstd, bz2, xz and lz4 files are sequences of members (zstd and lz4 call them frames, bz2 and xz
+streams), which one loop decodes. Members may be empty, zstd and lz4 frames skippable, gzip and xz padded with
+zeros. Every byte before the damage is handed out, then `ContainerError` is raised: for truncation, damaged
+data, a bad checksum, garbage behind the last member.
+
+A decoder discards what it made in the call that fails. So a damaged member is decoded once more, byte by byte
+where it failed, to hand out the rest: damage costs the time of one member, sound files cost nothing extra.
+Memory is one read buffer, one output piece and the decoder's own window.
 """
 
 from __future__ import annotations
 
+import bz2
+import lzma
+import re
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import BinaryIO
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
-from shardkit.writers.inputs.compressed_members import (
-    ContainerError,
-    MemberReader,
-    codec_of,
-    igzip_codec,
-    read_members,
-)
+from shardkit.errors import MissingExtraError
 
 __all__ = ["COMPRESSIONS", "ContainerError", "decompressed", "plain_range"]
 
@@ -33,23 +38,52 @@ COMPRESSIONS = {
     ".lzma": "xz",
     ".lz4": "lz4",
 }
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
 # A zstd block of 4 bytes can stand for 128 KiB and the binding has no limit on output: 8 KiB of hostile input
 # make 256 MiB at most, 8 KiB of text some 30 KiB; larger pieces are not faster.
 _ZSTD_READ_BYTES = 1 << 13
+# A decoder of xz holds a dictionary as large as the file says: -9 has 64 MiB, hostile files say 4 GiB.
+_XZ_MEMORY_BYTES = 1 << 28
+_MAGIC_BYTES = 8
+_CHECKSUM = re.compile(r"(?:data|length) check|checksum")
+
+
+class ContainerError(Exception):
+    """A file's container is damaged or cut short.
+
+    `rest_bytes` of it, as stored, could not be used. The last `suspect_bytes` that were handed out are of the
+    damaged member: its checksum does not confirm them.
+    """
+
+    def __init__(self, problem: str, rest_bytes: int, suspect_bytes: int = 0) -> None:
+        self.problem, self.rest_bytes, self.suspect_bytes = problem, rest_bytes, suspect_bytes
+        super().__init__(problem)
 
 
 def decompressed(file: BinaryIO, compression: str | None, size: int) -> Iterator[bytes]:
     """The content of an open file of `size` bytes in pieces; ContainerError after the last good byte."""
-    if compression == "gzip":
-        yield from _gunzip(file, size)
-    elif compression == "zstd":
-        yield from _unzstd(file, size)
-    elif compression is not None:
-        yield from read_members(file, size, codec_of(compression))
-    else:
+    if compression is None:
         yield from plain_range(file, 0, size)
+        return
+    reader, codec = _MemberReader(file), _codec(compression)
+    if compression == "gzip" and (fast := _igzip()) is not None:
+        with suppress(*fast.errors):
+            yield from reader.read_on(fast)
+        if reader.complete:
+            return  # else zlib decides: it reads the member again
+    try:
+        yield from reader.read_on(codec)
+    except codec.errors as error:
+        if getattr(error, "errno", None) is not None:  # the disk's error, not the decoder's
+            raise
+        with suppress(*codec.errors):
+            yield from reader.read_on(codec, bytewise_from=reader.failed_at)
+        rest = size - (reader.failed_at if reader.given else reader.start)
+        raise ContainerError(_problem(reader, codec, error), rest, reader.given) from None
+    if not reader.complete:
+        problem = f"truncated: the file ends inside {codec.name} {codec.member} {reader.members + 1}"
+        raise ContainerError(problem, 0, reader.given)
 
 
 def plain_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
@@ -64,107 +98,150 @@ def plain_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
         yield piece
 
 
-def _gunzip(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """By ISA-L where it is installed; whatever it refuses is read again by zlib, whose word counts."""
-    codec = igzip_codec()
-    if codec is None:
-        yield from _zlib_members(file, size)
-        return
-    reader = MemberReader(file, codec)
-    with suppress(*codec.errors):
-        yield from reader
-    if not reader.complete:
-        file.seek(reader.start)
-        left = reader.given
-        for piece in _zlib_members(file, size, used=reader.start, members=reader.members):
-            if left < len(piece):
-                yield piece[left:]
-            left = max(left - len(piece), 0)
+@dataclass(frozen=True)
+class _Codec:
+    """A format whose decoders are like those of Python's bz2: needs_input, eof, unused_data."""
+
+    name: str
+    member: str
+    decoder: Callable[[], Any]
+    errors: tuple[type[Exception], ...]
+    magic: re.Pattern[bytes]  # how a member begins
+    padded: bool = False  # zeros may stand between members
+    read_bytes: int = _READ_BYTES
 
 
-def _zlib_members(file: BinaryIO, size: int, *, used: int = 0, members: int = 0) -> Iterator[bytes]:
-    """gzip members from byte `used` on, where `file` stands and behind `members` others."""
-    pending = b""
-    decoder = None
-    while True:
-        pending = pending or file.read(_READ_BYTES)
-        if not pending:
-            break
-        if decoder is None:
-            if members:  # zeros after the last member are padding, as gzip itself sees it
-                stripped = pending.lstrip(b"\0")
-                used += len(pending) - len(stripped)
-                pending = stripped
-                if not pending:
-                    continue
-            decoder = zlib.decompressobj(wbits=31)
-        before, given = decoder.copy(), pending
-        try:
-            piece = decoder.decompress(pending, _PIECE_BYTES)
-        except zlib.error as error:
-            good, taken = _until_error(before, pending)
-            yield from good
-            problem = _gzip_problem(str(error), members)
-            raise ContainerError(problem, size - used - (taken if any(good) else 0)) from None
-        if decoder.eof:
-            members, pending, decoder = members + 1, decoder.unused_data, None
-        else:
-            pending = decoder.unconsumed_tail
-        used += len(given) - len(pending)
-        yield piece
-    if decoder is not None:
-        try:
-            yield decoder.flush()  # what the last piece had no room for
-        except zlib.error as error:
-            raise ContainerError(_gzip_problem(str(error), members), 0) from None
-        members += decoder.eof
-    if not members or (decoder is not None and not decoder.eof):
-        raise ContainerError(f"truncated: the file ends inside gzip member {members + 1}", 0)
+class _MemberReader:
+    """Decodes members one after the other and remembers where in the file it is.
+
+    `read_on` may be called again after an error, with another decoder or in smaller steps: it starts again at
+    the member that failed and hands out only what has not been handed out before.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.members = 0  # complete ones
+        self.start = 0  # of the member that is being read, in the file
+        self.given = 0  # bytes of it that were handed out
+        self.failed_at = 0  # where in the file the data begins that is being decoded
+        self.complete = False  # the file ends where a member ends
+
+    def read_on(self, codec: _Codec, *, bytewise_from: int = sys.maxsize) -> Iterator[bytes]:
+        """The content from the current member on; ends early, not `complete`, where a member is cut short."""
+        read = self.start
+        self.file.seek(read)
+
+        def more() -> bytes:
+            return self.file.read(min(codec.read_bytes, max(bytewise_from - read, 1)))
+
+        pending = more()
+        while pending or not self.members:
+            decoder, made, self.complete = codec.decoder(), 0, False
+            while not decoder.eof:
+                if decoder.needs_input and not pending:
+                    pending = more()
+                    if not pending:
+                        return
+                data, pending, self.failed_at = pending, b"", read
+                piece = decoder.decompress(data, _PIECE_BYTES)
+                read += len(data)
+                made += len(piece)
+                if made > self.given:
+                    fresh, self.given = piece[self.given - made :], made
+                    yield fresh
+            pending = decoder.unused_data or b""
+            read -= len(pending)
+            self.members += 1
+            while True:  # to where the next member begins
+                content = pending.lstrip(b"\0") if codec.padded else pending
+                read += len(pending) - len(content)
+                pending = content or more()
+                if content or not pending:
+                    break
+            self.start, self.given, self.complete = read, 0, not pending
 
 
-def _until_error(decoder: zlib._Decompress, data: bytes) -> tuple[list[bytes], int]:
-    """What a decoder makes of `data` up to the byte it fails at: zlib's call throws that output away."""
-    pieces = []
-    for at in range(len(data)):
-        try:
-            pieces.append(decoder.decompress(data[at : at + 1]))
-        except zlib.error:
-            return pieces, at
-    return pieces, len(data)
+def _codec(compression: str) -> _Codec:
+    """The codec of a value of COMPRESSIONS; MissingExtraError if its package is missing."""
+    if compression == "gzip":
+        return _Codec("gzip", "member", _ZlibDecoder, (zlib.error,), re.compile(rb"\x1f\x8b"), padded=True)
+    if compression == "zstd":
+        magic = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # frames, and those to be skipped
+        errors = (zstandard.ZstdError,)
+        return _Codec("zstd", "frame", _ZstdDecoder, errors, magic, read_bytes=_ZSTD_READ_BYTES)
+    if compression == "bz2":
+        magic = re.compile(rb"BZh[1-9]")
+        return _Codec("bz2", "stream", bz2.BZ2Decompressor, (OSError, ValueError), magic)
+    if compression == "xz":
+        magic = re.compile(rb"\xfd7zXZ\0|\x5d\0\0")
+        decoder = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES)
+        return _Codec("xz", "stream", decoder, (lzma.LZMAError,), magic, padded=True)
+    try:
+        import lz4.frame
+    except ImportError:
+        raise MissingExtraError("lz4", "formats", "reading .lz4 files") from None
+    magic = re.compile(rb"\x04\x22\x4d\x18|[\x50-\x5f]\x2a\x4d\x18")
+    return _Codec("lz4", "frame", lz4.frame.LZ4FrameDecompressor, (RuntimeError,), magic)
 
 
-def _gzip_problem(error: str, members: int) -> str:
-    reason = error.rsplit(": ", 1)[-1]
-    if "header check" in reason:
-        return f"garbage after {members} complete gzip members" if members else "not a gzip file"
-    kind = "bad checksum" if "data check" in reason or "length check" in reason else "damaged data"
-    return f"{kind} in gzip member {members + 1} ({reason})"
+def _igzip() -> _Codec | None:
+    """gzip by ISA-L, twice as fast as zlib, where it is installed."""
+    try:
+        from isal import igzip_lib
+    except ImportError:
+        return None
+    decoder = partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
+    errors = (cast("type[Exception]", igzip_lib.error),)
+    return _Codec("gzip", "member", decoder, errors, re.compile(rb"\x1f\x8b"), padded=True)
 
 
-def _unzstd(file: BinaryIO, size: int) -> Iterator[bytes]:
-    frames, used, pending = 0, 0, b""
-    decoder = None
-    while True:
-        pending = pending or file.read(_ZSTD_READ_BYTES)
-        if not pending:
-            break
-        if decoder is None:
-            decoder = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            piece = decoder.decompress(pending)
-        except zstandard.ZstdError as error:
-            reason = str(error).rsplit(": ", 1)[-1]
-            garbage = "Unknown frame descriptor" in reason
-            if garbage:
-                problem = f"garbage after {frames} complete zstd frames" if frames else "not a zstd file"
-            else:
-                problem = f"damaged data in zstd frame {frames + 1} ({reason})"
-            raise ContainerError(problem, size - used) from None
-        used += len(pending)
-        pending = b""
-        if decoder.eof:
-            frames, pending, decoder = frames + 1, decoder.unused_data, None
-            used -= len(pending)
-        yield piece
-    if decoder is not None or not frames:
-        raise ContainerError(f"truncated: the file ends inside zstd frame {frames + 1}", 0)
+class _ZlibDecoder:
+    """A decoder of zlib for one gzip member, with the interface of bz2's."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(wbits=31)
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
+        self.needs_input = not self._zlib.unconsumed_tail and len(piece) < max_length
+        return piece
+
+
+class _ZstdDecoder:
+    """A decoder for one zstd frame, with the interface of bz2's but without a limit on output."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdDecompressor().decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._zstd.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._zstd.unused_data)
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return bytes(self._zstd.decompress(data))
+
+
+def _problem(reader: _MemberReader, codec: _Codec, error: Exception) -> str:
+    reader.file.seek(reader.start)
+    if codec.magic.match(reader.file.read(_MAGIC_BYTES)):
+        reason = str(error).rsplit(": ", 1)[-1]
+        kind = "bad checksum" if _CHECKSUM.search(reason) else "damaged data"
+        return f"{kind} in {codec.name} {codec.member} {reader.members + 1} ({reason})"
+    if reader.members:
+        return f"garbage after {reader.members} complete {codec.name} {codec.member}s"
+    return f"not {'an' if codec.name[0] in 'lx' else 'a'} {codec.name} file"

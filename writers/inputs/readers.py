@@ -1,7 +1,8 @@
 """A split of an input file as batches of documents, every record accounted for.
 
 Each record of the split ends up in a batch or in quarantine, and in the ledger either way. One bad record
-costs itself only; a damaged container costs what comes after the damage. Memory is bounded by one batch plus
+costs itself only. A damaged member of a compressed file costs all its records, because a checksum confirms a
+member as a whole, and what comes after it. Memory is bounded by one batch plus
 one record. JSONL is cut at b"\\n" only; blank lines count as lines but are no records. Record numbers are
 line numbers or row numbers within the file, from 0. The readers of other formats have modules of their own.
 """
@@ -19,13 +20,13 @@ from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.field_paths import MISSING, field_at
 from shardkit.writers.inputs.input_files import open_input
 from shardkit.writers.inputs.lines import Lines
-from shardkit.writers.inputs.record_sink import RecordSink
+from shardkit.writers.inputs.record_sink import RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.quarantine import Quarantine
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["read_split"]
+__all__ = ["SuspectDataError", "read_split"]
 
 Reader = Callable[[RecordSink, InputConfig], Iterator[pa.RecordBatch]]
 _OTHER_READERS = {  # by format: module and function
@@ -44,13 +45,15 @@ def read_split(
     quarantine: Quarantine,
     *,
     max_record_bytes: int = 1 << 26,
+    suspect: SuspectDataError | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
 
     The caller books kept and dropped documents. BuildError when the file cannot be opened, or at the first
-    bad record if `quarantine` allows none.
+    bad record if `quarantine` allows none. If it allows some and a member of a compressed file is damaged,
+    SuspectDataError: discard all batches and counts, and read again with this error as `suspect`.
     """
-    sink = RecordSink(split, config, ledger, quarantine, max_record_bytes)
+    sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, suspect)
     try:
         yield from _reader(split, config)(sink, config)
         yield from sink.take()

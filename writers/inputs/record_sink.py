@@ -19,7 +19,7 @@ from shardkit.writers.documents import (
     document_ids,
     text_offsets,
 )
-from shardkit.writers.inputs.decompress import decompressed, plain_range
+from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
 from shardkit.writers.inputs.field_paths import MISSING, field_at
 from shardkit.writers.inputs.html_text import main_text_by
 from shardkit.writers.inputs.scan import Split
@@ -27,7 +27,20 @@ from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import BadRecord, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["RecordSink"]
+__all__ = ["RecordSink", "SuspectDataError"]
+
+
+class SuspectDataError(Exception):
+    """Records were read from a member of a compressed file that turned out to be damaged or cut short.
+
+    Its checksum confirms none of them: the split has to be read again, up to where the member begins.
+    `sound_bytes` lie before it, `lost_bytes` are in it and behind it, `records` were read in all.
+    """
+
+    def __init__(self, problem: str, sound_bytes: int, lost_bytes: int, records: int) -> None:
+        super().__init__(problem)
+        self.problem, self.sound_bytes = problem, sound_bytes
+        self.lost_bytes, self.records = lost_bytes, records
 
 
 class RecordSink:
@@ -40,10 +53,11 @@ class RecordSink:
         ledger: Ledger,
         quarantine: Quarantine,
         max_record_bytes: int,
+        suspect: SuspectDataError | None = None,
     ) -> None:
         self.split, self._config = split, config
         self._ledger, self._quarantine = ledger, quarantine
-        self.max_record_bytes = max_record_bytes
+        self.max_record_bytes, self._suspect = max_record_bytes, suspect
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
         self.records = 0  # read so far from this split, good or bad
@@ -105,6 +119,9 @@ class RecordSink:
     ) -> None:
         """Book the unreadable rest of a file: `records` of it as far as known, at least one."""
         error = f"{error}; {self.records:,} records were read before"
+        if self._suspect is not None and self._suspect.records > self.records:
+            records = self._suspect.records - self.records
+            error += f"; {records:,} records from the damaged part are not trusted"
         self._book(
             max(records, 1), bytes, BadRecord(self.split.file, record, offset, "damaged_file", error, "")
         )
@@ -120,11 +137,27 @@ class RecordSink:
         self._quarantine.add(entry)
 
     def pieces(self, file: BinaryIO) -> Iterator[bytes]:
-        """The split's bytes, decompressed; ContainerError behind the last good one."""
-        split = self.split
+        """The split's bytes, decompressed; ContainerError behind the last good one.
+
+        SuspectDataError if some that were given are not to be trusted, and the build does not stop for it.
+        """
+        split, suspect, read = self.split, self._suspect, 0
         if split.compression is None:
-            return plain_range(file, split.start, split.end)
-        return decompressed(file, split.compression, split.input.bytes)
+            yield from plain_range(file, split.start, split.end)
+            return
+        try:
+            for piece in decompressed(file, split.compression, split.input.bytes):
+                if suspect is not None and read + len(piece) >= suspect.sound_bytes:
+                    yield piece[: suspect.sound_bytes - read]
+                    raise ContainerError(suspect.problem, suspect.lost_bytes)
+                read += len(piece)
+                yield piece
+        except ContainerError as damage:
+            if suspect is not None or not damage.suspect_bytes or self._quarantine.allows_none:
+                raise
+            sound = read - damage.suspect_bytes
+            lost = damage.suspect_bytes + damage.rest_bytes
+            raise SuspectDataError(damage.problem, sound, lost, self.records) from None
 
     @property
     def full(self) -> bool:
