@@ -172,7 +172,6 @@ def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path:
     damages = {
         good.replace(b"Content-Length: ", b"Content-Length: x", 1): "its length is 'x",
         good.replace(b"Content-Length: ", b"X-Length: ", 1): "its length is ''",
-        b"garbage\r\n" * 9000: "bytes that are no record",
         good.replace(b"WARC/1.0", b"WARC/9.9", 1): "unreadable header",
         b"WARC/1.0\r\n" + b"x: y\r\n" * 180_000 + b"\r\n": "a header of more than a megabyte",
     }
@@ -189,6 +188,34 @@ def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path:
     assert ledger.quarantined["bad_record"].bytes == sum(map(len, damages))
     with pytest.raises(BuildError, match=r"a.warc: record 1 \(byte \d+\): bad_record: its length"):
         read(tmp_path, "a.warc", allowed=0)
+
+
+@pytest.mark.parametrize("by", [-40, -1, 300])
+@pytest.mark.parametrize("kind", ["response", "conversion", "request"])
+def test_a_record_whose_length_is_wrong_is_quarantined_with_the_bytes_behind_it(
+    tmp_path: Path, kind: str, by: int
+) -> None:
+    content = PAGE if kind == "conversion" else response(PAGE)
+    good, other = record("conversion", b"good"), record(kind, content)
+    size = len(content)
+    wrong = other.replace(b"Content-Length: %d" % size, b"Content-Length: %d" % (size + by))
+    table, bad, ledger = read(tmp_path, put(tmp_path, "a.warc", good + wrong + other + good), extract="none")
+    swallowed = by > 4  # the next record begins inside of this one, and its end is all that is left of it
+    assert [entry["reason"] for entry in bad] == ["bad_record"]
+    assert (bad[0]["record"], bad[0]["byte_offset"]) == (1, len(good))
+    assert f"its length is {size + by:,} bytes, and no record begins behind it" in bad[0]["error"]
+    assert ledger.quarantined["bad_record"].bytes == len(wrong) + (len(other) if swallowed else 0)
+    texts = table["text"].to_pylist()
+    assert texts == ["good"] + ([PAGE.decode()] if kind != "request" and not swallowed else []) + ["good"]
+
+
+def test_a_sound_record_before_a_damaged_gzip_member_is_kept(tmp_path: Path) -> None:
+    packed = [gzip.compress(record("conversion", b"text %d" % n), mtime=0) for n in range(4)]
+    packed[2] = packed[2][:-6] + b"xx" + packed[2][-4:]
+    table, (entry,), ledger = read(tmp_path, put(tmp_path, "a.warc.wet.gz", b"".join(packed)))
+    assert table["text"].to_pylist() == ["text 0", "text 1"]
+    assert (entry["record"], entry["reason"]) == (2, "damaged_file")
+    assert ledger.read.documents == 3
 
 
 def test_long_records_cost_themselves_and_what_is_no_page_may_be_long(tmp_path: Path) -> None:
@@ -255,7 +282,7 @@ def test_real_archives_give_what_warcio_reads(tmp_path: Path, monkeypatch: pytes
         "example-bad-non-chunked.warc.gz": (5, 0),  # one gzip member for all, which warcio refuses to seek in
         "example-bad.warc.gz.bad": (0, 1),  # gzip that its name hides
         "example-space-in-url.arc": (0, 1),  # ends 12 bytes before its record does
-        "example-trunc.warc": (1, 1),  # two bytes more than Content-Length says
+        "example-trunc.warc": (0, 1),  # two bytes more than Content-Length says
         "example-wrong-chunks.warc.gz": (1, 0),
     }
     for entry in json.loads((folder / "expected_warcio.json").read_text())["files"]:

@@ -3,15 +3,17 @@
 Every record of the file has a number and is accounted for. What is sound but no page is dropped: records
 other than responses and conversions (`warc/not_a_response`), statuses but 200 (`warc/http_status`), other
 kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`). A record whose header or
-length is unusable, and bytes between records, are one quarantine entry each, after which reading goes on at
-the next line that looks like the beginning of a record; a file that ends inside a record is damaged. gzip
-files need not have a member for each record. Memory is one record; long ones that are no page are skipped.
+length is unusable is one quarantine entry, after which reading goes on at the next line that looks like the
+beginning of a record. So is a record that is followed by other bytes than a record's: its length is wrong, and
+it is cut or holds parts of its neighbors. A file that ends inside a record is damaged. gzip files need not
+have a member for each record. Memory is one record; long ones that are no page are skipped.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -41,6 +43,7 @@ _HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
 _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
 _SNIFFED = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
 _SNIFF_BYTES = 1024
+_Booking = Callable[[], None]  # hands what a record holds to the sink
 
 
 def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
@@ -77,6 +80,7 @@ class _Archive:
         self._http = StatusAndHeadersParser([], verify=False)
         self._format = ""
         self._line = b""  # the first of the next record, if it has been read
+        self._behind = 0  # where that line begins
         self.record = 0  # number of the record that is being read
         self.start = 0  # where it began
 
@@ -87,27 +91,44 @@ class _Archive:
 
     def take_next(self) -> bool:
         """Book one record, or bytes that are none; False at the end."""
-        stream = self._stream
-        line, self._line = self._line, b""
-        if not line:
-            while (byte := stream.peek()) and byte in b"\r\n":
-                stream.skip(1)
-            stream.header_begins()
-            line = stream.readline()
-        self.start = stream.tell() - len(line)
+        line, self._line = self._line or self._next_line(), b""
+        self.start = self._stream.tell() - len(line)
         if not line:
             return False
         try:
             known = self._begins(line)
             if not known:
                 raise _RecordError("bad_record", "bytes that are no record")
-            self._take(line, known)
+            self._book_if_followed(*self._read(line, known))
         except HeaderTooLongError:
             self._go_on(_RecordError("bad_record", "a header of more than a megabyte"), line)
         except _RecordError as error:
             self._go_on(error, line)
         self.record += 1
         return True
+
+    def _next_line(self) -> bytes:
+        """The first line behind the record that was read; b"" at the end."""
+        stream = self._stream
+        self._behind = stream.tell()
+        while (byte := stream.peek()) and byte in b"\r\n":
+            stream.skip(1)
+            self._behind += 1
+        stream.header_begins()
+        return stream.readline()
+
+    def _book_if_followed(self, book: _Booking, size: int) -> None:
+        """Book a record of `size` bytes if what follows shows that it ends there: a record or the end."""
+        try:
+            self._line = self._next_line()
+        except ContainerError:  # damage behind a sound record
+            book()
+            self.record, self.start = self.record + 1, self._behind
+            raise
+        if self._line and not self._begins(self._line):
+            problem = f"its length is {size:,} bytes, and no record begins behind it"
+            raise _RecordError("bad_record", problem)
+        book()
 
     def _begins(self, line: bytes) -> str:
         """Whether a "warc" or "arc" record begins with this line; an archive holds one kind."""
@@ -117,7 +138,8 @@ class _Archive:
             return "arc"
         return ""
 
-    def _take(self, line: bytes, known: str) -> None:
+    def _read(self, line: bytes, known: str) -> tuple[_Booking, int]:
+        """Read the record that begins with `line`: how to book it, and the length of its content."""
         stream = self._stream
         stream.last_line = line
         try:
@@ -139,42 +161,34 @@ class _Archive:
         if known == "arc":
             header = line.startswith(_ARC_HEADER)
             size, kind = (max(size - found.total_len, 0), "") if header else (size, "response")
-        self._take_content(kind, headers, size)
+        return self._read_content(kind, headers, size), size
 
-    def _take_content(self, kind: str, headers: dict[str, str], size: int) -> None:
-        """Hand a record's content to the sink, or drop it; books nothing when the file ends inside it."""
+    def _read_content(self, kind: str, headers: dict[str, str], size: int) -> _Booking:
         if kind == "conversion":
-            text = self._content(size)
             try:
-                self._sink.add(self.record, text.decode(), _fields(headers), bytes=size, markup=False)
+                text = self._content(size).decode()
             except UnicodeDecodeError as error:
                 raise _RecordError("bad_utf8", f"byte {error.start:,} of the text is not UTF-8") from None
-            return
+            return partial(self._sink.add, self.record, text, _fields(headers), bytes=size, markup=False)
         if kind != "response":
-            self._drop("not_a_response", size)
-            return
+            return self._dropped("not_a_response", size, size)
         if not _url_of(headers).lower().startswith(("http:", "https:")):
-            self._drop("not_html", size)
-            return
+            return self._dropped("not_html", size, size)
         limited = LimitReader(self._stream, size)
         self._stream.header_begins()
         try:
             http = self._http.parse(limited)
         except EOFError:
-            self._drop("http_status", size, limited.limit)
-            return
-        status = http.get_statuscode()
-        if status != "200":
-            self._drop("http_status", size, limited.limit)
-            return
-        self._take_page(headers, http, limited.limit, size)
+            return self._dropped("http_status", size, limited.limit)
+        if http.get_statuscode() != "200":
+            return self._dropped("http_status", size, limited.limit)
+        return self._read_page(headers, http, limited.limit, size)
 
-    def _take_page(self, headers: dict[str, str], http: Any, left: int, size: int) -> None:
+    def _read_page(self, headers: dict[str, str], http: Any, left: int, size: int) -> _Booking:
         declared = http.get_header("content-type") or headers.get("warc-identified-payload-type") or ""
         kind = declared.split(";")[0].strip().lower()
         if kind and kind not in _HTML_TYPES:
-            self._drop("not_html", size, left)
-            return
+            return self._dropped("not_html", size, left)
         body = self._content(left)
         try:
             page = decode_body(
@@ -184,15 +198,13 @@ class _Archive:
                 self._sink.max_record_bytes,
             )
         except BodyError:
-            self._sink.drop("warc/bad_body", bytes=size)
-            return
+            return self._dropped("bad_body", size, 0)
         if not kind and not _SNIFFED.match(page[:_SNIFF_BYTES]):
-            self._sink.drop("warc/not_html", bytes=size)
-            return
+            return self._dropped("not_html", size, 0)
         charset = _CHARSET.search(declared)
         text = decode_page(page, charset[1] if charset else None)
         fields = _fields(headers) | {"status": 200, "content_type": declared}
-        self._sink.add(self.record, text, fields, bytes=len(page))
+        return partial(self._sink.add, self.record, text, fields, bytes=len(page))
 
     def _content(self, size: int) -> bytes:
         """The next `size` bytes."""
@@ -207,13 +219,12 @@ class _Archive:
             raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
         return data
 
-    def _drop(self, reason: str, size: int, left: int | None = None) -> None:
-        """Leave out the `left` bytes (default: all) of a record's content."""
-        left = size if left is None else left
+    def _dropped(self, reason: str, size: int, left: int) -> _Booking:
+        """Skip the `left` bytes of a record's content that have not been read."""
         missing = left - self._stream.skip(left)
         if missing:
             raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
-        self._sink.drop(f"warc/{reason}", bytes=size)
+        return partial(self._sink.drop, f"warc/{reason}", bytes=size)
 
     def _go_on(self, error: _RecordError, head: bytes) -> None:
         """Book a record that cannot be read; unless its end is known, with all up to the next record."""
