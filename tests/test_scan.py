@@ -61,6 +61,25 @@ def test_names_do_not_depend_on_where_the_folder_lies_nor_on_how_it_was_named(tm
     assert files(tmp_path / "two/deep/recipes", absolute) == [absolute]
 
 
+def test_with_a_base_names_are_the_same_wherever_the_files_lie(tmp_path: Path) -> None:
+    for place in ("one/data", "two/deep/er"):
+        put(tmp_path, f"{place}/a.jsonl")
+        put(tmp_path, f"{place}/sub/b.jsonl")
+    (tmp_path / "recipes").mkdir()
+    names = [
+        files(
+            tmp_path / "recipes", {"path": str(tmp_path / "one/data"), "base": str(tmp_path / "one/data/")}
+        ),
+        files(tmp_path / "recipes", {"path": "../two/deep/er/**", "base": "../two/deep/er"}),
+        files(tmp_path / "one", {"path": "data", "base": "./data"}),
+    ]
+    assert names == [["a.jsonl", "sub/b.jsonl"]] * 3
+    assert files(tmp_path / "one", {"path": "data/sub", "base": "."}) == ["data/sub/b.jsonl"]
+    for base in ("data/sub", str(tmp_path / "two")):
+        with pytest.raises(RecipeError, match=r"inputs\[0\].base: .*a.jsonl does not lie below"):
+            files(tmp_path / "one", {"path": "data", "base": base})
+
+
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [

@@ -101,8 +101,8 @@ class InputConfig(StrictModel):
     )
     base: Source | None = Field(
         default=None,
-        description="URL that the names of an s3:// or other remote input leave out, so that documents have "
-        "the ids that they had in the recipe's folder; null: nothing.",
+        description="Folder, or URL of a remote input, that file names are relative to, so that documents keep "
+        "their ids when the files move; null: the recipe's folder, or nothing of a URL.",
     )
     text: FieldName = Field(
         default="text",
@@ -145,9 +145,9 @@ class InputConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _base_is_for_urls(self) -> Self:
-        if self.base is not None and not (is_remote(self.path) and is_remote(self.base)):
-            raise ValueError("base is a URL above the path's, and for URLs only")
+    def _base_is_above_the_path(self) -> Self:
+        if self.base is not None and is_remote(self.path) != is_remote(self.base):
+            raise ValueError("base is a folder above the path, or a URL above the path's if that is a URL")
         return self
 
 

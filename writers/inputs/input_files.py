@@ -1,11 +1,12 @@
 """The input files of a recipe: what they are called, where they lie, and how they are opened.
 
 The name of a file is what its documents' ids are made from:
-- of a local file its path relative to the recipe's folder, with "/" between the parts (a path given as
-  absolute and outside that folder stays absolute), so documents keep their identity when the folder moves;
+- of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
+  between the parts (without `base`, a path given as absolute and outside that folder stays absolute);
 - of a URL what follows the input's `base`, or without one the whole URL, without the query of a web address.
-A corpus moved from data/ beside the recipe to s3://bucket/corpus/data/ keeps its ids, and so its shards, with
-`base: s3://bucket/corpus`.
+So documents keep their ids, and the dataset its shards, when recipe and corpus move together, or with a `base`
+that moves with the corpus: from data/ next to the recipe to /mnt/data/ with `base: /mnt`, or to
+s3://bucket/corpus/data/ with `base: s3://bucket/corpus`.
 
 Everything that reads an input opens it with `open_input`, wherever it lies.
 """
@@ -99,7 +100,7 @@ def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, Inpu
             raise RecipeError(f"{key}: {path}: {error.strerror or error}") from error
         if not stat.S_ISREG(found.st_mode):
             raise RecipeError(f"{key}: {path} is not a regular file")
-        name = _name_of(path, recipe.folder, absolute=Path(config.path).is_absolute())
+        name = _name_of(path, recipe, config, key)
         files[name] = InputFile(name, str(path), found.st_size, found.st_mtime_ns)
     if not files:
         raise RecipeError(f"{key}: {config.path} matches no file (looked in {recipe.folder})")
@@ -122,10 +123,12 @@ def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) 
     return files
 
 
-def _name_of(path: Path, folder: Path, *, absolute: bool) -> str:
-    relative = os.path.relpath(path, folder)
-    outside = relative == ".." or relative.startswith(".." + os.sep)
-    return Path(path if absolute and outside else relative).as_posix()
+def _name_of(path: Path, recipe: Recipe, config: InputConfig, key: str) -> str:
+    relative = os.path.relpath(path, recipe.folder / (config.base or ""))
+    outside = relative in (".", "..") or relative.startswith(".." + os.sep)
+    if outside and config.base is not None:
+        raise RecipeError(f"{key.removesuffix('path')}base: {path} does not lie below {config.base}")
+    return Path(path if outside and Path(config.path).is_absolute() else relative).as_posix()
 
 
 def _name_of_url(url: str, base: str | None, key: str) -> str:

@@ -5,8 +5,8 @@ other than responses and conversions (`warc/not_a_response`), statuses but 200 (
 kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`). A record whose header or
 length is unusable is one quarantine entry, after which reading goes on at the next line that looks like the
 beginning of a record. So is a record that is followed by other bytes than a record's: its length is wrong, and
-it is cut or holds parts of its neighbors. A file that ends inside a record is damaged. gzip files need not
-have a member for each record. Memory is one record; long ones that are no page are skipped.
+its text is cut or has parts of its neighbors. A file that ends inside a record is damaged. gzip files need
+not have a member for each record. Memory is one record; long ones that are no page are skipped.
 """
 
 from __future__ import annotations
