@@ -11,10 +11,12 @@ Memory is one batch, one record and a run of keys, whatever the split's size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from shardkit.writers.dedup.minhash import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
 from shardkit.writers.filter_counts import FilterCounts
 from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
@@ -44,10 +47,14 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What became of a split: its checked ledger, what each filter did, and what codes of languages mean."""
+    """What became of a split: its checked ledger, what each filter did, and what codes of languages mean.
+
+    `fields` are which named fields no record had (`NamedFields.to_dict`).
+    """
 
     ledger: Ledger
     filters: FilterCounts
+    fields: Mapping[str, Any]
     languages: list[str] | None = None
 
 
@@ -63,7 +70,7 @@ def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
 
 
 def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError | None = None) -> Cleaned:
-    ledger = Ledger()
+    ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
     exact = recipe.dedup.exact
     normalized = exact is not None and exact.text == "normalized"
     chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
@@ -85,6 +92,7 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
             ledger,
             quarantine,
             max_record_bytes=recipe.max_record_bytes,
+            fields=fields,
             suspect=suspect,
         ):
             filtered = chain.apply(batch)
@@ -104,7 +112,8 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
         where = f"{split.file} (split {split.index})"
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
-    return Cleaned(ledger, counts, None if languages is None else languages.labels)
+    labels = None if languages is None else languages.labels
+    return Cleaned(ledger, counts, fields.to_dict(), labels)
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:

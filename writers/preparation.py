@@ -15,6 +15,7 @@ from shardkit.writers.duplicates import Deduplicated, remove_duplicates
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.quarantine import check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
@@ -43,12 +44,13 @@ def prepare(
 ) -> Prepared:
     """Run the stages. `files` are `stages.filter_files`; `beside` are tasks that need nothing of them.
 
-    BuildError if too much is unreadable, if nothing is left, or if an input is mostly duplicates.
+    RecipeError if no record of a file has a field that the recipe names. BuildError if too much is unreadable, if nothing is left, or if an input is mostly duplicates.
     """
     others, cleaned = run(beside, stages.clean_tasks(recipe, splits, files))
     total = Ledger()
     for commit in cleaned:
         total.merge(commit.ledger())
+    check_named_fields(splits, [commit.counts["fields"] for commit in cleaned])
     check_bad_fraction("all inputs", total, recipe.max_bad_fraction)
     if not total.kept.documents:
         raise BuildError(_nothing_left(total, cleaned))

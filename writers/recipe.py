@@ -144,6 +144,19 @@ class InputConfig(StrictModel):
         default=False, description="Text files: each line is a document (default: each file is one)."
     )
 
+    _is_sample: bool = PrivateAttr(default=False)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether this reads a sample of another input's files."""
+        return self._is_sample
+
+    def as_sample(self, path: str) -> InputConfig:
+        """This input for a sample of its files, at `path`."""
+        copy = self.model_copy(update={"path": path, "base": None})
+        copy._is_sample = True
+        return copy
+
     @model_validator(mode="after")
     def _base_is_above_the_path(self) -> Self:
         if self.base is not None and is_remote(self.path) != is_remote(self.base):

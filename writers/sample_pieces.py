@@ -70,10 +70,7 @@ def put_pieces(
         lines = recipe.inputs[source].lines
         taken = _put(piece, place, number, lines=lines, cut_anywhere=cut_anywhere)
         stored[source] = stored.get(source, 0) + taken
-    inputs = [
-        recipe.inputs[source].model_copy(update={"path": f"{place}/*", "base": None})
-        for source, place in places.items()
-    ]
+    inputs = [recipe.inputs[source].as_sample(f"{place}/*") for source, place in places.items()]
     return inputs, stored
 
 

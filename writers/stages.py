@@ -120,7 +120,7 @@ def _clean(folder: Path, split: Split, recipe: Recipe) -> dict[str, Any]:
             local(recipe.resolve(name))
     cleaned = clean_split(split, recipe, folder)
     counts = {"ledger": cleaned.ledger.to_dict(), "filters": cleaned.filters.to_dict()}
-    return counts | {"languages": cleaned.languages, "input": hash_split(split)}
+    return counts | {"languages": cleaned.languages, "fields": cleaned.fields, "input": hash_split(split)}
 
 
 def exact_tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:

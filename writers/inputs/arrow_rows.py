@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from shardkit.writers.inputs.field_paths import column_at, type_at
+from shardkit.writers.inputs.fields import column_at, type_at
 from shardkit.writers.inputs.record_sink import RecordSink
 from shardkit.writers.recipe import InputConfig
 

@@ -46,6 +46,7 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch
                 rows = sum(batch.num_rows for batch in batches)
                 sink.no_column(read, unfit, bytes=split.bytes, records=rows)
                 return
+            sink.columns = schema.names
             for batch in batches:
                 _validate(batch)
                 for start in range(0, batch.num_rows, BATCH_DOCUMENTS):

@@ -16,7 +16,7 @@ from typing import TypedDict
 import pyarrow as pa
 
 from shardkit.writers.inputs.decompress import ContainerError
-from shardkit.writers.inputs.field_paths import MISSING, field_at
+from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.input_files import open_input
 from shardkit.writers.inputs.lines import Lines
 from shardkit.writers.inputs.record_sink import RecordSink
@@ -79,7 +79,7 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
     """Batches of the documents of a whole file."""
     split = sink.split
     csv.field_size_limit(sink.max_record_bytes)
-    names = list(config.columns)
+    names = sink.columns = list(config.columns)
     record = 0
     with open_input(split.input) as file:
         lines = Lines(sink.pieces(file), max_line_bytes=sink.max_record_bytes)
@@ -96,7 +96,7 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
                     problem = f"misplaced quote or carriage return: {row}"
                     sink.bad(record, "bad_row", problem, **source.place)
                 elif not names:
-                    names = row
+                    names = sink.columns = row
                     if _unfit(sink, config, names):
                         return
                     continue

@@ -50,7 +50,7 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
         if unfit:
             sink.no_column(split.first_record, unfit, bytes=split.bytes, records=expected)
             return
-        read = 0
+        read, sink.columns = 0, file.schema_arrow.names
         columns = wanted_paths(file.schema_arrow, config)
         batch_rows = _rows_per_batch(file, groups)
         try:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError
 from shardkit.writers.inputs.decompress import ContainerError
-from shardkit.writers.inputs.field_paths import MISSING, field_at
+from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
 from shardkit.writers.inputs.input_files import open_input
 from shardkit.writers.inputs.lines import Lines
 from shardkit.writers.inputs.record_sink import RecordSink, SuspectDataError
@@ -45,15 +45,18 @@ def read_split(
     quarantine: Quarantine,
     *,
     max_record_bytes: int = 1 << 26,
+    fields: NamedFields | None = None,
     suspect: SuspectDataError | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
+    """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`, looks at `fields`.
 
     The caller books kept and dropped documents. BuildError when the file cannot be opened, or at the first
     bad record if `quarantine` allows none. If it allows some and a member of a compressed file is damaged,
     SuspectDataError: discard all batches and counts, and read again with this error as `suspect`.
     """
-    sink = RecordSink(split, config, ledger, quarantine, max_record_bytes, suspect)
+    sink = RecordSink(
+        split, config, ledger, quarantine, max_record_bytes, fields or NamedFields(config), suspect
+    )
     try:
         yield from _reader(split, config)(sink, config)
         yield from sink.take()

@@ -6,7 +6,7 @@ read = kept + dropped + quarantined holds whatever a format's reader meets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import orjson
@@ -20,7 +20,7 @@ from shardkit.writers.documents import (
     text_offsets,
 )
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
-from shardkit.writers.inputs.field_paths import MISSING, field_at
+from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
 from shardkit.writers.inputs.html_text import main_text_by
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Count, Ledger
@@ -53,11 +53,14 @@ class RecordSink:
         ledger: Ledger,
         quarantine: Quarantine,
         max_record_bytes: int,
+        fields: NamedFields,
         suspect: SuspectDataError | None = None,
     ) -> None:
         self.split, self._config = split, config
         self._ledger, self._quarantine = ledger, quarantine
         self.max_record_bytes, self._suspect = max_record_bytes, suspect
+        self._named = fields
+        self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
         self.records = 0  # read so far from this split, good or bad
@@ -71,6 +74,9 @@ class RecordSink:
 
         Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
         """
+        self._named.look(fields)
+        if self.columns is not None:
+            self._named.check_columns(self.split, self.columns)
         if markup and self._extract is not None:
             main, size = self._extract(text), len(text.encode())
             if not main:

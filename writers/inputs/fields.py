@@ -1,0 +1,116 @@
+"""Fields of records by name or by dotted path: "text", or "meta.url" for a field inside an object or a struct.
+
+A field whose own name has the dots in it comes first. A field that the recipe names and that no record of a
+file has is an error, because a misspelt name would leave a column of nulls. Tables tell at their first row; of
+other files each split counts what it saw, and `check_named_fields` merges that, so the cuts do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.errors import RecipeError
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.recipe import InputConfig
+
+__all__ = ["MISSING", "NamedFields", "check_named_fields", "column_at", "field_at", "type_at"]
+
+MISSING: Any = object()
+_MAX_SEEN = 1000  # names of fields that a split reports
+_SHOWN = 40
+
+
+def field_at(fields: Mapping[str, Any], path: str) -> Any:
+    """The value at `path`, or MISSING."""
+    value = fields.get(path, MISSING)
+    if value is not MISSING or "." not in path:
+        return value
+    value = fields
+    for name in path.split("."):
+        value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
+    return value
+
+
+def type_at(schema: pa.Schema, path: str) -> pa.DataType | None:
+    """The type of the column or struct field at `path`; None unless there is exactly one."""
+    if schema.get_field_index(path) >= 0:
+        return schema.field(path).type
+    first, *rest = path.split(".")
+    if not rest or schema.get_field_index(first) < 0:
+        return None
+    kind = schema.field(first).type
+    for name in rest:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def column_at(batch: pa.RecordBatch, path: str) -> pa.Array:
+    """The values at `path`, which `type_at` knows; null where a struct above is null."""
+    if batch.schema.get_field_index(path) >= 0:
+        return batch.column(path)
+    first, *rest = path.split(".")
+    return pc.struct_field(batch.column(first), rest)
+
+
+class NamedFields:
+    """Which of the fields that the recipe names for an input no record of a split has had so far.
+
+    `missing` has their paths by key of the recipe (`url`, `metadata[0]`), `seen` the names of the fields that
+    the records had while any was missing. A sample of the input may lack a rare field, so it names none.
+    """
+
+    def __init__(self, config: InputConfig) -> None:
+        named = {"id": config.id, "url": config.url}
+        named |= {f"metadata[{number}]": path for number, path in enumerate(config.metadata)}
+        self.missing = {key: path for key, path in named.items() if path and not config.is_sample}
+        self.seen: set[str] = set()
+        self.records = 0
+
+    def look(self, fields: Mapping[str, object]) -> None:
+        """Look at a record."""
+        self.records += 1
+        if self.missing:
+            self.seen.update(fields)
+            self.missing = {k: path for k, path in self.missing.items() if field_at(fields, path) is MISSING}
+
+    def check_columns(self, split: Split, columns: Collection[str]) -> None:
+        """RecipeError if a table with these columns lacks any, after a `look` at its first record."""
+        if self.missing:
+            raise _missing(split, self.missing, columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+        seen = sorted(self.seen)[:_MAX_SEEN] if self.missing else []
+        return {"records": self.records, "missing": self.missing, "seen": seen}
+
+
+def check_named_fields(splits: Sequence[Split], found: Iterable[Mapping[str, Any]]) -> None:
+    """RecipeError if a file has records and none has a field that the recipe names.
+
+    `found` is what `NamedFields.to_dict` gave for each split.
+    """
+    files: dict[str, tuple[Split, dict[str, str], set[str]]] = {}
+    for split, part in zip(splits, found, strict=True):
+        if part["records"]:
+            _, missing, seen = files.setdefault(split.file, (split, part["missing"], set()))
+            seen.update(part["seen"])
+            missing = {key: path for key, path in missing.items() if key in part["missing"]}
+            files[split.file] = split, missing, seen
+    for split, missing, seen in files.values():
+        if missing:
+            raise _missing(split, missing, seen)
+
+
+def _missing(split: Split, missing: Mapping[str, str], seen: Collection[str]) -> RecipeError:
+    key, path = next(iter(missing.items()))
+    names = ", ".join(sorted(seen)[:_SHOWN]).encode("utf-8", "backslashreplace").decode() or "none"
+    return RecipeError(
+        f"inputs[{split.source}].{key}: no record of {split.file} has a field {path!r}; its fields: {names}; "
+        "correct the name, or make files without the field an input of their own"
+    )
