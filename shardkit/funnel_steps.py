@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["FunnelStep", "funnel_steps"]
 
-_DUPLICATES = ("exact_duplicate", "repeated_lines", "near_duplicate")
+_DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate")
 
 
 @dataclass(frozen=True, slots=True)

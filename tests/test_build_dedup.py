@@ -194,7 +194,7 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
 
 def test_repeated_lines_are_cut_and_accounted_for(tmp_path: Path) -> None:
     result = build(make(tmp_path), overrides=["dedup.lines={}"], progress=False)
-    lost = result.funnel.dropped["repeated_lines"]
+    lost = result.funnel.dropped["duplicate_lines"]  # `repeated_lines` is a filter
     assert lost.documents == 0  # all have words of their own
     texts = {text for some in make_texts().values() for text in some}
     lines = Counter(line for text in texts for line in text.split("\n"))

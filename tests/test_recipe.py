@@ -9,6 +9,7 @@ import pytest
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
+from shardkit.writers.dedup.config import DedupConfig, ExactDedupConfig
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping, recipe_schema
 
 SMALLEST: dict[str, Any] = {
@@ -67,6 +68,12 @@ def test_documented_defaults_hold() -> None:
     assert (recipe.work, recipe.seed, recipe.memory, recipe.max_bad_fraction) == (None, 17, 2 * 10**9, 0)
     assert recipe.dedup.exact is None
     assert recipe.sources == ("input-0",)
+
+
+def test_no_duplicate_removal_may_be_written_as_null(tmp_path: Path) -> None:
+    path = written(tmp_path, TEXT.replace("dedup: {exact: {}}", "dedup: null"))
+    assert load_recipe(path).dedup == DedupConfig()
+    assert load_recipe(path, ["dedup.exact={}"]).dedup == DedupConfig(exact=ExactDedupConfig())
 
 
 def test_plain_data_of_a_recipe_has_a_digest_free_of_places_and_makes_the_same_recipe(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def _column(values: npt.NDArray[Any]) -> pa.Array:
 class Outcome:
     """Documents as they were read: all, those that were kept, and those that `thresholds` would keep.
 
+    Bytes are those before any editor, because what an editor would leave of a dropped document is not known.
+
     `failed` are, for each rule that was given bounds, those that these would not let pass.
     """
 

@@ -31,7 +31,7 @@ from shardkit.writers.stages import exact_tasks
 
 __all__ = ["EXACT", "LINES", "NEAR", "Deduplicated", "remove_duplicates", "task_memory"]
 
-EXACT, LINES, NEAR = "exact_duplicate", "repeated_lines", "near_duplicate"  # as ledgers name them
+EXACT, LINES, NEAR = "exact_duplicate", "duplicate_lines", "near_duplicate"  # as ledgers name them
 ALARM_DOCUMENTS = 1000  # smaller inputs may lose any part of their documents
 
 Run = Callable[..., list[list[Commit]]]

@@ -44,7 +44,8 @@ def prepare(
 ) -> Prepared:
     """Run the stages. `files` are `stages.filter_files`; `beside` are tasks that need nothing of them.
 
-    RecipeError if no record of a file has a field that the recipe names. BuildError if too much is unreadable, if nothing is left, or if an input is mostly duplicates.
+    RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
+    unreadable, if nothing is left, or if an input is mostly duplicates.
     """
     others, cleaned = run(beside, stages.clean_tasks(recipe, splits, files))
     total = Ledger()

@@ -101,8 +101,8 @@ class InputConfig(StrictModel):
     )
     base: Source | None = Field(
         default=None,
-        description="Folder, or URL of a remote input, that file names are relative to, so that documents keep "
-        "their ids when the files move; null: the recipe's folder, or nothing of a URL.",
+        description="Folder (or URL, of a remote input) that file names are relative to, so that documents "
+        "keep their ids when the files move; null: the recipe's folder, or nothing of a URL.",
     )
     text: FieldName = Field(
         default="text",
@@ -230,7 +230,9 @@ class Recipe(StrictModel):
         default=False,
         description="Keep what every filter thought of every document in annotations/*.parquet.",
     )
-    dedup: DedupConfig = Field(default=DedupConfig(), description="Which repeated documents are removed.")
+    dedup: Annotated[DedupConfig, BeforeValidator(lambda given: {} if given is None else given)] = Field(
+        default=DedupConfig(), description="Which repeated documents are removed; null: none."
+    )
     tokenizer: TokenizerConfig = Field(description="The tokenizer.")
     pack: PackConfig = Field(default=PackConfig(), description="How documents become sequences.")
     output: OutputConfig = Field(description="Where the dataset goes.")

@@ -17,7 +17,7 @@ from shardkit.planning.funnel import Funnel, Stage
 
 __all__ = ["Measured", "funnel_of", "measured_from_card"]
 
-_DUPLICATES = ("exact_duplicate", "repeated_lines", "near_duplicate", "empty")  # behind all filters
+_DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate", "empty")  # behind all filters
 _UNREADABLE = "unreadable"
 
 

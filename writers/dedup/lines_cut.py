@@ -5,7 +5,7 @@ The folder receives
                      stages have none to leave out) and those with nothing but white space left
     rows.npy         int64[n]: the row that each document had before
     winners.npy      WINNER_DTYPE: documents that exact duplicates lost to, with their new rows; split is 0
-The ledger: read = kept + dropped["exact_duplicate"] + dropped["repeated_lines"], where the latter counts all
+The ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"], where the latter counts all
 bytes that were cut and the documents that nothing was left of. Memory is one batch of documents.
 """
 
@@ -101,7 +101,7 @@ def _cut_batch(
         kept = kept & ~blank
         left = np.where(kept, np.diff(text_offsets(texts)), 0)
         before = int(sizes[kept | blank].sum())
-        ledger.drop("repeated_lines", int(blank.sum()), before - int(left.sum()))
+        ledger.drop("duplicate_lines", int(blank.sum()), before - int(left.sum()))
         columns = [texts if name == "text" else batch.column(name) for name in DOCUMENT_SCHEMA.names]
         batch = pa.RecordBatch.from_arrays(columns, schema=DOCUMENT_SCHEMA)
     if not kept.all():

@@ -1,8 +1,8 @@
-"""Fields of records by name or by dotted path: "text", or "meta.url" for a field inside an object or a struct.
+"""Fields of records by name or by dotted path: "text", or "meta.url" for field "url" inside an object "meta".
 
 A field whose own name has the dots in it comes first. A field that the recipe names and that no record of a
-file has is an error, because a misspelt name would leave a column of nulls. Tables tell at their first row; of
-other files each split counts what it saw, and `check_named_fields` merges that, so the cuts do not matter.
+file has is an error, because a misspelt name would leave a column of nulls. A table shows it at its first
+row; of other files each split reports what it saw, and `check_named_fields` merges that.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The name of a file is what its documents' ids are made from:
 - of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
-  between the parts (without `base`, a path given as absolute and outside that folder stays absolute);
+  between the parts (without `base`, an absolute path outside that folder stays absolute);
 - of a URL what follows the input's `base`, or without one the whole URL, without the query of a web address.
-So documents keep their ids, and the dataset its shards, when recipe and corpus move together, or with a `base`
-that moves with the corpus: from data/ next to the recipe to /mnt/data/ with `base: /mnt`, or to
+So documents keep their ids, and the dataset its shards, when recipe and corpus move together, or with a
+`base` that moves with the corpus: from data/ next to the recipe to /mnt/data/ with `base: /mnt`, or to
 s3://bucket/corpus/data/ with `base: s3://bucket/corpus`.
 
 Everything that reads an input opens it with `open_input`, wherever it lies.

@@ -4,7 +4,7 @@ Every record of the file has a number and is accounted for. What is sound but no
 other than responses and conversions (`warc/not_a_response`), statuses but 200 (`warc/http_status`), other
 kinds of content (`warc/not_html`), bodies whose coding is broken (`warc/bad_body`). A record whose header or
 length is unusable is one quarantine entry, after which reading goes on at the next line that looks like the
-beginning of a record. So is a record that is followed by other bytes than a record's: its length is wrong, and
+beginning of a record. So is a record that is followed by bytes that are no record: its length is wrong, and
 its text is cut or has parts of its neighbors. A file that ends inside a record is damaged. gzip files need
 not have a member for each record. Memory is one record; long ones that are no page are skipped.
 """

@@ -48,11 +48,12 @@ def read_split(
     fields: NamedFields | None = None,
     suspect: SuspectDataError | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`, looks at `fields`.
+    """Batches of DOCUMENT_SCHEMA in record order; books `ledger.read` and `ledger.quarantined`.
 
-    The caller books kept and dropped documents. BuildError when the file cannot be opened, or at the first
-    bad record if `quarantine` allows none. If it allows some and a member of a compressed file is damaged,
-    SuspectDataError: discard all batches and counts, and read again with this error as `suspect`.
+    `fields` learns which named fields there are; the caller books kept and dropped documents.
+    BuildError when the file cannot be opened, or at the first bad record if `quarantine` allows none. If it
+    allows some and a member of a compressed file is damaged, SuspectDataError: discard batches and counts, and
+    read again with this error as `suspect`.
     """
     sink = RecordSink(
         split, config, ledger, quarantine, max_record_bytes, fields or NamedFields(config), suspect
