@@ -13,8 +13,7 @@ import pytest
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.ledger import Count, Ledger, Quarantine
 from shardkit.writers.recipe import recipe_from_mapping
 
 Bad = dict[str, Any]

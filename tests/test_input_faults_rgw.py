@@ -19,8 +19,7 @@ from shardkit.storage import StorageOptions
 from shardkit.storage.s3 import S3Store
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.ledger import Count, Ledger, Quarantine
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
 
 pytest_plugins = ["s3_rgw"]

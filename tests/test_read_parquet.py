@@ -15,8 +15,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.ledger import Count, Ledger, Quarantine
 from shardkit.writers.recipe import recipe_from_mapping
 
 TEXTS = [f"text {i} é\u2028" * (i % 5) for i in range(100)]

@@ -17,7 +17,8 @@ import zstandard
 from read_inputs import data_folder, put, read
 
 from shardkit.errors import BuildError
-from shardkit.writers.inputs import http_body, read_warc
+from shardkit.writers.inputs import pages as web
+from shardkit.writers.inputs import read_warc
 
 PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
 _HTML = ("text/html", "application/xhtml")
@@ -269,7 +270,7 @@ def test_flipped_bits_never_raise_anything_else(tmp_path: Path) -> None:
 def test_real_archives_give_what_warcio_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = data_folder() / "warc/dev"
     seen: list[str] = []
-    decode = http_body.decode_body
+    decode = web.decode_body
 
     def spy(*args: Any) -> bytes:
         page = decode(*args)

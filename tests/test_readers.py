@@ -21,8 +21,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.documents import BATCH_DOCUMENTS, document_ids
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.ledger import Count, Ledger, Quarantine
 from shardkit.writers.recipe import recipe_from_mapping
 
 

@@ -34,8 +34,7 @@ from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import Quarantine, check_bad_fraction
+from shardkit.writers.ledger import Count, Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import Recipe
 
 __all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "Cleaned", "clean_split", "exact_keys"]

@@ -39,7 +39,7 @@ from shardkit.writers.duplicates import NEAR, Deduplicated
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import local
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.input_digest import describe_inputs
+from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, make_listener

@@ -1,23 +1,31 @@
-"""The ledger of a task: what came in is what was kept, dropped (by rule) or quarantined (by error).
+"""What becomes of records: a ledger that adds up, and the quarantine of those that could not be read.
 
-Counted in documents and in bytes of UTF-8 text (raw record bytes where a record could not be decoded).
-`check` holds the conservation law and is called at every commit.
+What came in is what was kept, dropped (by rule) or quarantined (by error), in documents and in bytes of UTF-8
+text (raw record bytes where a record could not be decoded). `Ledger.check` holds this at every commit.
+
+Each entry of the quarantine is a JSON line with file, record number, byte offset in the decompressed file,
+reason and error. With `max_bad_fraction` 0 the first entry stops the build.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from shardkit.errors import ConservationError
+from shardkit.errors import BuildError, ConservationError
 
-__all__ = ["Count", "Ledger"]
+__all__ = ["BadRecord", "Count", "Ledger", "Quarantine", "check_bad_fraction", "first_of", "snippet_of"]
+
+_SNIPPET_BYTES = 160  # enough to recognize the record, too little to leak a corpus into logs
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """So many documents with so many bytes."""
+    """A number of documents, and of bytes in them."""
 
     documents: int = 0
     bytes: int = 0
@@ -83,3 +91,81 @@ class Ledger:
             dropped={reason: Count(**count) for reason, count in data["dropped"].items()},
             quarantined={reason: Count(**count) for reason, count in data["quarantined"].items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """One unreadable record, or all of a file ("no_column") or the rest of it ("damaged_file")."""
+
+    file: str
+    record: int  # 0-based line or row number
+    byte_offset: int | None  # in the decompressed file; None for Parquet
+    reason: str
+    error: str
+    snippet: str
+
+    def __str__(self) -> str:
+        where = "" if self.byte_offset is None else f" (byte {self.byte_offset:,})"
+        return f"{self.file}: record {self.record:,}{where}: {self.reason}: {self.error}"
+
+
+def first_of(entries: bytes) -> BadRecord | None:
+    """The first entry of a quarantine file."""
+    return BadRecord(**json.loads(entries.partition(b"\n")[0])) if entries else None
+
+
+def snippet_of(data: bytes) -> str:
+    """The start of a record as printable text."""
+    return data[:_SNIPPET_BYTES].decode("utf-8", "backslashreplace")
+
+
+class Quarantine:
+    """Collects bad records into a JSON-lines file; the first one raises BuildError if none is allowed."""
+
+    def __init__(self, path: Path | None = None, *, max_bad_fraction: float = 0.0) -> None:
+        self.first: BadRecord | None = None
+        self._max_bad_fraction = max_bad_fraction
+        self._file = path.open("w", encoding="utf-8") if path is not None else None
+
+    @property
+    def allows_none(self) -> bool:
+        """Whether the first entry stops the build."""
+        return self._max_bad_fraction == 0
+
+    def add(self, bad: BadRecord) -> None:
+        """Write an entry; BuildError when the recipe allows none."""
+        self.first = self.first or bad
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
+        if self.allows_none:
+            repair = "; repair or remove it, or set max_bad_fraction to quarantine such records and go on"
+            raise BuildError(f"{bad}{'' if bad.reason == 'no_column' else repair}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def check_bad_fraction(
+    where: str, ledger: Ledger, max_bad_fraction: float, first: BadRecord | str | None = None
+) -> None:
+    """BuildError when more than `max_bad_fraction` of the records, or of the bytes, were unreadable.
+
+    Bytes count as well because the lost rest of a compressed file is one entry however long it is.
+    """
+    bad = sum(ledger.quarantined.values(), Count())
+    shares = {"records": (bad.documents, ledger.read.documents), "bytes": (bad.bytes, ledger.read.bytes)}
+    for unit, (lost, total) in shares.items():
+        if lost > max_bad_fraction * total:
+            reasons = ", ".join(
+                f"{name} {ledger.quarantined[name].documents:,}" for name in sorted(ledger.quarantined)
+            )
+            raise BuildError(
+                f"{where}: {lost:,} of {total:,} {unit} are unreadable ({reasons}), more than "
+                f"max_bad_fraction {max_bad_fraction:g} allows" + (f"; first: {first}" if first else "")
+            )

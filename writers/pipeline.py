@@ -35,8 +35,8 @@ from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.filter_counts import filters_card
 from shardkit.writers.funnel import Funnel, collect_funnel
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.input_digest import describe_inputs
-from shardkit.writers.inputs.input_files import check_unchanged
+from shardkit.writers.inputs.files import check_unchanged
+from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.making import Made, Plan, make_parts

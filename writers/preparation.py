@@ -16,8 +16,7 @@ from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.fields import check_named_fields
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import check_bad_fraction, first_of
+from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
-from shardkit.writers.inputs.input_files import open_input
+from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.recipe import InputConfig, Recipe
 

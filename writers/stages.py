@@ -27,8 +27,7 @@ from shardkit.writers.dedup.normalization import normalization_version
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, count_groups
 from shardkit.writers.execution.task import Commit, Task, contents, partition_name
 from shardkit.writers.execution.work_files import local
-from shardkit.writers.inputs.input_digest import hash_split
-from shardkit.writers.inputs.scan import Split
+from shardkit.writers.inputs.scan import Split, hash_split
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe

@@ -17,9 +17,8 @@ import pyarrow as pa
 
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import MISSING, field_at
-from shardkit.writers.inputs.input_files import open_input
-from shardkit.writers.inputs.lines import Lines
-from shardkit.writers.inputs.record_sink import RecordSink
+from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.records import Lines, RecordSink
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["read_csv"]

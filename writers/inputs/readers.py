@@ -1,16 +1,14 @@
-"""A split of an input file as batches of documents, every record accounted for.
+"""A split of an input file as batches of documents, every record accounted for; and the readers of lines.
 
 Each record of the split ends up in a batch or in quarantine, and in the ledger either way. One bad record
 costs itself only. A damaged member of a compressed file costs all its records, because a checksum confirms a
-member as a whole, and what comes after it. Memory is bounded by one batch plus
-one record. JSONL is cut at b"\\n" only; blank lines count as lines but are no records. Record numbers are
-line numbers or row numbers within the file, from 0. The readers of other formats have modules of their own.
+member as a whole, and what comes after it. Memory is bounded by one batch plus one record. Record numbers are
+line numbers or row numbers within the file, from 0. Blank lines count as lines but are no records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 
 import orjson
 import pyarrow as pa
@@ -18,23 +16,18 @@ import pyarrow as pa
 from shardkit.errors import BuildError
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
-from shardkit.writers.inputs.input_files import open_input
-from shardkit.writers.inputs.lines import Lines
-from shardkit.writers.inputs.record_sink import RecordSink, SuspectDataError
+from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.read_columnar import read_arrow, read_parquet
+from shardkit.writers.inputs.read_csv import read_csv
+from shardkit.writers.inputs.records import Lines, RecordSink, SuspectDataError
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.ledger import Ledger
-from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import InputConfig
 
 __all__ = ["SuspectDataError", "read_split"]
 
 Reader = Callable[[RecordSink, InputConfig], Iterator[pa.RecordBatch]]
-_OTHER_READERS = {  # by format: module and function
-    "parquet": ("read_parquet", "read_parquet"),
-    "arrow": ("read_arrow", "read_arrow"),
-    "csv": ("read_csv", "read_csv"),
-    "warc": ("read_warc", "read_warc"),
-}
+_TABLES: dict[str, Reader] = {"parquet": read_parquet, "arrow": read_arrow, "csv": read_csv}
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -52,8 +45,8 @@ def read_split(
 
     `fields` learns which named fields there are; the caller books kept and dropped documents.
     BuildError when the file cannot be opened, or at the first bad record if `quarantine` allows none. If it
-    allows some and a member of a compressed file is damaged, SuspectDataError: discard batches and counts, and
-    read again with this error as `suspect`.
+    allows some and a member of a compressed file is damaged, SuspectDataError: discard batches and counts,
+    and read again with this error as `suspect`.
     """
     sink = RecordSink(
         split, config, ledger, quarantine, max_record_bytes, fields or NamedFields(config), suspect
@@ -66,10 +59,12 @@ def read_split(
 
 
 def _reader(split: Split, config: InputConfig) -> Reader:
-    if split.format in _OTHER_READERS:
-        module, name = _OTHER_READERS[split.format]
-        reader: Reader = getattr(import_module(f"shardkit.writers.inputs.{module}"), name)
-        return reader
+    if split.format in _TABLES:
+        return _TABLES[split.format]
+    if split.format == "warc":  # its module needs an extra
+        from shardkit.writers.inputs.read_warc import read_warc
+
+        return read_warc
     lines = split.format == "jsonl" or config.lines
     return _read_lines if lines else _read_whole
 

@@ -27,12 +27,10 @@ from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
 from shardkit.writers import BuildResult, build
 from shardkit.writers.inputs import scan
-from shardkit.writers.inputs.file_names import expand_path, key_matches
-from shardkit.writers.inputs.input_remote import expand_url
+from shardkit.writers.inputs.files import expand_path, expand_url, key_matches
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.ledger import Ledger
-from shardkit.writers.quarantine import Quarantine
+from shardkit.writers.ledger import Ledger, Quarantine
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
 
 NAMES = (

@@ -11,7 +11,7 @@ import pytest
 from read_inputs import put, read
 
 from shardkit.errors import MissingExtraError
-from shardkit.writers.inputs.html_text import decode_page, main_text_by
+from shardkit.writers.inputs.pages import decode_page, main_text_by
 
 PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
 OTHER = "Other sentences follow, on the packing of sequences, which a reader wants to keep as well. " * 6

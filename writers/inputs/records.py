@@ -1,12 +1,12 @@
-"""Where readers put what they read: documents into the next batch, the rest into ledger and quarantine.
+"""What all readers share: a sink that puts each record into a batch or books it, and lines of a byte stream.
 
-Every record goes through exactly one of `add`, `drop`, `bad` and `damaged`, so that
+Every record goes through exactly one of the sink's `add`, `drop`, `bad`, `no_column` and `damaged`, so that
 read = kept + dropped + quarantined holds whatever a format's reader meets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import orjson
@@ -21,20 +21,23 @@ from shardkit.writers.documents import (
 )
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
-from shardkit.writers.inputs.html_text import main_text_by
+from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.quarantine import BadRecord, Quarantine, snippet_of
+from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 
-__all__ = ["RecordSink", "SuspectDataError"]
+__all__ = ["Line", "Lines", "RecordSink", "SuspectDataError"]
+
+_HEAD_BYTES = 256
+Line = tuple[int, int, bytes, bool]
+"""Offset, length without the newline, the bytes, and whether they are all of the line or its head."""
 
 
 class SuspectDataError(Exception):
     """Records were read from a member of a compressed file that turned out to be damaged or cut short.
 
     Its checksum confirms none of them: the split has to be read again, up to where the member begins.
-    `sound_bytes` lie before it, `lost_bytes` are in it and behind it, `records` were read in all.
+    `sound_bytes` come before it, `lost_bytes` are in it and after it, `records` were read in all.
     """
 
     def __init__(self, problem: str, sound_bytes: int, lost_bytes: int, records: int) -> None:
@@ -44,7 +47,7 @@ class SuspectDataError(Exception):
 
 
 class RecordSink:
-    """Where a reader puts what it read: documents into the next batch, the rest into quarantine."""
+    """Takes what a reader reads: documents into the next batch, unreadable records into quarantine."""
 
     def __init__(
         self,
@@ -143,9 +146,9 @@ class RecordSink:
         self._quarantine.add(entry)
 
     def pieces(self, file: BinaryIO) -> Iterator[bytes]:
-        """The split's bytes, decompressed; ContainerError behind the last good one.
+        """The split's bytes, decompressed; ContainerError after the last good one.
 
-        SuspectDataError if some that were given are not to be trusted, and the build does not stop for it.
+        SuspectDataError if some of them are not to be trusted and the build does not stop for that.
         """
         split, suspect, read = self.split, self._suspect, 0
         if split.compression is None:
@@ -201,3 +204,59 @@ def _field_text(value: object) -> str | None:
     if value is MISSING:
         return None
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+class Lines:
+    """Iterate over the lines in pieces of bytes: split at b"\\n" only, no line held beyond a limit.
+
+    JSON text may hold U+2028, U+0085 and other characters that str.splitlines takes for line ends, so lines
+    are cut on bytes before anything is decoded. `unfinished_bytes` is the length of a line that had begun
+    when the pieces raised an error.
+    """
+
+    def __init__(self, pieces: Iterable[bytes], *, offset: int = 0, max_line_bytes: int) -> None:
+        self._pieces = pieces
+        self._offset = offset
+        self._max_line_bytes = max_line_bytes
+        self.unfinished_bytes = 0
+
+    @property
+    def offset(self) -> int:
+        """Where the line after the last one handed out begins."""
+        return self._offset
+
+    def __iter__(self) -> Iterator[Line]:
+        held: list[bytes] = []
+        for piece in self._pieces:
+            first, *rest = piece.split(b"\n")
+            self._hold(held, first)
+            if not rest:
+                continue
+            yield self._finish(held)
+            last = rest.pop()
+            for line in rest:
+                offset = self._offset
+                self._offset += len(line) + 1
+                if len(line) > self._max_line_bytes:
+                    yield offset, len(line), line[:_HEAD_BYTES], False
+                else:
+                    yield offset, len(line), line, True
+            held = []
+            self._hold(held, last)
+        if self.unfinished_bytes:
+            yield self._finish(held)
+
+    def _hold(self, held: list[bytes], part: bytes) -> None:
+        self.unfinished_bytes += len(part)
+        if self.unfinished_bytes > self._max_line_bytes:
+            head = b"".join(held)[:_HEAD_BYTES] + part[:_HEAD_BYTES]
+            held[:] = [head[:_HEAD_BYTES]]
+        elif part:
+            held.append(part)
+
+    def _finish(self, held: list[bytes]) -> Line:
+        offset, length = self._offset, self.unfinished_bytes
+        self._offset += length + 1
+        self.unfinished_bytes = 0
+        whole = length <= self._max_line_bytes
+        return offset, length, b"".join(held), whole

@@ -1,0 +1,305 @@
+"""The input files of a recipe: what its paths name, what the files are called, and how they are opened.
+
+A path is a file, a folder (all files below it) or a glob, on this machine or in a store. A folder that a glob
+matches is read as a folder, because Spark, Dask and Ray write `part.parquet/`. Names that begin with a dot or
+an underscore (`_SUCCESS`, `.crc`) are skipped unless the pattern spells them. Unlike the standard library's
+glob, `**` never follows a link into a folder that it is already inside, so a loop of links ends. The keys of
+a bucket are matched by the same rules.
+
+The name of a file is what its documents' ids are made from:
+- of a local file its path relative to the input's `base`, or without one to the recipe's folder, with "/"
+  between the parts (without `base`, an absolute path outside that folder stays absolute);
+- of a URL what follows the input's `base`, or without one the whole URL, without the query of a web address.
+So documents keep their ids, and the dataset its shards, when recipe and corpus move together, or with a
+`base` that moves with the corpus: from data/ next to the recipe to /mnt/data/ with `base: /mnt`, or to
+s3://bucket/corpus/data/ with `base: s3://bucket/corpus`.
+
+A file in a store is one version of an object: the size and version (of S3 the ETag) that the listing stated
+when the build began. Every read asks for that version, so an object that is replaced meanwhile stops the
+build and is never mixed into it. Nothing of it is stored on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from os.path import normpath
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.storage.errors import ObjectNotFoundError, StoreError
+from shardkit.storage.object_file import open_object
+from shardkit.storage.options import StorageOptions
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.store import ObjectInfo
+from shardkit.storage.url import is_remote
+from shardkit.writers.recipe import InputConfig, Recipe
+
+__all__ = [
+    "InputFile",
+    "check_unchanged",
+    "expand_path",
+    "expand_url",
+    "find_files",
+    "key_matches",
+    "open_input",
+]
+
+_MAGIC = re.compile(r"[*?\[]")
+_STORES = 16
+# s3://bucket, gs://bucket, https://host: what a connection is made to; hdfs:///folder has no host.
+_ROOT = re.compile(r"([^:/]+://(?:[^/]+|/[^/]+))(?:/(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file as it was found. Plain data: may be pickled, compared and hashed."""
+
+    name: str  # what its documents' ids are made from
+    path: str  # where it is: a path of this machine, or a URL
+    bytes: int
+    version: int | str  # changes when the file is written to: its modification time in ns, or its ETag
+    storage: StorageOptions | None = None  # how a URL is reached
+
+    @property
+    def is_remote(self) -> bool:
+        return is_remote(self.path)
+
+    @property
+    def identity(self) -> str:
+        """The same for two ways to say the same file."""
+        return self.path if self.is_remote else str(Path(self.path).resolve())
+
+
+def find_files(
+    recipe: Recipe, config: InputConfig, key: str, storage: StorageOptions | None = None
+) -> dict[str, InputFile]:
+    """{name: file} of an input, sorted by name; `key` is its key path in the recipe, for errors.
+
+    RecipeError when it matches nothing, what is no regular file, or what cannot be reached.
+    """
+    if is_remote(config.path):
+        files = _find_remote(config, key, storage)
+    else:
+        files = _find_local(recipe, config, key)
+    for name in files:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise RecipeError(f"{key}: file name {name!r} is not UTF-8; rename the file") from None
+    return dict(sorted(files.items()))
+
+
+def open_input(file: InputFile) -> BinaryIO:
+    """The file for reading in pieces, seekable; OSError with an errno when it cannot be read."""
+    if file.is_remote:
+        root, key = _split_url(file.path)
+        return open_object(_connect(root, file.storage), ObjectInfo(key, file.bytes, str(file.version)))
+    return Path(file.path).open("rb")
+
+
+def check_unchanged(files: Iterable[InputFile]) -> None:
+    """BuildError if a local file was written to since it was found; reads of a URL see that."""
+    for file in files:
+        if file.is_remote:
+            continue
+        try:
+            found = Path(file.path).stat()
+        except OSError as error:
+            raise BuildError(f"{file.path}: cannot be read: {error.strerror or error}") from error
+        if (found.st_size, found.st_mtime_ns) != (file.bytes, file.version):
+            raise BuildError(f"{file.path}: changed while the build ran; run it again")
+
+
+def _find_local(recipe: Recipe, config: InputConfig, key: str) -> dict[str, InputFile]:
+    files = {}
+    for path in expand_path(recipe.folder, config.path):
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise RecipeError(f"{key}: {path}: {error.strerror or error}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise RecipeError(f"{key}: {path} is not a regular file")
+        name = _name_of(path, recipe, config, key)
+        files[name] = InputFile(name, str(path), found.st_size, found.st_mtime_ns)
+    if not files:
+        raise RecipeError(f"{key}: {config.path} matches no file (looked in {recipe.folder})")
+    return files
+
+
+def _find_remote(config: InputConfig, key: str, storage: StorageOptions | None) -> dict[str, InputFile]:
+    try:
+        found = expand_url(config.path, storage)
+    except StoreError as error:
+        raise RecipeError(f"{key}: {error}") from error
+    if not found:
+        raise RecipeError(f"{key}: {config.path} matches no object")
+    files = {}
+    for url, info in found.items():
+        name = _name_of_url(url, config.base, key)
+        files[name] = InputFile(name, url, info.bytes, info.version, storage)
+    return files
+
+
+def _name_of(path: Path, recipe: Recipe, config: InputConfig, key: str) -> str:
+    relative = os.path.relpath(path, recipe.folder / (config.base or ""))
+    outside = relative in (".", "..") or relative.startswith(".." + os.sep)
+    if outside and config.base is not None:
+        raise RecipeError(f"{key.removesuffix('path')}base: {path} does not lie below {config.base}")
+    return Path(path if outside and Path(config.path).is_absolute() else relative).as_posix()
+
+
+def _name_of_url(url: str, base: str | None, key: str) -> str:
+    if urlsplit(url).scheme.lower() in ("http", "https"):
+        url = url.partition("?")[0]  # a signature, which changes and is nobody's business
+    if base is None:
+        return url
+    name = url.removeprefix(base.rstrip("/") + "/")
+    if name == url:
+        raise RecipeError(f"{key.removesuffix('path')}base: {url} does not lie below {base}")
+    return name
+
+
+def expand_path(folder: Path, pattern: str) -> list[Path]:
+    """Sorted paths that `pattern`, relative to `folder`, names; a literal file wins over a glob."""
+    whole = folder / pattern
+    if whole.is_dir():
+        found = set(_below(whole))
+    elif _exists(whole) or not _MAGIC.search(pattern):
+        found = {whole} if _exists(whole) else set()
+    else:
+        parts = [part for part in pattern.split("/") if part not in ("", ".")]
+        if parts[-1] == "**":
+            parts.append("*")
+        found = set(_matches(Path("/") if pattern.startswith("/") else folder, parts))
+    return sorted(Path(normpath(path)) for path in found)
+
+
+def _fixed_part(pattern: str) -> str:
+    """The prefix of all that matches; the whole pattern if it is no glob."""
+    found = _MAGIC.search(pattern)
+    return pattern[: found.start()] if found else pattern
+
+
+def key_matches(pattern: str, key: str) -> bool:
+    """Whether the glob `pattern` names `key`; both relative to the same place, with "/" between the parts."""
+    if key.endswith("/"):
+        return False  # a marker that some tools write to show an empty folder
+    parts = pattern.split("/")
+    return _parts_match([*parts, "*"] if parts[-1] == "**" else parts, key.split("/"))
+
+
+def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> bool:
+    if not pattern:  # `key` is what lies below a folder that the pattern matched
+        return not any(name.startswith((".", "_")) for name in key)
+    if not key:
+        return False
+    part, name = pattern[0], key[0]
+    if part == "**":
+        inside = len(key) > 1 and not name.startswith((".", "_"))
+        return _parts_match(pattern[1:], key) or (inside and _parts_match(pattern, key[1:]))
+    if _MAGIC.search(part):
+        is_match = fnmatchcase(name, part) and (not name.startswith((".", "_")) or part[0] == name[0])
+    else:
+        is_match = part == name
+    return is_match and _parts_match(pattern[1:], key[1:])
+
+
+def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        yield from _matches(base, rest)
+        for folder in _folders_below(base):
+            yield from _matches(folder, rest)
+        return
+    if _MAGIC.search(part):
+        candidates = [
+            path
+            for path in _entries(base)
+            if fnmatchcase(path.name, part) and (not _hidden(path) or part[0] == path.name[0])
+        ]
+    else:
+        candidates = [base / part]
+    for path in candidates:
+        if rest:
+            yield from _matches(path, rest)
+        elif path.is_dir():
+            if not base.resolve().is_relative_to(path.resolve()):  # else a link to where it lies in
+                yield from _below(path)
+        elif _exists(path):
+            yield path
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files below a folder."""
+    for base in (folder, *_folders_below(folder)):
+        yield from (path for path in _entries(base) if not _hidden(path) and not path.is_dir())
+
+
+def _folders_below(base: Path, inside: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    inside = inside | {base.resolve()}
+    for path in _entries(base):
+        if not _hidden(path) and path.is_dir() and path.resolve() not in inside:
+            yield path
+            yield from _folders_below(path, inside)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (NotADirectoryError, FileNotFoundError):
+        return []
+
+
+def _exists(path: Path) -> bool:
+    """Also true for a broken link, which the caller reports rather than skips."""
+    return path.exists() or path.is_symlink()
+
+
+def _hidden(path: Path) -> bool:
+    return path.name.startswith((".", "_"))
+
+
+def expand_url(url: str, storage: StorageOptions | None) -> dict[str, ObjectInfo]:
+    """{URL: object} of what `url` names: an object, a glob over keys, or all below a folder.
+
+    An object of this very name wins over a glob. http(s) has no listings: one file. StoreError.
+    """
+    root, pattern = _split_url(url)
+    store = _connect(root, storage)
+    is_web = urlsplit(url).scheme.lower() in ("http", "https")
+    if pattern and not pattern.endswith("/"):
+        try:
+            return {url: store.head(pattern)}
+        except ObjectNotFoundError:
+            if is_web:
+                raise
+    elif is_web:
+        raise StoreError(url, "is no file, and http has no listings")
+    is_glob = _fixed_part(pattern) != pattern
+    pattern = pattern.rstrip("/")
+    if not is_glob:
+        pattern = f"{pattern}/**" if pattern else "**"
+    found = store.list(_fixed_part(pattern))
+    return {f"{root}/{info.key}": info for info in found if key_matches(pattern, info.key)}
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """(what a store is opened at, the key of the object or the pattern)."""
+    found = _ROOT.fullmatch(url)
+    if found is None:
+        raise StoreError(url, "is no URL of a file, such as s3://bucket/folder/file.jsonl")
+    return found[1], found[2] or ""
+
+
+@lru_cache(maxsize=_STORES)
+def _connect(root: str, storage: StorageOptions | None) -> ResilientStore:
+    """One store for all files of a bucket: connections are kept, and a client takes long to make."""
+    return connect(root, storage)

@@ -1,0 +1,253 @@
+"""Rows of Parquet files and of Arrow files (IPC files and streams, Feather of both versions) as documents.
+
+The text column may be any string or binary type, dictionary-encoded or not, also inside structs. Each value
+is checked to be UTF-8, because Arrow does not. A null text, bad UTF-8 or an oversized text costs its row.
+
+Damage in a Parquet file costs the rows that had not been read yet, whose number is in the footer. Every
+record batch of an Arrow file is validated before anything is taken out of it, because Arrow trusts offsets
+and a damaged file would read memory that is not its own. Damage costs the rows behind it, whose number is not
+known. Memory is one record batch as it was written: Arrow cannot read parts of one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+
+from shardkit.writers.documents import BATCH_DOCUMENTS, BATCH_TEXT_BYTES
+from shardkit.writers.inputs.fields import column_at, type_at
+from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.records import RecordSink
+from shardkit.writers.recipe import InputConfig
+
+__all__ = ["read_arrow", "read_parquet"]
+
+# Arrow reports damage as ArrowException (a ValueError or its kin) or as OSError without an errno.
+_DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, NotImplementedError)
+_FILE_MAGIC = b"ARROW1"
+_FILE_START_BYTES = 8  # the magic and padding, then a stream
+_FEATHER_MAGIC = b"FEA1"
+
+
+def _raise_unless_damage(error: Exception) -> None:
+    """A disk that fails and memory that runs out say nothing about the file."""
+    if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None) is not None:
+        raise error
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error of Arrow, which adds its C++ context to it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _wanted_paths(schema: pa.Schema, config: InputConfig) -> list[str]:
+    """The columns and struct fields that the recipe wants and the file has."""
+    paths = dict.fromkeys((config.text, config.id or "id", config.url or "url", *config.metadata))
+    return [path for path in paths if type_at(schema, path) is not None]
+
+
+def _text_problem(schema: pa.Schema, text: str) -> str | None:
+    """Why `text` is no column of text; None if it is one."""
+    kind = type_at(schema, text)
+    if kind is None:
+        repeated = text in schema.names
+        names = ", ".join(schema.names[:40])
+        return f"{'more than one' if repeated else 'no'} column {text!r}; its columns: {names}"
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return None if _is_textual(kind) else f"column {text!r} holds {kind}, not text"
+
+
+def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch, first: int) -> None:
+    """Give all rows to the sink, the first as record number `first`."""
+    columns = {path: _values(column_at(batch, path)) for path in _wanted_paths(batch.schema, config)}
+    others = {path: values for path, values in columns.items() if path != config.text}
+    for row, raw in enumerate(columns[config.text]):
+        record = first + row
+        if raw is None:
+            sink.bad(record, "no_text", f"column {config.text!r} is null", bytes=0)
+            continue
+        if len(raw) > sink.max_record_bytes:
+            sink.too_long(record, len(raw), head=raw)
+            continue
+        try:
+            text = raw.decode()
+            fields = {path: _decoded(values[row]) for path, values in others.items()}
+        except UnicodeDecodeError as error:
+            problem = f"byte {error.start:,} of a value is not UTF-8"
+            sink.bad(record, "bad_utf8", problem, bytes=len(raw), head=raw)
+            continue
+        sink.add(record, text, fields, bytes=len(raw))
+
+
+def _is_textual(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or kind in (pa.string_view(), pa.binary_view())
+    )
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Python values; strings as bytes that are still to be checked, times as ISO text."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_temporal(column.type):
+        column = column.cast(pa.string())
+    if _is_textual(column.type):
+        column = column.cast(pa.large_binary())
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _decoded(value: object) -> object:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
+    """Batches of the documents in the row groups [start, end) of the sink's split."""
+    with open_input(sink.split.input) as stored:  # outside of what counts as damage
+        yield from _read_open(sink, config, stored)
+
+
+def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Iterator[pa.RecordBatch]:
+    split = sink.split
+    try:
+        file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20)
+    except _DAMAGE as error:
+        _raise_unless_damage(error)
+        sink.damaged(
+            split.first_record, f"not a readable Parquet file: {_first_line(error)}", bytes=split.bytes
+        )
+        return
+    with file:
+        groups = range(split.start, min(split.end, file.num_row_groups))
+        expected = sum(file.metadata.row_group(group).num_rows for group in groups)
+        unfit = _text_problem(file.schema_arrow, config.text)
+        if unfit:
+            sink.no_column(split.first_record, unfit, bytes=split.bytes, records=expected)
+            return
+        read, sink.columns = 0, file.schema_arrow.names
+        columns = _wanted_paths(file.schema_arrow, config)
+        batch_rows = _rows_per_batch(file, groups)
+        try:
+            for batch in _batches(file, groups, columns, batch_rows):
+                _take_rows(sink, config, batch, split.first_record + read)
+                read += batch.num_rows
+                if sink.full:
+                    yield from sink.take()
+            if read != expected:
+                raise ValueError(f"row groups hold {read:,} rows where the footer says {expected:,}")
+        except _DAMAGE as error:
+            _raise_unless_damage(error)
+            yield from sink.take()
+            left = max(expected - read, 1)
+            lost = split.bytes * left // max(expected, 1)
+            sink.damaged(split.first_record + read, _first_line(error), bytes=lost, records=left)
+
+
+def _batches(
+    file: pq.ParquetFile, groups: range, columns: list[str], batch_rows: int
+) -> Iterator[pa.RecordBatch]:
+    # Group by group: a batch that reached into a damaged group would take sound rows with it.
+    for group in groups:
+        yield from file.iter_batches(batch_rows, row_groups=[group], columns=columns, use_threads=False)
+
+
+def _rows_per_batch(file: pq.ParquetFile, groups: range) -> int:
+    """How many rows make a decoded batch of about BATCH_TEXT_BYTES, judged by the footer."""
+    rows = size = 0
+    for group in groups:
+        metadata = file.metadata.row_group(group)
+        rows += metadata.num_rows
+        size += metadata.total_byte_size
+    return max(1, min(BATCH_DOCUMENTS, BATCH_TEXT_BYTES * rows // max(size, 1)))
+
+
+def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
+    """Batches of the documents of a whole file."""
+    split, read = sink.split, 0
+    with open_input(split.input) as stored:
+        try:
+            schema, batches = _open(stored, config)
+            unfit = _text_problem(schema, config.text)
+            if unfit:
+                rows = sum(batch.num_rows for batch in batches)
+                sink.no_column(read, unfit, bytes=split.bytes, records=rows)
+                return
+            sink.columns = schema.names
+            for batch in batches:
+                _validate(batch)
+                for start in range(0, batch.num_rows, BATCH_DOCUMENTS):
+                    part = batch.slice(start, BATCH_DOCUMENTS)
+                    _take_rows(sink, config, part, read)
+                    read += part.num_rows
+                    if sink.full:
+                        yield from sink.take()
+        except _DAMAGE as error:
+            _raise_unless_damage(error)
+            yield from sink.take()
+            sink.damaged(read, f"not readable as Arrow: {_first_line(error)}", bytes=split.bytes)
+
+
+def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """What columns the file has, and the record batches of those that are wanted."""
+    magic = stored.read(len(_FILE_MAGIC))
+    stored.seek(0)
+    if magic.startswith(_FEATHER_MAGIC):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the format; such files still exist
+            table = pyarrow.feather.read_table(pa.PythonFile(stored, "r"), memory_map=False)
+        return table.schema, iter(table.to_batches())
+    if magic == _FILE_MAGIC:
+        try:
+            schema, file = _reader(pa.ipc.open_file, stored, 0, config)
+            return schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        except _DAMAGE as error:
+            _raise_unless_damage(error)
+            return _without_footer(stored, config, error)
+    schema, stream = _reader(pa.ipc.open_stream, stored, 0, config)
+    return schema, iter(stream)
+
+
+def _without_footer(
+    stored: BinaryIO, config: InputConfig, error: Exception
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """The batches of a file that was cut short: it is a stream with a frame. Raises `error` after them."""
+    schema, stream = _reader(pa.ipc.open_stream, stored, _FILE_START_BYTES, config)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from stream
+        raise error
+
+    return schema, batches()
+
+
+def _reader(
+    opener: Callable[..., Any], stored: BinaryIO, start: int, config: InputConfig
+) -> tuple[pa.Schema, Any]:
+    """What columns there are, and a reader of those that the recipe wants."""
+    stored.seek(start)
+    schema = opener(pa.PythonFile(stored, "r")).schema
+    wanted = _wanted_paths(schema, config)
+    roots = {path if path in schema.names else path.split(".")[0] for path in wanted}
+    fields = [number for number, name in enumerate(schema.names) if name in roots]
+    stored.seek(start)
+    return schema, opener(pa.PythonFile(stored, "r"), options=pa.ipc.IpcReadOptions(included_fields=fields))
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """ArrowInvalid unless its buffers fit its lengths; that text is UTF-8 is checked row by row later."""
+    for column in batch.columns:
+        for text, raw in ((pa.string(), pa.binary()), (pa.large_string(), pa.large_binary())):
+            if column.type == text:
+                column = column.view(raw)
+        column.validate(full=True)
