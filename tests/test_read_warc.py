@@ -204,7 +204,7 @@ def test_a_record_whose_length_is_wrong_is_quarantined_with_the_bytes_behind_it(
     swallowed = by > 4  # the next record begins inside of this one, and its end is all that is left of it
     assert [entry["reason"] for entry in bad] == ["bad_record"]
     assert (bad[0]["record"], bad[0]["byte_offset"]) == (1, len(good))
-    assert f"its length is {size + by:,} bytes, and no record begins behind it" in bad[0]["error"]
+    assert f"its length is {size + by:,} bytes, and no record begins after it" in bad[0]["error"]
     assert ledger.quarantined["bad_record"].bytes == len(wrong) + (len(other) if swallowed else 0)
     texts = table["text"].to_pylist()
     assert texts == ["good"] + ([PAGE.decode()] if kind != "request" and not swallowed else []) + ["good"]
@@ -216,7 +216,11 @@ def test_a_sound_record_before_a_damaged_gzip_member_is_kept(tmp_path: Path) -> 
     table, (entry,), ledger = read(tmp_path, put(tmp_path, "a.warc.wet.gz", b"".join(packed)))
     assert table["text"].to_pylist() == ["text 0", "text 1"]
     assert (entry["record"], entry["reason"]) == (2, "damaged_file")
+    assert entry["byte_offset"] == 2 * len(record("conversion", b"text 0"))
     assert ledger.read.documents == 3
+    assert (
+        ledger.quarantined["damaged_file"].bytes < len(record("conversion", b"text 2")) + len(packed[3]) + 20
+    )
 
 
 def test_long_records_cost_themselves_and_what_is_no_page_may_be_long(tmp_path: Path) -> None:

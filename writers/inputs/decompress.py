@@ -3,7 +3,7 @@
 gzip, zstd, bz2, xz and lz4 files are sequences of members (zstd and lz4 call them frames, bz2 and xz
 streams), which one loop decodes. Members may be empty, zstd and lz4 frames skippable, gzip and xz padded with
 zeros. Every byte before the damage is handed out, then `ContainerError` is raised: for truncation, damaged
-data, a bad checksum, garbage behind the last member.
+data, a bad checksum, garbage after the last member.
 
 A decoder discards what it made in the call that fails. So a damaged member is decoded once more, byte by byte
 where it failed, to hand out the rest: damage costs the time of one member, sound files cost nothing extra.

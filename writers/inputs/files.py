@@ -158,7 +158,7 @@ def _name_of(path: Path, recipe: Recipe, config: InputConfig, key: str) -> str:
 
 def _name_of_url(url: str, base: str | None, key: str) -> str:
     if urlsplit(url).scheme.lower() in ("http", "https"):
-        url = url.partition("?")[0]  # a signature, which changes and is nobody's business
+        url = url.partition("?")[0]  # may hold a signature: it changes, and is a secret
     if base is None:
         return url
     name = url.removeprefix(base.rstrip("/") + "/")

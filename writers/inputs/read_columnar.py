@@ -5,7 +5,7 @@ is checked to be UTF-8, because Arrow does not. A null text, bad UTF-8 or an ove
 
 Damage in a Parquet file costs the rows that had not been read yet, whose number is in the footer. Every
 record batch of an Arrow file is validated before anything is taken out of it, because Arrow trusts offsets
-and a damaged file would read memory that is not its own. Damage costs the rows behind it, whose number is not
+and a damaged file would read memory that is not its own. Damage costs the rows after it, whose number is not
 known. Memory is one record batch as it was written: Arrow cannot read parts of one.
 """
 
@@ -143,12 +143,12 @@ def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Itera
                 _take_rows(sink, config, batch, split.first_record + read)
                 read += batch.num_rows
                 if sink.full:
-                    yield from sink.take()
+                    yield from sink.flush()
             if read != expected:
                 raise ValueError(f"row groups hold {read:,} rows where the footer says {expected:,}")
         except _DAMAGE as error:
             _raise_unless_damage(error)
-            yield from sink.take()
+            yield from sink.flush()
             left = max(expected - read, 1)
             lost = split.bytes * left // max(expected, 1)
             sink.damaged(split.first_record + read, _first_line(error), bytes=lost, records=left)
@@ -191,10 +191,10 @@ def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch
                     _take_rows(sink, config, part, read)
                     read += part.num_rows
                     if sink.full:
-                        yield from sink.take()
+                        yield from sink.flush()
         except _DAMAGE as error:
             _raise_unless_damage(error)
-            yield from sink.take()
+            yield from sink.flush()
             sink.damaged(read, f"not readable as Arrow: {_first_line(error)}", bytes=split.bytes)
 
 

@@ -1,10 +1,10 @@
 """Rows of CSV and TSV files as documents: UTF-8, quoted as in RFC 4180, newlines inside quotes included.
 
-Record numbers count rows behind the row of names, byte offsets point to a row's first line. A row with more
+Record numbers count rows after the row of names, byte offsets point to a row's first line. A row with more
 or fewer fields than there are columns, of one line with misplaced quotes, or with bytes that are not UTF-8
 costs itself only. Misplaced quotes in a later line of a row, a quote that nothing closes and a row over
 `max_record_bytes` cost the rest of the file: where the next row begins would be a guess. A file is one split,
-because only reading from its start tells what is quoted.
+because only reading from its start shows what is quoted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _TooLongError(Exception):
 
 
 class _Source:
-    """Lines for the csv module, which takes as many as a row has; tells where the row began."""
+    """Lines for the csv module, which takes as many as a row has; records where the row began."""
 
     def __init__(self, lines: Lines, limit: int) -> None:
         self._lines, self._limit = iter(lines), limit
@@ -103,13 +103,13 @@ def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
                     _take_row(sink, config, names, row, record, source)
                 record += 1
                 if sink.full:
-                    yield from sink.take()
+                    yield from sink.flush()
         except ContainerError as damage:
-            yield from sink.take()
+            yield from sink.flush()
             lost = lines.unfinished_bytes + damage.rest_bytes
             sink.damaged(record, damage.problem, bytes=lost, offset=source.start)
         except (_TooLongError, csv.Error) as error:
-            yield from sink.take()
+            yield from sink.flush()
             lost = max(split.bytes - source.start, source.length)
             sink.damaged(record, _problem(error, source, sink), bytes=lost, offset=source.start)
 

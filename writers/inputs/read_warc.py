@@ -50,17 +50,17 @@ def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]
     with open_input(sink.split.input) as file:
         archive = _Archive(sink, WarcStream(sink.pieces(file)))
         try:
-            while archive.take_next():
+            while archive.read_next():
                 if sink.full:
-                    yield from sink.take()
+                    yield from sink.flush()
         except ContainerError as damage:
-            yield from sink.take()
+            yield from sink.flush()
             lost = archive.unfinished + damage.rest_bytes
             sink.damaged(archive.record, damage.problem, bytes=lost, offset=archive.start)
 
 
 class _RecordError(Exception):
-    """A record that cannot be read; its reason and the words for it."""
+    """A record that cannot be read: the reason as ledgers name it, and a description."""
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -79,7 +79,7 @@ class _Archive:
         self._http = StatusAndHeadersParser([], verify=False)
         self._format = ""
         self._line = b""  # the first of the next record, if it has been read
-        self._behind = 0  # where that line begins
+        self._line_start = 0  # where that line begins
         self.record = 0  # number of the record that is being read
         self.start = 0  # where it began
 
@@ -88,7 +88,7 @@ class _Archive:
         """Bytes read of the record that is being read."""
         return self._stream.tell() - self.start
 
-    def take_next(self) -> bool:
+    def read_next(self) -> bool:
         """Book one record, or bytes that are none; False at the end."""
         line, self._line = self._line or self._next_line(), b""
         self.start = self._stream.tell() - len(line)
@@ -100,19 +100,19 @@ class _Archive:
                 raise _RecordError("bad_record", "bytes that are no record")
             self._book_if_followed(*self._read(line, known))
         except HeaderTooLongError:
-            self._go_on(_RecordError("bad_record", "a header of more than a megabyte"), line)
+            self._quarantine(_RecordError("bad_record", "a header of more than a megabyte"), line)
         except _RecordError as error:
-            self._go_on(error, line)
-        self.record += 1
+            self._quarantine(error, line)
+        self.record, self.start = self.record + 1, self._stream.tell() - len(self._line)
         return True
 
     def _next_line(self) -> bytes:
-        """The first line behind the record that was read; b"" at the end."""
+        """The first line after the record that was read; b"" at the end."""
         stream = self._stream
-        self._behind = stream.tell()
+        self._line_start = stream.tell()
         while (byte := stream.peek()) and byte in b"\r\n":
             stream.skip(1)
-            self._behind += 1
+            self._line_start += 1
         stream.header_begins()
         return stream.readline()
 
@@ -120,12 +120,12 @@ class _Archive:
         """Book a record of `size` bytes if what follows shows that it ends there: a record or the end."""
         try:
             self._line = self._next_line()
-        except ContainerError:  # damage behind a sound record
+        except ContainerError:  # damage after a sound record
             book()
-            self.record, self.start = self.record + 1, self._behind
+            self.record, self.start = self.record + 1, self._line_start
             raise
         if self._line and not self._begins(self._line):
-            problem = f"its length is {size:,} bytes, and no record begins behind it"
+            problem = f"its length is {size:,} bytes, and no record begins after it"
             raise _RecordError("bad_record", problem)
         book()
 
@@ -225,8 +225,8 @@ class _Archive:
             raise _RecordError("damaged_file", f"truncated: {missing:,} of {size:,} bytes are missing")
         return partial(self._sink.drop, f"warc/{reason}", bytes=size)
 
-    def _go_on(self, error: _RecordError, head: bytes) -> None:
-        """Book a record that cannot be read; unless its end is known, with all up to the next record."""
+    def _quarantine(self, error: _RecordError, head: bytes) -> None:
+        """Book a record that cannot be read, with all bytes up to the next one unless its end is known."""
         stream = self._stream
         if error.reason == "damaged_file":
             self._sink.damaged(self.record, error.problem, bytes=self.unfinished, offset=self.start)
@@ -273,7 +273,7 @@ _HEADER_BYTES = 1 << 20  # real headers have a few KB
 
 
 class HeaderTooLongError(Exception):
-    """No end of a record's header in sight."""
+    """A record's header is longer than any real one."""
 
 
 class WarcStream:
@@ -283,7 +283,7 @@ class WarcStream:
         self._pieces = pieces
         self._held = b""
         self._at = 0  # of the next byte in what is held
-        self._before = 0  # bytes of pieces that are gone
+        self._before = 0  # bytes of pieces that were read
         self._header_start = 0
         self.last_line = b""
 
@@ -306,7 +306,7 @@ class WarcStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def skip(self, size: int) -> int:
-        """Leave out `size` bytes; how many there were."""
+        """Skip `size` bytes; the number there were."""
         left = size
         while left and self._fill():
             step = min(left, len(self._held) - self._at)
@@ -315,7 +315,7 @@ class WarcStream:
         return size - left
 
     def readline(self, size: int = _LINE_BYTES) -> bytes:
-        """Up to the next newline, at most `size` bytes; HeaderTooLongError behind a megabyte of header."""
+        """Up to the next newline, at most `size` bytes; HeaderTooLongError after a megabyte of header."""
         parts: list[bytes] = []
         left = min(size, _LINE_BYTES)
         while left and self._fill():

@@ -53,7 +53,7 @@ def read_split(
     )
     try:
         yield from _reader(split, config)(sink, config)
-        yield from sink.take()
+        yield from sink.flush()
     except OSError as error:
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
 
@@ -85,9 +85,9 @@ def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatc
                     take(sink, config, record, offset, line)
                 record += 1
                 if sink.full:
-                    yield from sink.take()
+                    yield from sink.flush()
         except ContainerError as damage:
-            yield from sink.take()
+            yield from sink.flush()
             lost = lines.unfinished_bytes + damage.rest_bytes
             sink.damaged(record, damage.problem, bytes=lost, offset=lines.offset)
 
@@ -157,7 +157,7 @@ def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatc
         sink.bad(0, "bad_utf8", problem, bytes=length, head=data[max(error.start - 40, 0) :], offset=0)
         return
     sink.add(0, text, {}, bytes=length)
-    yield from sink.take()
+    yield from sink.flush()
 
 
 def _kind(value: object) -> str:

@@ -170,11 +170,11 @@ class RecordSink:
 
     @property
     def full(self) -> bool:
-        """Whether a batch should be taken now."""
+        """Whether the batch should be flushed now."""
         return self._bytes >= BATCH_TEXT_BYTES or len(self._rows) >= BATCH_DOCUMENTS
 
-    def take(self) -> Iterator[pa.RecordBatch]:
-        """The batch gathered so far, if it holds anything."""
+    def flush(self) -> Iterator[pa.RecordBatch]:
+        """Yield the batch gathered so far, if it holds anything."""
         if not self._rows:
             return
         records, texts, ids, urls, metadata = zip(*self._rows, strict=True)

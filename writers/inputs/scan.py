@@ -1,7 +1,7 @@
 """Input files as splits, the units of reading, and the digests of what they hold.
 
 The order of splits depends on nothing but names and contents. Compressed files are one split; plain JSONL and
-text with lines are cut behind every 64 MiB at b"\\n"; Parquet is cut between row groups. Plain files in a
+text with lines are cut after every 64 MiB at b"\\n"; Parquet is cut between row groups. Plain files in a
 store are one split too: their lines could only be counted by reading them twice. The size is a constant:
 worker count and memory never change which records meet in a split.
 
@@ -160,7 +160,7 @@ def _cuts(
 
 
 def _line_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut behind the first newline that makes a split of `split_bytes` or more, counting lines."""
+    """Cut after the first newline that makes a split of `split_bytes` or more, counting lines."""
     size = input.bytes
     start = first_record = lines = at = 0
     aim = split_bytes
