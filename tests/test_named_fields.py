@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardkit.writers.clean import clean_split
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.sample_pieces import Piece, put_pieces
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -106,6 +108,15 @@ def test_of_a_table_the_first_record_tells(tmp_path: Path, name: str) -> None:
     (tmp_path / "task").mkdir()
     with pytest.raises(RecipeError, match=rf"inputs\[0\].url: no record of {name} has a field 'lnk'.*text"):
         clean_split(split, built, tmp_path / "task")
+
+
+def test_a_sample_of_the_input_may_lack_a_rare_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(JSONL + b'{"text": "last", "rare": 1}\n')
+    built = recipe(tmp_path, "a.jsonl", url="rare")
+    pieces = [Piece(split, 100) for split in scan_inputs(built)]
+    inputs, _ = put_pieces(built, pieces, tmp_path / "sample")
+    sample = built.model_copy(update={"inputs": tuple(inputs)}).in_folder(tmp_path)
+    check(pickle.loads(pickle.dumps(sample)), tmp_path)
 
 
 def test_a_build_stops_and_names_the_field(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`explain_build`: which tasks of a build are finished, which have to run, and why; and what is stale.
 
 Nothing is run or written. Stages are walked in order; at the first one that has to do something the rest is
-named with what it waits for: whether it has to run depends on whether its inputs come out other than before.
+named with what it waits for, because whether it has to run depends on what its inputs turn out to be.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Explanation", "StaleTask", "explain_build", "explain_work", "open_pl
 
 @dataclass(frozen=True, slots=True)
 class StaleTask:
-    """A finished task that this build does not use: of another recipe, or of a file that went."""
+    """A finished task that this build does not use: of another recipe, or of a file that was removed."""
 
     key: str
     commit: Commit
