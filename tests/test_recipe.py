@@ -70,6 +70,12 @@ def test_documented_defaults_hold() -> None:
     assert recipe.sources == ("input-0",)
 
 
+def test_messages_name_what_yaml_has_and_no_class_of_ours() -> None:
+    assert "inputs: should be a list, got 5" in problems(inputs=5)
+    assert "filters[0]: should be a mapping, got 'length'" in problems(filters=["length"])
+    assert "dedup: should be a mapping, got 3" in problems(dedup=3)
+
+
 def test_no_duplicate_removal_may_be_written_as_null(tmp_path: Path) -> None:
     path = written(tmp_path, TEXT.replace("dedup: {exact: {}}", "dedup: null"))
     assert load_recipe(path).dedup == DedupConfig()

@@ -21,6 +21,7 @@ from shardkit.errors import RecipeError
 __all__ = ["apply_override", "describe_problems", "load_yaml"]
 
 _MAX_RECIPE_BYTES = 1 << 20  # a recipe is written by people; anything larger is some other file
+_MODEL = re.compile(r"valid dictionary or instance of \w+")
 _KEY_PART = re.compile(r"([^.\[\]=]+)|\[(\d+)\]")
 
 
@@ -165,7 +166,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def _plain(message: str) -> str:
-    message = message.removeprefix("Input ").replace("valid dictionary or instance of", "mapping for")
+    message = _MODEL.sub("mapping", message.removeprefix("Input ")).replace("valid tuple", "list")
     return message[:1].lower() + message[1:]
 
 
