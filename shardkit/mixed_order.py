@@ -61,13 +61,14 @@ class StreamOrder:
     def __init__(self, order: Order, exclusions: Exclusions | None, shard_samples: npt.ArrayLike) -> None:
         sizes = np.asarray(shard_samples, dtype=np.int64)
         kept = sizes if exclusions is None else exclusions.kept_of_shards(sizes)
-        if not np.array_equal(order._starts, _starts(kept)):
+        if not np.array_equal(order.shard_starts, _starts(kept)):
             raise ValueError(
                 f"the order is of {order.samples:,} samples, and not of those that the shards keep: "
                 f"{kept.sum():,} of {sizes.sum():,}"
             )
         self.order, self.exclusions = order, exclusions
-        self._starts = _starts(sizes)
+        self.shard_starts = _starts(sizes)
+        """int64[shards + 1]: the sample id at which each shard of the real dataset begins."""
 
     @property
     def samples(self) -> int:
@@ -77,12 +78,12 @@ class StreamOrder:
     @property
     def shards(self) -> int:
         """Shards of the dataset, those without kept rows too."""
-        return len(self._starts) - 1
+        return len(self.shard_starts) - 1
 
     @property
     def dataset_samples(self) -> int:
         """Samples of the dataset, those that are left out too."""
-        return int(self._starts[-1])
+        return int(self.shard_starts[-1])
 
     def locate(self, positions: _Ints | tuple[int, int]) -> Located:
         """As `Order.locate`."""
@@ -108,7 +109,7 @@ class StreamOrder:
         if self.exclusions is None:
             return located
         rows = self.exclusions.select(located.sample_id)
-        return replace(located, row=rows - self._starts[located.shard], sample_id=rows)
+        return replace(located, row=rows - self.shard_starts[located.shard], sample_id=rows)
 
 
 class MixedOrder:

@@ -40,7 +40,7 @@ class MixedUses:
         self._orders, self._mixture = dict(orders), mixture
         self.samples = epoch_samples
         """Positions in an epoch of the mixture."""
-        self.shards = len(next(iter(orders.values()))._starts) - 1
+        self.shards = next(iter(orders.values())).shards
         """Shards of the dataset."""
 
     def uses(self, epoch: int, lanes: range | None = None) -> ShardUses:
@@ -73,7 +73,7 @@ def _of_stream(
     low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
     passes = range(low // size, -(-high // size)) if high > low else range(0)
     if len(passes) > most_passes:
-        shard = np.flatnonzero(np.diff(order._starts)).astype(np.int32)
+        shard = np.flatnonzero(np.diff(order.shard_starts)).astype(np.int32)
         return shard, np.full(len(shard), knots[0]), np.full(len(shard), knots[-1])
     uses = [shard_uses(order, number, lanes) for number in passes]
     shard = np.concatenate([np.empty(0, dtype=np.int32), *(each.shard for each in uses)])

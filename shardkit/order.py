@@ -44,6 +44,7 @@ from shardkit.lanes import (
 from shardkit.permutation import Domains, Permutation, mix64, permute, unpermute
 
 __all__ = [
+    "EpochOrder",
     "Located",
     "Order",
     "OrderSpec",
@@ -139,12 +140,14 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True)
-class _Epoch:
-    """What an epoch's shuffle needs: its shard order (None: the manifest's), their starts and a key."""
+class EpochOrder:
+    """The shard order of one epoch, and the key of its windows."""
 
     permutation: Permutation | None
     shards: npt.NDArray[np.int32] | None
-    starts: _Ints
+    """int32[shards]: shard numbers in the epoch's order; None: manifest order."""
+    starts: npt.NDArray[np.int64]
+    """int64[shards + 1]: where each of them begins in the epoch's span."""
     window_key: np.uint64
 
 
@@ -166,16 +169,23 @@ class Order:
         if float(sizes.sum(dtype=np.float64)) > MAX_SAMPLES:
             raise ValueError(f"more than {MAX_SAMPLES:,} samples: the index is damaged")
         self.spec = spec
-        self._starts = np.zeros(len(sizes) + 1, dtype=np.int64)
-        np.cumsum(sizes, out=self._starts[1:])
-        self._samples = int(self._starts[-1])
-        self._lanes = Lanes(self._samples, spec.lanes, spec.window)
-        self._epochs: dict[int, _Epoch] = {}
+        self.shard_starts: npt.NDArray[np.int64] = np.zeros(len(sizes) + 1, dtype=np.int64)
+        """int64[shards + 1]: the sample id at which each shard begins, in dataset order."""
+        np.cumsum(sizes, out=self.shard_starts[1:])
+        self._samples = int(self.shard_starts[-1])
+        self.geometry = Lanes(self._samples, spec.lanes, spec.window)
+        """How an epoch is cut into lanes and windows."""
+        self._epochs: dict[int, EpochOrder] = {}
 
     @property
     def samples(self) -> int:
         """Samples in an epoch."""
         return self._samples
+
+    @property
+    def shards(self) -> int:
+        """Number of shards, empty ones included."""
+        return len(self.shard_starts) - 1
 
     def locate(self, positions: npt.NDArray[np.int64] | tuple[int, int]) -> Located:
         """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
@@ -210,7 +220,7 @@ class Order:
         positions = np.empty_like(flat)
         for begin in range(0, len(flat), _CHUNK):
             piece = slice(begin, begin + _CHUNK)
-            positions[piece] = self._find_within(self._epoch(epoch), flat[piece]) + epoch * self._samples
+            positions[piece] = self._find_within(self.epoch(epoch), flat[piece]) + epoch * self._samples
         return positions.reshape(array.shape)
 
     def global_batch(self, position: int, size: int) -> _Ints:
@@ -255,15 +265,15 @@ class Order:
 
     def _locate_within(self, number: int, piece: Located, which: slice | npt.NDArray[np.intp]) -> None:
         # Fills the entries `which` of `piece`, all of epoch `number`.
-        epoch = self._epoch(number)
+        epoch = self.epoch(number)
         places = piece.position[which] - number * self._samples
         lanes: LaneNumbers | int = 0
         if self.spec.shuffle != "none":
             rows, lanes = np.divmod(places, self.spec.lanes)
-            firsts, domains = self._windows(epoch, lanes, self._lanes.windows(lanes, rows))
+            firsts, domains = self._windows(epoch, lanes, self.geometry.windows(lanes, rows))
             rows -= firsts
             moved = permute(rows.view(np.uint64), domains).view(np.int64)
-            places = self._lanes.starts[lanes] + firsts + moved
+            places = self.geometry.starts[lanes] + firsts + moved
         slots = np.searchsorted(epoch.starts, places, side="right") - 1
         shards = slots if epoch.shards is None else epoch.shards[slots]
         rows = places - epoch.starts[slots]
@@ -273,23 +283,23 @@ class Order:
             shards,
             rows,
         )
-        piece.sample_id[which] = self._starts[shards] + rows
+        piece.sample_id[which] = self.shard_starts[shards] + rows
 
-    def _find_within(self, epoch: _Epoch, sample_ids: _Ints) -> _Ints:
+    def _find_within(self, epoch: EpochOrder, sample_ids: _Ints) -> _Ints:
         if epoch.permutation is None:
             places = sample_ids
         else:
-            shards = np.searchsorted(self._starts, sample_ids, side="right") - 1
-            places = epoch.starts[epoch.permutation.inverse(shards)] + sample_ids - self._starts[shards]
+            shards = np.searchsorted(self.shard_starts, sample_ids, side="right") - 1
+            places = epoch.starts[epoch.permutation.inverse(shards)] + sample_ids - self.shard_starts[shards]
         if self.spec.shuffle == "none":
             return places
-        lanes, rows = self._lanes.find(places)
-        firsts, domains = self._windows(epoch, lanes, self._lanes.windows(lanes, rows))
+        lanes, rows = self.geometry.find(places)
+        firsts, domains = self._windows(epoch, lanes, self.geometry.windows(lanes, rows))
         rows -= firsts
         back = unpermute(rows.view(np.uint64), domains).view(np.int64)
         return (firsts + back) * self.spec.lanes + lanes
 
-    def _windows(self, epoch: _Epoch, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
+    def _windows(self, epoch: EpochOrder, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
         """(first row, permutation) of the window of each entry."""
         low, high = int(windows.min()), int(windows.max())
         count = self.spec.lanes * (high - low + 1)
@@ -302,14 +312,15 @@ class Order:
         slots = (windows - low) * self.spec.lanes + lanes
         return firsts[slots], domains.take(slots)
 
-    def _window_domains(self, epoch: _Epoch, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
-        firsts, sizes = self._lanes.bounds(lanes, windows)
+    def _window_domains(self, epoch: EpochOrder, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
+        firsts, sizes = self.geometry.bounds(lanes, windows)
         lane_keys = mix64(epoch.window_key + _GOLDEN * (lanes.astype(np.uint64) + _ONE))
         keys = mix64(lane_keys + _GOLDEN * (windows.view(np.uint64) + _ONE))
         # A window that a lane does not have is never looked up; it only must not break the arithmetic.
         return firsts, Domains.of(np.maximum(sizes, 1).view(np.uint64), keys)
 
-    def _epoch(self, number: int) -> _Epoch:
+    def epoch(self, number: int) -> EpochOrder:
+        """Return the shard order of epoch `number`, kept until two other epochs have been asked for."""
         # No lock, so that an order may be forked and pickled: the dict is replaced, never changed, and two
         # threads that miss at once make equal epochs.
         epochs = self._epochs
@@ -318,16 +329,15 @@ class Order:
             self._epochs = epochs = dict(kept) | {number: self._new_epoch(number)}
         return epochs[number]
 
-    def _new_epoch(self, number: int) -> _Epoch:
+    def _new_epoch(self, number: int) -> EpochOrder:
         window_key = np.uint64(int.from_bytes(self._key(number, "windows"), "little"))
         if self.spec.shuffle != "window":
-            return _Epoch(None, None, self._starts, window_key)
-        shard_count = len(self._starts) - 1
-        permutation = Permutation(shard_count, self._key(number, "shards"))
-        shards = permutation(np.arange(shard_count)).astype(np.int32)
-        starts = np.zeros(shard_count + 1, dtype=np.int64)
-        np.cumsum(np.diff(self._starts)[shards], out=starts[1:])
-        return _Epoch(permutation, shards, starts, window_key)
+            return EpochOrder(None, None, self.shard_starts, window_key)
+        permutation = Permutation(self.shards, self._key(number, "shards"))
+        shards = permutation(np.arange(self.shards)).astype(np.int32)
+        starts = np.zeros(self.shards + 1, dtype=np.int64)
+        np.cumsum(np.diff(self.shard_starts)[shards], out=starts[1:])
+        return EpochOrder(permutation, shards, starts, window_key)
 
     def _key(self, epoch: int, purpose: str) -> bytes:
         text = f"{self.spec.seed}:{epoch}:{purpose}"

@@ -54,9 +54,9 @@ def shard_uses(order: Order, epoch: int, lanes: range | None = None) -> ShardUse
     if wanted.step != 1 or wanted.start < 0 or wanted.stop > lane_count:
         raise ValueError(f"lanes must be consecutive and in range({lane_count}), not {wanted}")
     # "none" delivers the epoch as it lies: as one lane of windows of one sample.
-    geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order._lanes
+    geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
     low, high = (_lane_start(geometry, lane) for lane in (wanted.start, max(wanted.start, wanted.stop)))
-    shards_of_epoch = order._epoch(epoch)
+    shards_of_epoch = order.epoch(epoch)
     # Pieces of the span, cut where a shard or a lane begins: each is one shard in one lane.
     cuts = np.union1d(shards_of_epoch.starts, geometry.starts)
     cuts = np.union1d(cuts[(cuts >= low) & (cuts < high)], np.array([low, high], dtype=np.int64))

@@ -28,10 +28,6 @@ ORDERS = st.builds(
 )
 
 
-def shard_count(order: Order) -> int:
-    return len(order._starts) - 1
-
-
 def plain_intervals(
     order: Order, epochs: Collection[int], lanes: range | None = None, lead: int = 0
 ) -> list[tuple[int, int, int]]:
@@ -128,7 +124,7 @@ def test_fetching_early_fetches_exactly_what_the_optimum_does_on_demand(
 ) -> None:
     steps = steps_of(order, lead)
     capacity = 10 * (max(map(len, steps)) + spare) + odd
-    sizes = [10] * shard_count(order)
+    sizes = [10] * order.shards
     driver = Driver(order, sizes, capacity, at_once, limit, lead).run()
     assert driver.fetched_bytes == min_fetched_bytes(steps, sizes, capacity)
     assert driver.fetched_bytes <= lru_fetched_bytes(steps, sizes, capacity)
@@ -140,7 +136,7 @@ def test_fetching_early_fetches_exactly_what_the_optimum_does_on_demand(
 def test_shards_of_unequal_sizes_are_there_when_needed_and_fetched_little_oftener(
     order: Order, spare: int, at_once: int, data: st.DataObject
 ) -> None:
-    count = shard_count(order)
+    count = order.shards
     sizes = data.draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
     steps = steps_of(order)
     capacity = max(sum(sizes[shard] for shard in step) for step in steps) + spare
@@ -155,7 +151,7 @@ def test_shards_of_unequal_sizes_are_there_when_needed_and_fetched_little_oftene
 def test_a_cache_below_the_working_set_does_what_it_can_and_never_hangs(
     order: Order, share: int, at_once: int
 ) -> None:
-    sizes = [10] * shard_count(order)
+    sizes = [10] * order.shards
     working_set = max(map(len, steps_of(order)))
     capacity = 10 * working_set * share // 10
     plan = plan_fetches(Future(order), 0, {}, np.array(sizes), capacity, 1000)
@@ -173,7 +169,7 @@ def test_some_lanes_find_their_shards_in_time_too(order: Order, spare: int, data
     lanes = range(start, data.draw(st.integers(start + 1, order.spec.lanes)))
     intervals = plain_intervals(order, range(EPOCHS + 1), lanes)
     most = max((len(in_use_at(intervals, begin)) for begin, _, _ in intervals), default=0)
-    sizes = [10] * shard_count(order)
+    sizes = [10] * order.shards
     driver = Driver(order, sizes, 10 * (most + spare), 2, lanes=lanes).run()
     assert driver.late == 0
 
@@ -185,7 +181,7 @@ def test_some_lanes_find_their_shards_in_time_too(order: Order, spare: int, data
 def test_a_plan_evicts_only_what_nobody_needs_from_the_start_to_the_deadline(
     order: Order, share: float, part: float, capacity: int, data: st.DataObject
 ) -> None:
-    count = shard_count(order)
+    count = order.shards
     sizes = data.draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
     position = int(part * order.samples)
     in_cache = data.draw(st.permutations(range(count)))[: int(share * count)]
@@ -227,9 +223,9 @@ def test_next_use_is_known_for_this_epoch_and_the_next_at_positions_forth_and_ba
         uses = [use for use in plain_intervals(order, range(epoch, epoch + 2), lanes) if use[1] > position]
         expected = [
             min((max(begin, position) for begin, _, used in uses if used == shard), default=NEVER)
-            for shard in range(shard_count(order))
+            for shard in range(order.shards)
         ]
-        assert future.next_use(position, np.arange(shard_count(order))).tolist() == expected
+        assert future.next_use(position, np.arange(order.shards)).tolist() == expected
         upcoming = future.upcoming(position)
         assert sorted(upcoming.begin) == upcoming.begin.tolist()
         assert (upcoming.end > position).all()

@@ -222,10 +222,12 @@ def test_an_order_in_use_can_be_sent_to_another_process() -> None:
 
 def test_no_more_than_two_epochs_are_kept() -> None:
     order = Order([3, 4], OrderSpec(seed=9, lanes=2, window=2))
-    order.locate((0, 70))
-    assert sorted(order._epochs) == [8, 9]
+    eight, nine = order.epoch(8), order.epoch(9)
+    assert order.epoch(8) is eight
+    assert order.epoch(9) is nine
     order.locate((0, 7))
-    assert sorted(order._epochs) == [0, 9]
+    assert order.epoch(9) is nine
+    assert order.epoch(8) is not eight
 
 
 def test_golden_locations_never_change() -> None:
@@ -312,7 +314,7 @@ def test_a_window_stays_in_the_shards_under_it(sizes: list[int], lanes: int, win
 def test_lanes_enter_their_windows_one_after_another() -> None:
     lanes, window = 16, 400
     order = Order([1000] * 100, OrderSpec(seed=4, lanes=lanes, window=window))
-    rows, geometry = np.arange(order.samples // lanes), order._lanes
+    rows, geometry = np.arange(order.samples // lanes), order.geometry
     numbers = np.stack([geometry.windows(np.full_like(rows, lane), rows) for lane in range(lanes)])
     changes = np.diff(numbers, axis=1).sum(axis=0)
     assert changes.max() == 1

@@ -77,7 +77,7 @@ class Future:
         if lead < 0:
             raise ValueError(f"lead must not be negative: {lead}")
         self._order = order
-        self._shards = len(order._starts) - 1 if isinstance(order, Order) else order.shards
+        self._shards = order.shards
         self._lead = lead
         self._lanes = lanes
         self._epoch = -1  # nothing is loaded before the first position is known

@@ -106,7 +106,7 @@ class NodeUses:
         self.samples = every.order.samples
         if last_epoch or len(lanes) == every.order.spec.lanes:
             # At an epoch's edge a node may read shards of other lanes.
-            self.numbers = np.arange(len(every.order._starts) - 1, dtype=np.int64)
+            self.numbers = np.arange(every.order.shards, dtype=np.int64)
         else:
             both = [every.of_lanes(epoch, lanes).shard for epoch in (0, 1)]
             self.numbers = np.unique(np.concatenate(both)).astype(np.int64)
