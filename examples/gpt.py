@@ -29,14 +29,9 @@ class GPTConfig:
 def next_token_labels(batch: Mapping[str, Tensor]) -> Tensor:
     """What follows each token but the last of its row, -100 where nothing is to be learnt: int64[B, L - 1].
 
-    With `document_ids` and `labels` in the batch (the loader's options of these names) that is padding, and
-    the first token of a document.
+    With `labels` and `document_ids` (options of the loader), that is padding and each document's first token.
     """
-    labels = batch.get("labels", batch["tokens"])[:, 1:]
-    if "document_ids" in batch:
-        documents = batch["document_ids"]
-        labels = labels.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
-    return labels
+    return batch.get("labels", batch["tokens"])[:, 1:]
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor], scored: Tensor | None = None) -> Tensor:

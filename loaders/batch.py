@@ -5,6 +5,7 @@ is padding and nothing else is needed to know where documents begin and end. All
 batches at once. With eos = 0 a row 5 6 0 7 0 0 0 gives
 
     labels        5 6 0 7 0 -100 -100      padding counts as one last segment of its own
+                  -100 6 0 -100 0 -100 -100   with document starts masked
     position_ids  0 1 2 0 1 0 1
     document_ids  0 0 0 1 1 2 2
     cu_seqlens    0 3 5 7, max_seqlen 3    rows of a batch follow one another; a row always starts a segment
@@ -50,10 +51,17 @@ class Segments:
         self.starts: npt.NDArray[np.int64] = np.flatnonzero(begins)  # in the flattened rows
         self.lengths = np.diff(self.starts, append=tokens.size)
 
-    def labels(self, tokens: _Array) -> npt.NDArray[np.int64]:
-        """The tokens, padding as -100."""
-        labels = tokens.astype(np.int64)
+    def labels(self, tokens: _Array, *, mask_starts: bool) -> npt.NDArray[np.int64]:
+        """Return the tokens with padding, and on request each document's first token, as -100.
+
+        Models that shift labels predict label i + 1 from token i, so the label of a document's first token
+        would be predicted from the end of another document. This includes the first token of a row, which
+        follows another row when a batch is flattened.
+        """
+        labels = tokens.astype(np.int64, order="C")
         labels[self.padding] = IGNORED_LABEL
+        if mask_starts:
+            labels.reshape(-1)[self.starts] = IGNORED_LABEL
         return labels
 
     def position_ids(self) -> npt.NDArray[np.int64]:
@@ -132,7 +140,7 @@ class BatchMaker:
         if self.config.labels or self.config.position_ids or self.config.document_ids:
             tokens, segments = self._segments(columns, padding)
             if self.config.labels:
-                extras["labels"] = segments.labels(tokens)
+                extras["labels"] = segments.labels(tokens, mask_starts=self.config.masks_document_starts)
             if self.config.position_ids:
                 extras["position_ids"] = segments.position_ids()
             if self.config.document_ids:

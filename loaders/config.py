@@ -75,6 +75,7 @@ class LoaderOptions(TypedDict, total=False):
     """Further keyword arguments of `StreamingLoader`; `LoaderConfig` says what they mean."""
 
     labels: bool
+    mask_document_starts: bool | None
     position_ids: bool
     document_ids: bool
     cu_seqlens: bool
@@ -104,6 +105,10 @@ class LoaderConfig:
 
     labels: bool = False
     """Add `labels`: the tokens as int64, padding -100 (Hugging Face's convention: the model shifts them)."""
+    mask_document_starts: bool | None = None
+    """Set the label of each document's first token to -100, so that no document is predicted from another.
+
+    Default: only if `position_ids`, `document_ids` or `cu_seqlens` is set."""
     position_ids: bool = False
     """Add `position_ids`: int64, from 0 again after each document's end."""
     document_ids: bool = False
@@ -154,6 +159,8 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
+        if self.mask_document_starts and not self.labels:
+            raise ValueError("mask_document_starts masks labels: give labels=True too, or leave it out")
         if self.epoch_samples is not None and self.epoch_samples < 1:
             raise ValueError(f"epoch_samples must be at least 1, not {self.epoch_samples}")
         if not 0 <= self.prefetch_batches <= MAX_PREFETCH_BATCHES:
@@ -179,7 +186,16 @@ class LoaderConfig:
     @property
     def document_extras(self) -> bool:
         """Whether anything is asked for that needs to know where documents end."""
-        return self.labels or self.position_ids or self.document_ids or self.cu_seqlens
+        return self.labels or self._document_bounds
+
+    @property
+    def masks_document_starts(self) -> bool:
+        """Whether the label of a document's first token is -100."""
+        return self._document_bounds if self.mask_document_starts is None else self.mask_document_starts
+
+    @property
+    def _document_bounds(self) -> bool:
+        return self.position_ids or self.document_ids or self.cu_seqlens
 
 
 def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtype[np.generic]:

@@ -34,7 +34,7 @@ __all__ = ["MapDataset"]
 
 Sample = dict[str, Any]
 
-_OPTIONS = {"labels", "position_ids", "document_ids", "eos_id", "columns"}
+_OPTIONS = {"labels", "mask_document_starts", "position_ids", "document_ids", "eos_id", "columns"}
 _REMOTE_OPTIONS = {"cache_dir", "cache_bytes", "connections", "storage"}
 
 
@@ -42,8 +42,8 @@ class MapDataset(TorchDataset[Sample]):
     """Sample i as {"tokens": int64[length], …}; numbers and arrays of constant shape are tensors.
 
     `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`. `rename`: other names for
-    some of these, {"tokens": "input_ids"}. Options, as of `StreamingLoader`: labels, position_ids,
-    document_ids, eos_id, columns; of remote datasets cache_dir, cache_bytes, connections, storage.
+    some of these, {"tokens": "input_ids"}. Options, as of `StreamingLoader`: labels,
+    mask_document_starts, position_ids, document_ids, eos_id, columns; of remote datasets cache_dir, cache_bytes, connections, storage.
     Pickles, and works in forked processes.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,11 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
     padding = np.array([random.random() < 0.2 for _ in table])
     segments = Segments(tokens, EOS, padding)
     expected = [reference(row, bool(pad)) for row, pad in zip(table, padding, strict=True)]
-    assert segments.labels(tokens).tolist() == [row[0] for row in expected]
+    assert segments.labels(tokens, mask_starts=False).tolist() == [row[0] for row in expected]
+    assert segments.labels(tokens, mask_starts=True).tolist() == [
+        [-100 if position == 0 else label for label, position in zip(row[0], row[1], strict=True)]
+        for row in expected
+    ]
     assert segments.position_ids().tolist() == [row[1] for row in expected]
     assert segments.document_ids().tolist() == [row[2] for row in expected]
     for batch_size in {1, len(table)}:
@@ -59,7 +64,8 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
 def test_the_example_of_the_module_is_right() -> None:
     tokens = np.array([[5, 6, 0, 7, 0, 0, 0]])
     segments = Segments(tokens, EOS)
-    assert segments.labels(tokens).tolist() == [[5, 6, 0, 7, 0, -100, -100]]
+    assert segments.labels(tokens, mask_starts=False).tolist() == [[5, 6, 0, 7, 0, -100, -100]]
+    assert segments.labels(tokens, mask_starts=True).tolist() == [[-100, 6, 0, -100, 0, -100, -100]]
     assert segments.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1]]
     assert segments.document_ids().tolist() == [[0, 0, 0, 1, 1, 2, 2]]
     ((bounds, longest),) = segments.cu_seqlens(1)
@@ -99,6 +105,60 @@ def test_padding_rows_are_flagged_ignored_and_hold_no_sample() -> None:
     assert last["tokens"][1].tolist() == [EOS] * 4
     assert last["words"] == ["word 3", None]
     assert last["labels"][0].tolist() == [3, 0, -100, 3]
+
+
+def predicted(row: list[int]) -> list[tuple[int, int]]:
+    """(token, token to predict from it), of a row of documents, as a model scores each document alone."""
+    documents: list[list[int]] = [[]]
+    for token in row:
+        documents[-1].append(token)
+        if token == EOS:
+            documents.append([])
+    return [pair for document in documents for pair in itertools.pairwise(document)]
+
+
+packed_rows = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=5).map(
+    lambda documents: [token for document in documents for token in (*document, EOS)]
+)
+
+
+@given(packed_rows, packed_rows, st.sampled_from(["position_ids", "document_ids", "cu_seqlens"]))
+def test_a_model_that_sees_document_bounds_is_scored_inside_of_documents_only(
+    first: list[int], second: list[int], bounds: str
+) -> None:
+    length = max(len(first), len(second))
+    rows = np.array([row + [EOS] * (length - len(row)) for row in (first, second)])
+    config = LoaderConfig(labels=True, **{bounds: True})  # type: ignore[arg-type]
+    maker = BatchMaker(2, config, "tokens", EOS)
+    ((batch,), _) = maker.make({"tokens": rows}, np.arange(2))
+    tokens, labels = batch["tokens"].flatten().tolist(), batch["labels"].flatten().tolist()
+    # The rows of a flattened batch follow one another, as with cu_seqlens: no row predicts the next one.
+    scored = [(token, label) for token, label in zip(tokens, labels[1:], strict=False) if label != -100]
+    assert scored == predicted(first) + predicted(second)
+
+
+@pytest.mark.parametrize(
+    ("options", "masked"),
+    [
+        ({}, False),
+        ({"mask_document_starts": True}, True),
+        ({"document_ids": True}, True),
+        ({"position_ids": True}, True),
+        ({"cu_seqlens": True}, True),
+        ({"document_ids": True, "mask_document_starts": False}, False),
+    ],
+)
+def test_document_starts_are_masked_by_default_when_the_model_is_told_of_documents(
+    options: dict[str, bool], masked: bool
+) -> None:
+    (batch,) = make(LoaderConfig(labels=True, **options), [1, 2])  # type: ignore[arg-type]
+    first = -100 if masked else 1
+    assert batch["labels"][0].tolist() == [first, 0, -100, -100 if masked else 3]
+
+
+def test_masking_document_starts_without_labels_is_refused() -> None:
+    with pytest.raises(ValueError, match="mask_document_starts masks labels: give labels=True"):
+        LoaderConfig(mask_document_starts=True)
 
 
 @pytest.mark.parametrize("ids", [[-1, -1]])

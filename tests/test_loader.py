@@ -243,7 +243,8 @@ def test_document_extras_come_from_the_cards_eos_id(data: Path) -> None:
         tokens = batch["tokens"]
         padding = torch.zeros_like(tokens, dtype=torch.bool)
         padding[:, 1:] = (tokens[:, 1:] == EOS) & (tokens[:, :-1] == EOS)
-        assert torch.equal(batch["labels"], tokens.masked_fill(padding, -100))
+        starts = batch["position_ids"] == 0
+        assert torch.equal(batch["labels"], tokens.masked_fill(padding | starts, -100))
         assert (batch["position_ids"][:, 4] == 0).all()  # column 3 is an eos in every row
         assert batch["cu_seqlens"][-1] == tokens.numel()
         lengths = batch["cu_seqlens"].diff()
