@@ -260,9 +260,9 @@ class StreamingLoader:
         names = ("lanes", "window", "schedule", "epoch_samples")
         fixed = frozenset(name for name in names if getattr(self.config, name) is not None)
         resumed = resume(LoaderState.from_dict(state), self._state, fixed=fixed, on_mismatch=on_mismatch)
-        self._stop()
         if replace(resumed, position=0, epoch_batches=0) != self._state:
             self._arrange(resumed)
+        self._stop()
         self._cursor = (resumed.position, resumed.epoch_batches)
         if self.usage is not None:
             self.usage.begin(self._state, self.position)
@@ -281,9 +281,9 @@ class StreamingLoader:
                 f"position {at_position:,} has been delivered: weights can change from {self.position:,} on"
             )
         changed = mixture.schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
+        self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
         running, iteration = self._running, self._iteration
         self._stop()
-        self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
         if self.usage is not None:
             self.usage.begin(self._state, self.position)
         if running is not None:
@@ -349,11 +349,11 @@ class StreamingLoader:
         return delivered if self._plan.start(position) == position else 0
 
     def _arrange(self, state: LoaderState) -> None:
-        """Fix the order that a state's constants make."""
-        self._state = replace(state, position=0, epoch_batches=0)
-        self._plan = replace(self._plan, samples=state.epoch_samples)
+        """Fix the order that a state's constants make; if it is refused, nothing changes."""
         opened = self._opened
         self._arrangement = Arrangement(opened.streams, state, opened.exclusions, opened.limits)
+        self._plan = replace(self._plan, samples=state.epoch_samples)
+        self._state = replace(state, position=0, epoch_batches=0)
 
     def _announce_limit(self) -> None:
         """Warn ahead of an end that the streams' limits will make."""

@@ -169,6 +169,23 @@ def test_weights_cannot_change_where_samples_were_delivered(data: dict[str, Data
         loader.set_weights([1], at_position=0)
 
 
+def test_refused_weights_leave_the_running_iterator_and_the_mixture_as_they_were(
+    data: dict[str, Dataset],
+) -> None:
+    given = [Stream(data["web"], 3), Stream(data["code"], 1), Stream(data["books"], 0, exclude=[(0, 40)])]
+    with make(given) as expected:
+        untouched = [places(batch) for batch in islice(batches(expected), 8)]
+    with make(given) as loader:
+        running = batches(loader)
+        before = [places(batch) for batch in islice(running, 3)]
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match="no samples"):
+            loader.set_weights([1, 1, 1], at_position=loader.position)
+        assert loader.state_dict() == state
+        after = [places(batch) for batch in islice(running, 5)]
+    assert before + after == untouched
+
+
 def test_a_resumed_run_goes_on_with_the_saved_schedule_at_every_step(data: dict[str, Dataset]) -> None:
     schedule = [(0, WEIGHTS), (30, {"code": 1}), (62, [1, 1, 1])]
     assert_exact_resume(partial(make, streams(data), schedule=schedule), steps=24)
