@@ -153,8 +153,11 @@ class LoaderConfig:
     """Keep this rank's figures there for Prometheus (a ….prom for node_exporter's textfile collector)."""
     usage_log: str | os.PathLike[str] | None = None
     """Log in this folder, of all ranks, which samples the loop is given: for `shardkit audit --logs`."""
-    stop_grace_seconds: float | None = 60.0
-    """When another rank's loader has failed: end this process if its loop hangs for so long (None: never)."""
+    stop_grace_seconds: float | None = None
+    """End this process if its loop has not come back so long after another rank's loader failed.
+
+    Default: never; the loop gets `PeerError` at its next batch, and a collective that hangs is left to the
+    timeout of its process group."""
 
     def __post_init__(self) -> None:
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):

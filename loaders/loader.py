@@ -22,7 +22,7 @@ from typing import Self, Unpack
 import torch
 
 from shardkit.dataset import Dataset
-from shardkit.errors import warn_user
+from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
@@ -36,7 +36,7 @@ from shardkit.loaders.setup import find_eos_id, stream_sizes, telemetry_sources
 from shardkit.loaders.sources import open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
 from shardkit.loaders.stats import LoaderStats
-from shardkit.loaders.stop_together import PeerError, StopTogether
+from shardkit.loaders.stop_together import StopTogether
 from shardkit.loaders.telemetry import Telemetry
 from shardkit.loaders.usage_log import UsageLog
 from shardkit.order import OrderSpec, Shuffle
@@ -78,8 +78,9 @@ class StreamingLoader:
         place = self._place = find_place(rank, world_size)
         self._running: Prefetcher[Group] | None = None
         self._iteration: object = None
-        self._stop_together = StopTogether(grace_seconds=self.config.stop_grace_seconds)
-        self._stop_together.on_peer_error(self._interrupt)
+        self._stop_together = StopTogether(
+            self, on_peer_error=StreamingLoader._interrupt, grace_seconds=self.config.stop_grace_seconds
+        )
         self._watch_peers()
         self._opened = open_streams(dataset, self.config, place.local_world_size)
         streams, mixture = self._opened.streams, self._opened.mixture(self.config)

@@ -43,7 +43,8 @@ class MapDataset(TorchDataset[Sample]):
 
     `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`. `rename`: other names for
     some of these, {"tokens": "input_ids"}. Options, as of `StreamingLoader`: labels,
-    mask_document_starts, position_ids, document_ids, eos_id, columns; of remote datasets cache_dir, cache_bytes, connections, storage.
+    mask_document_starts, position_ids, document_ids, eos_id, columns; of remote datasets cache_dir,
+    cache_bytes, connections, storage.
     Pickles, and works in forked processes.
     """
 

@@ -86,7 +86,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         dataset.loop_logs = True
         self._cursor, self._loads = dataset.next, dataset.loads
         self._delivery: weakref.ref[_Delivery] | None = None
-        self._stop_together = StopTogether(grace_seconds=dataset.loader.config.stop_grace_seconds)
+        self._stop_together = StopTogether(self, grace_seconds=dataset.loader.config.stop_grace_seconds)
 
     def __iter__(self) -> Any:
         self._end_delivery()

@@ -15,6 +15,7 @@ __all__ = [
     "BuildError",
     "ConservationError",
     "MissingExtraError",
+    "PeerError",
     "RecipeError",
     "ShardError",
     "ShardkitError",
@@ -101,6 +102,18 @@ class StateError(ShardkitError):
 
 class StreamExhaustedError(ShardkitError):
     """A stream of a mixture has delivered all that its `repeat` or `choose` allows."""
+
+
+class PeerError(ShardkitError):
+    """The loader of another rank has failed, so this one stops too; the message is that rank's."""
+
+    def __init__(self, rank: int, step: int | None, problem: str) -> None:
+        self.rank, self.step, self.problem = rank, step, problem
+        where = "" if step is None else f" at step {step:,}"
+        super().__init__(f"rank {rank} stopped{where}: {problem}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.rank, self.step, self.problem))
 
 
 class MissingExtraError(ShardkitError, ImportError):

@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
 
-from shardkit.loaders import stop_together
-from shardkit.loaders.stop_together import PeerError, StopTogether
+from shardkit.errors import PeerError
+from shardkit.loaders.stop_together import StopTogether, rendezvous_store
 
 WORLD_SIZE = 3
 POLL_SECONDS = 0.1
@@ -27,9 +28,16 @@ GRACE_SECONDS = 0.6
 LIMIT_SECONDS = 40.0
 
 
-def start(rank: int) -> StopTogether:
+class Loader:
+    """The loader that a `StopTogether` belongs to."""
+
+
+LOADER = Loader()
+
+
+def start(rank: int, **options: Any) -> StopTogether[Loader]:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    stop = StopTogether(grace_seconds=GRACE_SECONDS, poll_seconds=POLL_SECONDS)
+    stop = StopTogether(LOADER, poll_seconds=POLL_SECONDS, **options)
     stop.watch(rank, WORLD_SIZE)
     torch.distributed.all_reduce(torch.ones(4))
     return stop
@@ -37,8 +45,7 @@ def start(rank: int) -> StopTogether:
 
 def hang(rank: int) -> None:
     """Rank 1 fails but lives on, as it does when NCCL keeps its connections: the others' collective hangs."""
-    stop = start(rank)
-    stop_together.END_SECONDS = 0.5
+    stop = start(rank, grace_seconds=GRACE_SECONDS, end_seconds=0.5)
     if rank == 1:
         stop.report(ValueError("boom"), step=812)
         signal.pause()
@@ -47,9 +54,27 @@ def hang(rank: int) -> None:
     torch.distributed.all_reduce(torch.ones(4))
 
 
+def stay_away(rank: int) -> None:
+    """Rank 1 fails; the others come to their next batch late, and nobody has asked to end them."""
+    stop = start(rank)
+    if rank == 1:
+        stop.report(ValueError("boom"), step=812)
+        signal.pause()
+    time.sleep(3 * GRACE_SECONDS)
+    step_until_error(stop)
+
+
 def come_back(rank: int) -> None:
     """Rank 0 fails and ends, and the store with it; the others are between two batches."""
-    stop = start(rank)
+    fail_and_end(rank, start(rank, grace_seconds=GRACE_SECONDS))
+
+
+def met_by_address(rank: int) -> None:
+    """The same, with the connection that versions of torch before 2.8 get."""
+    fail_and_end(rank, start(rank, connect=rendezvous_store))
+
+
+def fail_and_end(rank: int, stop: StopTogether[Loader]) -> None:
     if rank == 0:
         stop.report(ValueError("boom"), step=812)
         raise ValueError("boom")
@@ -79,7 +104,7 @@ def tell(value: object) -> None:
     sys.stdout.flush()
 
 
-def step_until_error(stop: StopTogether) -> None:
+def step_until_error(stop: StopTogether[Loader]) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     try:
         while time.monotonic() < deadline:
@@ -91,8 +116,8 @@ def step_until_error(stop: StopTogether) -> None:
         tell({"saved": True})
 
 
-SCENARIOS = {"hang": hang, "come_back": come_back, "uncaught": uncaught, "one_ends": one_ends}
-HELD = {"hang": [1]}  # ranks that do not end by themselves
+SCENARIOS = {each.__name__: each for each in (hang, stay_away, come_back, met_by_address, uncaught, one_ends)}
+HELD = {"hang": [1], "stay_away": [1]}  # ranks that do not end by themselves
 
 
 def fork(name: str, rank: int, folder: Path) -> int:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardkit.loaders import stop_together
-from shardkit.loaders.stop_together import MESSAGE_CHARACTERS, PeerError, StopTogether
+from shardkit.errors import PeerError
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.stop_together import MESSAGE_CHARACTERS, StopTogether
 
 RANKS = Path(__file__).with_name("stop_ranks.py")
 GRACE_SECONDS = 0.6  # of stop_ranks.py
@@ -71,15 +72,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     stdout.close()
 
 
-def test_ranks_that_hang_in_a_collective_are_ended_and_say_why(run: Run) -> None:
+def test_by_default_no_process_is_ended_and_the_loop_gets_the_peers_error_at_its_next_batch(run: Run) -> None:
+    assert LoaderConfig().stop_grace_seconds is None
+    first, _, third = run("stay_away")
+    for rank in (first, third):
+        error = "rank 1 stopped at step 812: ValueError: boom"
+        assert rank.printed() == [{"error": error, "rank": 1, "step": 812}, {"saved": True}]
+        assert rank.code == 0
+        assert "shardkit:" not in rank.output
+
+
+def test_ranks_that_hang_in_a_collective_are_ended_on_request_and_say_why(run: Run) -> None:
     first, _, third = run("hang")
     assert first.code == -signal.SIGTERM
     assert third.code == 1  # it handles SIGTERM, and never comes to run the handler
     for number, rank in ((0, first), (2, third)):
         line = next(line for line in rank.output.splitlines() if line.startswith("shardkit: "))
-        assert f"rank 1 stopped at step 812: ValueError: boom; rank {number} has not come back" in line
-        assert "stop_ranks.py:" in line
-        assert " in hang" in line
+        assert "rank 1 stopped at step 812: ValueError: boom; " in line
+        assert f"the loop of rank {number} has not returned to its loader for 0.6 s" in line
+        assert re.search(r'stop_ranks.py", line \d+ in hang', rank.output)
         assert rank.seconds < GRACE_SECONDS + SOON_SECONDS
 
 
@@ -88,6 +99,7 @@ def test_ranks_that_hang_in_a_collective_are_ended_and_say_why(run: Run) -> None
     [
         ("come_back", 812, "rank 0 stopped at step 812: ValueError: boom"),
         ("uncaught", None, "rank 0 stopped: ValueError: boom"),
+        ("met_by_address", 812, "rank 0 stopped at step 812: ValueError: boom"),
     ],
 )
 def test_ranks_that_come_to_their_loader_get_the_peers_error_and_time_to_save(
@@ -145,30 +157,52 @@ class Board:
             assert self.changed.wait_for(condition, SOON_SECONDS)
 
 
-Start = Callable[..., StopTogether]
+Start = Callable[..., StopTogether[Any]]
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Board:
-    board = Board()
-    monkeypatch.setattr(stop_together, "_connect", lambda: board)
-    return board
+def board() -> Board:
+    return Board()
+
+
+class Loader:
+    """What is told of a peer's error."""
+
+    def __init__(self) -> None:
+        self.told: list[PeerError] = []
+        self.arrived = threading.Event()
+
+    def tell(self, error: PeerError) -> None:
+        self.told.append(error)
+        self.arrived.set()
 
 
 @pytest.fixture
-def start(board: Board, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(board: Board) -> Iterator[Start]:
     """Starts ranks of this process that share `board`; closes them in the end."""
     started = []
-    monkeypatch.setattr(stop_together, "_SLACK_SECONDS", 0.2)
 
-    def rank(number: int = 0, world_size: int = 2, grace_seconds: float | None = None) -> StopTogether:
-        stop = StopTogether(grace_seconds=grace_seconds, poll_seconds=0.01)
+    def rank(
+        number: int = 0,
+        world_size: int = 2,
+        grace_seconds: float | None = None,
+        owner: Loader | None = None,
+    ) -> StopTogether[Loader]:
+        owner = owner or Loader()
+        stop = StopTogether(
+            owner,
+            on_peer_error=Loader.tell,
+            grace_seconds=grace_seconds,
+            poll_seconds=0.01,
+            end_seconds=0.01,
+            connect=lambda: board,
+        )
         stop.watch(number, world_size)
-        started.append(stop)
+        started.append((owner, stop))
         return stop
 
     yield rank
-    for stop in started:
+    for _, stop in started:
         stop.close()
     assert not threads()
 
@@ -177,7 +211,6 @@ def start(board: Board, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 def endings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What would have been done to this process."""
     endings: list[str] = []
-    monkeypatch.setattr(stop_together, "END_SECONDS", 0.01)
     monkeypatch.setattr(os, "kill", lambda process, number: endings.append(signal.Signals(number).name))
     monkeypatch.setattr(os, "_exit", lambda code: endings.append(f"exit {code}"))
     return endings
@@ -187,7 +220,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "shardkit-stop"]
 
 
-def heard(stop: StopTogether) -> PeerError:
+def heard(stop: StopTogether[Loader]) -> PeerError:
     deadline = time.monotonic() + SOON_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -260,14 +293,11 @@ def test_a_long_message_is_cut(start: Start) -> None:
 
 
 def test_a_listener_is_told_at_once_to_end_a_wait_for_data(start: Start) -> None:
-    first, second = start(0), start(1)
-    told: list[PeerError] = []
-    arrived = threading.Event()
-    second.on_peer_error(told.append)
-    second.on_peer_error(lambda error: arrived.set())
+    loader = Loader()
+    first, _ = start(0), start(1, owner=loader)
     first.report(ValueError("boom"), step=3)
-    assert arrived.wait(SOON_SECONDS)
-    assert str(told[0]) == "rank 0 stopped at step 3: ValueError: boom"
+    assert loader.arrived.wait(SOON_SECONDS)
+    assert str(loader.told[0]) == "rank 0 stopped at step 3: ValueError: boom"
 
 
 def test_a_loop_that_stays_away_is_ended_in_steps(
@@ -278,50 +308,9 @@ def test_a_loop_that_stays_away_is_ended_in_steps(
     for thread in threads():
         thread.join(SOON_SECONDS)
     assert endings == ["SIGTERM", "exit 1"]
-    line = capfd.readouterr().err
-    assert line.startswith("shardkit: rank 0 stopped at step 7: ValueError: boom; rank 1 has not come back")
-    assert " (it is at " in line
-    assert line.count("\n") == 1
-
-
-def test_a_loop_that_an_abort_sets_free_is_left_to_end_by_itself(
-    start: Start, endings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = start(0), start(1, grace_seconds=0.05)
-
-    def abort() -> bool:
-        second.close()  # what a loader's `with` does when the collective raises
-        return True
-
-    monkeypatch.setattr(stop_together, "_abort_process_groups", abort)
-    first.report(ValueError("boom"))
-    for thread in threads():
-        thread.join(SOON_SECONDS)
-    assert endings == []
-
-
-@pytest.mark.parametrize(
-    ("backend", "aborted"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False)]
-)
-def test_collectives_are_aborted_where_the_backend_can(
-    monkeypatch: pytest.MonkeyPatch, backend: str, aborted: bool
-) -> None:
-    calls: list[str] = []
-    functions = SimpleNamespace(_abort_process_group=lambda: calls.append("abort"))
-    distributed = SimpleNamespace(get_backend=lambda: backend, distributed_c10d=functions)
-    monkeypatch.setattr(stop_together, "_distributed", lambda: distributed)
-    assert stop_together._abort_process_groups() is aborted
-    assert calls == ["abort"] * aborted
-
-
-def test_an_abort_that_hangs_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    hang = threading.Event()
-    functions = SimpleNamespace(_abort_process_group=lambda: hang.wait(SOON_SECONDS))
-    distributed = SimpleNamespace(get_backend=lambda: "nccl", distributed_c10d=functions)
-    monkeypatch.setattr(stop_together, "_distributed", lambda: distributed)
-    monkeypatch.setattr(stop_together, "END_SECONDS", 0.01)
-    assert not stop_together._abort_process_groups()
-    hang.set()
+    line, *stacks = capfd.readouterr().err.splitlines()
+    assert line.startswith("shardkit: rank 0 stopped at step 7: ValueError: boom; the loop of rank 1 has not")
+    assert any("test_stop_together.py" in entry for entry in stacks)
 
 
 def test_a_loop_that_takes_the_error_is_left_alone(start: Start, endings: list[str]) -> None:
@@ -385,15 +374,15 @@ def test_closing_twice_ends_the_thread_once(start: Start) -> None:
 
 
 def test_a_thread_ends_with_its_garbage_collected_owner(board: Board) -> None:
-    class Loader:
+    class Holder(Loader):
         def __init__(self) -> None:
-            self.stop = StopTogether(poll_seconds=0.01)
-            self.stop.on_peer_error(self.end)
+            super().__init__()
+            self.stop = StopTogether(
+                self, on_peer_error=Holder.tell, poll_seconds=0.01, connect=lambda: board
+            )
             self.stop.watch(0, 2)
 
-        def end(self, error: PeerError) -> None: ...
-
-    loader = Loader()
+    loader = Holder()
     board.wait_for(lambda: board.looks > 1)
     (thread,) = threads()
     del loader
@@ -418,7 +407,7 @@ def test_a_forked_child_leaves_its_parents_watch_alone(start: Start, board: Boar
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_runs_with_one_rank_or_without_torch_distributed(world_size: int) -> None:
-    stop = StopTogether()
+    stop = StopTogether(Loader())
     stop.watch(0, world_size)
     assert not stop.watching
     assert not threads()
@@ -428,9 +417,9 @@ def test_nothing_runs_with_one_rank_or_without_torch_distributed(world_size: int
 
 
 @pytest.mark.parametrize("bad", [{"grace_seconds": 0}, {"poll_seconds": 0}, {"poll_seconds": 61}])
-def test_bad_limits_are_refused(bad: dict[str, float]) -> None:
+def test_bad_limits_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        StopTogether(**bad)
+        StopTogether(Loader(), **bad)
 
 
 def test_a_peers_error_survives_pickling() -> None:
