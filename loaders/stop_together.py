@@ -7,9 +7,9 @@ process group, unless the user sets `grace_seconds`: then a loop that has not re
 long has its stacks printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
 
 An error stands for as long as the process group does. A rank that ends without an error writes nothing, and
-a store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or with
-one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends with `close`, and does not
-keep the loader alive.
+a store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or
+with one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends with `close`, and
+does not keep the loader alive.
 """
 
 from __future__ import annotations
