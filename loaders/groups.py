@@ -56,6 +56,7 @@ class _Planned:
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]
     reader: Reader
+    is_late: bool  # shards had to be waited for
     real: npt.NDArray[np.int64] | None  # how many samples before entry i are no padding; None: all
 
 
@@ -95,8 +96,10 @@ class GroupMaker:
                 cursor, skip = planned.cursors[-1], every - 1
                 left -= (len(planned.cursors) - 1) * every + 1
                 # A plan waits for all its shards: where they have to come first, short plans wait for few.
-                is_late = self._source.source.waited
-                rows = max(rows // _GROWTH, self._plan.batch_size) if is_late else min(rows * _GROWTH, most)
+                if planned.is_late:
+                    rows = max(rows // _GROWTH, self._plan.batch_size)
+                else:
+                    rows = min(rows * _GROWTH, most)
             if not endless:
                 return
 
@@ -105,14 +108,14 @@ class GroupMaker:
         plan, position = self._plan, self._reading
         step = position // plan.global_batch
         place = f"rank {plan.rank} of {plan.world_size}, step {step:,} (up to position {position:,})"
-        return f"{place}{self._planning}{self._source.source.progress()}"
+        return f"{place}{self._planning}{self._streams.progress()}"
 
     def _next_plan(self, cursor: Cursor, left: int, rows: int, every: int) -> _Planned:
         """Plan about `rows` samples, of each `every`-th of the `left` batches that the epoch still has."""
         position, delivered = cursor
         most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
         count = self._allowed(position, max(1, min(most, -(-left // every))), every)
-        self._source.source.advance(self._arrangement.positions(position))
+        self._streams.advance(self._arrangement.positions(position))
         self._reading = position
         self._planning = f"; planning from position {position:,}"
         steps = self._plan.steps(self._arrangement.order, position, count, every=every)
@@ -127,9 +130,9 @@ class GroupMaker:
             real = np.concatenate([[0], np.cumsum(is_real)])
         self._planning = f"; opening {self._names(shard)}"
         with self._placed():
-            reader = self._source.source.reader(shard, row)
+            reader, is_late = self._source.source.reader(self._streams.in_datasets(shard), row)
         self._planning = ""
-        return _Planned(cursors, ids, reader, real)
+        return _Planned(cursors, ids, reader, is_late, real)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """How many of `count` batches the streams' limits allow; StreamExhaustedError if none."""

@@ -200,10 +200,7 @@ class StreamingLoader:
         maker = GroupMaker(
             self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
         )
-        for dataset in self._opened.streams.once.datasets:
-            if dataset.shards is not None:
-                dataset.shards.timeout_seconds = config.timeout_seconds
-        self._source.source.restart(self._follow)
+        self._follow()
         limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
         cursor = (self.position, self._delivered())
         groups = maker.groups(cursor, endless=config.endless, first=first, every=every)
@@ -363,20 +360,25 @@ class StreamingLoader:
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warn_user(limit.message(self._plan.global_batch))
 
-    def _follow(self, number: int) -> None:
-        """Let the shards of a remote dataset, of `Streams.once`, be fetched ahead of this run."""
+    def _follow(self) -> None:
+        """Let the shards of remote datasets be fetched ahead of this run, behind its first rows."""
         streams = self._opened.streams
-        shards, who = streams.once.datasets[number].shards, streams.sharing[number]
-        assert shards is not None
-        others = [d.shards for d in streams.once.datasets if d.shards is not None and d.shards is not shards]
+        remote = [dataset.shards for dataset in streams.once.datasets if dataset.shards is not None]
+        if not remote:
+            return
         positions, shares = self._arrangement.positions(self.position), self._opened.shares(self._state)
-        shards.follow(
-            self._arrangement.uses(who),
-            positions[who[0]] if len(who) == 1 else self.position,
-            self._lanes_of_node(shards.cache.is_shared),
-            share=sum(shares[stream] for stream in who) if shards.cache.is_shared else 1.0,
-            beside=others,
-        )
+        for dataset, reader, who in zip(
+            streams.once.datasets, streams.once.readers, streams.sharing, strict=True
+        ):
+            if reader is not None and dataset.shards is not None:
+                is_shared = dataset.shards.cache.is_shared
+                reader.start(
+                    self._arrangement.uses(who),
+                    positions[who[0]] if len(who) == 1 else self.position,
+                    self._lanes_of_node(is_shared),
+                    share=sum(shares[stream] for stream in who) if is_shared else 1.0,
+                    beside=[shards for shards in remote if shards is not dataset.shards],
+                )
 
     def _lanes_of_node(self, is_shared: bool) -> range:
         """Lanes that this process, or all that share its cache, may read."""

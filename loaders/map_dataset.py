@@ -94,7 +94,8 @@ class MapDataset(TorchDataset[Sample]):
             return []
         starts = self._dataset.manifest.shard_starts
         shard = (np.searchsorted(starts, numbers, side="right") - 1).astype(np.int32)
-        columns = self._own_source().source.reader(shard, numbers - starts[shard])(0, len(numbers))
+        read, _ = self._own_source().source.reader(shard, numbers - starts[shard])
+        columns = read(0, len(numbers))
         batches, _ = self._maker.make(columns, numbers)
         names = self._names
         return [{names.get(name, name): value[0] for name, value in batch.items()} for batch in batches]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -27,40 +27,21 @@ class MixedSource:
     def __init__(self, streams: Streams, sources: Sequence[Source]) -> None:
         self._streams = streams
         self._sources = list(sources)
-        self.waited = False
 
-    def restart(self, follow: Callable[[int], None]) -> None:
-        """A run begins, perhaps elsewhere."""
-        for number, source in enumerate(self._sources):
-            source.restart(partial(_follow, follow, number))
-
-    def advance(self, positions: Sequence[int]) -> None:
-        """Everything before these positions, one for each stream, has been read."""
-        for source, position in zip(self._sources, positions, strict=True):
-            source.advance([position])
-
-    def progress(self) -> str:
-        """What is being waited for, as the end of a sentence; "" if nothing is."""
-        return next(filter(None, (source.progress() for source in self._sources)), "")
-
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
-        """A reader of samples (shard[i], row[i])."""
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """As `Source.reader`."""
         by_shard = np.argsort(shard, kind="stable")
         parts: list[tuple[_Ints, Reader]] = []
-        self.waited = False
+        is_late = False
         for stream, piece, numbers in self._streams.split(shard[by_shard]):
             where = np.sort(by_shard[piece])  # in the order in which they are asked for
             if len(where):
                 own = shard[where] - np.int32(self._streams.first_shard(stream))
                 assert len(own) == len(numbers)
-                parts.append((where, self._sources[stream].reader(own, row[where])))
-                self.waited |= self._sources[stream].waited
-        return partial(_read, parts)
-
-
-def _follow(follow: Callable[[int], None], number: int, own: int) -> None:
-    assert own == 0  # its source knows one stream only
-    follow(number)
+                reader, waits = self._sources[stream].reader(own, row[where])
+                parts.append((where, reader))
+                is_late |= waits
+        return partial(_read, parts), is_late
 
 
 def _read(parts: list[tuple[_Ints, Reader]], low: int, high: int) -> Columns:

@@ -113,7 +113,8 @@ def open_streams(
     opened = {path: open_dataset(path, storage=storage, cache=cache) for path in to_open}
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
     exclusions = [_exclusions(spec.exclude, found) for spec, found in zip(specs, datasets, strict=True)]
-    return Opened(Streams(datasets, _names(specs, datasets)), specs, tuple(exclusions))
+    streams = Streams(datasets, _names(specs, datasets), timeout_seconds=config.timeout_seconds)
+    return Opened(streams, specs, tuple(exclusions))
 
 
 def named_weights(names: Sequence[str], weights: Weights) -> list[float]:

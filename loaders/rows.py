@@ -13,8 +13,9 @@ holds the arrays it draws from, so that their maps outlive it whatever is closed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -22,7 +23,6 @@ import numpy.typing as npt
 
 from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
-from shardkit.loaders.cold import ColdRows
 from shardkit.loaders.gather import Gather
 from shardkit.loaders.streams import Streams
 
@@ -51,32 +51,41 @@ class FixedRows:
     def __init__(self, streams: Streams, columns: Mapping[str, FixedColumn]) -> None:
         """`columns`: by the name under which a batch has them."""
         self._streams = streams
-        self._cold = ColdRows(streams)
         self._columns = {name: _MappedColumn(streams, column) for name, column in columns.items()}
-        self.waited = False
 
-    def restart(self, follow: Callable[[int], None]) -> None:
-        """A run begins, perhaps elsewhere: its first rows may be fetched one by one again."""
-        self._cold.restart(follow)
-
-    def advance(self, positions: Sequence[int]) -> None:
-        """Everything before these positions, one for each stream, has been read."""
-        self._cold.advance(positions)
-
-    def progress(self) -> str:
-        """What is being waited for, as the end of a sentence; "" if nothing is."""
-        return self._cold.progress()
-
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
-        """A reader of samples (shard[i], row[i]); maps the shards it needs, ShardError if one is damaged."""
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """As `Source.reader`; maps the shards that are needed, ShardError if one is damaged."""
         # Offsets become addresses: a row that its shard does not have must never get that far.
         if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
             raise IndexError("a row was asked for that its shard does not have")
         used = np.unique(shard)
-        fetched = self._cold.fetch(used, shard, row)
-        self.waited = self._cold.waited
+        fetched, is_late = self._first_rows(used, shard, row)
         readers = {name: column.reader(shard, row, used, fetched) for name, column in self._columns.items()}
-        return lambda low, high: {name: read(low, high) for name, read in readers.items()}
+        return lambda low, high: {name: read(low, high) for name, read in readers.items()}, is_late
+
+    def _first_rows(
+        self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
+    ) -> tuple[dict[int, FetchedRows], bool]:
+        """(rows that were fetched one by one, by shard; whether shards were not here) of remote streams."""
+        streams, is_late = self._streams, False
+        found: dict[int, FetchedRows] = {}
+        if not any(streams.readers):
+            return found, is_late
+        for stream, _, numbers in streams.split(used):
+            if (reader := streams.readers[stream]) is not None:
+                first = streams.first_shard(stream)
+                missing = streams.use(stream, numbers.tolist())
+                rows = reader.first_rows(missing, partial(_rows_of, shard, row, first))
+                found |= {first + number: fetched for number, fetched in rows.items()}
+                is_late |= bool(missing)
+        return found, is_late
+
+
+def _rows_of(
+    shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64], first: int, number: int
+) -> npt.NDArray[np.int64]:
+    rows: npt.NDArray[np.int64] = row[shard == first + number]
+    return rows
 
 
 class _MappedColumn:

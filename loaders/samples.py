@@ -7,16 +7,15 @@ of their encoding, so that a key never changes its type from one batch to the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.index import Column
-from shardkit.loaders.cold import waiting_for
 from shardkit.loaders.rows import Columns, Reader
+from shardkit.loaders.streams import Streams
 from shardkit.mds.encodings import encoding_of
 
 __all__ = ["DecodedSamples", "constant_layout"]
@@ -35,10 +34,14 @@ class DecodedSamples:
     """Reads the wanted columns of any dataset."""
 
     def __init__(
-        self, dataset: Dataset, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
+        self, streams: Streams, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
     ) -> None:
-        """`names`: dataset's column name by the batch's. `delivered`: types of columns that are converted."""
-        self._dataset = dataset
+        """`streams`: a single one; `names`: dataset's column name by the batch's.
+
+        `delivered`: types of columns that are converted.
+        """
+        (dataset,) = streams.datasets
+        self._streams = streams
         self._names = dict(names)
         self._wanted = frozenset(names.values())
         self._delivered = dict(delivered)
@@ -46,41 +49,25 @@ class DecodedSamples:
         layouts = {
             name: constant_layout(by_name[column]) for name, column in names.items() if column in by_name
         }
-        self.waited = False
         self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
 
-    def restart(self, follow: Callable[[int], None]) -> None:
-        """A run begins, perhaps elsewhere."""
-        if self._dataset.shards is not None:
-            follow(0)
-
-    def advance(self, positions: Sequence[int]) -> None:
-        """Everything before `positions[0]` has been read."""
-        if self._dataset.shards is not None:
-            self._dataset.shards.advance(positions[0])
-
-    def progress(self) -> str:
-        """What is being waited for, as the end of a sentence; "" if nothing is."""
-        return waiting_for(self._dataset)
-
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader:
-        """A reader of samples (shard[i], row[i])."""
-        if self._dataset.shards is not None:
-            used = set(np.unique(shard).tolist())
-            self._dataset.keep_only(used)
-            self.waited = not all(map(self._dataset.shards.is_there, used))
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """As `Source.reader`."""
+        is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
+        if (reader := self._streams.readers[0]) is not None:
+            reader.follow()  # whole shards are needed from the first sample on
 
         def read(low: int, high: int) -> Columns:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
             # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
             by_shard = np.argsort(shard[low:high], kind="stable").tolist()
             found = {
-                i: self._dataset.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
+                i: self._streams.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
             }
             samples = [found[i] for i in range(len(places))]
             return {name: self._column(name, samples, places) for name in self._names}
 
-        return read
+        return read, is_late
 
     def _column(
         self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
@@ -102,4 +89,4 @@ class DecodedSamples:
         return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
 
     def _error(self, place: tuple[int, int], problem: str) -> ShardError:
-        return ShardError(self._dataset.where(place[0]), f"sample {place[1]} {problem}")
+        return ShardError(self._streams.where(place[0]), f"sample {place[1]} {problem}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
@@ -26,23 +26,13 @@ _PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early 
 
 
 class Source(Protocol):
-    """Gives readers of planned samples; `waited`: the last one needed shards that were not here yet.
+    """Gives readers of planned samples."""
 
-    `follow` is given the number of a dataset, of those that the streams draw on (`Streams.once`).
-    """
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """(a reader of samples (shard[i], row[i]), whether some of their shards had not been here yet).
 
-    waited: bool
-
-    def restart(self, follow: Callable[[int], None]) -> None:
-        """A run begins, perhaps elsewhere; `follow` starts to fetch a remote dataset's shards ahead of it."""
-
-    def advance(self, positions: Sequence[int]) -> None:
-        """Everything before these positions, one for each stream, has been read; called before each plan."""
-
-    def progress(self) -> str:
-        """What is being waited for, as the end of a sentence; "" if nothing is."""
-
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> Reader: ...
+        Shards are numbered as in `Streams.once`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +63,8 @@ def open_source(
     first = each[0]
     for number, other in enumerate(each[1:], 1):
         _check_alike(once, number, first, other, mixed_lengths)
-    source = _one_source(once, each)
-    if once is not streams:
-        from shardkit.loaders.shared_datasets import SharedDatasets
-
-        source = SharedDatasets(streams, source)
     return SourceInfo(
-        source=source,
+        source=_one_source(once, each),
         token_key=first.token_key,
         stored_bytes=sum(part.stored_bytes for part in each) // len(each),
         delivered_bytes=first.delivered_bytes
@@ -142,10 +127,13 @@ def _one_source(streams: Streams, parts: list[_Part]) -> Source:
         }
         return FixedRows(streams, merged)
     if len(parts) == 1:
-        return DecodedSamples(parts[0].dataset, parts[0].names, parts[0].delivered)
+        return DecodedSamples(streams, parts[0].names, parts[0].delivered)
     from shardkit.loaders.mixed_source import MixedSource
 
-    alone = [Streams([part.dataset], [name]) for part, name in zip(parts, streams.names, strict=True)]
+    alone = [
+        Streams([part.dataset], [name], readers=[reader])
+        for part, name, reader in zip(parts, streams.names, streams.readers, strict=True)
+    ]
     return MixedSource(streams, [_one_source(own, [part]) for own, part in zip(alone, parts, strict=True)])
 
 

@@ -3,6 +3,8 @@
 So one reader gathers the rows of all streams at once, and one plan names them. Samples are numbered through
 in the same way (`split_ids` gives them back to their streams). Streams may be parts of one dataset: then its
 shards have a number for each of them, and `once` numbers them without repetition.
+
+Each remote dataset has a reader here, this loader's own: others may read the same open dataset.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.reader import CacheReader
 from shardkit.dataset import Dataset, ShardReader
 from shardkit.index import ShardInfo
 
@@ -47,8 +50,22 @@ class _Joined(Sequence[ShardInfo]):
 class Streams:
     """One or more open datasets, of which some may be the same."""
 
-    def __init__(self, datasets: Sequence[Dataset], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        names: Sequence[str],
+        *,
+        timeout_seconds: float | None = None,
+        readers: Sequence[CacheReader | None] | None = None,
+    ) -> None:
+        """`timeout_seconds`: longest wait for a remote shard; `readers`: those that exist already."""
         assert datasets
+        if readers is None:
+            remote = {id(dataset): dataset.shards for dataset in datasets if dataset.shards is not None}
+            made = {number: CacheReader(shards, timeout_seconds) for number, shards in remote.items()}
+            readers = [made.get(id(dataset)) for dataset in datasets]
+        self.readers = tuple(readers)
+        """Of each stream; None for a local dataset."""
         self.datasets = tuple(datasets)
         self.names = tuple(names)
         shards = [dataset.manifest.shards for dataset in datasets]
@@ -80,10 +97,13 @@ class Streams:
         names = [
             self.names[who[0]] if len(who) == 1 else self.datasets[who[0]].location for who in self.sharing
         ]
-        return Streams([self.datasets[who[0]] for who in self.sharing], names)
+        first = [who[0] for who in self.sharing]
+        return Streams([self.datasets[i] for i in first], names, readers=[self.readers[i] for i in first])
 
     def in_datasets(self, shards: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The numbers in `once` of shards."""
+        if self.once is self:
+            return shards
         stream = np.searchsorted(np.array(self._first_shards), shards, side="right") - 1
         numbers: npt.NDArray[np.int32] = shards + self._shifts[stream]
         return numbers
@@ -95,7 +115,31 @@ class Streams:
     def shard(self, number: int) -> ShardReader:
         """A shard, open."""
         stream = self.stream_of(number)
-        return self.datasets[stream].shard(number - self._first_shards[stream])
+        return self.datasets[stream].shard(number - self._first_shards[stream], self.readers[stream])
+
+    def use(self, stream: int, numbers: Sequence[int]) -> list[int]:
+        """Keep only these shards of a stream open; returns those that have to be fetched."""
+        reader = self.readers[stream]
+        if reader is None:
+            return []
+        reader.using = frozenset(numbers)
+        self.datasets[stream].keep_only(reader.using)
+        return reader.missing(numbers)
+
+    def advance(self, positions: Sequence[int]) -> None:
+        """Tell the caches that everything before these positions, one for each stream, has been read.
+
+        What follows a dataset of one stream counts that stream's samples; what follows a shared one counts
+        positions of the whole mixture (`shardkit.mixed_uses` says which shards are needed when, by those).
+        """
+        for who in self.sharing:
+            reader = self.readers[who[0]]
+            if reader is not None:
+                reader.advance(positions[who[0]] if len(who) == 1 else sum(positions))
+
+    def progress(self) -> str:
+        """What is being waited for, as the end of a sentence; "" if nothing is."""
+        return next(filter(None, (reader.progress() for reader in self.readers if reader is not None)), "")
 
     def where(self, number: int) -> str:
         """A shard's path or URL."""
@@ -120,8 +164,12 @@ class Streams:
         return stream, np.where(stream < 0, -1, sample_ids - self._first_samples[stream])
 
     def close(self) -> None:
-        for dataset in self.once.datasets:
-            dataset.close()
+        """Close the readers, and the datasets that no other loader is reading."""
+        for dataset, reader in zip(self.once.datasets, self.once.readers, strict=True):
+            if reader is not None:
+                reader.close()
+            if dataset.shards is None or not any(other.is_open for other in dataset.shards.readers):
+                dataset.close()
 
     @cached_property
     def _shifts(self) -> npt.NDArray[np.int32]:

@@ -35,6 +35,7 @@ from shardkit.storage.store import StorageOptions, Store
 from shardkit.tar.decode import checked_decode
 
 if TYPE_CHECKING:
+    from shardkit.cache.reader import CacheReader
     from shardkit.cache.shards import CachedShards
     from shardkit.cache.tar_indexes import TarIndexes
 
@@ -135,15 +136,15 @@ class Dataset(Closing):
             for row in range(len(shard)):
                 yield shard.sample(row)
 
-    def shard(self, number: int) -> ShardReader:
-        """Shard `number` of the manifest, open. Thread-safe."""
+    def shard(self, number: int, reader: CacheReader | None = None) -> ShardReader:
+        """Shard `number` of the manifest, open; a remote one is loaded as `reader` does. Thread-safe."""
         with self._lock:
             shard = self._open.get(number)
             if shard is not None:
                 self._open.move_to_end(number)
                 return shard
         # Outside the lock, so that threads open different shards at once; at worst two open the same one.
-        opened = self._open_shard(number)
+        opened = self._open_shard(number, reader)
         with self._lock:
             shard = self._open.setdefault(number, opened)
             self._open.move_to_end(number)
@@ -236,9 +237,9 @@ class Dataset(Closing):
     def _columns_of(self, number: int) -> tuple[Column, ...]:
         return self.manifest.shards[number].columns or self.shard(number).columns
 
-    def _open_shard(self, number: int) -> ShardReader:
+    def _open_shard(self, number: int, reader: CacheReader | None) -> ShardReader:
         info, options = self.manifest.shards[number], self._options
-        raw = None if self.shards is None else self.shards.load(number)
+        raw = None if self.shards is None else (reader or self.shards).load(number)
         if self.manifest.format == "mds":
             from shardkit import mds
 

@@ -26,6 +26,7 @@ from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.job import Job
 from shardkit.cache.memory import CacheMemory
+from shardkit.cache.planner import Planner
 from shardkit.cache.shards import CachedShards
 from shardkit.cache.waits import FetchTimeoutError
 from shardkit.compression import decompress
@@ -194,8 +195,8 @@ class Waiters:
         self._lock = threading.Lock()
         demand = fetcher_of(shards)._demand
 
-        def counted(number: int) -> Job:
-            job = demand(number)
+        def counted(number: int, plan: Planner | None) -> Job:
+            job = demand(number, plan)
             with self._lock:
                 self.asked += 1
             return job
@@ -230,7 +231,7 @@ class Waiters:
 def test_what_is_waited_for_goes_before_what_is_planned(folders: dict[str, Path], opened: Open) -> None:
     store = Doors(folders["mds"], 0)
     shards = opened(store, connections=1)
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     assert store.reached[0].wait(SOON_SECONDS)
     waiters = Waiters(shards, 4)
     assert f"{store.url}/shard.00004.mds: 0 of " in shards.progress()
@@ -262,7 +263,7 @@ def test_a_planned_shard_that_someone_comes_to_wait_for_is_not_fetched_again(
 ) -> None:
     store = Doors(folders["mds"], 0)
     shards = opened(store)
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     assert store.reached[0].wait(SOON_SECONDS)
     assert shards.progress() == "", "nobody waits yet"
     waiters = Waiters(shards, 0)
@@ -286,7 +287,7 @@ def test_idle_threads_share_a_shard_that_is_waited_for(
     assert [start for start, _ in edges] == [0, *[stop for _, stop in edges[:-1]]]
     assert edges[-1][1] == len(raw)
     store.reads.clear()
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
     assert len(store.reads) == SHARDS - 1, "those of a plan take one connection each"
 
@@ -353,7 +354,7 @@ def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
 ) -> None:
     store = Doors(folders["mds"])
     shards = opened(store, None, FaultRule(fault="deny", key="00002"))
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
     with pytest.raises(StoreError, match=r"00002.*AccessDenied"):
         shards.load(2)
@@ -469,7 +470,7 @@ def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
     for number in (0, 1):
         assert shards.load(number).tobytes() == raw_of(folders["mds"], number)
         wait_until(lambda: set(fetch_threads()) <= set(before))
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: len(shards.cache.contents()) == SHARDS)
     wait_until(lambda: set(fetch_threads()) <= set(before))
 
@@ -486,7 +487,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     shards = opened(store, CacheMemory(5 * size // 2 if moment == "planning" else 1 << 20))
     if moment == "idle":
         store.let_through()
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     planner = fetcher_of(shards).planner
     assert planner is not None
     if moment == "idle":
@@ -522,7 +523,7 @@ def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long
     shards = opened(store)
     held = shards.cache.lease(shards.entry(1))
     assert held is not None
-    shards.follow(order_of(shards), 0, None)
+    _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
     assert 1 not in store.order
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1), "whoever holds the lease has been stopped"

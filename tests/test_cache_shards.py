@@ -18,6 +18,7 @@ from remote_harness import Remote, fetch_threads, fresh_url, make_remote_kind, p
 from shardkit.cache.entry import entry_name
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.options import CacheOptions
+from shardkit.cache.reader import CacheReader
 from shardkit.cache.shards import CachedShards
 from shardkit.dataset import open_dataset
 from shardkit.loaders.stats import CacheStats
@@ -180,10 +181,10 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
 ) -> None:
     store = Noted(folders[kind])
     shards = opened(store)
-    shards.follow(in_order(shards), 0, None)
+    plan = shards.follow(in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
     for position in range(0, 120, 7):  # into the third epoch
-        shards.advance(position)
+        shards.advance(plan, position)
     for number in range(SHARDS):
         assert shards.is_there(number)
         shards.load(number)
@@ -204,11 +205,11 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
         for number in range(SHARDS):
             shards.entry(number)
     order = in_order(shards)
-    shards.follow(order, 0, None)
+    plan = shards.follow(order, 0, None)
     starts = shards._manifest.shard_starts
     for epoch in range(2):
         for number in range(SHARDS):
-            shards.advance(epoch * order.samples + int(starts[number]))
+            shards.advance(plan, epoch * order.samples + int(starts[number]))
             wait_until(lambda number=number: shards.is_there(number))  # type: ignore[misc]
             shards.load(number)
     counters = shards.counters()
@@ -228,10 +229,45 @@ def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
     store = Noted(folders["mds"])
     sizes = [len(store.get(info.key)) for info in store.list() if info.key.endswith(".mds")]
     shards = opened(store, CacheMemory(max(sizes) + 100))
-    shards.follow(in_order(shards), int(shards._manifest.shard_starts[3]), None)
+    _plan = shards.follow(in_order(shards), int(shards._manifest.shard_starts[3]), None)
     wait_until(lambda: shards.is_there(3))
     shards.close()
     assert store.asked == [f"open {names_of(shards)[3]}"]
+
+
+def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[str, Path]) -> None:
+    """One follows the order, one begins three shards later; there is room for two shards of each."""
+    store = Noted(folders["mds"])
+    largest = max(len(store.get(info.key)) for info in store.list() if "000" in info.key)
+    capacity = 4 * largest + 400
+    shards = opened(store, CacheMemory(capacity))
+    order, starts = in_order(shards), shards._manifest.shard_starts
+    laps = [[(number + offset) % SHARDS for number in range(SHARDS)] for offset in (0, 3)]
+    places = [[int(starts[number]) + (number < lap[0]) * order.samples for number in lap] for lap in laps]
+    plans = [shards.follow(order, place[0], None) for place in places]
+    for step in range(SHARDS):
+        for plan, lap, place in zip(plans, laps, places, strict=True):
+            shards.advance(plan, place[step])
+            wait_until(lambda number=lap[step]: shards.is_there(number))  # type: ignore[misc]
+            shards.load(lap[step])
+        assert sum(held.bytes for held in shards.cache.contents().values()) <= capacity
+    counters = shards.counters()
+    assert counters["misses"] == counters["bypassed"] == 0
+    assert counters["hits"] == 2 * SHARDS
+
+
+def test_a_plan_ends_with_its_reader(folders: dict[str, Path]) -> None:
+    shards = opened(Noted(folders["mds"]))
+    first, second = CacheReader(shards), CacheReader(shards)
+    for reader in (first, second):
+        reader.start(in_order(shards), 0, None)
+        reader.follow()
+    assert len(shards._fetcher.plans()) == 2
+    first.close()
+    assert len(shards._fetcher.plans()) == 1
+    wait_until(lambda: kept(shards) == SHARDS)
+    del reader, second
+    wait_until(lambda: not shards._fetcher.plans())
 
 
 # Copies, ends, counts.
@@ -246,7 +282,7 @@ def test_a_pickled_copy_works_by_itself(
     put_folder(folders[kind], store)
     cache = CacheOptions(folder=tmp_path if where == "folder" else None, capacity=1 << 20)
     shards = remote_shards(store.url, cache)
-    shards.follow(in_order(shards), 0, None)
+    _plan = shards.follow(in_order(shards), 0, None)
     expected = [shards.load(number).tobytes() for number in range(SHARDS)]
     text = pickle.dumps(shards)
     shards.close()
@@ -280,7 +316,7 @@ def test_a_copy_reads_the_versions_that_were_known_and_no_others(folders: dict[s
 def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, Path]) -> None:
     shards = opened(Noted(folders["mds"]))
     for _ in range(2):
-        shards.follow(in_order(shards), 0, None)
+        _plan = shards.follow(in_order(shards), 0, None)
         wait_until(lambda: kept(shards) == SHARDS)
         assert fetch_threads()
         shards.close()

@@ -14,9 +14,10 @@ import pytest
 from ended_threads import ended_threads
 from remote_harness import Remote, fresh_url, make_remote_kind, put_folder
 
+from shardkit.cache import reader
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
-from shardkit.loaders import StreamingLoader, cold
+from shardkit.loaders import StreamingLoader
 from shardkit.loaders.prefetch import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 
@@ -99,7 +100,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_rows_than_allowed(
     opened: Open, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cold, "MAX_ROWS", 8)
+    monkeypatch.setattr(reader, "MAX_ROWS", 8)
     store, remote = opened(kind)
     store.hold("whole")
     with loader_of(remote, timeout_seconds=0.5) as loader:
@@ -115,7 +116,7 @@ def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_r
 
 
 def test_each_start_has_its_own_first_rows(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold, "MAX_ROWS", 4)
+    monkeypatch.setattr(reader, "MAX_ROWS", 4)
     store, remote = opened()
     store.hold("whole")
     with loader_of(remote) as loader:
@@ -140,20 +141,20 @@ def test_beside_many_rows_whole_shards_come_already(opened: Open) -> None:
     store, remote = opened()
     store.hold("row")
     got: list[int] = []
-    with loader_of(remote, batch_size=cold.FIRST_ROWS + 1) as loader:
+    with loader_of(remote, batch_size=reader.FIRST_ROWS + 1) as loader:
         thread = threading.Thread(target=lambda: got.extend(ids(loader, 1)))
         thread.start()
         wait_until(lambda: len(remote.shards.cache.contents()) == SHARDS)
         store.let_through()
         thread.join(SOON_SECONDS)
-    assert got == list(range(cold.FIRST_ROWS + 1))
-    assert row_reads(remote) == cold.FIRST_ROWS + 1
+    assert got == list(range(reader.FIRST_ROWS + 1))
+    assert row_reads(remote) == reader.FIRST_ROWS + 1
 
 
 def test_a_plan_of_more_rows_than_allowed_waits_for_its_shards(opened: Open) -> None:
     store, remote = opened()
-    with loader_of(remote, batch_size=cold.MAX_ROWS + 1) as loader:
-        assert ids(loader, 1) == list(range(cold.MAX_ROWS + 1))
+    with loader_of(remote, batch_size=reader.MAX_ROWS + 1) as loader:
+        assert ids(loader, 1) == list(range(reader.MAX_ROWS + 1))
     assert "row" not in store.reads
 
 
@@ -195,8 +196,8 @@ def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(ope
         reader.start()
         wait_until(lambda: "whole" in store.reads)
         [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
-        assert fetcher.planner is not None
-        fetcher._plan(fetcher.planner)
+        (plan,) = fetcher.plans()
+        fetcher._plan(plan)
         assert remote.shards.is_squeezed(number)
         store.let_through()
         reader.join(SOON_SECONDS)
@@ -226,3 +227,47 @@ def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
         wait_until(lambda: bool(plans))
         time.sleep(0.2)  # a loop that spins would plan hundreds of times
         assert len(plans) <= 3 * SHARDS
+
+
+# Several loaders over one open dataset.
+
+
+def test_an_evaluation_in_mid_epoch_leaves_the_training_loaders_plan_at_work(opened: Open) -> None:
+    store, remote = opened()
+    store.hold("whole")
+    with loader_of(remote) as training:
+        iter_training = iter(training)
+        first = next(iter_training)["sample_id"].tolist()
+        with loader_of(remote, seed=5, shuffle="window") as evaluation:
+            assert len(ids(evaluation, 1)) == 4
+        store.let_through()
+        # Nobody asks for these shards: only the plan of the training loader knows that it will.
+        wait_until(lambda: all(map(remote.shards.is_there, range(SHARDS))))
+        rest = [i for batch in islice(iter_training, SAMPLES // 4 - 1) for i in batch["sample_id"].tolist()]
+    assert first + rest == list(range(SAMPLES // 4 * 4))
+    assert remote.shards.counters()["misses"] == 0
+
+
+def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAX_ROWS", 0)
+    store, remote = opened()
+    store.hold("whole")
+    with (
+        loader_of(remote, timeout_seconds=0.3) as hasty,
+        loader_of(remote, timeout_seconds=SOON_SECONDS) as patient,
+    ):
+        got: list[list[int]] = []
+        began = time.monotonic()
+        waiting = threading.Thread(target=lambda: got.append(ids(patient, 1)), daemon=True)
+        batches = iter(hasty)
+        waiting.start()
+        wait_until(lambda: "shard" in remote.shards.progress())
+        with pytest.raises(LoaderTimeoutError, match=r"not here after 0\.3 s"):
+            next(batches)
+        assert time.monotonic() - began < SOON_SECONDS / 2
+        assert waiting.is_alive()
+        store.let_through()
+        waiting.join(SOON_SECONDS)
+    assert got == [[0, 1, 2, 3]]

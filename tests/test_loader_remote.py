@@ -128,7 +128,7 @@ def test_shards_that_come_in_several_ranges_are_the_same(
 ) -> None:
     monkeypatch.setattr("shardkit.cache.download.MIN_PART_BYTES", 64)
     monkeypatch.setattr("shardkit.cache.download.READ_BYTES", 50)
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     folder, url = datasets[kind]
     assert_same_run(make(folder), make(url, connections=8), EPOCH)
 
@@ -138,7 +138,7 @@ def test_shards_that_come_in_several_ranges_are_the_same(
 def test_rows_that_were_fetched_one_by_one_are_the_same(
     datasets: Datasets, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", most)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", most)
     folder, url = datasets[kind]
     assert_same_run(make(folder), make(url), 2 * EPOCH)
 
@@ -252,7 +252,7 @@ FAULTS: dict[str, tuple[Callable[[Store], Store] | list[FaultRule], dict[str, in
 def test_faults_of_the_store_change_nothing_but_the_counters(
     datasets: Datasets, kind: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     how, least = FAULTS[fault]
     around = partial(FaultyStore, rules=how, seed=7) if isinstance(how, list) else how
     policy = quick_policy(answer_seconds=0.3, floor_bytes_per_second=1000.0, window_seconds=0.1)
@@ -273,7 +273,7 @@ def test_faults_at_the_rows_of_the_first_batches_change_nothing(
     datasets: Datasets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In three shards a byte of a row is flipped once; other reads fail: rows are read until two agree."""
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 1 << 30)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 1 << 30)
     faults = [
         *(FaultRule(fault="corrupt", key=f"0000{shard}", count=1, after_bytes=3) for shard in range(3)),
         FaultRule(fault="error", operation="open", probability=0.3),
@@ -293,7 +293,7 @@ def test_faults_at_the_rows_of_the_first_batches_change_nothing(
 def test_a_shard_that_arrives_damaged_is_set_aside_and_fetched_again(
     datasets: Datasets, kind: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     folder, url = datasets[kind]
     rule = FaultRule(fault="corrupt", operation="open", key="00002", after_bytes=170, count=2)
     held = CacheFolder(tmp_path, None) if cache == "folder" else None
@@ -314,7 +314,7 @@ def test_a_shard_that_arrives_damaged_is_set_aside_and_fetched_again(
 def test_an_object_that_is_damaged_in_the_bucket_stops_the_run_and_is_named(
     datasets: Datasets, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     rule = FaultRule(fault="corrupt", operation="open", key="00002", after_bytes=170)
     remote = remote_of(datasets, kind, rule, cache=CacheFolder(tmp_path, None))
     name = remote.dataset.manifest.shards[2].stored.basename
@@ -348,7 +348,7 @@ def test_an_object_that_is_replaced_during_the_run_is_never_delivered(
     datasets: Datasets, kind: str, error: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one of the same size: hashes tell, and where there are none the version that was seen first."""
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     folder = datasets[kind][0]
     with make(folder) as local:
         expected = [batch["tokens"].tolist() for batch in islice(batches(local), 2 * EPOCH)]
@@ -405,7 +405,7 @@ def test_an_entry_that_was_damaged_between_two_runs_is_fetched_again(
 def test_a_store_that_hangs_ends_in_an_error_that_says_all_within_the_timeout(
     datasets: Datasets, operation: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", rows)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", rows)
     below = FaultyStore(
         MemoryStore(datasets["mds"][1]), [FaultRule(fault="hang", operation=operation, seconds=600.0)]
     )

@@ -112,7 +112,7 @@ def test_the_figures_of_a_remote_run_are_those_of_cache_and_store(
 def test_faults_and_damage_are_in_the_figures_and_in_the_verdict(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     _, remote = remote_of(
         folders["mds"],
         FaultRule(fault="throttle", key="00001", count=2),
@@ -174,7 +174,7 @@ def test_the_metrics_file_has_the_figures_and_is_whole_at_the_end(
 def test_a_batch_that_does_not_come_says_where_the_run_is_and_what_has_come(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.cold.MAX_ROWS", 0)
+    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     _, remote = remote_of(
         folders["mds"],
         FaultRule(fault="throttle", count=1),

@@ -31,7 +31,8 @@ def test_shards_are_read_in_place_whatever_lies_between_their_rows(tmp_path: Pat
     source = FixedRows(Streams([dataset], ["all"]), {"tokens": FixedColumn((name,), (8,), stored, stored)})
     shards = np.arange(len(dataset.manifest.shards), dtype=np.int32)
     starts = dataset.manifest.shard_starts[:-1]
-    found = source.reader(shards, np.zeros(len(shards), dtype=np.int64))(0, len(shards))["tokens"]
+    read, _ = source.reader(shards, np.zeros(len(shards), dtype=np.int64))
+    found = read(0, len(shards))["tokens"]
     assert np.array_equal(np.asarray(found), rows[starts])
     for number, held in source._columns["tokens"]._maps.items():
         in_file = dataset.shard(number).fixed_rows(name)

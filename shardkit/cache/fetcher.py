@@ -5,12 +5,16 @@ ranges when threads are free. The others follow a plan (`shardkit.cache.planner`
 Processes that share a cache folder take leases, so that each shard is fetched by one of them; a lease whose
 holder has been stopped is ignored after a while. Where a cache has no room, a shard that is waited for is
 read into memory. Every wait has a limit, and its error says what had arrived until then.
+
+Each reader of the dataset may have a plan of its own; the plans take turns. A fetcher holds them weakly, so
+that a plan ends with its reader.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
@@ -63,10 +67,10 @@ class Fetcher:
         self._demanded: deque[Job] = deque()
         self._active: dict[int, Job] = {}
         self._planning = False
-        self.planner: Planner | None = None
+        self._plans: list[weakref.ref[Planner]] = []  # replaced, never changed; whose turn it is comes first
 
-    def load(self, number: int, timeout_seconds: float) -> Bytes:
-        """The raw bytes of a shard, read-only.
+    def load(self, number: int, timeout_seconds: float, plan: Planner | None = None) -> Bytes:
+        """The raw bytes of a shard, read-only; `plan` is that of the reader who asks.
 
         FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
         """
@@ -80,7 +84,7 @@ class Fetcher:
             if self._unkept is not None:
                 error, self._unkept = self._unkept, None
                 raise error
-            job = self._demand(number)
+            job = self._demand(number, plan)
             waited = True
             if not job.done.wait(max(0.0, deadline - time.monotonic())):
                 raise FetchTimeoutError(f"not here after {timeout_seconds:g} s: {self._describe(job)}")
@@ -105,16 +109,25 @@ class Fetcher:
             jobs = [job for job in known if job.urgent and not job.done.is_set()]
         return self._describe(jobs[0]) if jobs else ""
 
-    def follow(self, planner: Planner | None) -> None:
-        """Fetch ahead as `planner` says; None: only what is asked for."""
+    def follow(self, plan: Planner) -> None:
+        """Fetch ahead as `plan` says, in turn with other plans, for as long as the caller holds it."""
         with self._changed:
-            self.planner = planner
+            self._plans = [*map(weakref.ref, self.plans()), weakref.ref(plan)]
             self._start_threads()
             self._changed.notify_all()
 
-    def advance(self, position: int) -> None:
-        """Tell how far the training loop is; cheap."""
-        if self.planner is not None and self.planner.advance(position):
+    def drop(self, plan: Planner) -> None:
+        """Fetch no longer as `plan` says."""
+        with self._changed:
+            self._plans = [weakref.ref(other) for other in self.plans() if other is not plan]
+
+    def plans(self) -> list[Planner]:
+        """The plans that are followed, the one whose turn it is first."""
+        return [plan for reference in self._plans if (plan := reference()) is not None]
+
+    def advance(self, plan: Planner, position: int) -> None:
+        """Tell how far the reader of `plan` is; cheap."""
+        if plan.advance(position):
             with self._changed:
                 self._start_threads()
                 self._changed.notify_all()
@@ -140,12 +153,13 @@ class Fetcher:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _demand(self, number: int) -> Job:
+    def _demand(self, number: int, plan: Planner | None) -> Job:
         with self._changed:
             self._start_threads()
             job = self._active.get(number) or next((j for j in self._demanded if j.number == number), None)
             if job is None:
-                victims = self.planner.victims_now if self.planner is not None else _least_recent
+                plan = plan or next(iter(self.plans()), None)  # any is better than none
+                victims = plan.victims_now if plan is not None else _least_recent
                 job = Job(number, urgent=True, victims=victims)
                 self._demanded.append(job)
             job.urgent = True
@@ -216,23 +230,27 @@ class Fetcher:
             job = self._demanded.popleft()  # or one that came damaged, to be fetched again
             self._active[job.number] = job
             return partial(self._begin, job)
-        planner = self.planner
-        if planner is None or self._planning:
-            return None
-        fetch = planner.take(self._active)
-        if fetch is not None:
-            job = Job(fetch.shard, urgent=False, victims=partial(planner.victims_for, fetch))
+        return None if self._planning else self._next_planned()
+
+    def _next_planned(self) -> Callable[[], None] | None:
+        plans = self.plans()
+        for turn, plan in enumerate(plans):
+            fetch = plan.take(self._active)
+            if fetch is None and not plan.is_stale():
+                continue
+            self._plans = [weakref.ref(other) for other in plans[turn + 1 :] + plans[: turn + 1]]
+            if fetch is None:
+                self._planning = True
+                return partial(self._plan, plan)
+            job = Job(fetch.shard, urgent=False, victims=partial(plan.victims_for, fetch))
             self._active[job.number] = job
             return partial(self._begin, job)
-        if planner.is_stale():
-            self._planning = True
-            return partial(self._plan, planner)
         return None
 
-    def _plan(self, planner: Planner) -> None:
+    def _plan(self, plan: Planner) -> None:
         try:
-            planner.plan(self._cache, [*self._active])
-            self._squeezed &= planner.unfit
+            plan.plan(self._cache, [*self._active])
+            self._squeezed &= plan.unfit.union(*(other.unfit for other in self.plans()))
         except OSError:
             pass  # the cache folder is not to be listed: whoever needs a shard finds out why
         finally:

@@ -4,6 +4,9 @@ The plan itself is `shardkit.cache.belady`: farthest next use is evicted, earlie
 and no fetch begins before its victims have had their last use. Entries of other jobs and datasets, whose
 future is not known here, give way when nobody has used them for a minute. A fetch that came to nothing
 (another process is at it, the object is missing, the room was taken) rests before it is planned again.
+
+Where several plans of one process share a cache that cannot hold the dataset, each plans with an equal part
+of it and protects, of what is cached, that part which it needs soonest: no other plan evicts it.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.belady import Fetch, Future, plan_fetches
+from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.cache.contract import Cache, Contents
 from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["Planner"]
+
+_Ints = npt.NDArray[np.int64]
 
 PLANNED = 64  # fetches planned at a time
 IDLE_SECONDS = 60.0  # entries of others, unused for so long, are taken for abandoned
@@ -35,20 +40,22 @@ class Planner:
         self,
         future: Future,
         names: Sequence[str],
-        sizes: npt.NDArray[np.int64],
+        sizes: _Ints,
         samples: int,
         position: int,
         *,
         share: float = 1.0,
         is_beside: Callable[[str], bool] = lambda name: False,
+        plans: Callable[[], Sequence[Planner]] = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
 
         A name that is not known yet is "": `learn` tells it later. `is_beside` knows the entries of other
-        plans of the same run, which leave this one a `share` of the cache.
+        plans of the same run, which leave this one a `share` of the cache. `plans` gives all plans of the
+        same shards: other readers have theirs.
         """
-        self._share, self._is_beside = share, is_beside
+        self._share, self._is_beside, self._plans = share, is_beside, plans
         self._future = future
         self._names = list(names)
         self._numbers = {name: number for number, name in enumerate(names) if name}
@@ -62,6 +69,8 @@ class Planner:
         self._fruitful = True  # something was fetched since the last plan
         self._taken: set[int] = set()  # fetches that have begun and may still be going on
         self._resting: dict[int, float] = {}  # shards whose fetch came to nothing: until when
+        self._capacity = 0  # of the last plan, before other plans have their parts
+        self._soonest: tuple[list[str], _Ints] = ([], np.empty(0, dtype=np.int64))  # and cumulated bytes
         self.after_fork()
         remake_after_fork(self)
 
@@ -122,20 +131,36 @@ class Planner:
             cached.setdefault(number, int(self._sizes[number]))
         resting = self._rest(self._taken - cached.keys())
         self._taken &= active
+        capacity = int(self._share * max(0, cache.capacity - others))
+        parts = 1 if int(self._sizes.sum()) <= capacity else max(1, len(self._plans()))
         with self._lock:
-            fetches = plan_fetches(
-                self._future,
-                position,
-                cached,
-                self._sizes,
-                int(self._share * max(0, cache.capacity - others)),
-                PLANNED,
-            )
+            fetches = plan_fetches(self._future, position, cached, self._sizes, capacity // parts, PLANNED)
         possible = [fetch for fetch in fetches if fetch.fits and fetch.shard not in resting]
         self.unfit = frozenset(active.union(fetch.shard for fetch in fetches if not fetch.fits))
         starts = [fetch.start for fetch in possible if fetch.start > position]
         self._wake_at = min([position + self._pause, *starts])
         self._waiting = deque(possible)
+        self._note_soonest([*cached, *(fetch.shard for fetch in possible)], position)
+        self._capacity = capacity
+
+    def _note_soonest(self, numbers: Sequence[int], position: int) -> None:
+        """Sort what is cached, or planned to be, by next use: for `protected`."""
+        shards = np.unique(np.array(numbers, dtype=np.int64))
+        with self._lock:
+            uses = self._future.next_use(position, shards)
+        shards = shards[uses < NEVER][np.argsort(uses[uses < NEVER], kind="stable")]
+        self._soonest = [self._names[number] for number in shards.tolist()], np.cumsum(self._sizes[shards])
+
+    def protected(self, parts: int) -> list[str]:
+        """The entries that this plan needs soonest, as many as its part of the cache holds."""
+        names, ends = self._soonest
+        return names[: int(np.searchsorted(ends, self._capacity // parts, side="right"))]
+
+    def _unprotected(self, victims: Iterable[str]) -> list[str]:
+        """Those entries that no other plan protects."""
+        plans = self._plans()
+        protected = {name for plan in plans if plan is not self for name in plan.protected(len(plans))}
+        return [name for name in victims if name not in protected]
 
     def _rest(self, in_vain: Iterable[int]) -> Container[int]:
         """The shards that are not to be planned now: those just tried in vain, and some before them."""
@@ -147,15 +172,13 @@ class Planner:
     def victims_for(self, fetch: Fetch, contents: Contents) -> list[str]:
         """Entries in the order in which they may be evicted for `fetch`."""
         planned = [self._names[number] for number in fetch.evict]
-        return [
-            *self._idle_others(contents),
-            *planned,
-            *self._by_next_use(contents, fetch.deadline),
-        ]
+        own = self._unprotected([*planned, *self._by_next_use(contents, fetch.deadline)])
+        return [*self._idle_others(contents), *own]
 
     def victims_now(self, contents: Contents) -> list[str]:
         """Entries in the order in which they may be evicted for a shard that is needed at once."""
-        return [*self._idle_others(contents), *self._by_next_use(contents, self._position)]
+        own = self._unprotected(self._by_next_use(contents, self._position))
+        return [*self._idle_others(contents), *own]
 
     def _by_next_use(self, contents: Contents, after: int) -> list[str]:
         """Own entries that are not needed up to `after`, those that are needed last first."""

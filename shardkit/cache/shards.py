@@ -1,16 +1,17 @@
 """The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
 
-`load` gives a shard's raw bytes from the cache, or waits while it is fetched. `follow` makes the fetcher work
-ahead of a training run. `rows` fetches single rows by ranged requests, for the first batches, which
-should not wait for whole shards.
+`load` gives a shard's raw bytes from the cache, or waits while it is fetched. `rows` fetches single rows by
+ranged requests. What belongs to one reader of several, its plan and how long it waits, is in
+`shardkit.cache.reader`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,11 @@ from shardkit.cache.rows import RowReader
 from shardkit.index import FileInfo, Manifest, ShardInfo
 from shardkit.mixed_uses import MixedUses
 from shardkit.order import Order
+from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.resilient import ResilientStore
+
+if TYPE_CHECKING:
+    from shardkit.cache.reader import CacheReader
 
 __all__ = ["CachedShards"]
 
@@ -58,13 +63,20 @@ class CachedShards:
         self._objects = dict(objects or {})  # size and version of those that the index says little of
         self._fetcher = Fetcher(self, cache, connections=connections)
         self.rows = RowReader(store, manifest, cache.free_disk_bytes)
+        self.after_fork()
+        remake_after_fork(self)
 
-    def load(self, number: int) -> Bytes:
+    def after_fork(self) -> None:
+        """In a child: its parent's readers read nothing here."""
+        self.readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
+        """Those that have started."""
+
+    def load(self, number: int, timeout_seconds: float | None = None, plan: Planner | None = None) -> Bytes:
         """uint8[raw bytes] of a shard, read-only; waits for it if need be.
 
         FetchTimeoutError, DamagedObjectError and the errors of the store.
         """
-        raw = self._fetcher.load(number, self.timeout_seconds)
+        raw = self._fetcher.load(number, timeout_seconds or self.timeout_seconds, plan)
         self.rows.prove(number, raw)
         return raw
 
@@ -73,10 +85,13 @@ class CachedShards:
         return self._fetcher.is_there(number)
 
     def keeps(self, number: int) -> bool:
-        """Whether a shard may stay open though it is not needed now: it is not evicted, and need not be.
+        """Whether a shard may stay open though one reader needs it no more.
 
-        Where the cache is smaller than the dataset, an open shard would hold the room of an evicted one.
+        Because another reader needs it, or because it is not evicted, and need not be: where the cache is
+        smaller than the dataset, an open shard would hold the room of an evicted one.
         """
+        if any(number in reader.using for reader in list(self.readers)):
+            return True
         name = self._known_entry(number)
         return name is not None and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
 
@@ -96,10 +111,11 @@ class CachedShards:
         *,
         share: float = 1.0,
         beside: Sequence[CachedShards] = (),
-    ) -> None:
+    ) -> Planner:
         """Fetch ahead of a run that is at `position` of `order` and reads these lanes (None: all).
 
-        `beside`: what shares the cache in the same run; `share`: the part of the cache that is for this.
+        The plan is followed in turn with those of other readers, until its holder drops it. `beside`: what
+        shares the cache in the same run; `share`: the part of the cache that is for this.
         """
         numbers = range(len(self._manifest.shards))
         names = [self._known_entry(number) or "" for number in numbers]
@@ -108,17 +124,31 @@ class CachedShards:
         capacity = int(self.cache.capacity * share)
         lead = samples * capacity // max(1, int(sizes.sum())) // _LEADS_IN_CACHE
         future = Future(order, lanes, lead=min(lead, samples // 2))
-        planner = Planner(future, names, sizes, samples, position, share=share, is_beside=_any_owns(beside))
-        self._fetcher.follow(planner)
+        plan = Planner(
+            future,
+            names,
+            sizes,
+            samples,
+            position,
+            share=share,
+            is_beside=_any_owns(beside),
+            plans=self._fetcher.plans,
+        )
+        self._fetcher.follow(plan)
         for number in list(self._objects):  # other threads may have asked for some since
             self._teach(number)
+        return plan
 
-    def advance(self, position: int) -> None:
-        """The training loop has reached `position`."""
-        self._fetcher.advance(position)
+    def advance(self, plan: Planner, position: int) -> None:
+        """The run of `plan` has reached `position`."""
+        self._fetcher.advance(plan, position)
+
+    def drop(self, plan: Planner) -> None:
+        """Fetch ahead of the run of `plan` no longer."""
+        self._fetcher.drop(plan)
 
     def close(self) -> None:
-        """Stop fetching. What is cached stays; the shards may be used again."""
+        """Stop fetching, for all readers. What is cached stays; the shards may be used again."""
         self._fetcher.close()
 
     def counters(self) -> dict[str, float]:
@@ -188,8 +218,7 @@ class CachedShards:
 
     def owns(self, name: str) -> bool:
         """Whether an entry is one of this dataset's, as far as their names are known."""
-        planner = self._fetcher.planner
-        return planner is not None and planner.knows(name)
+        return any(plan.knows(name) for plan in self._fetcher.plans())
 
     def _known_entry(self, number: int) -> str | None:
         known = self._objects.get(number)
@@ -217,10 +246,11 @@ class CachedShards:
         return sealed_size(max(raw_bytes, 0))
 
     def _teach(self, number: int) -> None:
-        """Tell the plan what only the object could tell; it would take the entry for somebody else's."""
-        planner, name = self._fetcher.planner, self._known_entry(number)
-        if planner is not None and name is not None:
-            planner.learn(number, name, self._known_size(number))
+        """Tell the plans what only the object could tell; they would take the entry for somebody else's."""
+        name = self._known_entry(number)
+        if name is not None:
+            for plan in self._fetcher.plans():
+                plan.learn(number, name, self._known_size(number))
 
 
 def _any_owns(others: Sequence[CachedShards]) -> Callable[[str], bool]:
