@@ -487,9 +487,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     shards = opened(store, CacheMemory(5 * size // 2 if moment == "planning" else 1 << 20))
     if moment == "idle":
         store.let_through()
-    _plan = shards.follow(order_of(shards), 0, None)
-    planner = fetcher_of(shards).planner
-    assert planner is not None
+    plan = shards.follow(order_of(shards), 0, None)
     if moment == "idle":
         wait_until(lambda: kept(shards) == SHARDS)
     else:
@@ -497,7 +495,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the case in question
         if moment == "planning":
-            planner._lock.acquire()  # by a thread of the fetcher, if chance will have it
+            plan._lock.acquire()  # by a thread of the fetcher, if chance will have it
         child = os.fork()
     if child == 0:
         code = 1
@@ -509,7 +507,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
         finally:
             os._exit(code)
     if moment == "planning":
-        planner._lock.release()
+        plan._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     store.let_through()
     assert shards.load(0).tobytes() == raw_of(folders["mds"], 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardkit.cache.belady import min_fetched_bytes
 from shardkit.cache.entry import sealed_size
 from shardkit.cache.shards import _LEADS_IN_CACHE
-from shardkit.loaders import cold, groups, prefetch, setup, sources
+from shardkit.loaders import groups, prefetch, setup, sources
 from shardkit.order import Order, OrderSpec
 from shardkit.simulation.demand import AllUses, Demand, NodeUses
 from shardkit.simulation.link import Link
@@ -54,8 +54,8 @@ def test_the_loader_s_rules_are_the_loader_s() -> None:
         plans_in_cache=sources._PLANS_IN_CACHE,
         plan_growth=groups._GROWTH,
         group_bytes=groups.GROUP_BYTES,
-        cold_rows=cold.MAX_ROWS,
-        first_rows=cold.FIRST_ROWS,
+        cold_rows=reader.MAX_ROWS,
+        first_rows=reader.FIRST_ROWS,
         row_threads=32,
         store_connections=StorageOptions().connections,
         part_bytes=2 << 20,

@@ -182,6 +182,7 @@ class Fetcher:
             if task is None:
                 return
             task()
+            del task  # it may be the last to hold a plan whose reader is gone
 
     def _awaited_task(self, run: object) -> Callable[[], None] | None:
         """What a free thread should do, None: end; the lock is held by the caller."""
