@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.cache import reader
 from shardkit.cache.belady import min_fetched_bytes
 from shardkit.cache.entry import sealed_size
 from shardkit.cache.shards import _LEADS_IN_CACHE
