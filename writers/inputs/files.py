@@ -34,11 +34,9 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.storage.errors import ObjectNotFoundError, StoreError
 from shardkit.storage.object_file import open_object
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.resilient import ResilientStore, connect
-from shardkit.storage.store import ObjectInfo
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, StoreError
 from shardkit.storage.url import is_remote
 from shardkit.writers.recipe import InputConfig, Recipe
 
