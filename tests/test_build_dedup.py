@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from small_build import make_corpus, tree
@@ -64,7 +65,7 @@ def make_texts() -> dict[str, list[str]]:
 
 def make(folder: Path, changes: str = "", texts: dict[str, list[str]] | None = None) -> Path:
     recipe = make_corpus(folder, documents=4, recipe=RECIPE + changes)
-    for name, some in (texts or make_texts()).items():
+    for name, some in (make_texts() if texts is None else texts).items():
         lines = [json.dumps({"text": text, "id": f"{name} {row}"}) for row, text in enumerate(some)]
         (folder / name).write_text("\n".join(lines) + "\n")
     return recipe
@@ -127,6 +128,51 @@ def test_who_stays_is_who_the_rule_lets_stay(tmp_path: Path) -> None:
     assert sum(group["groups"] for group in card["groups"]) == len(expected)
     assert [stage["stage"] for stage in card["stages"]] == ["exact_duplicate", "near_duplicate"]
     assert "Near-duplicates" in (result.output / "report.html").read_text()
+
+
+def texts_in_ties() -> list[str]:
+    """Families of near-duplicates of one length, some of equal words, most with one of a few shared lines."""
+    texts = []
+    for number in range(30):
+        words = words_of(number, 60)
+        versions = [[*words[:at], "x" * len(words[at]), *words[at + 1 :]] for at in (3, 20, 40)]
+        texts += [" ".join(version) + f"\n{LINE} {number % 4}" for version in versions]
+        texts += [texts[-1].upper(), texts[-1].replace(" ", "\t")]
+    return texts
+
+
+def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[str]:
+    """The texts of these files that a build keeps, as duplicate removal leaves them."""
+    changes = ["inputs=[{path: input}]", "work=work", change]
+    recipe = make(folder, texts={})
+    (folder / "input").mkdir()
+    for name, texts in files.items():
+        lines = [json.dumps({"text": text, "id": text}) for text in texts]
+        (folder / "input" / name).write_text("\n".join(lines) + "\n")
+    result = build(recipe, overrides=changes, progress=False)
+    left = {}
+    for path in folder.glob("work/lines/*/documents.arrow"):
+        rows = pa.ipc.open_file(path).read_all().select(["id", "text"]).to_pylist()
+        left |= {row["id"]: row["text"] for row in rows}
+    return sorted(left.get(id, id) for id in provenance(result.output))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "dedup={exact: {text: normalized}}",
+        "dedup={near: {small_shingles: 0}}",
+        "dedup={lines: {}}",
+    ],
+    ids=["equal words", "near", "lines"],
+)
+def test_which_texts_stay_does_not_depend_on_names_and_order_of_files(tmp_path: Path, change: str) -> None:
+    texts = texts_in_ties()
+    some = kept_texts(tmp_path / "some", {"a.jsonl": texts[:70], "b.jsonl": texts[70:]}, change)
+    shuffled = random.Random(1).sample(texts, len(texts))
+    others = {f"{number}-other.jsonl": shuffled[number::5] for number in range(5)}
+    assert kept_texts(tmp_path / "others", others, change) == some
+    assert some != sorted(texts)
 
 
 ALL = "dedup.near.measure={planted: 30, checked: 20}"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,12 +104,17 @@ def dedup(
     return results
 
 
+def _priority(document: Document) -> tuple[int, bytes, bytes]:
+    id, source, text = document
+    return source, xxhash.xxh3_128_digest(text.encode())[:8], id
+
+
 def brute_force(documents: list[Document], config: LinesDedupConfig, exact: bool) -> list[Document]:
     """The documents that stay with what is left of them, by dictionaries over everything."""
-    ranked = sorted(documents, key=lambda document: (document[1], document[0]))
+    ranked = sorted(documents, key=_priority)
     if exact:
         ranked = list({text: (id, source, text) for id, source, text in reversed(ranked)}.values())
-        ranked.sort(key=lambda document: (document[1], document[0]))
+        ranked.sort(key=_priority)
     had: dict[str, int] = {}
     left = []
     for id, source, text in ranked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def find(
     memory_bytes: int,
     *,
     index: DedupIndex | None = None,
+    indexed: Sequence[Text] = (),
 ) -> tuple[IdResult, Mapping[str, Any]]:
     """({removed: kept}, {kept: copies}) by ids, of texts in random order in so many files; counts."""
     rng = random.Random(folder.name)
@@ -77,7 +78,8 @@ def find(
     found = find_near_duplicates(paths, config, folder=work, memory_bytes=memory_bytes, indexes=indexes)
     parts = [folder for number in range(files) for folder in (work / "signatures").glob(f"{number:05d}.*")]
     parts += [part.folder for part in index.parts] if index else []
-    numbered = [bytes(id) for part in parts for id in np.load(part / DOCUMENTS_FILE)["id"]]
+    ids = {text.rank: text.id for text in (*texts, *indexed)}
+    numbered = [ids[bytes(rank)] for part in parts for rank in np.load(part / DOCUMENTS_FILE)["id"]]
     removed = {members[row["split"]][row["row"]].id: numbered[row["kept"]] for row in found.losers}
     copies = {members[row["split"]][row["row"]].id: int(row["copies"]) for row in found.winners}
     assert found.counts["losers"] == len(removed) == len(found.losers)
@@ -140,7 +142,7 @@ def test_documents_of_an_index_win_over_all(tmp_path: Path, sketch: int) -> None
     expected = by_ids([*own, *indexed], reference_near([*own, *indexed], CONFIG, sketch=sketch or None))
     assert set(expected[0].values()) & {text.id for text in indexed}
     index = make_index(tmp_path / "index", indexed, CONFIG, sketch)
-    found, counts = find(tmp_path / "own", own, CONFIG, 2, 20_000, index=index)
+    found, counts = find(tmp_path / "own", own, CONFIG, 2, 20_000, index=index, indexed=indexed)
     assert found == expected
     assert counts["kept_by_index"] == sum(hi not in {text.id for text in own} for hi in expected[0].values())
 

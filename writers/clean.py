@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
-import xxhash
 
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.minhash import word_keys
-from shardkit.writers.documents import DOCUMENT_SCHEMA, text_offsets
+from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests, text_offsets
 from shardkit.writers.filter_counts import FilterCounts
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.inputs.fields import NamedFields
@@ -129,21 +127,16 @@ def _book(filtered: Filtered, ledger: Ledger) -> None:
 def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:
     """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
 
-    With its source, id and size. A text without any word is equal to the very same text only.
+    With its source, its size and, as `id`, its content rank. A text without any word is equal only to the very
+    same text.
     """
     texts = batch.column("text")
-    data = texts.buffers()[2]
-    ends = text_offsets(texts)
-    text = memoryview(data) if data is not None else memoryview(b"")
     keys = np.empty(len(texts), KEY_DTYPE)
-    edges = ends.tolist()
-    digests = [xxhash.xxh3_128_digest(text[a:b]) for a, b in pairwise(edges)]
-    keys["key"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+    keys["key"] = digests = text_digests(texts)
     if normalized:
         words, some = word_keys(texts)
         keys["key"][some] = words[some]
-    ids = b"".join(batch.column("document_id").to_pylist())
-    keys["id"] = np.frombuffer(ids, np.uint8).reshape(-1, 16)
+    keys["id"] = content_ranks(digests, batch.column("document_id"))
     keys["source"] = batch.column("source").to_numpy()
-    keys["bytes"] = np.diff(ends)
+    keys["bytes"] = np.diff(text_offsets(texts))
     return keys

@@ -3,7 +3,8 @@
 One Arrow record batch holds up to `BATCH_DOCUMENTS` documents or about `BATCH_TEXT_BYTES` of text, so that
 kernels run over one UTF-8 buffer and memory is bounded whatever the corpus. A document's identity is the
 128-bit hash of (file name relative to the recipe, record number); everything random about a document is
-keyed by it, so that no result depends on which worker read it.
+keyed by it, so that no result depends on which worker read it. Which of two alike documents stays follows
+from their texts (`content_ranks`): renaming, splitting or sorting the input files keeps the same texts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +23,10 @@ __all__ = [
     "BATCH_DOCUMENTS",
     "BATCH_TEXT_BYTES",
     "DOCUMENT_SCHEMA",
+    "content_ranks",
     "document_ids",
     "keyed_hashes",
+    "text_digests",
     "text_offsets",
 ]
 
@@ -58,6 +62,25 @@ def keyed_hashes(document_ids: Iterable[bytes], seed: int, purpose: str) -> npt.
     key = hashlib.blake2b(f"{seed}\0{purpose}".encode(), digest_size=8).digest()
     number = int.from_bytes(key, "little")
     return np.fromiter((xxhash.xxh3_64_intdigest(d, number) for d in document_ids), dtype=np.uint64)
+
+
+def text_digests(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
+    """uint8[n, 16]: xxh3-128 of each text's UTF-8."""
+    data = texts.buffers()[2]
+    text = memoryview(data) if data is not None else memoryview(b"")
+    digests = [xxhash.xxh3_128_digest(text[a:b]) for a, b in pairwise(text_offsets(texts).tolist())]
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+
+
+def content_ranks(
+    digests: npt.NDArray[np.uint8], document_ids: pa.FixedSizeBinaryArray
+) -> npt.NDArray[np.uint8]:
+    """uint8[n, 16]: what breaks ties between documents in duplicate removal; the lowest rank stays.
+
+    Half of the text's digest, then half of the document id, which decides among equal texts only.
+    """
+    ids = np.frombuffer(b"".join(document_ids.to_pylist()), np.uint8).reshape(-1, 16)
+    return np.concatenate([digests[:, :8], ids[:, :8]], axis=1)
 
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:

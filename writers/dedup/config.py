@@ -21,7 +21,7 @@ MAX_PERMUTATIONS = 1024
 
 
 class ExactDedupConfig(StrictModel):
-    """Of documents with the same text, the one of the first input, then of the lowest document id stays."""
+    """Of documents with the same text, the one of the first input, then of the lowest hash stays."""
 
     text: Literal["raw", "normalized"] = Field(
         default="raw",

@@ -4,8 +4,8 @@ A key is 128 bits; two different texts share one with probability 10^-19 among 1
 divided among partitions by their leading bits, so all copies of a text meet in one partition, whose rows
 alone are held in memory (`partitions_for` tells how many partitions a memory budget needs). Files of keys
 are written in runs sorted by key, of which a partition reads its own slices only. Among equal keys the winner
-is the document of the lowest source, then (if so wanted) of the longest text, then of the lowest document id:
-a property of the documents, so neither the number of partitions nor the order of files changes it.
+is the document of the lowest source, then (if so wanted) of the longest text, then of the lowest content rank
+(writers/documents.py): neither the number of partitions nor names and order of files change which text stays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "read_keys",
 ]
 
-# Bytes of keys and ids are kept as made, big-endian when read as numbers.
+# Bytes of keys and ids are kept as made, big-endian when read as numbers; `id` is the content rank.
 KEY_DTYPE = np.dtype([("key", "u1", (16,)), ("id", "u1", (16,)), ("bytes", "<i8"), ("source", "<i4")])
 LOSER_DTYPE = np.dtype(
     [

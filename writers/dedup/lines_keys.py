@@ -1,9 +1,10 @@
 """Lines that stand in many documents, found: each split's lines to keys, each partition of keys to losers.
 
-Of the documents that have a line, the `keep` ones of highest priority (lowest source, then lowest document
-id) keep it, every time it stands in them; all others lose it. So the result is a property of the documents,
-however they are cut into splits and partitions. That any two of n different lines share their 128-bit hash,
-so that one could be cut in error, has probability n^2 / 2^129: 10^-17 for 10^11 lines.
+Of the documents that have a line, the `keep` ones of highest priority (lowest source, then lowest content
+rank, writers/documents.py) keep it, every time it stands in them; all others lose it. So the result is a
+property of the texts, however they are named and cut into files, splits and partitions. That any two of n
+different lines share their 128-bit hash, so that one could be cut in error, has probability n^2 / 2^129:
+10^-17 for 10^11 lines.
 
 Files of a split's folder (`write_line_keys`):
     line_keys.npy    LINE_KEY in runs, each sorted by the leading bits of the hash
@@ -39,8 +40,8 @@ from shardkit.writers.dedup.key_runs import (
 )
 from shardkit.writers.dedup.lines_units import find_units
 from shardkit.writers.dedup.split_rows import SplitRows, piece_of_split
+from shardkit.writers.documents import content_ranks, text_digests
 from shardkit.writers.execution.work_files import open_arrow
-from shardkit.writers.spill import id_words
 
 __all__ = [
     "LINE_KEY",
@@ -63,7 +64,7 @@ LINE_KEY = np.dtype(
     [
         ("high", "<u8"),
         ("low", "<u8"),
-        ("id", "<u8", (2,)),  # the halves of the document id, as numbers that sort as the id does
+        ("id", "<u8", (2,)),  # the halves of the content rank, as numbers that sort as it does
         ("row", "<u4"),  # in documents.arrow
         ("unit", "<u4"),  # the line's number in the document
         ("source", "<i4"),
@@ -95,12 +96,13 @@ def write_line_keys(
             batch = reader.get_batch(number)
             wanted = np.ones(batch.num_rows, np.bool_)
             wanted[lost.before(start + batch.num_rows)["row"] - start] = False
-            units = find_units(batch.column("text"), wanted, config)
-            ids = id_words(pa.chunked_array([batch.column("document_id")]))
+            texts = batch.column("text")
+            units = find_units(texts, wanted, config)
+            ranks = content_ranks(text_digests(texts), batch.column("document_id")).view(">u8")
             rows = np.empty(len(units.unit), LINE_KEY)
             rows["high"], rows["low"], rows["unit"] = units.high, units.low, units.unit
             rows["row"] = units.document + start
-            rows["id"] = ids[units.document]
+            rows["id"] = ranks[units.document]
             rows["source"] = batch.column("source").to_numpy()[units.document]
             writer.write(rows)
             lines += units.found

@@ -3,7 +3,8 @@
 Recall: of the planted copies of each band of similarity, how many met their original as a candidate, beside
 what the S-curve of bands and rows says of exactly these similarities (`expected`) and the 95 % interval of
 the measured share (Wilson's, which is right for shares near 1 too). Precision: of a sample of the removed
-documents, drawn by hash of their ids, the words of both texts are compared again: as strings, not as hashes.
+documents, drawn by hash of their content ranks, the words of both texts are compared again: as strings, not
+as hashes.
 
 Both are functions of the documents alone. Memory: the planted rows and the sample; of the files of stages,
 pieces of `PIECE_ROWS` rows.
@@ -264,9 +265,9 @@ def measure_precision(
 
 
 def _sample(losers: Path, population: Population, count: int, seed: int) -> npt.NDArray[np.void]:
-    """The losers with the lowest hash(seed, "checked", id), lowest first."""
+    """The losers with the lowest hash(seed, "checked", content rank), lowest first."""
     entries = Rows(losers, NEAR_LOSER)
-    heap: list[tuple[int, bytes, int]] = []  # the inverse of the hash, id, row in the file of losers
+    heap: list[tuple[int, bytes, int]] = []  # the inverse of the hash, rank, row in the file of losers
     loaded, documents = -1, np.empty(0, DOCUMENT)
     for start in range(0, len(entries) if count else 0, PIECE_ROWS):
         piece = entries.read(start, min(start + PIECE_ROWS, len(entries)))
@@ -276,10 +277,10 @@ def _sample(losers: Path, population: Population, count: int, seed: int) -> npt.
             mine = np.flatnonzero(piece["split"] == split)
             at, known = _rows_of(documents, piece["row"][mine])
             assert known.all(), f"{losers}: a loser that was never compared"
-            ids = [bytes(id_) for id_ in documents["id"][at]]
-            hashes = keyed_hashes(ids, seed, "checked")
+            ranks = [bytes(rank) for rank in documents["id"][at]]
+            hashes = keyed_hashes(ranks, seed, "checked")
             for number in np.argsort(hashes, kind="stable").tolist():
-                entry = (-int(hashes[number]), ids[number], start + int(mine[number]))
+                entry = (-int(hashes[number]), ranks[number], start + int(mine[number]))
                 if len(heap) < count:
                     heapq.heappush(heap, entry)
                 elif entry > heap[0]:

@@ -22,7 +22,7 @@ from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.lsh import optimal_parameters
 from shardkit.writers.dedup.minhash import Signatures, band_keys, sign_batch
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
-from shardkit.writers.documents import text_offsets
+from shardkit.writers.documents import content_ranks, text_digests, text_offsets
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.spill import Removed
 
@@ -100,9 +100,7 @@ def _sign_batch(
     signed = sign_batch(batch.column("text"), config.minhash)
     some = np.flatnonzero(signed.shingles)
     described = np.empty(len(kept), DOCUMENT)
-    described["id"] = np.frombuffer(b"".join(batch.column("document_id").to_pylist()), np.uint8).reshape(
-        -1, 16
-    )
+    described["id"] = content_ranks(text_digests(batch.column("text")), batch.column("document_id"))
     described["row"] = kept
     described["bytes"] = np.diff(text_offsets(batch.column("text")))
     described["source"] = batch.column("source").to_numpy()

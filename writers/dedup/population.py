@@ -3,7 +3,7 @@
 A *part* is a folder of files with one row a document, in the same order: a split of the inputs, planted
 copies, or an index of another corpus. Documents are numbered through all parts (`number`); a number is a
 handle and never decides who wins. Priority does: documents of an index come before all others, then the
-lowest source, the longest text, the lowest document id; planted copies come last.
+lowest source, the longest text, the lowest content rank (writers/documents.py); planted copies come last.
 
     documents.npy    DOCUMENT, as many rows as the part has documents
     signatures.npy   uint32[n, permutations]
@@ -42,7 +42,7 @@ BAND_RUNS_FILE = "bands.npy"
 
 DOCUMENT = np.dtype(
     [
-        ("id", "u1", (16,)),
+        ("id", "u1", (16,)),  # the content rank; the document id in indexes that older versions made
         ("row", "<i8"),  # in the split's documents.arrow
         ("bytes", "<i8"),  # of UTF-8 text
         ("copies", "<i4"),  # documents with the very same text, this one included
@@ -105,7 +105,8 @@ class Population:
 def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint64]:
     """uint64[n, 3]: rows of DOCUMENT as keys that sort the highest priority first.
 
-    (source and inverse length, first half of the id, second half): equal only for the same document.
+    (source and inverse length, first half of the content rank, second half). No two of the documents that are
+    compared have equal ones: their words differ, so their texts do.
     """
     first = {"input": 1, "planted": 1 << 20, "index": 0}[kind]
     keys = np.empty((len(documents), 3), np.uint64)

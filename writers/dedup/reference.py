@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
+
 from shardkit.writers.dedup.candidates import reference_candidates
 from shardkit.writers.dedup.compare import reference_compare
 from shardkit.writers.dedup.config import NearDedupConfig
@@ -31,10 +33,15 @@ class Text(NamedTuple):
     text: str
 
     @property
+    def rank(self) -> bytes:
+        """The content rank."""
+        return xxhash.xxh3_128_digest(self.text.encode())[:8] + self.id[:8]
+
+    @property
     def priority(self) -> tuple[int, int, bytes]:
         """Ascends as `population.priority` does."""
         first = {"index": -1, "input": self.source, "planted": 1 << 30}[self.kind]
-        return first, -len(self.text.encode()), self.id
+        return first, -len(self.text.encode()), self.rank
 
 
 @dataclass(frozen=True, slots=True)
