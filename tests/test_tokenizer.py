@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,21 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
+from small_build import make_corpus
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.writers import build
 from shardkit.writers import tokenizer as module
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encoder, sample_texts
+from shardkit.writers.tokenizer import (
+    Encoder,
+    Engine,
+    check_parity,
+    load_encoder,
+    sample_texts,
+    unlike_characters,
+)
 
 EOS = "<|endoftext|>"
 TEXTS = [
@@ -216,6 +227,112 @@ def test_parity_keeps_the_fast_engine_where_both_agree(path: Path, tmp_path: Pat
     parity = check_parity(files, path, EOS)
     assert (parity.engine, parity.differences, parity.reason) == ("gigatoken", 0, None)
     assert parity.documents >= len(TEXTS) * 9
+
+
+# The tables of `tokenizers` do not know that these marks combine: below, below; above, attached, left.
+YOUNG_MARKS = "\U00010f4a\u1ac0\u0898\u0c3c\U0001e4ee"
+OLD_MARKS = "a \u0301\u0334\u0327\u0928\u093c\u1100\u1161\u11a8\u0378\u1fa7"
+MARKED = st.text(st.sampled_from(YOUNG_MARKS + OLD_MARKS))
+
+
+@pytest.fixture(scope="module")
+def composing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Encoder, Encoder]:
+    """(fast, right) of a tokenizer that puts texts into form C, as Qwen does."""
+    path = train(tmp_path_factory.mktemp("composing"), normalizer=normalizers.NFC())
+    fast, right = (Encoder(path, EOS, engine=engine) for engine in ENGINES)
+    return Encoder(path, EOS, unlike=unlike_characters(fast, right)), right
+
+
+def test_characters_that_the_engines_know_differently_are_for_tokenizers(
+    composing: tuple[Encoder, Encoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, right = composing
+    odd = f"x{YOUNG_MARKS[:2]}y"
+    texts = ["plain", odd, "", "d\u00e9j\u00e0 \u4f60", odd * 3, "\U00010eff", "end"]
+    assert not np.array_equal(Encoder(fast.path, EOS).encode([odd])[0], right.encode([odd])[0])
+    assert split_texts(fast.encode(texts)) == split_texts(right.encode(texts))
+    assert split_texts(fast.encode(pa.array(texts)[1:5])) == split_texts(right.encode(texts[1:5]))
+    monkeypatch.setattr(module, "ENCODE_BYTES", 8)
+    assert split_texts(fast.encode(texts)) == split_texts(right.encode(texts))
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(MARKED | st.text(max_size=60), min_size=1, max_size=4))
+def test_both_engines_agree_on_any_marks(composing: tuple[Encoder, Encoder], texts: list[str]) -> None:
+    fast, right = composing
+    assert split_texts(fast.encode(texts)) == split_texts(right.encode(texts))
+
+
+def test_few_characters_are_for_tokenizers(composing: tuple[Encoder, Encoder], path: Path) -> None:
+    def assigned(path: Path) -> set[str]:
+        ranges = unlike_characters(*(Encoder(path, EOS, engine=engine) for engine in ENGINES))
+        found = {chr(code) for first, last in ranges for code in range(first, last + 1)}
+        return {character for character in found if unicodedata.category(character) != "Cn"}
+
+    assert assigned(path) == set()
+    assert set(YOUNG_MARKS[:2]) <= assigned(composing[0].path)
+    assert len(assigned(composing[0].path)) < 300
+
+
+def test_a_rare_script_behind_the_sample_gets_the_ids_of_tokenizers(
+    tmp_path: Path, composing: tuple[Encoder, Encoder], inline_builds: None
+) -> None:
+    _, right = composing
+    recipe = make_corpus(tmp_path, documents=20)
+    shutil.copy(right.path, tmp_path / "tokenizer.json")
+    odd = "plain words " * 1000 + f" and x{YOUNG_MARKS[:2]}y"
+    (tmp_path / "plain-9.jsonl").write_text(json.dumps({"text": odd, "number": 1}) + "\n")
+    build(recipe, overrides=["work=work"], progress=False)
+    spilled = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("work/tokenize/*/tokens.bin")))
+    assert right.encode([odd])[0].tobytes() in spilled
+
+
+def train_unigram(folder: Path) -> Path:
+    made = tokenizers.Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        unk_token="<unk>",
+        show_progress=False,
+        initial_alphabet=list("</s>"),
+    )
+    made.train_from_iterator(["hello world, the quick brown fox jumps over the lazy dog "] * 20, trainer)
+    made.decoder = decoders.Metaspace()
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_unigram_models_take_text_that_spells_a_special_token_as_text(tmp_path: Path) -> None:
+    path = train_unigram(tmp_path)
+    encoder = Encoder(path, "</s>", engine="tokenizers")
+    whole = tokenizers.Tokenizer.from_file(str(path))
+    assert (encoder.eos_id, encoder.vocab_size) == (whole.token_to_id("</s>"), whole.get_vocab_size())
+    texts = ["the </s> dog", "</s>", "<s>hello</s>", "hello world"]
+    for text, ids in zip(texts, split_texts(encoder.encode(texts)), strict=True):
+        assert not {0, 1, 2} & set(ids)
+        assert whole.decode(ids) == text
+    plain = whole.encode(texts[-1], add_special_tokens=False).ids
+    assert encoder.encode(texts[-1:])[0].tolist() == plain
+
+
+def test_unigram_models_keep_the_ids_of_added_tokens_that_are_not_special(tmp_path: Path) -> None:
+    path = train_unigram(tmp_path)
+    whole = tokenizers.Tokenizer.from_file(str(path))
+    whole.add_special_tokens(["<|end|>"])
+    whole.add_tokens(["<tool>"])
+    whole.save(str(path))
+    encoder = Encoder(path, "</s>", engine="tokenizers")
+    assert encoder.vocab_size == whole.get_vocab_size()
+    ids = encoder.encode(["the <tool> <|end|>"])[0].tolist()
+    assert whole.token_to_id("<tool>") in ids
+    assert whole.token_to_id("<|end|>") not in ids
+
+
+def test_a_document_that_yields_the_eos_id_is_named(tmp_path: Path, inline_builds: None) -> None:
+    recipe = make_corpus(tmp_path, documents=20)
+    with pytest.raises(BuildError, match=r"plain-0\.jsonl: record 0: .*document ends would be ambiguous"):
+        build(recipe, overrides=["tokenizer.eos=d", "inputs=[{path: plain-0.jsonl}]"], progress=False)
 
 
 def test_a_tokenizer_that_gigatoken_does_not_know_falls_back_with_a_warning(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def _book(filtered: Filtered, ledger: Ledger) -> None:
 def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:
     """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
 
-    With its source, its size and, as `id`, its content rank. A text without any word is equal only to the very
-    same text.
+    With its source, its size and, as `id`, its content rank. A text without any word equals only the same
+    text.
     """
     texts = batch.column("text")
     keys = np.empty(len(texts), KEY_DTYPE)

@@ -60,16 +60,17 @@ def make_parts(plan: Plan, moved: Recipe, tokenizer_path: Path, run: Run) -> Mad
     prepared = prepare(moved, plan.splits, run, plan.indexes, plan.files, [tokenizer_task])
     [tokenizer] = prepared.beside
     partitions = _count_partitions(recipe, prepared.kept)
-    spilled, parity = _tokenize(plan, prepared, partitions, tokenizer.counts["engine"], tokenizer_path, run)
+    spilled, parity = _tokenize(plan, prepared, partitions, tokenizer, tokenizer_path, run)
     [packed] = run(stages.pack_tasks(recipe, spilled, partitions=partitions, tokenizer=tokenizer))
     [provenance] = run(stages.provenance_tasks(packed))
     names = {"file": tokenizer_path.name, "digest": plan.digest, "eos": eos}
-    facts = names | dict(tokenizer.counts) | {"engine": parity.counts["engine"]}
+    known = {name: tokenizer.counts[name] for name in ("eos_id", "vocab_size", "dtype")}
+    facts = names | known | {"engine": parity.counts["engine"]}
     return Made(prepared, spilled, packed, provenance, facts)
 
 
 def _tokenize(
-    plan: Plan, prepared: Prepared, partitions: int, engine: Engine, tokenizer_path: Path, run: Run
+    plan: Plan, prepared: Prepared, partitions: int, tokenizer: Commit, tokenizer_path: Path, run: Run
 ) -> tuple[list[Commit], Commit]:
     """The spills and the parity check, which runs beside: one core's time that others need not wait for.
 
@@ -77,6 +78,8 @@ def _tokenize(
     """
 
     unique = prepared.unique
+    engine: Engine = tokenizer.counts["engine"]
+    unlike = tuple((first, last) for first, last in tokenizer.counts["unlike"])
 
     def tasks(engine: Engine) -> list[Task]:
         return stages.tokenize_tasks(
@@ -88,11 +91,12 @@ def _tokenize(
             tokenizer_path=tokenizer_path,
             tokenizer_digest=plan.digest,
             engine=engine,
+            unlike=unlike,
             partitions=partitions,
         )
 
     eos = plan.recipe.tokenizer.eos
-    parity_task = stages.parity_task(unique.documents, tokenizer_path, eos, plan.digest)
+    parity_task = stages.parity_task(unique.documents, tokenizer_path, eos, plan.digest, unlike)
     try:
         [parity], spilled = run([parity_task], tasks(engine))
     except BuildError:

@@ -30,7 +30,7 @@ from shardkit.writers.documents import keyed_hashes, text_offsets
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.languages import LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.tokenizer import Encoder, Tokens
+from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
 
 __all__ = [
     "SEGMENT",
@@ -227,7 +227,11 @@ def _tokenize_batch(
             keep[losers] = False
     if not keep.all():
         batch, sizes, copies = batch.filter(pa.array(keep)), sizes[keep], copies[keep]
-    ids, lengths = encoder.encode(batch.column("text"))
+    try:
+        ids, lengths = encoder.encode(batch.column("text"))
+    except EosInTextError as error:
+        file, record = (batch.column(name)[error.row] for name in ("file", "record"))
+        raise BuildError(f"{file}: record {record.as_py():,}: {error}") from error
     if (empty := lengths == 0).any():
         ledger.drop("empty", int(empty.sum()), int(sizes[empty].sum()))
         batch, copies = batch.filter(pa.array(~empty)), copies[~empty]

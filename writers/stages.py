@@ -33,7 +33,7 @@ from shardkit.writers.provenance import renumber
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.shards import PROVENANCE_NAME, pack_partition
 from shardkit.writers.spill import run_tokens_for, tokenize_split
-from shardkit.writers.tokenizer import Encoder, Engine, check_parity, load_encoder
+from shardkit.writers.tokenizer import Encoder, Engine, Ranges, check_parity, load_encoder, unlike_characters
 
 __all__ = [
     "clean_tasks",
@@ -61,18 +61,14 @@ def _check_tokenizer(folder: Path, path: Path, eos: str) -> dict[str, Any]:
     path = local(path)
     encoder = Encoder(path, eos, engine="tokenizers")
     facts = {"eos_id": encoder.eos_id, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.name}
-    return facts | {"engine": _likely_engine(path, eos)}
-
-
-def _likely_engine(path: Path, eos: str) -> Engine:
-    """The engine to start with; the parity check decides."""
-    try:
-        Encoder(path, eos, engine="gigatoken")
+    try:  # the engine to start with; the parity check decides
+        fast = Encoder(path, eos, engine="gigatoken")
+        unlike = unlike_characters(fast, encoder)
     except MissingExtraError:
         raise
     except Exception:  # a tokenizer whose parts gigatoken does not know: any exception of its own
-        return "tokenizers"
-    return "gigatoken"
+        return facts | {"engine": "tokenizers", "unlike": []}
+    return facts | {"engine": "gigatoken", "unlike": unlike}
 
 
 def clean_tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str]) -> list[Task]:
@@ -156,19 +152,22 @@ def _find_exact(folder: Path, paths: Sequence[Path], partition: int, partitions:
     }
 
 
-def parity_task(cleaned: Sequence[Commit], path: Path, eos: str, digest: str) -> Task:
+def parity_task(cleaned: Sequence[Commit], path: Path, eos: str, digest: str, unlike: Ranges) -> Task:
     """Compare the fast tokenizer with the right one on a sample of the documents."""
     documents = tuple(commit.folder / DOCUMENTS_FILE for commit in cleaned)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in cleaned])
     inputs = {"documents": contents, "tokenizer": digest}
-    args = (documents, path, eos)
-    return Task("parity", "parity", {"tokenizer.eos": eos}, _check_parity, args, _FIRST, inputs)
+    args = (documents, path, eos, unlike)
+    config = {"tokenizer.eos": eos, "unlike": digest_of(unlike)}
+    return Task("parity", "parity", config, _check_parity, args, _FIRST, inputs)
 
 
-def _check_parity(folder: Path, documents: Sequence[Path], path: Path, eos: str) -> dict[str, Any]:
+def _check_parity(
+    folder: Path, documents: Sequence[Path], path: Path, eos: str, unlike: Ranges
+) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, also when this task is skipped
-        return check_parity(documents, local(path), eos).to_dict()
+        return check_parity(documents, local(path), eos, unlike).to_dict()
 
 
 def tokenize_tasks(
@@ -181,6 +180,7 @@ def tokenize_tasks(
     tokenizer_path: Path,
     tokenizer_digest: str,
     engine: Engine,
+    unlike: Ranges,
     partitions: int,
 ) -> list[Task]:
     """One task a split: what survived, tokenized and divided among `partitions`.
@@ -190,11 +190,12 @@ def tokenize_tasks(
     config = {
         "tokenizer.eos": recipe.tokenizer.eos,
         "engine": engine,
+        "unlike": digest_of(unlike),
         "seed": recipe.seed,
         "partitions": partitions,
         "run_tokens": run_tokens_for(recipe.memory),
     }
-    encoder = (tokenizer_path, recipe.tokenizer.eos, engine)
+    encoder = (tokenizer_path, recipe.tokenizer.eos, engine, unlike)
     tasks = []
     for split, commit, first in zip(splits, cleaned, labelled, strict=True):
         languages, named = _languages(first, commit)
@@ -228,17 +229,17 @@ def _tokenize(
     documents: Path,
     removals: Removals,
     split: int,
-    encoder: tuple[Path, str, Engine],
+    encoder: tuple[Path, str, Engine, Ranges],
     seed: int,
     partitions: int,
     languages: LanguageLabels | None,
     run_tokens: int,
 ) -> dict[str, Any]:
-    path, eos, engine = encoder
+    path, eos, engine, unlike = encoder
     result = tokenize_split(
         documents,
         removals.of_split(split),
-        load_encoder(local(path), eos, engine),
+        load_encoder(local(path), eos, engine, unlike),
         seed=seed,
         partitions=partitions,
         folder=folder,

@@ -1,10 +1,15 @@
 """Text to token ids, with text kept text.
 
 `tokenizers` (Hugging Face) defines which ids are right; `gigatoken` computes them, some fifty times faster.
-The two are compared once per build, before anything is tokenized (`check_parity`): on any difference, or when
+The two are compared once per build on a sample of its documents (`check_parity`): on any difference, or when
 `gigatoken` does not know the tokenizer's parts, the whole build uses `tokenizers`, so that no byte depends on
-which task noticed. Both encode text that spells a special token as plain text, so that the eos id occurs
-exactly where a document ends; an id that breaks this stops the build.
+which task noticed. What a sample can miss are rare characters: the Unicode tables of both differ in age, so
+form C orders combining marks of young scripts in two ways. `unlike_characters` compares the engines on every
+combining mark; texts that hold one of those that differ are encoded by `tokenizers`, whatever the engine.
+
+Both encode text that spells a special token as plain text, so that the eos id occurs exactly where a document
+ends; an id that breaks this stops the build. Unigram models list special tokens among their pieces and would
+find them in text; there those pieces get a name that no text has (`_hide_special_pieces`).
 
 Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
 `CACHE_BYTES` of the engine's own word cache, which grows for ever if it is let.
@@ -15,35 +20,43 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
 from shardkit.plain_json import load_json
+from shardkit.writers.dedup.simd import load_8_bytes
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.utf8 import next_character
 
 __all__ = [
     "Encoder",
     "Engine",
+    "EosInTextError",
     "Parity",
     "Tokens",
     "check_parity",
     "load_encoder",
     "sample_texts",
     "tokenizer_digest",
+    "unlike_characters",
 ]
 
 Engine = Literal["gigatoken", "tokenizers"]
 Tokens = npt.NDArray[np.uint16 | np.uint32]
 Ids = npt.NDArray[np.uint32]
+Ranges = tuple[tuple[int, int], ...]
+"""Code points: the first and the last one of each range."""
 
 ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four times as much
 CACHE_BYTES = 256 << 20  # gigatoken is loaded anew when its cache of words has grown by this
@@ -51,6 +64,9 @@ PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second
 PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
 PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
+_CODE_POINTS = 0x110000
+_BEYOND_ASCII = np.uint64(0x8080808080808080)
+_PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols, which never combine; emoji come every year
 
 # Where engines have differed: white space, line ends, digits, apostrophes, combining marks, scripts, emoji.
 _PROBES = (
@@ -61,20 +77,30 @@ _PROBES = (
 )  # fmt: skip
 
 
+class EosInTextError(BuildError):
+    """A text was encoded to the eos id; `row` is its place among those that were given."""
+
+    def __init__(self, message: str, row: int = 0) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 class Encoder:
     """One tokenizer.json and the id that ends documents.
 
     `vocab_size` is one more than the greatest id; `dtype` is uint16 where that suffices, else uint32;
-    `digest` is the blake2b-128 of the file's bytes. Raises RecipeError for a file that cannot be used.
+    `digest` is the blake2b-128 of the file's bytes. Texts with a character of `unlike` are encoded by
+    `tokenizers` in any case. Raises RecipeError for a file that cannot be used.
     """
 
-    def __init__(self, path: Path, eos: str, *, engine: Engine = "gigatoken") -> None:
+    def __init__(self, path: Path, eos: str, *, engine: Engine = "gigatoken", unlike: Ranges = ()) -> None:
         data = _read_tokenizer(path)
         self.path = path
         self.eos = eos
         self.engine: Engine = engine
         self.digest = _digest(data)
-        config = _parse_tokenizer(path, data)
+        self._config = config = _parse_tokenizer(path, data)
+        self._unlike = _table_of(unlike) if unlike and engine == "gigatoken" else None
         ids = _vocabulary_ids(config)
         if eos not in ids:
             raise RecipeError(f"tokenizer.eos: {path} has no token {eos!r}; {_candidates(config)}")
@@ -93,31 +119,48 @@ class Encoder:
         """(ids of all texts one after the other, number of ids of each text); no eos is added.
 
         `texts` is an Arrow array of strings without nulls (encoded from its buffer, with no string made), or
-        a sequence of str. Raises BuildError when a text yields the eos id or an id outside the vocabulary.
+        a sequence of str. Raises EosInTextError when a text yields the eos id, BuildError for an id outside
+        the vocabulary.
         """
         array = texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.large_string())
         if array.type != pa.large_string():
             array = array.cast(pa.large_string())
-        pieces = [self._encode(piece) for piece in _pieces(array)]
-        lengths = np.concatenate([lengths for _, lengths in pieces] or [np.zeros(0, np.int64)])
-        ids = [ids for ids, _ in pieces]
-        for piece in ids:
-            self._check(piece, lengths)
-        joined = np.concatenate(
-            [piece.astype(self.dtype, copy=False) for piece in ids] or [np.zeros(0, self.dtype)]
-        )
-        return joined, lengths
+        joined, counts, row = [np.zeros(0, self.dtype)], [np.zeros(0, np.int64)], 0
+        for piece in _pieces(array):
+            ids, lengths = self._encode_piece(piece)
+            self._check(ids, lengths, row)
+            joined.append(ids.astype(self.dtype, copy=False))
+            counts.append(lengths)
+            row += len(piece)
+        return np.concatenate(joined), np.concatenate(counts)
 
-    def _check(self, ids: Ids, lengths: npt.NDArray[np.int64]) -> None:
+    def _encode_piece(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
+        rows = np.zeros(0, np.int64) if self._unlike is None else _rows_with(texts, self._unlike)
+        ids, lengths = self._encode(texts)
+        if not len(rows):
+            return ids, lengths
+        right, right_lengths = self._reference(texts.take(pa.array(rows)))
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for row, part in zip(rows.tolist(), np.split(right, np.cumsum(right_lengths)[:-1]), strict=True):
+            parts[row] = part
+        lengths[rows] = right_lengths
+        return np.concatenate(parts), lengths
+
+    @cached_property
+    def _reference(self) -> _Reference:
+        return _Reference(self.path, self._config, self.eos)
+
+    def _check(self, ids: Ids, lengths: npt.NDArray[np.int64], first_row: int) -> None:
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise BuildError(
                 f"{self.path}: {self.engine} returned id {int(ids.max())}, outside the vocabulary of "
                 f"{self.vocab_size:,}; the tokenizer file is inconsistent"
             )
-        if (ids == self.eos_id).any():
-            raise BuildError(
+        if len(found := np.flatnonzero(ids == self.eos_id)):
+            raise EosInTextError(
                 f"{self.path}: text was encoded to the eos id {self.eos_id} ({self.eos!r}), so document ends "
-                f"would be ambiguous; set tokenizer.eos to a special token that text cannot produce"
+                f"would be ambiguous; set tokenizer.eos to a special token that text cannot produce",
+                first_row + int(np.searchsorted(np.cumsum(lengths), found[0], side="right")),
             )
 
 
@@ -178,16 +221,18 @@ class _Reference:
         added = [
             t | {"special": True} if t.get("content") == eos else t for t in config.get("added_tokens") or ()
         ]
+        # Cutting or padding documents is the packer's work, whatever the file asks for.
+        plain = config | {"added_tokens": added, "truncation": None, "padding": None}
         try:
-            # Cutting or padding documents is the packer's work, whatever the file asks for.
-            plain = config | {"added_tokens": added, "truncation": None, "padding": None}
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            self._named = self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            if (hidden := _hide_special_pieces(plain, eos)) is not plain:
+                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(hidden))
         except Exception as error:  # tokenizers raises plain Exception
             raise RecipeError(f"tokenizer.path: {path} cannot be loaded by tokenizers: {error}") from error
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is eleven letters and signs
 
     def vocabulary(self) -> dict[str, int]:
-        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+        return dict(self._named.get_vocab(with_added_tokens=True))
 
     def __call__(self, texts: pa.Array) -> tuple[Ids, npt.NDArray[np.int64]]:
         encode = self._tokenizer.encode_batch_fast
@@ -196,14 +241,104 @@ class _Reference:
         return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
 
 
-def load_encoder(path: Path, eos: str, engine: Engine = "gigatoken") -> Encoder:
+def _hide_special_pieces(config: dict[str, Any], eos: str) -> dict[str, Any]:
+    """The same tokenizer, whose Unigram model cannot find special tokens or eos in text; ids do not change.
+
+    SentencePiece matches no control symbol in text either. Scores stay, because the least of them decides
+    what an unknown character costs. The added tokens of these pieces go: text is not searched for special
+    ones, and without a piece of that name they would get new ids.
+    """
+    vocabulary = config["model"].get("vocab")
+    if not isinstance(vocabulary, list):
+        return config
+    special = {eos} | {t["content"] for t in config["added_tokens"] if t.get("special")}
+    hidden = special & {piece for piece, _ in vocabulary}
+    if not hidden:
+        return config
+    names = {piece: f"\U0010ffff{hashlib.sha256(piece.encode()).hexdigest()}" for piece in hidden}
+    model = config["model"] | {"vocab": [[names.get(piece, piece), score] for piece, score in vocabulary]}
+    added = [token for token in config["added_tokens"] if token["content"] not in hidden]
+    return config | {"model": model, "added_tokens": added}
+
+
+def unlike_characters(fast: Encoder, reference: Encoder) -> Ranges:
+    """The characters whose texts the two engines may encode in different ways.
+
+    Combining marks that the engines order in two ways beside others, canonical compositions that they do not
+    both make, and characters that are younger than Python's Unicode tables, pictographs aside: the engines'
+    may be older or younger. A character's class and compositions never change once it is assigned.
+    """
+    young, codes, texts = _characters_to_compare()
+    unlike = young.copy()
+    ids, right = (_split(*encoder.encode(texts)) for encoder in (fast, reference))
+    unlike[codes] = [not np.array_equal(a, b) for a, b in zip(ids, right, strict=True)]
+    edges = np.flatnonzero(np.diff(unlike, prepend=False, append=False)).tolist()
+    return tuple((first, stop - 1) for first, stop in zip(edges[::2], edges[1::2], strict=True))
+
+
+@cache
+def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[int], list[str]]:
+    """Which code points Python does not know; those that combine or are composed, and a text for each.
+
+    The text shows the class of a mark: before one of the lowest class and behind one of the most frequent.
+    """
+    young, codes, texts = np.zeros(_CODE_POINTS, np.bool_), [], []
+    young[0x40000:0xF0000] = True  # except for some tags; private use follows
+    for code in (*range(0x80, 0x40000), *range(0xE0000, 0xE1000)):
+        character = chr(code)
+        category, decomposition = unicodedata.category(character), unicodedata.decomposition(character)
+        young[code] = category == "Cn" and code not in _PICTOGRAPHS
+        if category[0] == "M" or (decomposition and decomposition[0] != "<"):
+            parts = unicodedata.normalize("NFD", character)
+            codes.append(code)
+            texts.append(f"{character} a{character}\u0334 a\u0301{character} {parts} a{parts}\u0334")
+    return young, codes, texts
+
+
+def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
+    return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+def _table_of(ranges: Ranges) -> npt.NDArray[np.bool_]:
+    """bool[1,114,112]: whether a code point lies in any of them."""
+    table = np.zeros(_CODE_POINTS, np.bool_)
+    for first, last in ranges:
+        table[first : last + 1] = True
+    return table
+
+
+def _rows_with(texts: pa.LargeStringArray, table: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """The texts that hold a character of the table."""
+    data = texts.buffers()[2]
+    if data is None:
+        return np.zeros(0, np.int64)
+    found = np.zeros(len(texts), np.bool_)
+    _find_characters(np.frombuffer(data, np.uint8), text_offsets(texts), table, found)
+    return np.flatnonzero(found)
+
+
+@numba.njit(nogil=True, cache=True)
+def _find_characters(data, edges, table, found):  # type: ignore[no-untyped-def]
+    for text in range(len(found)):
+        at, stop = edges[text], edges[text + 1]
+        while at < stop:
+            if at + 8 <= stop and not load_8_bytes(data, at) & _BEYOND_ASCII:
+                at += 8
+                continue
+            code, at = next_character(data, at)
+            if table[code]:
+                found[text] = True
+                break
+
+
+def load_encoder(path: Path, eos: str, engine: Engine = "gigatoken", unlike: Ranges = ()) -> Encoder:
     """An Encoder, kept for the process's next task as long as the file's bytes stay the same."""
-    return _load_encoder(path, tokenizer_digest(path), eos, engine)
+    return _load_encoder(path, tokenizer_digest(path), eos, engine, unlike)
 
 
 @lru_cache(maxsize=2)
-def _load_encoder(path: Path, digest: str, eos: str, engine: Engine) -> Encoder:
-    encoder = Encoder(path, eos, engine=engine)
+def _load_encoder(path: Path, digest: str, eos: str, engine: Engine, unlike: Ranges) -> Encoder:
+    encoder = Encoder(path, eos, engine=engine, unlike=unlike)
     if encoder.digest != digest:
         raise BuildError(f"{path}: the tokenizer changed while the build ran; start the build again")
     return encoder
@@ -227,10 +362,16 @@ class Parity:
 
 
 def check_parity(
-    documents: Sequence[Path], path: Path, eos: str, *, sample_bytes: int = PARITY_BYTES
+    documents: Sequence[Path],
+    path: Path,
+    eos: str,
+    unlike: Ranges = (),
+    *,
+    sample_bytes: int = PARITY_BYTES,
 ) -> Parity:
     """Compare both engines on a fixed sample of the build's documents (Arrow files of DOCUMENT_SCHEMA).
 
+    Texts with characters of `unlike` (`unlike_characters`) do not count: they are for `tokenizers` anyway.
     The sample depends on the files' contents and order only. Warns (RuntimeWarning) when the build has to
     use `tokenizers`. Call it once per build and give the engine's name to every tokenize task.
     """
@@ -238,7 +379,7 @@ def check_parity(
     texts = [*_probes(path), *sample_texts(documents, sample_bytes)]
     size = sum(len(text.encode()) for text in texts)
     try:
-        fast = Encoder(path, eos, engine="gigatoken")
+        fast = Encoder(path, eos, engine="gigatoken", unlike=unlike)
     except BuildError as error:
         return _fall_back(path, Parity("tokenizers", len(texts), size, 0, str(error)))
     if (fast.eos_id, fast.vocab_size) != (reference.eos_id, reference.vocab_size):
@@ -253,7 +394,10 @@ def check_parity(
 
 
 def _agree(fast: Encoder, reference: Encoder, text: str) -> bool:
-    right, _ = reference.encode([text])  # a text that yields eos here is the user's to know: let it raise
+    try:
+        right, _ = reference.encode([text])
+    except EosInTextError:
+        return True  # tokenizing the document fails, too, and names file and record
     try:
         ids, _ = fast.encode([text])
     except Exception:  # whatever the engine fails with, the other one is there
