@@ -45,6 +45,19 @@ def test_a_document_carries_its_identity_and_the_fields_the_recipe_names(tmp_pat
     assert table["metadata"].to_pylist() == [None] * 3
 
 
+def test_integers_of_any_size_keep_their_digits(tmp_path: Path) -> None:
+    ids = [2**63, 2**64 - 1, 2**64, -(2**63) - 1, 123456789012345678901234567890, 10**300]
+    lines = [f'{{"text": "t", "id": {id}, "n": {{"deep": [1.5, {id}]}}}}' for id in ids]
+    lines += ['{"text": "t", "id": 1e300, "n": 0.5}']
+    lines += [f'{{"text": "t", "id": 1e300, "m": {"[" * 1020}{"]" * 1020}}}']
+    name = put(tmp_path, "a.jsonl", "\n".join(lines).encode())
+    table, bad, _ = read(tmp_path, name, metadata=["n"])
+    assert not bad
+    assert table["id"].to_pylist() == [*map(str, ids), "1e+300", "1e+300"]
+    expected = [f'{{"n":{{"deep":[1.5,{id}]}}}}' for id in ids]
+    assert table["metadata"].to_pylist() == [*expected, '{"n":0.5}', "{}"]
+
+
 def test_fields_may_lie_inside_others(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
         {"doc": {"body": "one", "at": {"url": "u1"}}, "meta": {"n": [1], "x": None}, "doc.id": 5},

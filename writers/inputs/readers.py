@@ -8,7 +8,9 @@ line numbers or row numbers within the file, from 0. Blank lines count as lines 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import orjson
 import pyarrow as pa
@@ -112,7 +114,23 @@ def _take_json(sink: RecordSink, config: InputConfig, record: int, offset: int, 
             problem = f"no field {config.text!r}; its fields: {known}"
         sink.bad(record, "no_text", problem, bytes=len(line), head=line, offset=offset)
         return
+    if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
+        # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
+        with suppress(RecursionError):
+            fields = json.loads(line)
     sink.add(record, text, fields, bytes=len(line))
+
+
+def _holds_large_number(value: object) -> bool:
+    """Whether there is a float anywhere in it that may be an integer of more than 64 bits."""
+    held = [value]
+    while held:
+        value = held.pop()
+        if isinstance(value, float) and abs(value) >= 1 << 63:
+            return True
+        if isinstance(value, dict | list):
+            held += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:

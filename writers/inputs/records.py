@@ -6,6 +6,7 @@ read = kept + dropped + quarantined holds whatever a format's reader meets.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
@@ -66,6 +67,7 @@ class RecordSink:
         self.columns: Sequence[str] | None = None  # of a table, whose records all have the same fields
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
+        self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
         self.records = 0  # read so far from this split, good or bad
         self._bytes = 0
         self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
@@ -91,7 +93,7 @@ class RecordSink:
         config = self._config
         self.records += 1
         self._bytes += bytes
-        id, url = (_field_text(field_at(fields, path)) for path in (config.id or "id", config.url or "url"))
+        id, url = (_field_text(field_at(fields, path)) for path in self.carried[:2])
         metadata = None
         if config.metadata:
             found = {path: field_at(fields, path) for path in config.metadata}
@@ -203,7 +205,10 @@ def _field_text(value: object) -> str | None:
         return value
     if value is MISSING:
         return None
-    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    except orjson.JSONEncodeError:  # an integer of more than 64 bits
+        return json.dumps(value, default=str, ensure_ascii=False, separators=(",", ":"))
 
 
 class Lines:
