@@ -244,6 +244,13 @@ def test_an_index_of_another_unicode_version_or_of_other_hashes_does_not_fit(
         open_index(index.location).check(CONFIG)
 
 
+def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -> None:
+    assert open_index(index.location).settings["minhash"]["scheme"] == "shardkit", "as older ones name it"
+    edit(index, lambda data: data["settings"]["minhash"].update(scheme="datasketch"))
+    with pytest.raises(RecipeError, match=r"settings: minhash\.scheme is datasketch there and shardkit here"):
+        open_index(index.location).check(CONFIG)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

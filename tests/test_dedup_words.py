@@ -19,7 +19,6 @@ from shardkit.writers.dedup.minhash import (
     sign_batch,
     word_keys,
 )
-from shardkit.writers.dedup.ngram_text import ngram_text
 from shardkit.writers.dedup.normalization import composed, reference_words
 from shardkit.writers.dedup.shingles import (
     reference_key,
@@ -148,34 +147,6 @@ def test_word_keys_are_equal_where_words_are() -> None:
     assert some.tolist() == [True, True, True, True, False, False, True]
     assert len({bytes(key) for key in keys}) == 5
     assert bytes(keys[0]) == bytes(keys[1])
-
-
-@settings(deadline=None)
-@given(TEXTS, st.sampled_from(["words", "characters"]))
-def test_ngrams_as_text_are_those_that_are_hashed(texts: list[str], unit: str) -> None:
-    config = MinHashConfig.model_validate({"unit": unit, "ngram": 3})
-    found = ngram_text(texts_of(texts), config)
-    for number, text in enumerate(texts):
-        span = slice(found.offsets[number], found.offsets[number + 1])
-        ranges = zip(found.starts[span], found.stops[span], strict=True)
-        ngrams = [found.data[start:stop].tobytes().decode() for start, stop in ranges]
-        assert len(ngrams) == len(reference_shingle_hashes(text, config))
-        assert set(ngrams) == reference_shingles(text, config)
-
-
-@pytest.mark.parametrize("scheme", ["datasketch", "datasketch-legacy"])
-@pytest.mark.parametrize("unit", ["words", "characters"])
-def test_the_scheme_datasketch_has_datasketch_s_values(scheme: str, unit: str) -> None:
-    datasketch = pytest.importorskip("datasketch", minversion="2.0")
-    xxhash = pytest.importorskip("xxhash")
-    config = MinHashConfig.model_validate({"scheme": scheme, "unit": unit, "seed": 9, "permutations": 64})
-    texts = ["The quick brown fox jumps over the lazy dog, twice: " * 3, "ÀÉÎ 字字 short", "one", *LONG[2:3]]
-    values = sign_batch(texts_of(texts), config).values
-    chosen = {"scheme": "legacy"} if scheme == "datasketch-legacy" else {}
-    for text, row in zip(texts, values, strict=True):
-        theirs = datasketch.MinHash(64, seed=9, hashfunc=xxhash.xxh32_intdigest, **chosen)
-        theirs.update_batch([ngram.encode() for ngram in reference_shingles(text, config)])
-        assert row.tolist() == theirs.hashvalues.tolist()
 
 
 @pytest.mark.parametrize("similarity", [0.3, 0.5, 0.8])

@@ -63,7 +63,6 @@ class Side:
 SIDES = {
     "shardkit": Side("shardkit"),
     "shardkit 112": Side("shardkit", permutations=112),
-    "shardkit as datasketch": Side("shardkit", request={"scheme": "datasketch"}),
     "daft": Side("daft", request={"hash_function": "xxhash3_64"}),
     "daft+": Side("daft", request={"hash_function": "xxhash3_64", "normalize": True}),
     "datasketch": Side("datasketch", share=0.1),

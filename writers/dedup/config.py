@@ -52,11 +52,6 @@ class MinHashConfig(StrictModel):
     permutations: int = Field(
         default=112, ge=8, le=MAX_PERMUTATIONS, description="Hash functions: values in one signature."
     )
-    scheme: Literal["shardkit", "datasketch", "datasketch-legacy"] = Field(
-        default="shardkit",
-        description="shardkit: fast; datasketch, datasketch-legacy: the values of datasketch.MinHash with "
-        "xxh32, of release 2.0 and before it.",
-    )
     seed: int = Field(default=1, ge=0, lt=1 << 32, description="Seed of the hash functions.")
 
 

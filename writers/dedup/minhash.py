@@ -3,7 +3,7 @@
 Value i of a signature is the least of h_i(x) = a_i * x modulo 2**32 over the text's n-grams, x being the
 upper half of an n-gram's 64-bit hash; a_i is odd. (Hashes are random already: a summand would not make their
 orders more independent.) Two signatures agree in a value with a probability near the Jaccard similarity of
-the sets of n-grams. The scheme "datasketch" has that library's very values instead.
+the sets of n-grams.
 
 A band is some neighbouring values; its key is a 64-bit hash of them, of the band's number, and of the source
 where documents are compared within their source only. Texts without any word have no signature: they are
@@ -21,7 +21,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.ngram_text import sign_as_datasketch
 from shardkit.writers.dedup.normalization import character_tables, composed, text_bytes
 from shardkit.writers.dedup.shingles import make_shingle_scratch, next_shingles, reference_shingle_hashes
 from shardkit.writers.documents import text_offsets
@@ -70,14 +69,11 @@ def sign_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Signatures:
     """Signatures of all texts (large_string without nulls)."""
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
-    fast = config.scheme == "shardkit"
-    factors = permutations(config.permutations if fast else 0, config.seed)
+    factors = permutations(config.permutations, config.seed)
     values = np.full((len(texts), len(factors)), _EMPTY)
     keys, shingles = np.zeros((len(texts), 2), np.uint64), np.zeros(len(texts), np.int64)
     characters = config.unit == "characters"
     _sign(data, edges, config.ngram, characters, character_tables(), factors, values, keys, shingles)
-    if not fast:
-        values = sign_as_datasketch(texts, config)
     return Signatures(values, keys.astype("<u8").view(np.uint8).reshape(-1, 16), shingles)
 
 
@@ -171,7 +167,7 @@ def _hash_bands(signatures, groups, rows, keys):  # type: ignore[no-untyped-def]
 
 
 def reference_signature(text: str, config: MinHashConfig) -> list[int]:
-    """The signature of one text by the scheme "shardkit", in plain Python; empty if it has no word."""
+    """The signature of one text in plain Python; empty if it has no word."""
     numbers = [value >> 32 for value in reference_shingle_hashes(text, config)]
     if not numbers:
         return []

@@ -42,7 +42,8 @@ def part_settings(config: NearDedupConfig) -> dict[str, Any]:
     """All of the settings that decide a part's files: parts compare only where these are the same."""
     bands, rows = bands_and_rows(config)
     return {
-        "minhash": config.minhash.model_dump(mode="json"),
+        # Older indexes name their scheme, so that those of another one are refused.
+        "minhash": config.minhash.model_dump(mode="json") | {"scheme": "shardkit"},
         "bands": bands,
         "rows": rows,
         "by_source": config.scope == "source",

@@ -24,9 +24,7 @@ def signatures(batches: list[pa.LargeStringArray], request: Request) -> int:
     from shardkit.writers.dedup.config import MinHashConfig
     from shardkit.writers.dedup.minhash import sign_batch
 
-    config = MinHashConfig(
-        ngram=NGRAM, permutations=request["permutations"], scheme=request.get("scheme", "shardkit")
-    )
+    config = MinHashConfig(ngram=NGRAM, permutations=request["permutations"])
     return sum(len(sign_batch(batch, config).values) for batch in batches)
 
 
