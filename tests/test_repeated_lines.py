@@ -7,8 +7,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.lines import reference_repeated_lines
 
-from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor, reference_repeated_lines
+from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor
 from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
 from shardkit.writers.filters.rules import Edit
 from shardkit.writers.filters.text_batch import TextBatch

@@ -3,12 +3,11 @@
 A line ends at LF only; a paragraph is lines up to a blank one (white space only) or the end, and the blank
 lines after it are cut with it. Two units are the same if their bytes are, without the white space at both
 ends (that of Python's `str.strip`): case and inner white space count. Their hash is MurmurHash3 x64 128 with
-seed 0. `reference_units`, `reference_cut` and `reference_hash` are the same in plain Python.
+seed 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numba
@@ -22,13 +21,10 @@ from shardkit.writers.documents import text_offsets
 from shardkit.writers.filters.characters import SPACE, character_flags
 from shardkit.writers.utf8 import next_character, strip_space
 
-__all__ = ["Units", "cut_units", "find_units", "reference_cut", "reference_hash", "reference_units"]
+__all__ = ["Units", "cut_units", "find_units"]
 
-_MASK = (1 << 64) - 1
-_FACTORS = (0x87C37B91114253D5, 0x4CF5AD432745937F)
-_MIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
-_C1, _C2 = map(np.uint64, _FACTORS)
-_MIX_1, _MIX_2 = map(np.uint64, _MIX)
+_C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
+_MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
 _64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
 
@@ -81,66 +77,6 @@ def cut_units(
     assert cut == len(document), "every unit to cut exists"
     left = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(out[: ends[-1]]))
     return left, blank
-
-
-def reference_units(text: str, config: LinesDedupConfig) -> list[tuple[int, str]]:
-    """(number of the unit, its text without white space at both ends) of all that are long enough."""
-    units = enumerate(_reference_split(text, config)[1:])
-    stripped = [(number, "\n".join(unit).strip()) for number, unit in units]
-    return [(number, unit) for number, unit in stripped if len(unit) >= config.min_characters]
-
-
-def reference_cut(text: str, units: Collection[int], config: LinesDedupConfig) -> str:
-    """The text without these units."""
-    head, *rest = _reference_split(text, config)
-    kept = [unit for number, unit in enumerate(rest) if number not in units]
-    return "\n".join(line for unit in [head, *kept] for line in unit)
-
-
-def _reference_split(text: str, config: LinesDedupConfig) -> list[list[str]]:
-    """Lists of lines: those before the first unit, then each unit with the blank lines after it."""
-    lines = text.split("\n")
-    if config.unit == "line":
-        return [[], *([line] for line in lines)]
-    units: list[list[str]] = [[]]
-    before = True  # whether the line before was blank
-    for line in lines:
-        blank = not line.strip()
-        if before and not blank:
-            units.append([])
-        units[-1].append(line)
-        before = blank
-    return units
-
-
-def reference_hash(data: bytes) -> int:
-    """MurmurHash3 x64 128, seed 0: the two halves as the kernel has them, high << 64 | low."""
-
-    def rotate(value: int, by: int) -> int:
-        return (value << by | value >> 64 - by) & _MASK
-
-    def finish(value: int) -> int:
-        for factor in _MIX:
-            value = (value ^ value >> 33) * factor & _MASK
-        return value ^ value >> 33
-
-    one = two = 0
-    first, second = _FACTORS
-    padded = data + bytes(-len(data) % 16)
-    for at in range(0, len(padded), 16):
-        a, b = (int.from_bytes(padded[place : place + 8], "little") for place in (at, at + 8))
-        one ^= rotate(a * first & _MASK, 31) * second & _MASK
-        if at + 16 <= len(data):
-            one = ((rotate(one, 27) + two) * 5 + 0x52DCE729) & _MASK
-        two ^= rotate(b * second & _MASK, 33) * first & _MASK
-        if at + 16 <= len(data):
-            two = ((rotate(two, 31) + one) * 5 + 0x38495AB5) & _MASK
-    one, two = one ^ len(data), two ^ len(data)
-    one = (one + two) & _MASK
-    two = (two + one) & _MASK
-    one, two = finish(one), finish(two)
-    one = (one + two) & _MASK
-    return one << 64 | (two + one) & _MASK
 
 
 def _buffer(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:

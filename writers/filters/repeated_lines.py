@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.dedup.lines_units import Units, cut_units, find_units, reference_cut, reference_units
+from shardkit.writers.dedup.lines_units import Units, cut_units, find_units
 from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
 from shardkit.writers.filters.rules import Edit, Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["RepeatedLinesEditor", "reference_repeated_lines"]
+__all__ = ["RepeatedLinesEditor"]
 
 
 class RepeatedLinesEditor:
@@ -53,15 +53,3 @@ def _repeated(units: Units) -> npt.NDArray[np.bool_]:
     again = np.zeros(len(order), np.bool_)
     again[order[1:]] = same
     return again
-
-
-def reference_repeated_lines(text: str, config: RepeatedLinesConfig) -> str:
-    """The text without repeated units, in plain Python."""
-    units = LinesDedupConfig(unit=config.unit, min_characters=config.min_characters)
-    seen: set[str] = set()
-    again = []
-    for number, unit in reference_units(text, units):
-        if unit in seen:
-            again.append(number)
-        seen.add(unit)
-    return reference_cut(text, again, units)
