@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from reference.near import ReferenceDocument
 
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.bands import BandWriter
-from shardkit.writers.dedup.hub_reference import ReferenceDocument
 from shardkit.writers.dedup.population import (
     DOCUMENT,
     DOCUMENTS_FILE,

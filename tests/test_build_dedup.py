@@ -12,13 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from reference.near import reference_shingles
 from small_build import make_corpus, tree
 
 from shardkit.errors import BuildError
 from shardkit.writers import build, build_dedup_index, index_build, pipeline, session
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.planted import NAMESPACE
-from shardkit.writers.dedup.shingles import reference_shingles
 from shardkit.writers.execution.engine_inline import InlineEngine
 from shardkit.writers.execution.queue import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
@@ -150,7 +150,7 @@ def kept_texts(folder: Path, files: dict[str, list[str]], change: str) -> list[s
         lines = [json.dumps({"text": text, "id": text}) for text in texts]
         (folder / "input" / name).write_text("\n".join(lines) + "\n")
     result = build(recipe, overrides=changes, progress=False)
-    left = {}
+    left: dict[str, str] = {}
     for path in folder.glob("work/lines/*/documents.arrow"):
         rows = pa.ipc.open_file(path).read_all().select(["id", "text"]).to_pylist()
         left |= {row["id"]: row["text"] for row in rows}

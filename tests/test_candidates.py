@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from near_parts import Made, clusters, write_parts
+from reference.near import reference_candidates
 
 from shardkit.writers.dedup import candidates
 from shardkit.writers.dedup.bands import BandWriter
@@ -20,7 +21,6 @@ from shardkit.writers.dedup.candidates import (
     PAIRS_FILE,
     PairWriter,
     find_candidates,
-    reference_candidates,
 )
 from shardkit.writers.dedup.hubs import HubLimits
 from shardkit.writers.dedup.population import PAIR, Part, Population

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.near import reference_compare
 
-from shardkit.writers.dedup.compare import compare_pairs, reference_compare
+from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import SET, Sets
 

@@ -10,23 +10,18 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.minhash import (
-    band_keys,
+from reference.near import (
     reference_band_keys,
-    reference_signature,
-    sign_batch,
-    word_keys,
-)
-from shardkit.writers.dedup.normalization import composed, reference_words
-from shardkit.writers.dedup.shingles import (
     reference_key,
     reference_shingle_hashes,
     reference_shingles,
-    reference_units,
-    shingle_batch,
+    reference_signature,
 )
+
+from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.minhash import band_keys, sign_batch, word_keys
+from shardkit.writers.dedup.normalization import composed, normalized_words
+from shardkit.writers.dedup.shingles import shingle_batch, text_units
 from shardkit.writers.dedup.words import SEGMENT_BYTES
 
 # Letters that change length or form in lower case or NFC, that join with others, and of 1 to 4 bytes.
@@ -42,7 +37,7 @@ def texts_of(values: list[str]) -> pa.LargeStringArray:
 
 
 def test_words_are_what_the_definition_says() -> None:
-    assert reference_words("Don't STOP: 3.14 km², naïve_x—Ünï") == [
+    assert normalized_words("Don't STOP: 3.14 km², naïve_x—Ünï") == [
         "don",
         "t",
         "stop",
@@ -52,16 +47,16 @@ def test_words_are_what_the_definition_says() -> None:
         "naïve_x",
         "ünï",
     ]
-    assert reference_words("e\u0301a") == ["éa"] == reference_words("É" + "A")
-    assert reference_words("ΟΔΟΣ οδος οδοσ") == ["οδοσ"] * 3
-    assert reference_words("İstanbul 1 ١") == ["istanbul", "1", "١"]
+    assert normalized_words("e\u0301a") == ["éa"] == normalized_words("É" + "A")
+    assert normalized_words("ΟΔΟΣ οδος οδοσ") == ["οδοσ"] * 3
+    assert normalized_words("İstanbul 1 ١") == ["istanbul", "1", "١"]
 
 
 @settings(deadline=None)
 @given(st.text(max_size=80))
 def test_words_are_python_s_but_for_what_the_docstring_excepts(text: str) -> None:
     plain = unicodedata.normalize("NFC", text).replace("İ", "i").lower().replace("ς", "σ")
-    assert reference_words(text) == re.findall(r"\w+", plain)
+    assert normalized_words(text) == re.findall(r"\w+", plain)
 
 
 @settings(deadline=None)
@@ -167,5 +162,5 @@ def test_signatures_agree_as_often_as_sets_do(similarity: float) -> None:
 
 
 def test_every_unit_is_separate_from_its_neighbours() -> None:
-    assert reference_units("a b", "characters") == ["a", " ", "b"]
-    assert reference_units("  a--b  ", "characters") == ["a", " ", "b"]
+    assert text_units("a b", "characters") == ["a", " ", "b"]
+    assert text_units("  a--b  ", "characters") == ["a", " ", "b"]

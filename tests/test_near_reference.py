@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from reference.near import ReferenceResult, Text, reference_near
 
 from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex, publish_index
@@ -17,7 +18,6 @@ from shardkit.writers.dedup.index_part import index_part
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.parts import sign_documents
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
-from shardkit.writers.dedup.reference import ReferenceResult, Text, reference_near
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.spill import Removed
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+from reference.near import reference_shingles
 
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.planted import (
@@ -21,7 +22,6 @@ from shardkit.writers.dedup.planted import (
     plant,
     read_rows,
 )
-from shardkit.writers.dedup.shingles import reference_shingles
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 
 WORDS = MinHashConfig()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from near_population import Document, Pair, World, allowed, make_documents, write_pairs, write_world
+from reference.near import reference_compare
 
 from shardkit.writers.dedup.blocks import BlockBudget, plan_blocks
-from shardkit.writers.dedup.compare import reference_compare
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.verify import EDGE, EDGES_FILE, priorities_of, read_documents, verify_block
 

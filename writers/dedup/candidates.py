@@ -20,8 +20,7 @@ pairs, a quarter for a hub, and one bit a document of the population.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -31,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
-from shardkit.writers.dedup.hub_reference import ReferenceDocument, reference_hub_pairs
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.population import PAIR, Population
 
@@ -41,7 +39,6 @@ __all__ = [
     "PAIR_RUNS_FILE",
     "PairWriter",
     "find_candidates",
-    "reference_candidates",
 ]
 
 PAIRS_FILE = "pairs.bin"
@@ -311,29 +308,3 @@ def _mark(a, b, bits):  # type: ignore[no-untyped-def]
             count += (bits[place] & bit) == 0
             bits[place] |= bit
     return count
-
-
-def reference_candidates(
-    documents: Sequence[ReferenceDocument], similarity: float, limits: HubLimits
-) -> tuple[set[tuple[int, int]], int]:
-    """(pairs of positions in `documents`, lower first; bounded) over all partitions, in plain Python."""
-    buckets: dict[int, set[int]] = {}
-    for position, document in enumerate(documents):
-        for key in document.keys:
-            buckets.setdefault(key, set()).add(position)
-    pairs: set[tuple[int, int]] = set()
-    bounded = 0
-    for members in buckets.values():
-        bucket = sorted(members)
-        kinds = [documents[member].kind for member in bucket]
-        if "input" not in kinds:
-            continue
-        if len(bucket) - kinds.count("planted") > limits.documents:
-            found, met = reference_hub_pairs([documents[member] for member in bucket], similarity, limits)
-            pairs |= {(bucket[one], bucket[other]) for one, other in found}
-            bounded += met
-            continue
-        for one, other in combinations(bucket, 2):
-            if "input" in (documents[one].kind, documents[other].kind):
-                pairs.add((one, other))
-    return pairs, bounded

@@ -19,7 +19,6 @@ sqrt(s (1 - s) / k): 0.025 at 0.8 for k = 256.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numba
 import numpy as np
@@ -28,7 +27,7 @@ import numpy.typing as npt
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import Sets
 
-__all__ = ["Compared", "compare_pairs", "reference_compare"]
+__all__ = ["Compared", "compare_pairs"]
 
 _NEVER = 2.0  # a share that no pair reaches
 _SEARCH_RATIO = 16  # sets of such different sizes are searched, not merged
@@ -162,32 +161,3 @@ def _shared(a, i, i_end, b, j, j_end, needed):  # type: ignore[no-untyped-def]
             i += x <= y
             j += y <= x
     return shared
-
-
-def reference_compare(
-    a: tuple[list[int], int, int], b: tuple[list[int], int, int], config: NearDedupConfig
-) -> tuple[Fraction, Fraction] | None:
-    """(Jaccard similarity, containment) in rationals if the pair verifies, else None.
-
-    A document is (stored hashes, distinct n-grams, n-grams with repetitions).
-    """
-    if not a[0] or not b[0]:
-        return None
-    limits = [max(hashes) for hashes, distinct, _ in (a, b) if len(hashes) < distinct]
-    first, second = ({h for h in hashes if not limits or h < min(limits)} for hashes, _, _ in (a, b))
-    if not first & second:
-        return None
-    is_sketch = len(a[0]) < a[1]
-    smaller = len(first) if a[1] < b[1] or (a[1] == b[1] and is_sketch) else len(second)
-    jaccard = Fraction(len(first & second), len(first | second))
-    containment = Fraction(len(first & second), smaller)
-    small = any(
-        distinct < config.small_shingles
-        or Fraction(total, distinct) >= Fraction(str(config.small_repetition))
-        for _, distinct, total in (a, b)
-    )
-    if jaccard >= Fraction(str(config.small_similarity if small else config.similarity)):
-        return jaccard, containment
-    if config.containment and not small and containment >= Fraction(str(config.containment)):
-        return jaccard, containment
-    return None

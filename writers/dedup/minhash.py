@@ -12,7 +12,6 @@ like nothing. From UTF-8 to signatures takes about 2 ns a byte with 112 function
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -22,23 +21,20 @@ import pyarrow as pa
 
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.normalization import character_tables, composed, text_bytes
-from shardkit.writers.dedup.shingles import make_shingle_scratch, next_shingles, reference_shingle_hashes
+from shardkit.writers.dedup.shingles import make_shingle_scratch, next_shingles
 from shardkit.writers.documents import text_offsets
 
 __all__ = [
     "Signatures",
     "band_keys",
     "permutations",
-    "reference_band_keys",
-    "reference_signature",
     "sign_batch",
     "word_keys",
 ]
 
 _EMPTY = np.uint32(0xFFFFFFFF)
 _MASK = (1 << 64) - 1
-_BAND_SEED, _BAND_FACTOR = 0x452821E638D01377, 0x9E3779B97F4A7C15
-_BAND_SEED_64, _BAND_FACTOR_64 = np.uint64(_BAND_SEED), np.uint64(_BAND_FACTOR)
+_BAND_SEED_64, _BAND_FACTOR_64 = np.uint64(0x452821E638D01377), np.uint64(0x9E3779B97F4A7C15)
 _U29, _U32 = np.uint64(29), np.uint64(32)
 _GLOBAL = -1
 
@@ -164,29 +160,3 @@ def _hash_bands(signatures, groups, rows, keys):  # type: ignore[no-untyped-def]
             value ^= value >> _U32
             value *= _BAND_FACTOR_64
             keys[text, band] = value ^ value >> _U29
-
-
-def reference_signature(text: str, config: MinHashConfig) -> list[int]:
-    """The signature of one text in plain Python; empty if it has no word."""
-    numbers = [value >> 32 for value in reference_shingle_hashes(text, config)]
-    if not numbers:
-        return []
-    factors = permutations(config.permutations, config.seed).tolist()
-    return [min(factor * x % (1 << 32) for x in numbers) for factor in factors]
-
-
-def reference_band_keys(
-    signature: Sequence[int], bands: int, rows: int, source: int | None = None
-) -> list[int]:
-    """The band keys of one signature, in plain Python."""
-    keys = []
-    for band in range(bands):
-        value = _BAND_SEED ^ band
-        value = (value ^ (_GLOBAL if source is None else source) & _MASK) * _BAND_FACTOR & _MASK
-        for number in signature[band * rows : (band + 1) * rows]:
-            value ^= value >> 32
-            value = (value ^ number) * _BAND_FACTOR & _MASK
-        value ^= value >> 32
-        value = value * _BAND_FACTOR & _MASK
-        keys.append(value ^ value >> 29)
-    return keys

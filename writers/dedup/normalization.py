@@ -32,7 +32,7 @@ __all__ = [
     "combining_classes",
     "composed",
     "normalization_version",
-    "reference_words",
+    "normalized_words",
 ]
 
 NORMALIZATION = "shardkit-1"
@@ -164,6 +164,6 @@ def lower_case(word: str) -> str:
     return "".join(chr(int(lower[ord(character)])) for character in word)
 
 
-def reference_words(text: str) -> list[str]:
+def normalized_words(text: str) -> list[str]:
     """The normalized words of a text, in plain Python."""
     return [lower_case(word) for word in _WORDS.findall(unicodedata.normalize("NFC", text))]

@@ -31,7 +31,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.shingles import reference_units
+from shardkit.writers.dedup.shingles import text_units
 from shardkit.writers.documents import (
     BATCH_DOCUMENTS,
     BATCH_TEXT_BYTES,
@@ -73,8 +73,8 @@ class _Original(NamedTuple):
 
 
 def ngrams(text: str, config: MinHashConfig) -> list[str]:
-    """The n-grams of a text as strings, in order and with repetitions; their set is `reference_shingles`."""
-    units = reference_units(text, config.unit)
+    """The n-grams of a text as strings, in order and with repetitions."""
+    units = text_units(text, config.unit)
     joint = " " if config.unit == "words" else ""
     count = max(1, len(units) - config.ngram + 1) if units else 0
     return [joint.join(units[at : at + config.ngram]) for at in range(count)]

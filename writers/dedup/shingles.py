@@ -22,7 +22,7 @@ from shardkit.writers.dedup.normalization import (
     WORD,
     character_tables,
     composed,
-    reference_words,
+    normalized_words,
     text_bytes,
 )
 from shardkit.writers.dedup.words import (
@@ -30,7 +30,6 @@ from shardkit.writers.dedup.words import (
     SEGMENT_BYTES,
     make_scratch,
     next_words,
-    reference_word_hash,
 )
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.utf8 import next_character
@@ -40,17 +39,12 @@ __all__ = [
     "add_to_key",
     "make_shingle_scratch",
     "next_shingles",
-    "reference_key",
-    "reference_shingle_hashes",
-    "reference_shingles",
-    "reference_units",
     "shingle_batch",
+    "text_units",
 ]
 
-_BASE, _SCATTER = 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD
-_CHARACTER = 0xC2B2AE3D27D4EB4F
-_BASE_64, _SCATTER_64, _CHARACTER_64 = np.uint64(_BASE), np.uint64(_SCATTER), np.uint64(_CHARACTER)
-_MASK = (1 << 64) - 1
+_BASE_64, _SCATTER_64 = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xFF51AFD7ED558CCD)
+_CHARACTER_64 = np.uint64(0xC2B2AE3D27D4EB4F)
 _U29, _U32 = np.uint64(29), np.uint64(32)
 _SPACE = 32
 _OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
@@ -206,45 +200,7 @@ def _collect_shingles(data, edges, ngram, characters, tables, out, offsets):  # 
         offsets[text + 1] = total
 
 
-def reference_units(text: str, unit: str) -> list[str]:
+def text_units(text: str, unit: str) -> list[str]:
     """The units of a text: normalized words, or the characters of those joined by spaces."""
-    words = reference_words(text)
+    words = normalized_words(text)
     return words if unit == "words" else list(" ".join(words))
-
-
-def reference_shingles(text: str, config: MinHashConfig) -> set[str]:
-    """The set of n-grams of a text as strings: units joined by spaces, or as they stand if characters."""
-    units = reference_units(text, config.unit)
-    joint = " " if config.unit == "words" else ""
-    count = max(1, len(units) - config.ngram + 1) if units else 0
-    return {joint.join(units[at : at + config.ngram]) for at in range(count)}
-
-
-def reference_shingle_hashes(text: str, config: MinHashConfig) -> list[int]:
-    """What `shingle_batch` gives for one text, in plain Python."""
-    hashes = [_reference_unit_hash(unit, config.unit) for unit in reference_units(text, config.unit)]
-    count = max(1, len(hashes) - config.ngram + 1) if hashes else 0
-    return [_reference_shingle_hash(hashes[at : at + config.ngram]) for at in range(count)]
-
-
-def reference_key(text: str, config: MinHashConfig) -> bytes:
-    """The 16 bytes of the key of a text's n-grams, in plain Python."""
-    hashes = reference_shingle_hashes(text, config)
-    first, second = sum(hashes), sum(value * (2 * at + 1) for at, value in enumerate(hashes))
-    return (first & _MASK).to_bytes(8, "little") + (second & _MASK).to_bytes(8, "little")
-
-
-def _reference_unit_hash(unit: str, kind: str) -> int:
-    if kind == "words":
-        return reference_word_hash(unit)
-    value = (ord(unit) + 1) * _CHARACTER & _MASK
-    return value ^ value >> 32
-
-
-def _reference_shingle_hash(units: list[int]) -> int:
-    value = 0
-    for unit in units:
-        value = (value * _BASE + unit) & _MASK
-    value ^= value >> 32
-    value = value * _SCATTER & _MASK
-    return value ^ value >> 29

@@ -1,8 +1,8 @@
 """The hashes of a text's normalized words, straight from its UTF-8 bytes.
 
 A word's hash is made of its lower-case UTF-8 bytes, eight at a time as little-endian numbers, the last ones
-filled with zeros: h = _SEED; for each eight: h = (h ^ eight) * _FACTOR; h ^= h >> 32, modulo 2**64. Words of
-up to eight bytes never share a hash.
+filled with zeros: h = seed; for each eight: h = (h ^ eight) * factor; h ^= h >> 32, modulo 2**64. Words of up
+to eight bytes never share a hash.
 
 Text is worked on in segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, whose
 changes from 0 to 1 and back are the runs; a run of ASCII is a word, and hashing it costs a load and a
@@ -18,14 +18,12 @@ from shardkit.writers.dedup.normalization import WORD
 from shardkit.writers.dedup.simd import load_8_bytes, trailing_zeros, word_mask
 from shardkit.writers.utf8 import next_character, utf8_bytes
 
-__all__ = ["SCRATCH_WORDS", "SEGMENT_BYTES", "make_scratch", "next_words", "reference_word_hash"]
+__all__ = ["SCRATCH_WORDS", "SEGMENT_BYTES", "make_scratch", "next_words"]
 
 SEGMENT_BYTES = 4096
 SCRATCH_WORDS = 2 * SEGMENT_BYTES  # a call finds at most SEGMENT_BYTES words
 
-_SEED = 0x243F6A8885A308D3
-_FACTOR = 0x9E3779B97F4A7C15
-_SEED_64, _FACTOR_64 = np.uint64(_SEED), np.uint64(_FACTOR)
+_SEED_64, _FACTOR_64 = np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
 _ONE, _HALF, _TOP = np.uint64(1), np.uint64(32), np.uint64(63)
@@ -153,13 +151,4 @@ def _finish(value, eight, filled):  # type: ignore[no-untyped-def]
     if filled:
         value = (value ^ eight) * _FACTOR_64
         value ^= value >> _HALF
-    return value
-
-
-def reference_word_hash(word: str) -> int:
-    """The hash of one normalized word, in plain Python."""
-    data, value = word.encode(), _SEED
-    for begin in range(0, len(data), 8):
-        value = (value ^ int.from_bytes(data[begin : begin + 8], "little")) * _FACTOR % (1 << 64)
-        value ^= value >> 32
     return value

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.normalization import reference_words
+from shardkit.writers.dedup.normalization import normalized_words
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.decontamination_settings import DecontaminationConfig
 from shardkit.writers.filters.evaluation_items import (
@@ -63,7 +63,7 @@ class DecontaminationFilter:
     def __init__(self, config: DecontaminationConfig, folder: Path | None = None) -> None:
         self._config = config
         self._items, self._tables = _load(config, folder or Path())
-        self._words = lru_cache(maxsize=256)(lambda item: reference_words(self._items[item].text))
+        self._words = lru_cache(maxsize=256)(lambda item: normalized_words(self._items[item].text))
         self._rows: list[dict[str, Any]] = []
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -98,7 +98,7 @@ class DecontaminationFilter:
             owners = np.searchsorted(offsets, candidates[:, 0], side="right") - 1
             candidates[:, 0] -= offsets[owners]
             for text in np.unique(owners).tolist():
-                words = reference_words(texts[text].as_py())
+                words = normalized_words(texts[text].as_py())
                 found = self._confirmed(words, candidates[owners == text], table)
                 matches.setdefault(text, []).extend(found)
         for text, found in sorted(matches.items()):
@@ -163,8 +163,8 @@ def _rows(batch: TextBatch, number: int, overlaps: Sequence[Overlap]) -> Iterato
 
 def reference_overlaps(text: str, items: Sequence[str], *, ngram: int, min_item_words: int) -> set[int]:
     """Words of `text` at which an n-gram of an item, or the whole of a short one, begins, in plain Python."""
-    words, found = reference_words(text), set()
-    for item in map(reference_words, items):
+    words, found = normalized_words(text), set()
+    for item in map(normalized_words, items):
         size = min(ngram, len(item))
         if len(item) < min_item_words:
             continue

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import MissingExtraError, RecipeError
-from shardkit.writers.dedup.normalization import reference_words
+from shardkit.writers.dedup.normalization import normalized_words
 from shardkit.writers.filters.perplexity_settings import PerplexityConfig
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
@@ -37,7 +37,7 @@ class PerplexityFilter:
             raise RecipeError(f"perplexity.model: {path}: {error.strerror or error}") from None
         self._config = config
         self._model = _load(path, state.st_size, state.st_mtime_ns)
-        self._split = reference_words if config.words == "normalized" else str.split
+        self._split = normalized_words if config.words == "normalized" else str.split
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""

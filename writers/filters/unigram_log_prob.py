@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from shardkit.errors import RecipeError
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.normalization import reference_words
+from shardkit.writers.dedup.normalization import normalized_words
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.perplexity_settings import UnigramLogProbConfig
 from shardkit.writers.filters.rules import Rule
@@ -82,7 +82,7 @@ def read_frequencies(path: Path) -> dict[str, float]:
         rows = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
         for row in rows:
             count = int(row["count"])
-            words = reference_words(row["word"])
+            words = normalized_words(row["word"])
             if count <= 0:
                 raise ValueError(f"the count of {row['word']!r} is {count}")
             total += count
@@ -124,5 +124,5 @@ def _mean(hashes, offsets, keys, values, unknown, means):  # type: ignore[no-unt
 
 def reference_log_prob(text: str, probabilities: Mapping[str, float]) -> float:
     """The value of one text, in plain Python."""
-    words = reference_words(text)
+    words = normalized_words(text)
     return sum(math.log(probabilities.get(word, _UNKNOWN)) for word in words) / len(words) if words else 0.0
