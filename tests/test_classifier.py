@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from reference.fasttext import reference_scores
 
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.filters.classifier import ClassifierFilter
 from shardkit.writers.filters.classifier_settings import ClassifierConfig
 from shardkit.writers.filters.fasttext_model import load_fasttext
-from shardkit.writers.filters.fasttext_reference import reference_scores
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.train_classifier import TrainingSettings, train_classifier
 

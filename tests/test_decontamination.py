@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from reference.filters import reference_overlaps
 
 from shardkit.errors import RecipeError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filters import evaluation_items
-from shardkit.writers.filters.decontamination import DecontaminationFilter, reference_overlaps
+from shardkit.writers.filters.decontamination import DecontaminationFilter
 from shardkit.writers.filters.decontamination_settings import DecontaminationConfig, EvaluationConfig
 from shardkit.writers.filters.text_batch import TextBatch
 

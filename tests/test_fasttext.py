@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.fasttext import reference_scores
 
 from shardkit.errors import RecipeError
 from shardkit.writers.filters.fasttext_model import FastTextModel, load_fasttext
-from shardkit.writers.filters.fasttext_reference import reference_scores
 from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.text_batch import TextBatch
 

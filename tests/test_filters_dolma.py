@@ -8,17 +8,14 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.filters import reference_dolma_statistics, reference_ngrams, reference_repetition
 
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterConfig
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
-from shardkit.writers.filters.dolma_statistics import (
-    LONGEST,
-    dolma_statistics,
-    reference_dolma_statistics,
-)
-from shardkit.writers.filters.line_repetition import ALL_LINES, reference_repetition
-from shardkit.writers.filters.ngram_statistics import COPIES, TOP, reference_ngrams
+from shardkit.writers.filters.dolma_statistics import LONGEST, dolma_statistics
+from shardkit.writers.filters.line_repetition import ALL_LINES
+from shardkit.writers.filters.ngram_statistics import COPIES, TOP
 from shardkit.writers.filters.text_batch import TextBatch
 
 REQUIRED = ("the", "be", "of", "é…")

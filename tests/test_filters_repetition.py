@@ -10,25 +10,14 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.filters import reference_ngrams, reference_repetition
 
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.filters.gopher_repetition import GopherRepetitionFilter
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
-from shardkit.writers.filters.line_repetition import (
-    ALL_LINES,
-    LINES,
-    PARAGRAPHS,
-    line_repetition,
-    reference_repetition,
-)
-from shardkit.writers.filters.ngram_statistics import (
-    COPIES,
-    EXCESS,
-    TOP,
-    ngram_statistics,
-    reference_ngrams,
-)
+from shardkit.writers.filters.line_repetition import ALL_LINES, LINES, PARAGRAPHS, line_repetition
+from shardkit.writers.filters.ngram_statistics import COPIES, EXCESS, TOP, ngram_statistics
 from shardkit.writers.filters.text_batch import TextBatch
 
 JOBS = [(n, kind) for kind in (TOP, EXCESS, COPIES) for n in (1, 2, 3, 5, 7)]

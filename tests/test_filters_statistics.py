@@ -9,13 +9,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.filters import as_rows, reference_line_statistics, reference_word_statistics
 
 from shardkit.writers.filters import characters
-from shardkit.writers.filters.line_statistics import as_rows as line_rows
-from shardkit.writers.filters.line_statistics import reference_line_statistics
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.word_statistics import as_rows as word_rows
-from shardkit.writers.filters.word_statistics import reference_word_statistics, word_statistics
+from shardkit.writers.filters.word_statistics import word_statistics
 
 STOP_WORDS = ("the", "be", "to", "of", "thé", "…")
 # Characters that decide something, often; any other character, sometimes.
@@ -49,7 +47,7 @@ def batch(texts: list[str]) -> TextBatch:
 )
 def test_word_counts_are_those_of_plain_python(texts: list[str]) -> None:
     expected = [reference_word_statistics(text, STOP_WORDS) for text in texts]
-    assert word_rows(batch(texts).words()) == expected
+    assert as_rows(batch(texts).words()) == expected
 
 
 @settings(max_examples=400, deadline=None)
@@ -57,7 +55,7 @@ def test_word_counts_are_those_of_plain_python(texts: list[str]) -> None:
 @example(["a\na\nab\na", "ab\nb\nab", "a\n\na\n", "ab\na", "x\n" * 3000, "\n\n", "é.\né.\ne."], 1)
 def test_line_counts_are_those_of_plain_python(texts: list[str], short: int) -> None:
     expected = [reference_line_statistics(text, short_line_length=short) for text in texts]
-    assert line_rows(batch(texts).lines(short)) == expected
+    assert as_rows(batch(texts).lines(short)) == expected
 
 
 def test_every_character_counts_as_in_plain_python() -> None:
@@ -66,8 +64,8 @@ def test_every_character_counts_as_in_plain_python() -> None:
     words = [f"x{character}" for character in every[:0x3000]]
     for chosen in (texts, words, every[:0x3000]):
         one = batch(chosen)
-        assert word_rows(one.words()) == [reference_word_statistics(text, STOP_WORDS) for text in chosen]
-        assert line_rows(one.lines(2)) == [
+        assert as_rows(one.words()) == [reference_word_statistics(text, STOP_WORDS) for text in chosen]
+        assert as_rows(one.lines(2)) == [
             reference_line_statistics(text, short_line_length=2) for text in chosen
         ]
 

@@ -13,16 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from reference.filters import reference_log_prob
 
 from shardkit.errors import RecipeError
 from shardkit.writers.filters.perplexity import PerplexityFilter
 from shardkit.writers.filters.perplexity_settings import PerplexityConfig, UnigramLogProbConfig
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.unigram_log_prob import (
-    UnigramLogProbFilter,
-    read_frequencies,
-    reference_log_prob,
-)
+from shardkit.writers.filters.unigram_log_prob import UnigramLogProbFilter, read_frequencies
 
 LIST = "word,count\nthe,60\nof,25\nÉtude,10\nice cream,4\nthe,1\n"
 ARPA = """\\data\\

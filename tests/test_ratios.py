@@ -7,8 +7,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.filters import reference_kinds
 
-from shardkit.writers.filters.ratios import RatiosFilter, reference_kinds
+from shardkit.writers.filters.ratios import RatiosFilter
 from shardkit.writers.filters.ratios_settings import RatiosConfig
 from shardkit.writers.filters.rules import first_failing
 from shardkit.writers.filters.text_batch import TextBatch

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference.filters import reference_count
 
 from shardkit.errors import RecipeError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.filters.phrases import Phrases, lower, reference_count
+from shardkit.writers.filters.phrases import Phrases, lower
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.filters.word_lists import BadWordsFilter, StopWordsFilter
 from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig

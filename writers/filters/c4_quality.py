@@ -5,12 +5,11 @@ those of `str.splitlines()`, words of `str.split()`, sentences of `sentences.py`
 order of `edits`; a document with a line that gets as far as the rules of lorem ipsum or { is dropped, and
 so is one of too few sentences in what stays. A document that it drops keeps its text, as in datatrove.
 
-One pass over the bytes into a second buffer of the batch's size; `reference_c4` is the same in plain Python.
+One pass over the bytes into a second buffer of the batch's size.
 """
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 
@@ -25,13 +24,12 @@ from shardkit.writers.filters.rules import Edit, Rule
 from shardkit.writers.filters.sentences import (
     character_at,
     count_sentences,
-    reference_sentences,
     sentence_tables,
 )
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.utf8 import strip_space
 
-__all__ = ["C4QualityFilter", "reference_c4"]
+__all__ = ["C4QualityFilter"]
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
 _LINES = ("too_long_word", "no_terminal_punct", "too_few_words", "javascript", "policy")
@@ -336,34 +334,3 @@ def _strip(edited, start, end, flags):  # type: ignore[no-untyped-def]
         for at in range(first, last):
             edited[start + at - first] = edited[at]
     return start + last - first
-
-
-def reference_c4(text: str, config: C4QualityConfig) -> tuple[str | None, str]:
-    """(the reason it is dropped, or None; the text that stays), in plain Python."""
-    sentences, kept = 0, []
-    for line in map(str.strip, text.splitlines()):
-        words = line.split()
-        if config.max_word_length != -1 and any(len(word) > config.max_word_length for word in words):
-            continue
-        if config.remove_citations:
-            line = re.sub(r"\[\d*]|\[edit]|\[citation needed]", "", line)
-        good = line.endswith((".", "?", "!", '"', "'")) and not line.endswith("...")
-        if (config.filter_no_terminal_punct and not good) or len(words) < config.min_words_per_line:
-            continue
-        lower = line.lower()
-        if config.filter_lorem_ipsum and "lorem ipsum" in lower:
-            return "lorem_ipsum", text
-        if config.filter_javascript and "javascript" in lower:
-            continue
-        if config.filter_curly_bracket and "{" in line:
-            return "curly_bracket", text
-        if config.filter_policy and re.search(_REFERENCE_POLICY, lower):
-            continue
-        sentences += reference_sentences(line)
-        kept.append(line)
-    if config.min_num_sentences != -1 and sentences < config.min_num_sentences:
-        return "too_few_sentences", text
-    return None, "\n".join(kept).strip()
-
-
-_REFERENCE_POLICY = "terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies"

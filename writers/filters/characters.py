@@ -61,7 +61,7 @@ def character_flags() -> npt.NDArray[np.uint8]:
 
 @cache
 def characters_with(flag: int) -> frozenset[str]:
-    """The characters that have a flag, for plain-Python references."""
+    """The characters that have a flag."""
     return frozenset(map(chr, np.flatnonzero(character_flags() & flag).tolist()))
 
 

@@ -6,7 +6,7 @@ them, so that nothing is called contaminated by chance. Of n-grams of the evalua
 the first is known: an overlap is missed with a probability of their number / 2^64.
 
 Every overlap is told: after `judge`, `take_rows` gives the spans of the documents that were looked at, which
-belong into a file beside the dataset. `reference_overlaps` is the whole rule in plain Python.
+belong into a file beside the dataset.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardkit.writers.filters.evaluation_items import (
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["DecontaminationFilter", "Overlap", "reference_overlaps"]
+__all__ = ["DecontaminationFilter", "Overlap"]
 
 _WORDS = re.compile(r"\w+")
 _EXCERPT = 400  # characters of a span that are told
@@ -159,15 +159,3 @@ def _rows(batch: TextBatch, number: int, overlaps: Sequence[Overlap]) -> Iterato
     for overlap in overlaps:
         begin, end = edges[overlap.begin][0], edges[overlap.end - 1][1]
         yield where | asdict(overlap) | {"text": text[begin : min(end, begin + _EXCERPT)]}
-
-
-def reference_overlaps(text: str, items: Sequence[str], *, ngram: int, min_item_words: int) -> set[int]:
-    """Words of `text` at which an n-gram of an item, or the whole of a short one, begins, in plain Python."""
-    words, found = normalized_words(text), set()
-    for item in map(normalized_words, items):
-        size = min(ngram, len(item))
-        if len(item) < min_item_words:
-            continue
-        theirs = {tuple(item[at : at + size]) for at in range(len(item) - size + 1)}
-        found |= {at for at in range(len(words) - size + 1) if tuple(words[at : at + size]) in theirs}
-    return found

@@ -1,13 +1,12 @@
 """Counts that dolma's rules of quality need, one pass over the UTF-8 bytes of a batch.
 
 Words are those of `str.split()`; lines end at "\\n" only, and blank ones count. A median that is greater than
-LONGEST is told as LONGEST. `reference_dolma_statistics` is the same in plain Python. Memory: 16 KB.
+LONGEST is told as LONGEST. Memory: 16 KB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 import numba
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from shardkit.writers.filters.characters import ALPHA, SPACE, character_flags
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["LONGEST", "DolmaStatistics", "dolma_statistics", "reference_dolma_statistics"]
+__all__ = ["LONGEST", "DolmaStatistics", "dolma_statistics"]
 
 LONGEST = 4096  # characters; longer words are counted as this long
 _ELLIPSIS = 0x2026
@@ -132,18 +131,3 @@ def _count_lines(data, begin, end, out):  # type: ignore[no-untyped-def]
                 ellipses += data[at - 3] == 0xE2 and data[at - 2] == 0x80 and data[at - 1] == 0xA6
         start = at + 1
     out[5], out[6], out[7] = lines, bullets, ellipses
-
-
-def reference_dolma_statistics(text: str, required: Sequence[str]) -> tuple[int, ...]:
-    """The counts of one text in the order of DolmaStatistics, in plain Python."""
-    words, lines = text.split(), text.split("\n")
-    return (
-        len(words),
-        int(2 * median([min(len(word), LONGEST) for word in words])) if words else 0,
-        sum("#" in word or "…" in word for word in words),
-        sum(any(map(str.isalpha, word)) for word in words),
-        sum(word in required for word in words),
-        len(lines),
-        sum(line.startswith(("*", "-")) for line in lines),
-        sum(line.endswith("…") for line in lines),
-    )

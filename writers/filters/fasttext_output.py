@@ -6,9 +6,9 @@ import math
 
 import numba
 
-from shardkit.writers.filters.fasttext_reference import EPSILON
-
 __all__ = ["activate", "descend"]
+
+_EPSILON = 1e-5  # that fastText adds to every probability before its logarithm
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -27,8 +27,8 @@ def descend(total, outputs, tree, nodes, scores, text):  # type: ignore[no-untyp
     for inner in range(labels - 2, -1, -1):
         right = 1.0 / (1.0 + math.exp(-_product(total, outputs, inner)))
         here = nodes[labels + inner]
-        nodes[tree[inner, 0]] = here * (1.0 - right + EPSILON)
-        nodes[tree[inner, 1]] = here * (right + EPSILON)
+        nodes[tree[inner, 0]] = here * (1.0 - right + _EPSILON)
+        nodes[tree[inner, 1]] = here * (right + _EPSILON)
     for label in range(labels):
         scores[text, label] = nodes[label]
 
@@ -46,10 +46,10 @@ def activate(total, outputs, loss, values, scores, text):  # type: ignore[no-unt
             values[label] = math.exp(values[label] - greatest)
             whole += values[label]
         for label in range(labels):
-            scores[text, label] = values[label] / whole + EPSILON
+            scores[text, label] = values[label] / whole + _EPSILON
         return
     for label in range(labels):
-        scores[text, label] = _table_sigmoid(values[label]) + EPSILON
+        scores[text, label] = _table_sigmoid(values[label]) + _EPSILON
 
 
 @numba.njit(nogil=True, cache=True)

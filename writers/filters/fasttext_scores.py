@@ -5,8 +5,6 @@ tokens, of their character n-grams and of n-grams of tokens, with one `</s>` at 
 Two things differ. `</s>` within a text does not end it. And sums are kept in another order: the vector of a
 token is summed in float32 and kept in a table for the next time, the vectors of a text in float64, so scores
 equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
-
-`fasttext_reference.py` is the same in plain Python.
 """
 
 from __future__ import annotations
@@ -20,12 +18,13 @@ import numpy.typing as npt
 from shardkit.writers.dedup.simd import load_8_bytes
 from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, FastTextModel, aligned
 from shardkit.writers.filters.fasttext_output import activate, descend
-from shardkit.writers.filters.fasttext_reference import BASIS, MASK, NEXT, PRIME
 from shardkit.writers.utf8 import next_character
 
 __all__ = ["FastTextScorer"]
 
-_BASIS_64, _PRIME_64, _MASK_64, _NEXT_64 = map(np.uint64, (BASIS, PRIME, MASK, NEXT))
+# FNV-1a of 32 bits, and how fastText chains the hashes of tokens.
+_BASIS_64, _PRIME_64, _MASK_64 = np.uint64(2166136261), np.uint64(16777619), np.uint64(0xFFFFFFFF)
+_NEXT_64 = np.uint64(116049371)
 _SIGNED = np.uint64(0xFFFFFF00)  # bytes of 128 and above are negative to fastText's hash
 _OPEN, _CLOSE = 60, 62  # < and > around a token
 _KEY_BYTES = 32  # longer tokens are summed anew each time

@@ -5,13 +5,10 @@ that begins or ends with one has an empty line there; paragraphs lie between run
 the text without white space at both ends; what counts are elements that stood before. dolma: every newline
 ends a line, also an empty one, and all copies of a repeated line count. Equal lines are found by a hash table
 whose hits are compared byte by byte. Memory: up to 56 bytes per line of the document with the most.
-`reference_repetition` is the same in plain Python.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from typing import NamedTuple
 
 import numba
@@ -22,7 +19,7 @@ from shardkit.writers.filters.byte_runs import count_characters, hash_run, same_
 from shardkit.writers.filters.characters import character_flags
 from shardkit.writers.utf8 import strip_space
 
-__all__ = ["ALL_LINES", "LINES", "PARAGRAPHS", "Repetition", "line_repetition", "reference_repetition"]
+__all__ = ["ALL_LINES", "LINES", "PARAGRAPHS", "Repetition", "line_repetition"]
 
 LINES, PARAGRAPHS, ALL_LINES = 0, 1, 2
 _NEWLINE = 10
@@ -126,14 +123,3 @@ def _find_repeated(found, copies, table, every):  # type: ignore[no-untyped-def]
         else:
             table[slot] = index + 1
     return repeated, characters
-
-
-def reference_repetition(text: str, kind: int) -> tuple[int, int, int]:
-    """The counts of one text in the order of Repetition, in plain Python."""
-    if kind == ALL_LINES:
-        lines = text.split("\n")
-        twice = {line: times for line, times in Counter(lines).items() if times > 1}
-        return len(lines), sum(twice.values()), sum(len(line) * times for line, times in twice.items())
-    elements = re.split("\n{2,}", text.strip()) if kind == PARAGRAPHS else re.split("\n+", text)
-    repeated = [element for at, element in enumerate(elements) if element in set(elements[:at])]
-    return len(elements), len(repeated), sum(map(len, repeated))

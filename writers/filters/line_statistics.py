@@ -1,22 +1,22 @@
 """Counts about lines that FineWeb's rules need, one pass over the UTF-8 bytes of a batch.
 
 Lines are cut at "\\n" only and lines of nothing but white space do not count. Repeated lines are found
-exactly: a hash table of line starts, every hit compared byte by byte. `reference_line_statistics` is the same
-in plain Python. Memory is at most 16 bytes for each line of the document with the most lines.
+exactly: a hash table of line starts, every hit compared byte by byte. Memory is at most 16 bytes for each
+line of the document with the most lines.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.filters.characters import SPACE, TERMINAL, character_flags, characters_with
+from shardkit.writers.filters.characters import SPACE, TERMINAL, character_flags
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["LineStatistics", "line_statistics", "reference_line_statistics"]
+__all__ = ["LineStatistics", "line_statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +136,3 @@ def _seen(data, begin, line_begin, line_end, table):  # type: ignore[no-untyped-
         slot = (slot + 1) & mask
     table[slot] = line_begin - begin + 1
     return False
-
-
-def reference_line_statistics(text: str, *, short_line_length: int) -> tuple[int, ...]:
-    """The counts of one text in the order of LineStatistics, in plain Python."""
-    terminal = characters_with(TERMINAL)
-    lines = [line for line in text.split("\n") if line.strip()]
-    seen: set[str] = set()
-    repeated = 0
-    for line in lines:
-        repeated += len(line) if line in seen else 0
-        seen.add(line)
-    return (
-        len(lines),
-        sum(line[-1] in terminal for line in lines),
-        sum(len(line) <= short_line_length for line in lines),
-        repeated,
-    )
-
-
-def as_rows(statistics: LineStatistics) -> list[tuple[int, ...]]:
-    """One tuple per document, to compare with the reference."""
-    return [tuple(map(int, row)) for row in zip(*astuple(statistics), strict=True)]

@@ -12,12 +12,10 @@ hash of any n-gram. Two bits of each n-gram's slot in a table of 16 slots per n-
 twice; only those go to a hash table, where every hit is compared byte by byte. What cannot occur twice as an
 n-gram is not looked at as a longer one either; for joined words, what does not share its first 16 bytes.
 Memory: 44 bytes per word of the longest document, and up to 24 more where everything repeats.
-`reference_ngrams` is the same in plain Python.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +28,7 @@ from shardkit.writers.filters.byte_runs import same_runs
 from shardkit.writers.filters.characters import SPACE, character_flags, characters_with
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics", "reference_ngrams"]
+__all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics"]
 
 TOP, EXCESS, COPIES = 0, 1, 2
 _BASE = np.uint64(0xD6E8FEB86659FD93)
@@ -363,29 +361,3 @@ def _copies(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
             at = scratch.chosen[scratch.firsts[kind]]
             copied += int(scratch.numbers[kind]) * int(words.edges[at + n] - words.edges[at])
     return copied
-
-
-def reference_ngrams(text: str, n: int, kind: int) -> tuple[int, int]:
-    """One job on one text in plain Python: (first, second)."""
-    words = text.split()
-    grams = [tuple(words[at : at + n]) for at in range(len(words) - n + 1)]
-    counts = Counter(grams)
-    if not grams:
-        return 0, 0
-    if kind == TOP:
-        gram, occurrences = counts.most_common(1)[0]
-        return occurrences, sum(map(len, gram))
-    if kind == COPIES:
-        sizes = {gram: times * sum(map(len, gram)) for gram, times in counts.items()}
-        return sum(size for gram, size in sizes.items() if counts[gram] > 1), sum(sizes.values())
-    seen: set[str] = set()
-    at = repeated = 0
-    while at < len(grams):
-        joined = "".join(grams[at])
-        if joined in seen:
-            repeated += len(joined)
-            at += n
-        else:
-            seen.add(joined)
-            at += 1
-    return repeated, 0

@@ -4,12 +4,10 @@ Both sides are in lower case (Arrow's `utf8_lower`, one character for one). With
 and after an occurrence is no word character (letters, digits, _, as in regular expressions); otherwise
 phrases are found anywhere, as scripts without spaces need. At each place at most one is counted. Candidates
 are looked up by their first two bytes, so that long lists cost little more than short ones.
-`reference_count` is the same in plain Python.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cache
 
@@ -22,7 +20,7 @@ import pyarrow.compute as pc
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["Phrases", "lower", "reference_count"]
+__all__ = ["Phrases", "lower"]
 
 
 class Phrases:
@@ -103,11 +101,3 @@ def _any(data, at, end, key, tables, separated):  # type: ignore[no-untyped-def]
         if same and (not separated or after == end or not words[next_character(data, after)[0]]):
             return True
     return False
-
-
-def reference_count(phrases: Iterable[str], text: str, *, separated: bool = True) -> int:
-    """The same count in plain Python, of phrases and a text in lower case."""
-    found = "|".join(re.escape(phrase) for phrase in sorted(phrases, key=len) if phrase)
-    if not found:
-        return 0
-    return len(re.findall(rf"(?<!\w)(?=(?:{found})(?!\w))" if separated else f"(?={found})", text))

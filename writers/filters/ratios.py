@@ -20,7 +20,7 @@ from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["RatiosFilter", "reference_kinds"]
+__all__ = ["RatiosFilter"]
 
 _KINDS = 6  # columns of the kernel's counts: the five below and all characters
 _SYMBOL, _DIGIT, _UPPER, _SPACE, _ALPHA = (1 << kind for kind in range(_KINDS - 1))
@@ -91,21 +91,3 @@ def _count(data, offsets, wanted, kinds, counts):  # type: ignore[no-untyped-def
             while at < end:
                 code, at = next_character(data, at)
                 counts[document, kinds[code]] += 1
-
-
-def reference_kinds(text: str) -> tuple[float, ...]:
-    """The five ratios of a text in the order of the rules, in plain Python."""
-
-    def part(count: int, whole: int) -> float:
-        return count / whole if whole else 0.0
-
-    letters, space = sum(map(str.isalpha, text)), sum(map(str.isspace, text))
-    symbols = sum(unicodedata.category(c)[0] in "PS" and not c.isspace() for c in text)
-    upper = sum(c.isalpha() and c.isupper() for c in text)
-    return (
-        part(symbols, len(text)),
-        part(sum(map(str.isdigit, text)), len(text)),
-        part(upper, letters),
-        part(space, len(text)),
-        part(letters, len(text) - space),
-    )

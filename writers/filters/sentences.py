@@ -6,13 +6,10 @@ is not punctuation begins another one. What makes a full stop a token is said he
 white space: marks are taken off both ends of a word, a full stop only where a lower-case letter, a digit, a
 mark or two capitals precede it; abbreviations and web addresses stay whole. That is spaCy's tokenizer without
 its rarer exceptions: of 19,607 lines of prose, HTML and code 99.5 % have the same count.
-
-`reference_sentences` is the rule in plain Python; the kernel is tested equal to it and needs no memory.
 """
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from functools import cache
 
@@ -23,7 +20,7 @@ import numpy.typing as npt
 from shardkit.writers.filters.characters import TERMINAL, characters_with
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["character_at", "count_sentences", "reference_sentences", "sentence_tables"]
+__all__ = ["character_at", "count_sentences", "sentence_tables"]
 
 _SPACE, _END, _PUNCTUATION, _AFFIX, _PREFIX, _BEFORE_STOP, _LOWER, _UPPER, _QUOTE = (
     1 << bit for bit in range(9)
@@ -263,64 +260,3 @@ def _address(data, begin, end, flags):  # type: ignore[no-untyped-def]
             letters = -(1 << 40)  # not before the next dot
         at = after
     return dot > begin and letters >= 2
-
-
-def reference_sentences(text: str) -> int:
-    """The same count in plain Python."""
-    count, pending = 0, False
-    for part in re.findall(r"\S+|\s+", text.strip()):
-        if part.isspace():
-            count, pending = (count + 1, False) if pending and part != " " else (count, pending)
-            continue
-        for token in _reference_tokens(part):
-            if len(token) == 1 and _is(token, _END):
-                pending = True
-            elif pending and not all(_is(character, _PUNCTUATION) for character in token):
-                count, pending = count + 1, False
-    return count + bool(text.strip())
-
-
-def _is(character: str, flag: int) -> bool:
-    return bool(_flags()[ord(character)] & flag)
-
-
-def _reference_tokens(word: str) -> list[str]:
-    """The tokens of a word without white space."""
-    before: list[str] = []
-    after: list[str] = []
-    rest, previous = word, ""
-    while rest and rest != previous and rest not in _abbreviations():
-        previous = rest
-        if dots := re.match(r"\.\.+", rest):
-            before.append(dots[0])
-        elif _is(rest[0], _AFFIX | _PREFIX):
-            before.append(rest[0])
-        rest = word[sum(map(len, before)) : len(word) - sum(map(len, after))]
-        if not rest or rest in _abbreviations():
-            break
-        if dots := re.search(r"\.\.+\Z", rest):
-            after.insert(0, dots[0])
-        elif _is(rest[-1], _AFFIX) or (rest[-1] == "." and _reference_full_stop(rest[:-1])):
-            after.insert(0, rest[-1])
-        rest = rest[: len(word) - sum(map(len, before)) - sum(map(len, after))]
-    return [*before, *_reference_infixes(rest), *after]
-
-
-def _reference_full_stop(before: str) -> bool:
-    both = len(before) > 1 and _is(before[-1], _UPPER) and _is(before[-2], _UPPER)
-    return bool(before) and (_is(before[-1], _BEFORE_STOP) or both)
-
-
-def _reference_infixes(core: str) -> list[str]:
-    """A core, cut at dots between a lower-case letter or quote and a capital or quote."""
-    host = re.split("[/?#:]", core.partition("://")[2] if "://" in core else core)[0]
-    front, _, domain = host.rpartition(".")
-    address = front and len(domain) > 1 and all(_is(character, _LOWER) for character in domain)
-    pieces: list[str] = [core] if core else []
-    if address or core in _abbreviations():
-        return pieces
-    for at in range(len(core) - 2, 0, -1):
-        joined = _is(core[at - 1], _LOWER | _QUOTE) and _is(core[at + 1], _UPPER | _QUOTE)
-        if core[at] == "." and joined:
-            pieces[:1] = [core[:at], ".", core[at + 1 :]]
-    return pieces

@@ -12,7 +12,7 @@ import csv
 import gzip
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from shardkit.writers.filters.perplexity_settings import UnigramLogProbConfig
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["UnigramLogProbFilter", "read_frequencies", "reference_log_prob"]
+__all__ = ["UnigramLogProbFilter", "read_frequencies"]
 
 _UNKNOWN = 1e-9  # datatrove's
 _WORDS = MinHashConfig(ngram=1)
@@ -120,9 +120,3 @@ def _mean(hashes, offsets, keys, values, unknown, means):  # type: ignore[no-unt
             total += values[slot] if values[slot] <= 0 else unknown
         if offsets[text + 1] > offsets[text]:
             means[text] = total / (offsets[text + 1] - offsets[text])
-
-
-def reference_log_prob(text: str, probabilities: Mapping[str, float]) -> float:
-    """The value of one text, in plain Python."""
-    words = normalized_words(text)
-    return sum(math.log(probabilities.get(word, _UNKNOWN)) for word in words) / len(words) if words else 0.0

@@ -1,13 +1,12 @@
 """Counts of characters, words and lines in the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`, lines those of `str.splitlines()`; `reference_word_statistics` is the same
-in plain Python and the kernel is tested equal to it. No memory but the counts.
+Words are those of `str.split()`, lines those of `str.splitlines()`. No memory but the counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import numba
 import numpy as np
@@ -23,7 +22,7 @@ from shardkit.writers.filters.characters import (
 )
 from shardkit.writers.utf8 import next_character
 
-__all__ = ["WordStatistics", "reference_word_statistics", "word_statistics"]
+__all__ = ["WordStatistics", "word_statistics"]
 
 _ELLIPSIS = 0x2026
 _BULLET = 0x2022
@@ -204,29 +203,3 @@ def _bits(mask):  # type: ignore[no-untyped-def]
         mask &= mask - np.uint64(1)
         count += 1
     return count
-
-
-def reference_word_statistics(text: str, stop_words: Sequence[str] = ()) -> tuple[int, ...]:
-    """The counts of one text in the order of WordStatistics, in plain Python."""
-    punctuation = characters_with(PUNCTUATION)
-    words, lines = text.split(), text.splitlines()
-    plain = [word for word in words if any(character not in punctuation for character in word)]
-    return (
-        len(text),
-        len(words),
-        len(plain),
-        sum(map(len, plain)),
-        sum(any(character.isalpha() for character in word) for word in words),
-        text.count("#"),
-        text.count("...") + text.count("…"),
-        text.count("\n"),
-        len(lines),
-        sum(line.lstrip().startswith(("•", "-")) for line in lines),
-        sum(line.rstrip().endswith(("...", "…")) for line in lines),
-        len(set(stop_words) & set(words)),
-    )
-
-
-def as_rows(statistics: WordStatistics) -> list[tuple[int, ...]]:
-    """One tuple per document, to compare with the reference."""
-    return [tuple(map(int, row)) for row in zip(*astuple(statistics), strict=True)]

@@ -1,4 +1,4 @@
-"""What fastText predicts, in plain Python: the kernel of `fasttext_scores.py` is tested equal to it."""
+"""What fastText predicts, in plain Python: the kernels of `fasttext_scores.py` are tested equal to it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 
 from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, FastTextModel
 
-__all__ = ["BASIS", "EPSILON", "MASK", "NEXT", "PRIME", "reference_rows", "reference_scores"]
-
 BASIS, PRIME, MASK = 2166136261, 16777619, 0xFFFFFFFF  # FNV-1a, 32 bits
 NEXT = 116049371  # how fastText chains the hashes of tokens
 EPSILON = 1e-5  # that fastText adds to every probability before its logarithm
-
 _END = b"</s>"
+
+
 _SPACES = re.compile(rb"[ \n\r\t\v\f\0]+")
 
 
