@@ -80,6 +80,7 @@ def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]
             tokenizer_path=path,
             tokenizer_digest=digest,
             engine="gigatoken",
+            unlike=(),
             partitions=1,
         )
         runner.run(tokenizing)
