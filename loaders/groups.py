@@ -3,7 +3,8 @@
 Planning costs about 100 ns a sample in calls for thousands; a gather is fastest while its result fits a
 core's second-level cache. So a plan covers up to `PLAN_ROWS` samples, after shorter ones at first (the first
 batch must wait neither for a long plan nor for shards that only later batches need), and a group up to
-`GROUP_BYTES`.
+`GROUP_BYTES`. Datasets of more than `MAX_PLAN_SHARDS` shards are planned in shorter pieces; of their shards,
+those that the plan before did not use are mapped anew, which costs tens of microseconds each.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
 GROUP_BYTES = 2 << 20
 _GROWTH = 8  # of each plan over the one before
+# A plan maps all its shards, the next one is made while it is read, and Linux allows a process 65,530 maps.
+MAX_PLAN_SHARDS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class GroupMaker:
         skip = first
         rows = self._plan.batch_size
         most = max(rows, min(self._source.plan_bytes // self._source.stored_bytes, PLAN_ROWS))
+        if len(self._streams.infos) > MAX_PLAN_SHARDS:
+            most = max(rows, min(most, MAX_PLAN_SHARDS))  # each row may lie in a shard of its own
         while True:
             left = self._plan.batches_left(cursor[0])
             while left:

@@ -117,6 +117,7 @@ class Prefetcher(Generic[T]):
             atexit.unregister(self.close)
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
+        self._source = iter(())  # whoever holds an iterator of a closed loader holds no shards by it
 
     def _get_from_either(self, wanted: bool) -> T | None:
         with self._changed:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,9 @@ class _MappedColumn:
         shards = len(streams.infos)
         self._starts = np.zeros(shards, dtype=np.int64)
         self._strides = np.zeros(shards, dtype=np.int64)
-        self._maps: dict[int, npt.NDArray[np.generic]] = {}
+        # Of the last plan, to be used again by the next. Weak, so that maps end with the readers that hold
+        # them: a loader that is closed leaves none behind.
+        self._maps: WeakValueDictionary[int, npt.NDArray[np.generic]] = WeakValueDictionary()
         self._partial: set[int] = set()  # of the maps, those that hold some rows only
 
     def reader(
@@ -112,8 +115,9 @@ class _MappedColumn:
         """A reader of checked rows; `used` are their shards, of which some have their rows in `fetched`."""
         numbers = used.tolist()
         # Shards that this plan does not touch are let go; their dataset keeps the recent ones open.
-        self._maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
-        held = list(self._maps.values())
+        maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
+        self._maps = WeakValueDictionary(maps)
+        held = list(maps.values())
         if fetched:
             row = row.copy()
         for number, some in fetched.items():
@@ -122,28 +126,13 @@ class _MappedColumn:
         if not held:
             return lambda low, high: np.empty((0, *self._column.shape), self._column.delivered)
         lowest = int(self._starts[used].min())
-        highest = max(int(self._starts[n]) + len(m) * int(self._strides[n]) for n, m in self._maps.items())
+        highest = max(int(self._starts[n]) + len(m) * int(self._strides[n]) for n, m in maps.items())
         offsets = self._starts[shard] - lowest + row * self._strides[shard]
         span = highest - lowest
         if span * self._row_bytes >= _MAX_SPAN:
-            return self._reader_by_shard(shard, row)
+            return _reader_by_shard(maps, self._column, shard, row)
         gather = self._gather.bind(lowest, span, held)
         return lambda low, high: gather(offsets[low:high])
-
-    def _reader_by_shard(
-        self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
-    ) -> Callable[[int, int], npt.NDArray[np.generic]]:
-        """The plain way, for maps that lie too far apart in memory for one array."""
-        maps = self._maps
-
-        def read(low: int, high: int) -> npt.NDArray[np.generic]:
-            rows = np.empty((high - low, *self._column.shape), dtype=self._column.delivered)
-            for number in np.unique(shard[low:high]).tolist():
-                which = np.flatnonzero(shard[low:high] == number)
-                rows[which] = maps[number][row[low:high][which]]
-            return rows
-
-        return read
 
     def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
         """The column in the rows that were fetched one by one: never taken for the shard's map later."""
@@ -159,8 +148,9 @@ class _MappedColumn:
         return values.reshape(len(values), *self._column.shape)
 
     def _map(self, number: int) -> npt.NDArray[np.generic]:
-        if number in self._maps and number not in self._partial:
-            return self._maps[number]
+        mapped = self._maps.get(number)
+        if mapped is not None and number not in self._partial:
+            return mapped
         self._partial.discard(number)
         info, name = self._streams.infos[number], self._column.names[self._streams.stream_of(number)]
         rows = self._streams.shard(number).fixed_rows(name)
@@ -178,3 +168,21 @@ class _MappedColumn:
         self._starts[number] = rows.__array_interface__["data"][0]
         self._strides[number] = rows.strides[0]
         return rows
+
+
+def _reader_by_shard(
+    maps: Mapping[int, npt.NDArray[np.generic]],
+    column: FixedColumn,
+    shard: npt.NDArray[np.int32],
+    row: npt.NDArray[np.int64],
+) -> Callable[[int, int], npt.NDArray[np.generic]]:
+    """The plain way, for maps that lie too far apart in memory for one array."""
+
+    def read(low: int, high: int) -> npt.NDArray[np.generic]:
+        rows = np.empty((high - low, *column.shape), dtype=column.delivered)
+        for number in np.unique(shard[low:high]).tolist():
+            which = np.flatnonzero(shard[low:high] == number)
+            rows[which] = maps[number][row[low:high][which]]
+        return rows
+
+    return read

@@ -1,19 +1,22 @@
 """Any MDS dataset or folder of WebDataset tars, as one sequence of samples.
 
 `open_dataset` finds out what a path holds and reads the index only; shards open when a sample of theirs is
-asked for. The most recently used shards stay open, bounded in number (a map holds a file descriptor) and in
-bytes decompressed into memory. Shards that fall out are forgotten, not closed: a thread that still reads one,
-or a view that still shows it, keeps it alive. A `Dataset` may be shared by threads and pickled for processes.
+asked for. The most recently used shards stay open, bounded in number and in bytes decompressed into memory.
+Open shards hold no file descriptors, but systems limit the maps of a process, too (usually 65,530): where a
+process has `MAX_MAPS` open, all its datasets forget the shards that they keep. Shards that fall out are
+forgotten, not closed: a thread that still reads one, or a view that still shows it, keeps it alive. To open a
+forgotten one again costs some tens of microseconds. A `Dataset` may be shared by threads and pickled for
+processes.
 """
 
 from __future__ import annotations
 
 import operator
-import resource
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from threading import Lock
@@ -26,6 +29,7 @@ from shardkit.cache.options import CacheOptions
 from shardkit.closing import Closing
 from shardkit.errors import ShardError
 from shardkit.index import Column, Manifest, ShardInfo, Summed, merge_columns
+from shardkit.local_files import open_maps
 from shardkit.locate import CARD_NAME as CARD_NAME
 from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
 from shardkit.locate import locate
@@ -41,8 +45,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
 
-MAX_OPEN_SHARDS = 1024
+MAX_OPEN_SHARDS = 1024  # of a dataset
+MAX_MAPS = 16384  # of a process: a quarter of what Linux allows by default, the rest is for others
 MAX_RESIDENT_BYTES = 2 << 30  # of decompressed shards held in memory; the newest stays whatever its size
+
+
+# Datasets that keep shards open. Each change is one atomic step: threads and the garbage collector share it.
+_keeping: dict[int, weakref.ref[Dataset]] = {}
 
 
 class ShardReader(Protocol):
@@ -149,6 +158,9 @@ class Dataset(Closing):
             shard = self._open.setdefault(number, opened)
             self._open.move_to_end(number)
             self._forget_oldest()
+            _keeping[id(self)] = weakref.ref(self, partial(_forget_dataset, id(self)))
+        if open_maps() > MAX_MAPS:
+            _forget_all()
         return shard
 
     @cached_property
@@ -216,9 +228,11 @@ class Dataset(Closing):
                     del self._open[number]
 
     def close(self) -> None:
-        """Forget the open shards, stop fetching; the dataset stays usable and opens them again when asked."""
-        with self._lock:
-            self._open.clear()
+        """Forget the open shards, stop fetching; the dataset stays usable and opens them again when asked.
+
+        Their maps end here, but for those that a view still shows.
+        """
+        self._forget()
         if self.shards is not None:
             self.shards.close()
 
@@ -257,22 +271,32 @@ class Dataset(Closing):
             self.where(number), info, raw, allow_pickle=allow, decode=decode, index=index
         )
 
+    def _forget(self) -> None:
+        with self._lock:
+            self._open.clear()
+            _keeping.pop(id(self), None)
+
     def _forget_oldest(self) -> None:
         """Hold the bounds; the lock is held by the caller."""
-        limit = _open_shards_limit()
         while len(self._open) > 1:
             resident = 0
             if self.shards is None:  # a remote dataset's cache has a budget of its own
                 resident = sum(s.info.raw.bytes for s in self._open.values() if s.info.compression)
-            if len(self._open) <= limit and resident <= MAX_RESIDENT_BYTES:
+            if len(self._open) <= MAX_OPEN_SHARDS and resident <= MAX_RESIDENT_BYTES:
                 return
             self._open.popitem(last=False)
 
 
-def _open_shards_limit() -> int:
-    """Maps hold a descriptor each: leave three quarters of the process's to others."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else max(8, min(MAX_OPEN_SHARDS, soft // 4))
+def _forget_all() -> None:
+    """Let all datasets of the process forget the shards that they keep open."""
+    for reference in list(_keeping.values()):
+        dataset = reference()
+        if dataset is not None:
+            dataset._forget()
+
+
+def _forget_dataset(key: int, died: weakref.ref[Dataset]) -> None:
+    _keeping.pop(key, None)
 
 
 def _token_layout(column: Column) -> tuple[np.dtype[np.generic], int] | None:

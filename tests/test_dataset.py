@@ -127,7 +127,7 @@ def test_lists_without_columns_are_looked_into(tmp_path: Path) -> None:
 
 
 def test_at_most_so_many_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "_open_shards_limit", lambda: 2)
+    monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 2)
     dataset = shardkit.open_dataset(write_tars(tmp_path))
     first = dataset.shard(0)
     assert dataset.shard(0) is first
@@ -150,16 +150,8 @@ def test_decompressed_shards_are_bounded_in_bytes(tmp_path: Path, monkeypatch: p
     assert dataset.shard(0) is not first
 
 
-def test_descriptors_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
-    for soft, limit in ((1024, 256), (16, 8), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert dataset_module._open_shards_limit() == limit
-
-
 def test_threads_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "_open_shards_limit", lambda: 1)
+    monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 1)
     dataset = shardkit.open_dataset(write_tars(tmp_path))
     numbers = np.random.default_rng(0).integers(0, len(ROWS), 600).tolist()
     with ThreadPoolExecutor(8) as pool:

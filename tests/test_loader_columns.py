@@ -13,7 +13,7 @@ from loader_data import columns_sample, make_dataset, token_rows
 from shardkit import mds
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.rows import FixedRows, _MappedColumn
+from shardkit.loaders.rows import FixedRows, _MappedColumn, _reader_by_shard
 from shardkit.loaders.samples import DecodedSamples
 
 
@@ -123,7 +123,7 @@ def test_gathering_by_address_and_by_shard_give_the_same_rows(tmp_path: Path, ki
         shard = rng.integers(0, len(sizes), 70).astype(np.int32)
         row = (rng.random(70) * sizes[shard]).astype(np.int64)
         by_address = column.reader(shard, row, np.unique(shard), {})
-        by_shard = column._reader_by_shard(shard, row)
+        by_shard = _reader_by_shard(dict(column._maps), column._column, shard, row)
         expected = token_rows(200)[loader.dataset.manifest.shard_starts[shard] + row]
         for low, high in ((0, 70), (3, 4), (11, 60), (5, 5)):
             assert np.array_equal(by_address(low, high), expected[low:high])

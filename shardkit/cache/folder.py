@@ -19,7 +19,6 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import mmap
 import os
 import shutil
 import stat
@@ -36,7 +35,8 @@ import numpy.typing as npt
 from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, sealed_size
 from shardkit.cache.locks import FileLock
-from shardkit.cache.slot import CacheFolderError, FolderSlot, map_file
+from shardkit.cache.slot import CacheFolderError, FolderSlot
+from shardkit.local_files import map_file
 from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["CacheFolder", "CacheFolderError"]
@@ -193,7 +193,7 @@ class CacheFolder:
         status = os.fstat(handle.fileno())
         if status.st_size < SEAL_BYTES:
             raise _NoEntryError
-        data = map_file(handle.fileno(), status.st_size, mmap.ACCESS_READ)
+        data = map_file(handle.fileno(), status.st_size)
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._seen.get(name) != identity:
             if not is_sealed(data, name):

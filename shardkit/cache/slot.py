@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import mmap
 import os
 import time
 from pathlib import Path
@@ -20,8 +19,9 @@ import numpy.typing as npt
 
 from shardkit.cache.entry import SEAL_BYTES, make_seal
 from shardkit.errors import ShardkitError
+from shardkit.local_files import map_file
 
-__all__ = ["CacheFolderError", "FolderSlot", "map_file"]
+__all__ = ["CacheFolderError", "FolderSlot"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,7 +55,7 @@ class FolderSlot:
     @property
     def data(self) -> Bytes:
         if self._entry is None:
-            self._entry = map_file(self._descriptor, self._size, mmap.ACCESS_WRITE)
+            self._entry = map_file(self._descriptor, self._size, writable=True)
         return self._entry[:-SEAL_BYTES]
 
     def write(self, at: int, piece: memoryview) -> None:
@@ -68,7 +68,7 @@ class FolderSlot:
             os.pwrite(self._descriptor, make_seal(self.data, self._name), self._size - SEAL_BYTES)
             os.fsync(self._descriptor)
             self._entry = None
-            data = map_file(self._descriptor, self._size, mmap.ACCESS_READ)
+            data = map_file(self._descriptor, self._size)
             self._cache.enter(self._name, self._file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
@@ -103,8 +103,3 @@ def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
         except BlockingIOError:
             pass  # taken for abandoned between these two calls
         os.close(descriptor)
-
-
-def map_file(descriptor: int, size: int, access: int) -> Bytes:
-    """An open file's bytes, memory-mapped."""
-    return np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import stat
 from collections.abc import Container, Mapping
 from os import PathLike
 from pathlib import Path
@@ -28,6 +26,7 @@ from shardkit.compression import decompress
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
 from shardkit.index import Column, FileInfo, ShardInfo
+from shardkit.local_files import map_path
 from shardkit.mds.encodings import Encoding, encoding_of
 from shardkit.mds.index import parse_columns
 
@@ -190,19 +189,12 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
 def _map_file(file: Path, expected: FileInfo) -> npt.NDArray[np.uint8]:
     """A regular file's bytes, memory-mapped, if it has the expected size."""
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-            raise ShardError(file, "is not a regular file")
-        if status.st_size != expected.bytes:
-            raise ShardError(file, f"{status.st_size:,} bytes, expected {expected.bytes:,}; fetch it again")
-        if expected.bytes == 0:
-            return np.empty(0, dtype=np.uint8)
-        with file.open("rb") as handle:
-            return np.frombuffer(
-                mmap.mmap(handle.fileno(), expected.bytes, access=mmap.ACCESS_READ), np.uint8
-            )
-    except (OSError, ValueError) as error:
-        raise ShardError(file, f"cannot be opened: {error}") from error
+        data = map_path(file)
+    except OSError as error:
+        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
+    if len(data) != expected.bytes:
+        raise ShardError(file, f"{len(data):,} bytes, expected {expected.bytes:,}; fetch it again")
+    return data
 
 
 def _verify(file: Path, expected: FileInfo, data: npt.NDArray[np.uint8]) -> None:

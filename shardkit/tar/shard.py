@@ -9,7 +9,6 @@ microseconds a member otherwise. Every view handed out keeps its map alive, so c
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
 from shardkit.index import Column, ShardInfo
+from shardkit.local_files import map_path
 from shardkit.tar.compressed import MAX_UNSTATED_BYTES, decompress_tar
 from shardkit.tar.decode import decode_member, encoding_of
 from shardkit.tar.headers import BLOCK, walk_members
@@ -311,13 +311,9 @@ def _words(columns: tuple[Column, ...]) -> str:
 def _map(file: Path) -> npt.NDArray[np.uint8]:
     """A file's bytes, memory-mapped."""
     try:
-        with file.open("rb") as handle:
-            size = handle.seek(0, 2)
-            if size == 0:
-                return np.empty(0, dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    except (OSError, ValueError) as error:
-        raise ShardError(file, f"cannot be opened: {error}") from error
+        return map_path(file)
+    except OSError as error:
+        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
 
 
 def _verify(stored: npt.NDArray[np.uint8], info: ShardInfo, file: Path) -> None:
