@@ -7,15 +7,18 @@ import io
 import json
 import os
 import pickle
+import subprocess
 import sys
+from pathlib import Path
 
 import cbor  # type: ignore[import-untyped]
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import webdataset
 
 from shardkit.errors import MissingExtraError
-from shardkit.tar.decode import IMAGE_WORDS, checked_decode, decode_member, encoding_of
+from shardkit.tar.decode import IMAGE_WORDS, MAX_CBOR_DEPTH, checked_decode, decode_member, encoding_of
 
 
 def npy(array: object) -> bytes:
@@ -100,6 +103,16 @@ BAD = {
     "a.npz": npz(a=[1, 2])[:-30],
     "txt.gz": b"no gzip",
     "ten": b"~TenBin~" + b"\xff" * 40,
+    "mp": b"\x91" * 1_000_000,
+    "cbor": b"\x82\x01",
+    "empty.cbor": b"",
+    "a.cbor": b"\x81" * 1_000_000 + b"\x01",
+    "b.cbor": b"\x9f" * 1_000_000,
+    "tags.cbor": b"\xc1" * 1_000_000 + b"\x01",
+    "bytes.cbor": b"\x5b" + b"\x7f" * 8,
+    "array.cbor": b"\x9b" + b"\x7f" * 8,
+    "map.cbor": b"\xbb" + b"\x7f" * 8,
+    "pattern.cbor": b"\xd8\x23\x62((",
 }
 
 
@@ -107,6 +120,28 @@ BAD = {
 def test_members_that_are_not_what_they_say_are_refused(extension: str) -> None:
     with pytest.raises(ValueError):
         decode_member(extension, memoryview(BAD[extension]))
+
+
+@pytest.mark.parametrize("head", [b"\x81", b"\x9f", b"\xc1", b"\xa1\x00"])
+def test_deeply_nested_cbor_is_an_error_and_not_the_end_of_the_process(tmp_path: Path, head: bytes) -> None:
+    with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:
+        writer.write({"__key__": "one", "meta.cbor": head * 1_000_000 + b"\x01"})
+    read = "import sys; from shardkit import open_dataset; open_dataset(sys.argv[1])[0]"
+    command = [sys.executable, "-c", read, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, "ended by a signal"
+    said = done.stderr.splitlines()[-1]
+    assert "ShardError" in said
+    assert "a.tar: byte" in said
+    assert ".meta.cbor: not usable CBOR: maximum container nesting depth (400) exceeded" in said
+
+
+def test_cbor_as_deep_as_the_limit_is_read() -> None:
+    value = decode_member("cbor", memoryview(b"\x81" * (MAX_CBOR_DEPTH - 1) + b"\x07"))
+    for _ in range(MAX_CBOR_DEPTH - 1):
+        assert isinstance(value, list)
+        (value,) = value
+    assert value == 7
 
 
 def test_archives_that_grow_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +161,9 @@ def test_a_missing_library_is_named_with_the_way_out(monkeypatch: pytest.MonkeyP
     with pytest.raises(MissingExtraError, match="decode=False") as caught:
         decode_member("mp", memoryview(b"\x01"))
     assert caught.value.package == "msgpack"
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    with pytest.raises(MissingExtraError, match=r"shardkit\[webdataset\]"):
+        decode_member("cbor", memoryview(b"\x01"))
     monkeypatch.setitem(sys.modules, "webdataset.autodecode", None)
     with pytest.raises(MissingExtraError, match=r"shardkit\[webdataset\]"):
         decode_member("ten", memoryview(b""))

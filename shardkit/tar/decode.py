@@ -8,7 +8,8 @@
 | txt, text, transcript                 | str (UTF-8) |
 | cls, cls2, index, inx, id             | int |
 | gz                                    | decompressed, then by the part before it |
-| ten, tb, mp, msg, cbor                | through the `webdataset` library (extra `webdataset`) |
+| ten, tb, mp, msg                      | through the `webdataset` library (extra `webdataset`) |
+| cbor                                  | through `cbor2` (extra `webdataset`), `MAX_CBOR_DEPTH` at most |
 | pyd, pickle, pkl, pth                 | refused unless `allow_pickle`: they can run any code |
 | jpg, png, webp, gif, bmp, ppm, tiff … | an image, as `decode` says |
 | anything else (audio, video, html …)  | bytes |
@@ -16,7 +17,8 @@
 
 `decode` is True: images are PIL images in the mode of their file, as in MDS columns. "basic": their bytes.
 One of webdataset's words ("pil", "rgb8", "torchrgb", …): what `webdataset.WebDataset(…).decode(word)` makes
-of them. False: every member is its bytes. All else has the meaning of `webdataset.WebDataset(…).decode()`.
+of them. False: every member is its bytes. All else has the meaning of `webdataset.WebDataset(…).decode()`;
+webdataset's own decoder of CBOR, the unmaintained `cbor`, is not used: nested data overflow its stack.
 Errors are ValueErrors; the reader adds file and offset.
 """
 
@@ -46,12 +48,13 @@ IMAGE_WORDS = frozenset(
 ) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
 
 MAX_EXPANDED_BYTES = 1 << 30  # of one .gz or .npz member: a sample larger than this is no sample
+MAX_CBOR_DEPTH = 400
 _METADATA = "__"  # of an extension
 _TEXT = frozenset({"txt", "text", "transcript"})
 _INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
 _JSON = frozenset({"json", "jsn"})
 _PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
-_WEBDATASET = frozenset({"ten", "tb", "mp", "msg", "cbor"})
+_WEBDATASET = frozenset({"ten", "tb", "mp", "msg"})
 _JPEG = frozenset({"jpg", "jpeg", "jpe", "jfif"})
 _IMAGES = _JPEG | {"png", "apng", "webp", "gif", "bmp", "dib", "ppm", "pgm", "pbm", "pnm", "tif", "tiff"}
 
@@ -99,7 +102,7 @@ def encoding_of(extension: str) -> str:
     for names, encoding in ((_TEXT, "str"), (_INTEGER, "int"), (_JSON, "json"), ({"npy"}, "ndarray")):
         if kind in names:
             return encoding
-    return kind if kind in _PICKLE | _WEBDATASET | {"npz"} else "bytes"
+    return kind if kind in _PICKLE | _WEBDATASET | {"cbor", "npz"} else "bytes"
 
 
 def _decode_text(payload: memoryview) -> str:
@@ -132,9 +135,22 @@ def _decode_npz(payload: memoryview) -> dict[str, np.ndarray[tuple[int, ...], np
         raise ValueError(f"not a usable .npz: {error}") from error
 
 
+def _decode_cbor(payload: memoryview) -> object:
+    try:
+        import cbor2
+    except ImportError as error:
+        purpose = "decoding .cbor members (decode=False gives their bytes)"
+        raise MissingExtraError("cbor2", "webdataset", purpose) from error
+    try:
+        return cbor2.loads(payload, max_depth=MAX_CBOR_DEPTH)
+    except Exception as error:  # what tagged values become may raise many types
+        raise ValueError(f"not usable CBOR: {error}") from error
+
+
 _DECODERS: dict[str, Callable[[memoryview], object]] = {
     "npy": decode_npy,
     "npz": _decode_npz,
+    "cbor": _decode_cbor,
     **dict.fromkeys(_JSON, _decode_json),
     **dict.fromkeys(_TEXT, _decode_text),
     **dict.fromkeys(_INTEGER, _decode_integer),
