@@ -1,8 +1,13 @@
-"""Files on local disks: mapped without holding descriptors, opened only if they are regular files."""
+"""Local files: mapped without holding descriptors, opened only if regular, trusted if nobody else writes.
+
+Another user who can write in a folder can put wrong data, links and pipes there and replace folders in it.
+`who_else_writes` tells whether one can; it looks at one folder and not at those that it lies in.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import stat
@@ -12,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NotRegularFileError", "map_file", "map_path", "open_maps", "open_regular"]
+__all__ = ["NotRegularFileError", "map_file", "map_path", "open_maps", "open_regular", "who_else_writes"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,15 +41,40 @@ class NotRegularFileError(OSError):
     """A pipe, a folder, a device, or a link where none is allowed."""
 
 
+def who_else_writes(
+    folder: Path, *, group: bool = False, sticky: bool = False, other_owner: bool = False
+) -> str | None:
+    """Why a folder is not under the control of this user and root alone, as a clause; None if it is.
+
+    `group`: its group may write as well; `sticky`: everybody may, if nobody can rename what others made;
+    `other_owner`: it may belong to anyone. A link is not trusted, whatever it leads to. OSError.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "is a link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
+    if not other_owner and status.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (number {status.st_uid})"
+    if sticky and status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody can write there"
+    if status.st_mode & stat.S_IWGRP and not group:
+        return "its group can write there"
+    return None
+
+
 def open_regular(file: str | os.PathLike[str], *, follow_links: bool = True) -> int:
     """A descriptor to read a regular file; NotRegularFileError for anything else, without waiting for it."""
-    links = 0 if follow_links else os.O_NOFOLLOW
-    if links and stat.S_ISLNK(os.lstat(file).st_mode):
-        raise NotRegularFileError(f"{os.fspath(file)} is a link")
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)  # a pipe would block
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # without the last, a pipe would block
+    try:
+        descriptor = os.open(file, flags if follow_links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not follow_links):
+            raise NotRegularFileError(error.errno, "is not a regular file") from error  # a socket or a link
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegularFileError("is not a regular file")
+        raise NotRegularFileError(errno.EINVAL, "is not a regular file")
     return descriptor
 
 

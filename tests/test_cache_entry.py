@@ -181,3 +181,15 @@ def test_no_index_can_name_an_entry_that_leaves_the_folder(
     assert PurePosixPath(name).parts == (name,)
     assert set(name) <= {*string.ascii_lowercase, *string.digits, "-", "_"}  # so no "~", which folders add
     assert len(name) <= 200
+
+
+@pytest.mark.parametrize("algorithm", ["xxh32", "xxh64", "xxh3_128", "sha1", "sha256"])
+def test_an_entry_named_by_a_hash_must_have_it_whoever_made_its_seal(algorithm: str) -> None:
+    raw = b"content" * 30
+    name = entry_name(shard(FileInfo("a", len(raw), hash_bytes(raw, [algorithm]))), URL)
+    assert name is not None
+    assert is_sealed(sealed(raw, name), name)
+    assert not is_sealed(sealed(bytes(len(raw)), name), name)
+    damaged = sealed(raw, name)
+    damaged[7] ^= 1
+    assert not is_sealed(damaged, name)

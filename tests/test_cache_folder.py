@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
 import shutil
+import tempfile
 import threading
 import time
 from collections import namedtuple
@@ -20,9 +22,13 @@ from other_process import SECONDS, OtherProcess
 
 from shardkit.cache import folder as module
 from shardkit.cache.contract import Contents
-from shardkit.cache.entry import SEAL_BYTES, is_sealed, sealed_size
+from shardkit.cache.entry import SEAL_BYTES, is_sealed, seal, sealed_size
 from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
 from shardkit.cache.locks import FileLock
+from shardkit.cache.tar_indexes import TarIndexes
+from shardkit.hashing import hash_bytes
+from shardkit.tar.index import TarIndex
+from shardkit.tar.index_file import Scanned
 
 RAW = 10_000
 COST = sealed_size(RAW)
@@ -577,6 +583,8 @@ def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: 
 HOLD_LOCK = """
 import pathlib, sys
 from shardkit.cache.locks import FileLock
+from shardkit.cache.tar_indexes import TarIndexes
+from shardkit.hashing import hash_bytes
 lock = FileLock(pathlib.Path(sys.argv[1]), keep=True)
 assert lock.acquire(60)
 print("held", flush=True)
@@ -720,3 +728,175 @@ def _use_without_permission(folder: Path, cache: CacheFolder) -> int:  # pragma:
                 continue
         return number
     return 0
+
+
+# In the hands of others.
+
+AS_NOBODY = """
+import os, sys
+from shardkit.cache.folder import CacheFolder, CacheFolderError
+os.setgroups([]), os.setgid(65534), os.setuid(65534), os.umask(0o002)
+try:
+    cache = CacheFolder(sys.argv[1])
+    slot = cache.reserve("b", 100, lambda contents: [])
+    slot.data[:] = 1
+    slot.commit()
+    print("made", cache.find("b") is not None, flush=True)
+except CacheFolderError as error:
+    print(error, flush=True)
+"""
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.mark.parametrize("at", [".", SUBFOLDER, f"{SUBFOLDER}/shards", f"{SUBFOLDER}/leases"])
+def test_a_cache_that_everybody_can_write_is_refused_with_advice(tmp_path: Path, at: str) -> None:
+    CacheFolder(tmp_path)
+    (tmp_path / at).chmod(0o777)
+    with pytest.raises(CacheFolderError, match=r"everybody can write there.*chmod.*give another cache_dir"):
+        CacheFolder(tmp_path)
+    with (
+        pytest.raises(CacheFolderError, match="everybody can write there")
+        if at in (".", SUBFOLDER)
+        else (contextlib.nullcontext())
+    ):
+        TarIndexes.beside(tmp_path, [])
+    (tmp_path / at).chmod(0o755)
+    fill(CacheFolder(tmp_path), "a")
+
+
+@as_root
+@pytest.mark.parametrize("at", [".", SUBFOLDER, f"{SUBFOLDER}/shards"])
+def test_a_cache_of_another_user_is_refused_with_advice(tmp_path: Path, at: str) -> None:
+    CacheFolder(tmp_path)
+    os.chown(tmp_path / at, NOBODY, NOBODY)
+    with pytest.raises(
+        CacheFolderError, match=r"belongs to another user \(number 65534\).*another cache_dir"
+    ):
+        CacheFolder(tmp_path)
+
+
+def test_a_folder_like_tmp_may_hold_a_cache(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    fill(CacheFolder(tmp_path), "a")
+    assert (tmp_path / SUBFOLDER).stat().st_mode & 0o022 == 0
+
+
+@as_root
+def test_users_share_a_cache_whose_owner_lets_their_group_write() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        shared = Path(folder)
+        os.chown(shared, 0, NOBODY)
+        shared.chmod(0o2775)
+        with OtherProcess(AS_NOBODY, shared) as other:
+            assert other.line() == "made True"
+        cache = CacheFolder(shared)
+        assert cache.find("b") is not None
+        fill(cache, "a")
+        (shared / SUBFOLDER / "shards").chmod(0o777)
+        with pytest.raises(CacheFolderError, match="everybody can write there"):
+            CacheFolder(shared)
+
+
+def test_nobody_else_can_write_what_is_made_without_a_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache = CacheFolder(tmp_path / "cache")
+        fill(cache, "a")
+        lease = cache.lease("b")
+        made = [path for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")) if path.exists()]
+        assert len(made) >= 8
+        assert not [path for path in made if path.stat().st_mode & 0o002]
+        assert lease is not None
+        lease.release()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("name", ["shards", "filling", "leases", "damaged", "."])
+def test_links_to_folders_elsewhere_are_refused_and_nothing_there_is_touched(
+    tmp_path: Path, root: Path, name: str
+) -> None:
+    CacheFolder(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    (root / name).rename(elsewhere)
+    mine = elsewhere / "mine"
+    mine.write_bytes(b"mine")
+    (root / name).symlink_to(elsewhere)
+    before = names(elsewhere)
+    with pytest.raises(CacheFolderError, match=r"is a link"):
+        CacheFolder(tmp_path)
+    assert names(elsewhere) == before
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("plant", ["pipe", "link", "dangling"])
+def test_pipes_and_links_among_the_files_neither_block_nor_lead_elsewhere(
+    tmp_path: Path, root: Path, plant: str
+) -> None:
+    target = tmp_path / "target"
+    cache = CacheFolder(tmp_path, 10 * COST)
+    fill(cache, "a")
+    if plant == "link":
+        shutil.copy(root / "shards" / "a", target)
+    planted = [root / "shards" / "a", root / "filling" / "x~1~1~1", root / "leases" / "a", root / "lock"]
+    for file in planted:
+        file.unlink(missing_ok=True)
+        if plant == "pipe":
+            os.mkfifo(file)
+        else:
+            file.symlink_to(target)
+    found: list[object] = []
+
+    def use() -> None:
+        for one in (cache, CacheFolder(tmp_path, 10 * COST)):
+            with contextlib.suppress(CacheFolderError):
+                found.append(one.find("a"))
+            with contextlib.suppress(CacheFolderError):
+                found.append(one.reserve("b", RAW, nobody))
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive(), "it hangs"
+    assert not [entry for entry in found if isinstance(entry, np.ndarray)]
+    assert not (root / "filling" / "x~1~1~1").is_symlink()
+    if plant == "link":
+        assert is_sealed(np.frombuffer(target.read_bytes(), np.uint8), "a")
+    else:
+        assert not target.exists()
+
+
+def test_pipes_and_links_among_the_indexes_of_tars_are_no_indexes(tmp_path: Path, root: Path) -> None:
+    indexes = TarIndexes.beside(tmp_path, [("s3://bucket/a.tar", "1"), ("s3://bucket/b.tar", "1")])
+    none = np.zeros(0, np.int64)
+    for number in range(2):
+        empty = TarIndex([], np.zeros(1, np.int64), none, none, none.astype(np.int32), ())
+        indexes.keep(number, Scanned(0, 0, ()), empty)
+        assert indexes.scanned(number) is not None
+        assert indexes.index(number) is not None
+    first, second = sorted((root / "tars").iterdir())
+    first.unlink()
+    os.mkfifo(first)
+    second.rename(tmp_path / "elsewhere")
+    second.symlink_to(tmp_path / "elsewhere")
+    assert [indexes.scanned(number) for number in range(2)] == [None, None]
+    assert [indexes.index(number) for number in range(2)] == [None, None]
+
+
+def test_a_planted_entry_with_a_seal_of_its_own_is_not_delivered(tmp_path: Path, root: Path) -> None:
+    raw = content("a")
+    name = f"{RAW:x}-xxh64-{hash_bytes(raw.data, ['xxh64'])['xxh64']}"
+    wrong = np.zeros(COST, np.uint8)
+    seal(wrong, name)
+    CacheFolder(tmp_path)
+    (root / "shards" / name).write_bytes(wrong.tobytes())
+    cache = CacheFolder(tmp_path)
+    assert cache.find(name) is None
+    assert cache.counters()["quarantined"] == 1
+    slot = cache.reserve(name, RAW, nobody)
+    assert slot is not None
+    slot.data[:] = raw
+    slot.commit()
+    again = CacheFolder(tmp_path).find(name)
+    assert again is not None
+    np.testing.assert_array_equal(again, raw)

@@ -371,7 +371,7 @@ def test_a_scratch_folder_that_others_may_write_is_refused(
     folder = scratch.default_scratch(url)
     folder.parent.mkdir()
     folder.parent.chmod(0o777)
-    with pytest.raises(BuildError, match="others can write there"):
+    with pytest.raises(BuildError, match="everybody can write there; remove it"):
         StoreWork(url, folder).claimed("session").prepare()
     folder.parent.chmod(0o700)
     StoreWork(url, folder).claimed("session").prepare()

@@ -5,20 +5,25 @@
 An entry's name says what its content is: the size and the strongest hash that the index states. So datasets,
 jobs and copies in several buckets share what they have in common, and a shard appended to a dataset costs
 nothing for the others. Shards without any hash are named after the object they came from and its version.
-The seal is checked when an entry is first used: a file that was cut, overwritten, renamed or swapped does not
-pass, whatever hashes the index has.
+The seal is checked when a process first uses an entry: a file that was cut, overwritten, renamed or swapped
+does not pass, whatever hashes the index has. But anyone can write a seal, so an entry whose name states the
+hash of its raw bytes must have that hash as well. If it has at least 128 bits, it is computed in place of the
+seal's, otherwise in addition. A gigabyte takes 0.3 s with xxh3_128 (as with the seal alone), 0.6 to 0.8 s
+with xxh64 and the like, 1.4 s with sha1, 1.7 s with sha256 and 3 to 4 s with md5 and sha512. Entries named by
+a hash of the compressed object, or by its version, are proved by their seal and size only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkit.hashing import HASH_NAMES
+from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.index import ShardInfo
 
 __all__ = ["SEAL_BYTES", "entry_name", "is_sealed", "make_seal", "seal", "sealed_size"]
@@ -28,7 +33,12 @@ Bytes = npt.NDArray[np.uint8]
 _MAGIC = b"shardkt1"
 _SEAL = struct.Struct("<8sQ16s16s")
 SEAL_BYTES = _SEAL.size
+_STRONG_DIGEST_CHARS = 32  # 128 bits, as the seal's
 _MAX_DIGEST_CHARS = 128  # sha512 in hex; file names have 255
+
+_RAW_HASH = re.compile(
+    r"-?[0-9a-f]+-(?P<algorithm>[0-9a-z_]+)-(?P<digest>[0-9a-z]+)"
+)  # as `entry_name` writes
 
 
 def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | None:
@@ -79,14 +89,20 @@ def make_seal(raw: Bytes, name: str) -> bytes:
 
 
 def is_sealed(entry: Bytes, name: str) -> bool:
-    """Whether `entry` is whole and is the one that `name` says; reads all of it."""
+    """Whether `entry` is whole and is the one that `name` says; reads all of it, once or twice."""
     if len(entry) < SEAL_BYTES:
         return False
     raw = entry[:-SEAL_BYTES]
     magic, size, name_digest, digest = _SEAL.unpack(entry[-SEAL_BYTES:].tobytes())
     if magic != _MAGIC or size != len(raw) or name_digest != _digest(name.encode()):
         return False
-    return bool(digest == _digest(raw.data))
+    named = _RAW_HASH.fullmatch(name)
+    if named is None or named["algorithm"] not in HASH_NAMES:
+        return bool(digest == _digest(raw.data))
+    algorithm, expected = named["algorithm"], named["digest"]
+    if len(expected) < _STRONG_DIGEST_CHARS and digest != _digest(raw.data):
+        return False
+    return hash_bytes(raw.data, [algorithm])[algorithm] == expected
 
 
 def _digest(data: bytes | memoryview) -> bytes:

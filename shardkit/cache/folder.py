@@ -11,6 +11,12 @@ of that file; a map stays readable after the entry is evicted. A file in filling
 to a process that died: it is removed. Whatever is killed, and whenever, leaves nothing that would be trusted
 wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the sub-folder while it
 is used, it is made anew.
+
+Whoever can write in a cache can put wrong data into it, so one that other users can write is refused. FOLDER
+must belong to this user or root, and only they may write there, or FOLDER's group: giving it write permission
+is how users share a cache (they also need umask 002). FOLDER may be one like /tmp, where everybody writes and
+nobody can replace what others made. The sub-folders must be real folders, not writable by everybody, and
+belong to this user or root, or to a member of the group. Folders that FOLDER lies in are not looked at.
 """
 
 from __future__ import annotations
@@ -36,15 +42,16 @@ from shardkit.cache.contract import Contents, Held
 from shardkit.cache.entry import SEAL_BYTES, is_sealed, sealed_size
 from shardkit.cache.locks import FileLock
 from shardkit.cache.slot import CacheFolderError, FolderSlot
-from shardkit.local_files import map_file
+from shardkit.local_files import NotRegularFileError, map_file, open_regular, who_else_writes
 from shardkit.storage.forks import remake_after_fork
 
-__all__ = ["CacheFolder", "CacheFolderError"]
+__all__ = ["SUBFOLDER", "CacheFolder", "CacheFolderError", "make_subfolders"]
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 SUBFOLDER = "shardkit-cache-1"
+_SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
 _LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
 _MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
@@ -61,7 +68,7 @@ class CacheFolder:
         self.after_fork()
         remake_after_fork(self)
         try:
-            self._make_folders()
+            make_subfolders(self._root.parent, _SUBFOLDERS)
             usage = shutil.disk_usage(self._root)
             self._min_free = min(_MIN_FREE_BYTES, int(usage.total * _MIN_FREE_SHARE))
             self._remove_abandoned()
@@ -176,16 +183,12 @@ class CacheFolder:
             problem = f"the cache folder cannot be used: {error.strerror or error}"
             raise CacheFolderError(f"{self._root.parent}: {problem}; give another cache_dir") from error
 
-    def _make_folders(self) -> None:
-        for name in ("shards", "filling", "leases", "damaged"):
-            (self._root / name).mkdir(parents=True, exist_ok=True)
-
     def _remade(self, action: Callable[[], T]) -> T:
         """What `action` returns, with the folders made again if someone has removed them."""
         try:
             return action()
         except FileNotFoundError:
-            self._make_folders()
+            make_subfolders(self._root.parent, _SUBFOLDERS)
             return action()
 
     def _proved(self, name: str, handle: BinaryIO) -> Bytes:
@@ -284,9 +287,42 @@ class CacheFolder:
 
     def _remove_abandoned(self) -> None:
         for file in _files(self._root / "filling"):
-            with contextlib.suppress(OSError), file.open("rb") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its writer lives
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                try:
+                    descriptor = open_regular(file, follow_links=False)
+                except NotRegularFileError:  # nobody fills a pipe or a link: someone else put it there
+                    file.unlink(missing_ok=True)
+                    continue
+                try:
+                    fcntl.flock(
+                        descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+                    )  # BlockingIOError: its writer lives
+                    file.unlink(missing_ok=True)
+                finally:
+                    os.close(descriptor)
+
+
+def make_subfolders(folder: Path, names: Iterable[str]) -> None:
+    """Make the sub-folders of a cache; CacheFolderError if others than those it is for can write there."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, exist_ok=True)  # not 0o777: umask may be 0
+    folder = folder.resolve()
+    _refuse(folder, who_else_writes(folder, group=True, sticky=True))
+    mode = folder.stat().st_mode
+    is_groups = bool(mode & stat.S_IWGRP and not mode & stat.S_IWOTH)
+    root = folder / SUBFOLDER
+    for path in (root, *(root / name for name in names)):
+        path.mkdir(mode=0o775 if is_groups else 0o755, parents=True, exist_ok=True)
+        _refuse(path, who_else_writes(path, group=True, other_owner=is_groups))
+
+
+def _refuse(folder: Path, reason: str | None) -> None:
+    if reason is not None:
+        raise CacheFolderError(
+            f"{folder}: the cache folder cannot be used: {reason}, so entries cannot be trusted; chmod or "
+            "chown it, or give another cache_dir, such as a folder of your own in it"
+        )
 
 
 def _list(folder: Path) -> dict[str, os.stat_result]:
@@ -304,9 +340,10 @@ class _NoEntryError(Exception):
 
 def _open_file(file: Path) -> BinaryIO:
     """The file open for reading; _NoEntryError for what is none: links are not followed, pipes not read."""
-    if not stat.S_ISREG(file.lstat().st_mode):
-        raise _NoEntryError
-    return os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    try:
+        return os.fdopen(open_regular(file, follow_links=False), "rb")
+    except NotRegularFileError as error:
+        raise _NoEntryError from error
 
 
 def _remove(file: Path) -> bool:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 __all__ = ["FileLock"]
 
+# Links are refused, and pipes do not block: somebody else put them there.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _given_up: set[tuple[int, int, int]] = set()  # (process, device, inode) of locks that were waited for in vain
 
 
@@ -41,7 +43,7 @@ class FileLock:
         assert not self.held
         deadline = time.monotonic() + timeout_seconds
         while True:
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self._file, _FLAGS, 0o664)
             if not _lock(descriptor, deadline - time.monotonic()):
                 return False
             if _is_at(descriptor, self._file):

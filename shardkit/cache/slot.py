@@ -95,7 +95,7 @@ def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
     """A new file that nobody else can have, flocked."""
     while True:
         file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.cache.folder import SUBFOLDER
+from shardkit.cache.folder import SUBFOLDER, make_subfolders
 from shardkit.cache.locks import FileLock
 from shardkit.cache.slot import CacheFolderError
+from shardkit.local_files import open_regular
 from shardkit.tar.index import TarIndex
 from shardkit.tar.index_file import Scanned, index_file_bytes, read_head, read_index
 
@@ -45,13 +46,13 @@ class TarIndexes:
         origins = [f"{url}\n{version}" for url, version in objects]
         if cache_folder is None:
             return cls(None, origins)
-        folder = Path(cache_folder).absolute() / SUBFOLDER / "tars"
+        folder = Path(cache_folder).absolute()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_subfolders(folder, ["tars"])
         except OSError as error:
             problem = f"the cache folder cannot be used: {error.strerror or error}"
             raise CacheFolderError(f"{cache_folder}: {problem}; give another cache_dir") from error
-        return cls(folder, origins)
+        return cls(folder / SUBFOLDER / "tars", origins)
 
     def scanned(self, number: int) -> Scanned | None:
         """What a manifest states of a tar, if it was scanned before."""
@@ -59,7 +60,7 @@ class TarIndexes:
         if file is None:
             return None
         try:
-            with file.open("rb") as handle:
+            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
                 return read_head(handle, self.origins[number])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -70,7 +71,7 @@ class TarIndexes:
         if file is None:
             return None
         try:
-            with file.open("rb") as handle:
+            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
                 _, index = read_index(handle, self.origins[number])
                 with contextlib.suppress(OSError):
                     os.utime(handle.fileno())  # what is in use is removed last
@@ -85,7 +86,9 @@ class TarIndexes:
             return
         temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}-{threading.get_ident()}")
         try:
-            temporary.write_bytes(index_file_bytes(self.origins[number], scanned, index))
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
+            with os.fdopen(descriptor, "wb") as handle:
+                handle.write(index_file_bytes(self.origins[number], scanned, index))
             temporary.replace(file)
         except OSError:
             with contextlib.suppress(OSError):

@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 
 from shardkit.errors import BuildError
+from shardkit.local_files import who_else_writes
 from shardkit.writers.execution.locks import held_file
 
 __all__ = ["default_scratch", "folder_of", "prepare", "unfinished"]
@@ -84,9 +85,8 @@ def _make_private(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
     for path in (folder, *(path for path in own if path.name == f"shardkit-{os.getuid()}")):
-        status = path.lstat()
-        if path.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise BuildError(f"{path}: others can write there; remove it, or set another `scratch` folder")
+        if (reason := who_else_writes(path)) is not None:
+            raise BuildError(f"{path}: {reason}; remove it, or set another `scratch` folder")
 
 
 def _remove_others(folder: Path) -> None:
