@@ -40,8 +40,10 @@ def test_rows_are_those_of_the_array(
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.npy"
     np.save(path, np.arange(1000))
-    path.write_bytes(path.read_bytes()[:-1])
     file = RowFile(path)
+    path.write_bytes(path.read_bytes()[:-1])
     assert file.read(np.array([0, 998])).tolist() == [0, 998]
     with pytest.raises(BuildError, match="ends early"):
         file.read(np.array([0, 999]))
+    with pytest.raises(BuildError, match=r"8,127 bytes, but its header states \(1000,\) of int64"):
+        RowFile(path)

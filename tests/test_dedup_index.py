@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from small_build import tree
 
 from shardkit.errors import BuildError, RecipeError
+from shardkit.hashing import hash_file
 from shardkit.writers.dedup import bands, exact
 from shardkit.writers.dedup import index as module
 from shardkit.writers.dedup import index_part as part_module
@@ -30,9 +38,24 @@ from shardkit.writers.dedup.index import (
     publish_index,
 )
 from shardkit.writers.dedup.near import find_near_duplicates
-from shardkit.writers.dedup.parts import sign_documents
-from shardkit.writers.dedup.population import Part
-from shardkit.writers.dedup.shingle_store import SETS_FILE, SHINGLES_FILE, Sets, ShingleReader, ShingleWriter
+from shardkit.writers.dedup.parts import KEYS_FILE, sign_documents
+from shardkit.writers.dedup.population import (
+    BAND,
+    BAND_RUNS_FILE,
+    BANDS_FILE,
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    SIGNATURES_FILE,
+    Part,
+)
+from shardkit.writers.dedup.shingle_store import (
+    SET,
+    SETS_FILE,
+    SHINGLES_FILE,
+    Sets,
+    ShingleReader,
+    ShingleWriter,
+)
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.spill import Removed
@@ -413,3 +436,153 @@ def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
         check_indexable(CONFIG.model_copy(update={"scope": "source"}), 64)
     with pytest.raises(ValueError, match="a sketch of 63 hashes"):
         check_indexable(CONFIG, 63)
+
+
+# Made by others: sizes and hashes are stated right, the content is not.
+
+LARGE = (-1, 1 << 20, (1 << 31) - 1, -(1 << 31))
+TABLES = {SETS_FILE: SET, BANDS_FILE: BAND, KEYS_FILE: exact.STORED_DTYPE, DOCUMENTS_FILE: DOCUMENT}
+COMPARE = """
+import shutil, sys
+from pathlib import Path
+from shardkit.errors import BuildError
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.index import open_index
+from shardkit.writers.dedup.near import find_near_duplicates
+
+config = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
+documents, folder = map(Path, sys.argv[1:])
+for index in sorted(folder.iterdir()):
+    try:
+        find_near_duplicates([documents], config, folder=folder / "work", indexes=[open_index(index)])
+        print(index.name, "compared")
+    except BuildError as error:
+        print(index.name, error)
+    shutil.rmtree(folder / "work", ignore_errors=True)
+"""
+
+
+def written(index: DedupIndex, folder: Path, name: str, data: bytes) -> Path:
+    """A copy of the index in which a table of the first part has these bytes, as its record says."""
+    shutil.copytree(index.location, folder)
+    path = folder / "part-00000" / name
+    path.write_bytes(data)
+    record = json.loads((folder / INDEX_FILE).read_text())
+    entry = {"bytes": len(data), "xxh3_128": hash_file(path, ["xxh3_128"])["xxh3_128"]}
+    record["parts"][0]["files"][name] = entry
+    (folder / INDEX_FILE).write_text(json.dumps(record))
+    return folder
+
+
+def with_field(index: DedupIndex, folder: Path, name: str, field: str, value: int, rows: slice) -> Path:
+    data = bytearray((index.location / "part-00000" / name).read_bytes())
+    begin = 512 if name.endswith(".npy") else 0
+    table = np.frombuffer(data, TABLES[name], offset=begin)[rows]
+    table[field] = np.array(value).astype(TABLES[name][field].base, casting="unsafe")
+    return written(index, folder, name, bytes(data))
+
+
+def compared(documents: Path, folder: Path) -> dict[str, str]:
+    """{folder of an index: what came of comparing with it}; the process that does it must live to the end."""
+    command = [sys.executable, "-c", COMPARE, str(documents), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of which many are in the index."""
+    return write_documents(tmp_path_factory.mktemp("dump") / "dump.arrow", TEXTS, "new.jsonl")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_field_of_an_index_can_harm_the_process(
+    original: DedupIndex, dump: Path, tmp_path: Path, name: str
+) -> None:
+    fields = TABLES[name].names
+    assert fields
+    for field in fields:
+        for number, value in enumerate(LARGE):
+            rows = slice(9, 10) if number % 2 else slice(None)
+            with_field(original, tmp_path / f"{field}.{number}", name, field, value, rows)
+    found = compared(dump, tmp_path)
+    assert len(found) == len(fields) * len(LARGE)
+    assert {said for said in found.values() if said != "compared" and name not in said} == set()
+    refused = {key.split(".")[0] for key, said in found.items() if said != "compared"}
+    expected = {  # what becomes an address, and the order that follows from keys
+        SETS_FILE: {"number", "start", "stored", "distinct", "total"},
+        BANDS_FILE: {"key", "document"},
+        KEYS_FILE: {"place"},
+        DOCUMENTS_FILE: set(),
+    }
+    assert refused == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "message"),
+    [
+        (BAND_RUNS_FILE, np.array([0, 1 << 40, 864]), "bands.npy: not the ends of runs"),
+        (BAND_RUNS_FILE, np.array([-864, 0, 864]), "bands.npy: not the ends of runs"),
+        (BAND_RUNS_FILE, np.array([0.0, 864.0]), "bands.npy: not the ends of runs"),
+        (BAND_RUNS_FILE, np.zeros(0, np.int64), "bands.npy: not the ends of runs"),
+        (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected 32 uint32"),
+        (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected 32 uint32"),
+        (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "104 rows, expected 105"),
+        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table: shape"),
+        (SETS_FILE, np.zeros(104, SET), "sets.npy: 104 rows, expected 105"),
+        (KEYS_FILE, np.zeros(106, exact.STORED_DTYPE), "keys.npy: 106 rows, expected 105"),
+        (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: 106 rows, expected 105"),
+        (DOCUMENTS_FILE, np.zeros(105), "documents.npy: rows of float64"),
+    ],
+)
+def test_tables_of_other_shapes_are_refused(
+    original: DedupIndex, dump: Path, tmp_path: Path, name: str, table: npt.NDArray[Any], message: str
+) -> None:
+    data = io.BytesIO()
+    np.save(data, table)
+    folder = written(original, tmp_path / "index", name, data.getvalue())
+    with pytest.raises(BuildError, match=message):
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / "work", indexes=[open_index(folder)])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': (1000000000000, 32)}",
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': (-105, 32)}",
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': ()}",
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (105, 32)}",
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': (105, 32}",
+        b"{'descr'",
+        b"(" * 400,
+    ],
+)
+def test_headers_are_believed_only_if_the_file_has_their_bytes(
+    original: DedupIndex, tmp_path: Path, header: bytes
+) -> None:
+    data = (original.location / "part-00000" / SIGNATURES_FILE).read_bytes()
+    changed = data[:10] + header.ljust(501) + b"\n" + data[512:]
+    folder = written(original, tmp_path / "index", SIGNATURES_FILE, changed)
+    with pytest.raises(BuildError, match=r"signatures\.npy: "):
+        open_index(folder)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_bytes_in_an_index_are_compared_or_refused(
+    original: DedupIndex, dump: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(part_module.INDEX_PART_FILES))
+    content = bytearray((original.location / "part-00000" / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        new = data.draw(
+            st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f", b"\x80"]) | st.binary(max_size=9)
+        )
+        content[at : at + len(new)] = new[: len(content) - at]
+    folder = tmp_path_factory.mktemp("any")
+    index = written(original, folder / "index", name, bytes(content))
+    with contextlib.suppress(BuildError):
+        found = find_near_duplicates([dump], CONFIG, folder=folder / "work", indexes=[open_index(index)])
+        assert found.counts["documents"]

@@ -3,10 +3,15 @@
 A file that is mapped counts, page by page, as memory of whoever reads it, and `numpy.load` wants all of it;
 `Rows` reads what is asked for and keeps neither bytes nor an open file in between (unless told to),
 so that a task may look into ten thousand files. Files without a header (`pairs.bin`) are read the same way.
+
+A file may come from elsewhere (an index): its header is believed only if the file has exactly the bytes that
+type and shape take, so that no count in it leads beyond its end.
 """
 
 from __future__ import annotations
 
+import io
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +22,7 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.execution.work_files import BinaryFile, file_bytes, open_file, read_into
 
-__all__ = ["CHUNK_ROWS", "Rows", "RowsWriter"]
+__all__ = ["CHUNK_ROWS", "Rows", "RowsWriter", "read_header"]
 
 CHUNK_ROWS = 1 << 16  # in one read where a table is gone through: some megabytes, and few calls
 _READ_BYTES = 1 << 20
@@ -118,13 +123,34 @@ class Rows:
             raise BuildError(f"{self.path}: shorter than it says; remove the work folder and build again")
 
     def _read_header(self) -> tuple[int, int]:
-        try:
-            with open_file(self.path) as file:
-                np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
-                begin = file.tell()
-        except ValueError as error:
-            raise BuildError(f"{self.path}: not a table: {error}; remove the work folder") from None
+        begin, shape, dtype = read_header(self.path)
         if dtype != self.dtype or len(shape) != 1:
             raise BuildError(f"{self.path}: rows of {dtype}, expected {self.dtype}; remove the work folder")
-        return begin, int(shape[0])
+        return begin, shape[0]
+
+
+def read_header(path: Path) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """(where the rows begin, shape, dtype) of a .npy file in C order; BuildError if it is not just that."""
+    with open_file(path) as file:
+        try:
+            version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+            if version != (1, 0):
+                raise ValueError(f"version {version}")
+            header = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+        except OSError:
+            raise
+        except (
+            Exception
+        ) as error:  # NumPy's parser lets errors of Python's own through: TokenError, SyntaxError
+            raise BuildError(f"{path}: not a table: {error}; remove the work folder") from None
+        begin = file.tell()
+        size = file.seek(0, io.SEEK_END)
+    shape: tuple[int, ...] = header[0]
+    dtype: np.dtype[Any] = header[2]
+    if (header[1] and len(shape) > 1) or not shape or min(shape) < 0:
+        raise BuildError(f"{path}: not a table: shape {shape}; remove the work folder")
+    if begin + math.prod(shape) * dtype.itemsize != size:
+        raise BuildError(
+            f"{path}: {size:,} bytes, but its header states {shape} of {dtype}; remove the work folder"
+        )
+    return begin, shape, dtype

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
+from shardkit.writers.dedup.array_file import read_header
 from shardkit.writers.execution.work_files import BinaryFile, open_file, read_into
 
 __all__ = ["RowFile"]
@@ -23,13 +24,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with open_file(path) as file:
-            version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-            assert version == (1, 0), path
-            header = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
-            self._start = file.tell()
-        shape, fortran, self.dtype = header
-        assert not fortran or len(shape) == 1, path
+        self._start, shape, self.dtype = read_header(path)
         self.rows: int = shape[0]
         self.row_shape: tuple[int, ...] = shape[1:]
         self._row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize

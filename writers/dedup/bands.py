@@ -166,7 +166,7 @@ def find_slices(
     """
     path = folder / BANDS_FILE
     if within is None:
-        edges: list[int] = np.load(local(folder / BAND_RUNS_FILE)).tolist()
+        edges = _read_edges(folder / BAND_RUNS_FILE)
         size = file_bytes(path)
         if size != edges[-1] * BAND.itemsize:
             raise BuildError(
@@ -189,6 +189,15 @@ def find_slices(
             if start < stop:
                 slices.append((start, stop))
     return slices
+
+
+def _read_edges(path: Path) -> list[int]:
+    edges = np.load(local(path), allow_pickle=False)
+    is_list = edges.dtype == np.int64 and edges.ndim == 1 and len(edges) > 0
+    if not is_list or edges[0] != 0 or (edges[1:] < edges[:-1]).any():
+        raise BuildError(f"{path}: not the ends of runs; remove the work folder and build again")
+    found: list[int] = edges.tolist()
+    return found
 
 
 def read_slices(folder: Path, slices: Sequence[tuple[int, int]]) -> Iterator[npt.NDArray[np.void]]:

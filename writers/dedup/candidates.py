@@ -29,9 +29,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.errors import BuildError
 from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
-from shardkit.writers.dedup.population import PAIR, Population
+from shardkit.writers.dedup.population import BANDS_FILE, PAIR, Part, Population
 
 __all__ = [
     "NUMBERS_FILE",
@@ -112,6 +113,9 @@ def _read_buckets(
     end = 0
     for part, start, mine in zip(population.parts, population.starts[:-1].tolist(), slices, strict=True):
         for rows in read_slices(part.folder, mine):
+            # `_take` and all that follows use numbers as places in memory.
+            if int(rows["document"].max(initial=0)) >= part.documents:
+                raise BuildError(_problem(part, f"names a document beyond its {part.documents:,}"))
             end = _take(rows["key"], rows["document"], np.uint64(start), bitmap, keys, numbers, end)
     counts["entries"] += end
     # Runs are sorted and come in the order of numbers: a stable sort merges them into (key, number).
@@ -122,6 +126,11 @@ def _read_buckets(
     shared = repeated[:-1] | repeated[1:]
     order = order[shared]
     keys, numbers = keys[shared], numbers[order]
+    falls = (keys[1:] == keys[:-1]) & (numbers[1:] < numbers[:-1])
+    if falls.any():
+        [number] = numbers[1:][falls][:1].astype(np.int64)
+        part = population.parts[int(np.searchsorted(population.starts, number, side="right")) - 1]
+        raise BuildError(_problem(part, "is not sorted"))
     first = np.ones(len(keys), np.bool_)
     first[1:] = keys[1:] != keys[:-1]
     new = first.copy()
@@ -129,6 +138,11 @@ def _read_buckets(
     numbers, first = numbers[new], first[new]
     edges = np.append(np.flatnonzero(first), len(numbers))
     return numbers, edges
+
+
+def _problem(part: Part, problem: str) -> str:
+    remedy = "make the index again" if part.kind == "index" else "remove the work folder and build again"
+    return f"{part.folder / BANDS_FILE}: {problem}; {remedy}"
 
 
 @numba.njit(nogil=True, cache=True)

@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.errors import BuildError
 from shardkit.writers.dedup.array_file import Rows, RowsWriter
 from shardkit.writers.dedup.key_runs import (
     MAX_PARTITIONS,
@@ -30,6 +31,7 @@ from shardkit.writers.dedup.key_runs import (
 __all__ = [
     "KEY_DTYPE",
     "LOSER_DTYPE",
+    "STORED_DTYPE",
     "WINNER_DTYPE",
     "KeyFile",
     "find_losers",
@@ -55,7 +57,7 @@ WINNER_DTYPE = np.dtype([("split", "<i4"), ("row", "<i8"), ("copies", "<i4")])  
 RUN_ROWS = 1 << 18  # sorted in 30 MB; only a file's last run is shorter
 _PEAK_BYTES_PER_ROW = 150  # measured: 145 where most rows have a copy, 120 where none has
 _DOCUMENT = [("id", "u1", (16,)), ("bytes", "<i8"), ("source", "<i4")]
-_STORED_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), *_DOCUMENT, ("place", "<u4")])  # place in the run
+STORED_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), *_DOCUMENT, ("place", "<u4")])  # place in the run
 _ROW_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), *_DOCUMENT, ("split", "<i4"), ("row", "<i8")])
 
 
@@ -63,8 +65,8 @@ class KeyFile:
     """A file of keys, written in the order of documents: the n-th row is the n-th document."""
 
     def __init__(self, path: Path) -> None:
-        self._file = RowsWriter(path, _STORED_DTYPE)
-        self._run = np.empty(RUN_ROWS, _STORED_DTYPE)
+        self._file = RowsWriter(path, STORED_DTYPE)
+        self._run = np.empty(RUN_ROWS, STORED_DTYPE)
         self._pending = 0
 
     def write(self, keys: npt.NDArray[np.void]) -> None:
@@ -109,7 +111,7 @@ def read_keys(path: Path) -> npt.NDArray[np.void]:
 
 def read_key_runs(path: Path) -> Iterator[npt.NDArray[np.void]]:
     """The same, a run at a time."""
-    table = Rows(path, _STORED_DTYPE)
+    table = Rows(path, STORED_DTYPE)
     for start in range(0, len(table), RUN_ROWS):
         stored = table.read(start, min(start + RUN_ROWS, len(table)))
         keys = np.empty(len(stored), KEY_DTYPE)
@@ -183,9 +185,11 @@ def find_winners(losers: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 def _partition_rows(path: Path, bits: tuple[int, int]) -> Iterator[npt.NDArray[np.void]]:
     """_ROW_DTYPE rows of a partition, run by run; `split` is still to be set."""
-    with Rows(path, _STORED_DTYPE) as table:
+    with Rows(path, STORED_DTYPE) as table:
         for start in range(0, len(table), RUN_ROWS):
             stored = read_range(table, start, min(start + RUN_ROWS, len(table)), bits)
+            if int(stored["place"].max(initial=0)) >= min(RUN_ROWS, len(table) - start):
+                raise BuildError(f"{path}: names a document beyond its run; make it again")
             rows = np.empty(len(stored), _ROW_DTYPE)
             for name in ("high", "low", "id", "bytes", "source"):
                 rows[name] = stored[name]

@@ -9,6 +9,9 @@ document of no more distinct n-grams is compared exactly; for others the similar
 (compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 at 0.8 and 1,024. By default
 a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to 8 KiB.
 
+An index may come from others. Opening it compares the size of each table with what the documents take; stages
+check the numbers that they read from it before compiled code uses them as addresses.
+
 The folder appears whole or not at all, with bytes that follow from the documents and settings alone: workers
 do not matter. Signatures compare only where settings, Unicode version and hash functions are the same;
 `DedupIndex.check` tells what is not.
@@ -25,6 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import Field, ValidationError
@@ -34,12 +38,16 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import digest_of, hash_file
 from shardkit.index import publish_bytes
 from shardkit.plain_json import load_json
+from shardkit.writers.dedup.array_file import Rows, read_header
+from shardkit.writers.dedup.array_rows import RowFile
 from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.dedup.exact import STORED_DTYPE
 from shardkit.writers.dedup.index_part import INDEX_PART_FILES, copy_sketches, index_part
 from shardkit.writers.dedup.minhash import band_keys, sign_batch
 from shardkit.writers.dedup.normalization import normalization_version
-from shardkit.writers.dedup.parts import bands_and_rows, part_settings
-from shardkit.writers.dedup.population import Part
+from shardkit.writers.dedup.parts import KEYS_FILE, bands_and_rows, part_settings
+from shardkit.writers.dedup.population import BAND_RUNS_FILE, DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
+from shardkit.writers.dedup.shingle_store import SET, SETS_FILE
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.execution.work import fsync_path
 from shardkit.writers.filters.settings import StrictModel
@@ -227,6 +235,8 @@ def open_index(path: Path) -> DedupIndex:
         raise BuildError(f"{file}: the documents of its parts do not add up; make the index again")
     for part in record.parts:
         _check_sizes(path, part)
+    with ThreadPoolExecutor(_THREADS) as pool:  # to read headers from a network disk takes a while
+        list(pool.map(lambda part: _check_rows(path, part, record.settings), record.parts))
     return DedupIndex(path, record)
 
 
@@ -241,6 +251,24 @@ def _check_sizes(path: Path, part: _Part) -> None:
             raise BuildError(f"{table}: cannot be read: {error.strerror}; make the index again") from None
         if found != file.bytes:
             raise BuildError(f"{table}: {found:,} bytes, expected {file.bytes:,}; make the index again")
+
+
+def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
+    """Every table has as many rows as the part has documents: numbers are places in them, and in bitmaps."""
+    folder = path / part.folder
+    tables = {DOCUMENTS_FILE: DOCUMENT, KEYS_FILE: STORED_DTYPE, SETS_FILE: SET}
+    found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
+    read_header(folder / BAND_RUNS_FILE)
+    signatures = RowFile(folder / SIGNATURES_FILE)
+    width = settings.get("minhash", {}).get("permutations")
+    if signatures.dtype != np.dtype("<u4") or signatures.row_shape != (width,):
+        problem = f"rows of {signatures.row_shape} {signatures.dtype}, expected {width} uint32"
+        raise BuildError(f"{folder / SIGNATURES_FILE}: {problem}; make the index again")
+    for name, rows in (found | {SIGNATURES_FILE: signatures.rows}).items():
+        if rows != part.documents:
+            raise BuildError(
+                f"{folder / name}: {rows:,} rows, expected {part.documents:,}; make the index again"
+            )
 
 
 def publish_index(

@@ -111,7 +111,7 @@ def priority(documents: npt.NDArray[np.void], kind: Kind) -> npt.NDArray[np.uint
     first = {"input": 1, "planted": 1 << 20, "index": 0}[kind]
     keys = np.empty((len(documents), 3), np.uint64)
     sources = np.full(len(documents), first) if kind != "input" else documents["source"].astype(np.int64) + 1
-    lengths = (1 << 40) - 1 - np.minimum(documents["bytes"], (1 << 40) - 1)
+    lengths = (1 << 40) - 1 - np.clip(documents["bytes"], 0, (1 << 40) - 1)  # never into the source's bits
     keys[:, 0] = sources.astype(np.uint64) << np.uint64(40) | lengths.astype(np.uint64)
     keys[:, 1:] = np.ascontiguousarray(documents["id"]).view(">u8").reshape(-1, 2)
     return keys

@@ -25,6 +25,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.errors import BuildError
 from shardkit.writers.dedup.array_file import Rows, RowsWriter
 
 __all__ = ["SET", "SETS_FILE", "SHINGLES_FILE", "Sets", "ShingleReader", "ShingleWriter"]
@@ -187,7 +188,9 @@ class ShingleReader:
 
     def _divide(self, numbers: _U64) -> Iterator[tuple[_Folder, _U64]]:
         cuts = [*np.searchsorted(numbers, self._firsts).tolist(), len(numbers)]
-        assert cuts[0] == 0, "a document below all folders"
+        if cuts[0]:
+            where = f"{self._folders[0].rows.path}: " if self._folders else ""
+            raise BuildError(f"{where}a document without a set; make it again")
         for folder, (begin, end) in zip(self._folders, pairwise(cuts), strict=True):
             if begin < end:
                 yield folder, numbers[begin:end]
@@ -211,17 +214,31 @@ class _Folder:
         return numbers
 
     def find(self, numbers: _U64) -> npt.NDArray[np.void]:
-        """Their rows; it is our mistake if one is not there."""
+        """Their rows; BuildError if one is not there, or is not what kernels can rely on."""
         found = np.empty(len(numbers), SET)
-        fences = np.searchsorted(self._fences, numbers, "right") - 1
+        fences = np.maximum(np.searchsorted(self._fences, numbers, "right") - 1, 0)
         for fence in np.unique(fences).tolist():
             begin, end = np.searchsorted(fences, [fence, fence + 1]).tolist()
             start = fence * _FENCE_ROWS
             rows = self.rows.read(start, min(start + _FENCE_ROWS, len(self.rows)))
             at = np.searchsorted(rows["number"], numbers[begin:end])
             found[begin:end] = rows[np.minimum(at, len(rows) - 1)]
-        assert np.array_equal(found["number"], numbers), "a document without a set"
+        if not np.array_equal(found["number"], numbers):
+            raise BuildError(f"{self.rows.path}: a document without a set; make it again")
+        self._check(found)
         return found
+
+    def _check(self, rows: npt.NDArray[np.void]) -> None:
+        """Kernels address memory by these rows: hashes lie in the file, one document's behind another's."""
+        start, stored, distinct = (rows[name].astype(np.int64) for name in ("start", "stored", "distinct"))
+        right = (stored >= 0) & (stored <= distinct) & (distinct <= rows["total"])
+        right &= (start >= 0) & (start <= len(self._hashes) - stored)
+        right[1:] &= start[1:] >= (start + stored)[:-1]
+        if not right.all():
+            number = int(rows["number"][np.argmin(right)])
+            raise BuildError(
+                f"{self.rows.path}: document {number:,}: its set is not in the file; make it again"
+            )
 
     def read_into(self, out: _U64, rows: npt.NDArray[np.void]) -> int:
         """Put the hashes of these rows into `out`, one after the other; returns how many."""
