@@ -23,8 +23,8 @@ import numpy as np
 
 from shardkit.loaders import StreamingLoader
 from shardkit.mds import MdsWriter
+from shardkit.publish import upload
 from shardkit.storage import StorageOptions
-from shardkit.upload import upload
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from shardkit.exclusions import Exclusions
 from shardkit.loaders import StreamingLoader
 from shardkit.mds import index as mds_index
 from shardkit.mds import index_table
+from shardkit.publish.contents import find_contents
+from shardkit.storage.local import LocalStore
 from shardkit.writers.execution.task import Output, Task, parse_commit, record_of
-from shardkit.writers.publish import read_card
 from shardkit.writers.recipe import load_recipe
 
 __all__ = ["NAMES", "target"]
@@ -181,7 +182,7 @@ def _card() -> Target:
     files["dataset.json"] = json.dumps(card).encode()
 
     def read(folder: Path) -> None:
-        read_card(folder)
+        find_contents(LocalStore(folder), strict=False)
         from shardkit.verify import verify
 
         verify(folder)

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardkit.upload.publication import Publication
-from shardkit.writers import build, publish, session
+from shardkit.publish.publication import Publication
+from shardkit.writers import build, session
 from shardkit.writers.execution import engine_inline
 from shardkit.writers.execution.claims import Claims
 from shardkit.writers.execution.queue import TaskSlice
@@ -56,7 +56,6 @@ def arm(where: str, number: signal.Signals) -> None:
 
     engine_inline.run_task = run  # type: ignore[attr-defined]
     if where == "index":
-        publish._write_index = partial(before, publish._write_index)
         put_index = Publication._put_index
         Publication._put_index = lambda self: before(put_index, self)  # type: ignore[method-assign]
 

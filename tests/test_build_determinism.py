@@ -69,7 +69,8 @@ KILLER = """
 import os, signal, sys
 from functools import partial
 import psutil
-from shardkit.writers import build, making, publish
+from shardkit.publish.publication import Publication
+from shardkit.writers import build, making
 from shardkit.writers.inputs import scan
 recipe, point, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 scan.scan_inputs = partial(scan.scan_inputs, split_bytes=5000)
@@ -87,10 +88,10 @@ def stop(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if point == "before index":
-    publish._write_index = stop
+    Publication._put_index = stop
 if point == "after index":
-    write = publish._write_index
-    publish._write_index = lambda *arguments: (write(*arguments), stop())
+    put = Publication._put_index
+    Publication._put_index = lambda self: (put(self), stop())
 result = build(recipe, workers=workers, progress=watch)
 print(result.tasks_reused)
 """

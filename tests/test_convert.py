@@ -27,7 +27,7 @@ from shardkit.cli.main import main
 from shardkit.convert import CutOptions, OutputOptions, card, convert
 from shardkit.convert import run as running
 from shardkit.errors import ShardError
-from shardkit.upload import upload
+from shardkit.publish import RefusedError, upload
 from shardkit.verify import verify
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "convert"
@@ -317,10 +317,10 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "mine.txt").write_text("x")
     for replace in (False, True):
-        with pytest.raises(ShardError, match=r"holds files that are no dataset \(first: mine\.txt\)"):
+        with pytest.raises(RefusedError, match=r"holds files that are no dataset \(first: mine\.txt\)"):
             convert(source, tmp_path / "files", replace=replace, progress=False)
     convert(source, tmp_path / "out", progress=False)
-    with pytest.raises(ShardError, match="holds a dataset; use --replace"):
+    with pytest.raises(RefusedError, match="holds a dataset; use --replace"):
         convert(source, tmp_path / "out", progress=False)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     convert(source, tmp_path / "out", output=WDS, replace=True, progress=False)
@@ -333,7 +333,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="is source and target at once"):
         convert(source, source, replace=True, progress=False)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ShardError, match="is not a folder"):
+    with pytest.raises(RefusedError, match="is not a folder"):
         convert(source, tmp_path / "file", progress=False)
     with pytest.raises(ShardError, match="convert into a folder, then `shardkit upload`"):
         convert(source, "s3://bucket/x", progress=False)
@@ -366,12 +366,12 @@ def test_what_a_killed_conversion_left_is_cleared_by_the_next(tmp_path: Path) ->
     code = (
         "import sys, time\n"
         "from shardkit.convert import convert, run\n"
-        "from shardkit.convert.staging import Publication\n"
-        "move = run.publish\n"
+        "from shardkit.publish.publication import Publication\n"
+        "move = run.publish_staged\n"
         "def stop(*rest, **more):\n"
         "    print('here', flush=True)\n"
         "    time.sleep(60)\n"
-        "if sys.argv[3] == 'before': run.publish = stop\n"
+        "if sys.argv[3] == 'before': run.publish_staged = stop\n"
         "else: Publication._put_index = stop\n"
         "convert(sys.argv[1], sys.argv[2], progress=False)"
     )
@@ -382,7 +382,7 @@ def test_what_a_killed_conversion_left_is_cleared_by_the_next(tmp_path: Path) ->
         )
         assert job.stdout is not None
         assert job.stdout.readline() == "here\n"
-        with pytest.raises(ShardError, match="another conversion is writing here"):
+        with pytest.raises(RefusedError, match="another process is writing a dataset"):
             convert(source, out, progress=False)
         job.send_signal(signal.SIGKILL)
         job.wait(timeout=30)

@@ -15,11 +15,13 @@ from watched_store import PulledPlugError, WatchedStore, fresh_memory, objects
 
 from shardkit import open_dataset, tar
 from shardkit.errors import ShardError
+from shardkit.publish import TransferError, TransferReport, download, upload
+from shardkit.publish import api as module
+from shardkit.publish.contents import LOCK_NAME, MARKER_NAME, MAX_TRIES
+from shardkit.storage.store import StoreError
 from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.store import Store
 from shardkit.storage.store import Store, StoreError
-from shardkit.upload import TransferError, TransferReport, download, upload
-from shardkit.upload import receive as module
-from shardkit.upload.contents import MARKER_NAME, MAX_TRIES
 from shardkit.verify import verify
 
 
@@ -231,10 +233,10 @@ def test_an_incomplete_dataset_is_refused_before_anything_is_fetched(made: Path,
 
 def test_two_downloads_into_one_folder_do_not_mix(remote: MemoryStore, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
-    descriptor = os.open(tmp_path / "copy", os.O_RDONLY)
+    descriptor = os.open(tmp_path / "copy" / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(StoreError, match="another download is filling this folder"):
+        with pytest.raises(StoreError, match="another process is writing a dataset"):
             fetch(remote, tmp_path / "copy")
     finally:
         os.close(descriptor)

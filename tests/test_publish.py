@@ -15,12 +15,15 @@ from small_build import tree
 
 from shardkit import mds, open_dataset
 from shardkit.errors import BuildError, ShardError
-from shardkit.index import Manifest
+from shardkit.index import FileInfo, Manifest
+from shardkit.publish.transports import Placer
+from shardkit.storage.store import StoreError
 from shardkit.verify import verify
 from shardkit.writers import publish as module
+from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.task import Commit, Output
-from shardkit.writers.publish import global_shards, output_state, publish
+from shardkit.writers.publish import find_published, global_shards, publish
 
 
 class Built:
@@ -40,7 +43,12 @@ class Built:
         self.links["provenance/part-00000.parquet"] = work / "table"
         if not first:  # the dataset that takes its place has none
             self.links["annotations/part-00000.parquet"] = work / "table"
-        self.texts = {"dataset.json": b'{"samples": %d}' % len(rows), "report.html": b"report"}
+        self.texts = {"report.html": b"report"}
+        files = {name: describe_file(text) for name, text in self.texts.items()}
+        tables = {name: path for name, path in self.links.items() if path.name == "table"}
+        files |= {name: describe_file(path.read_bytes()) for name, path in tables.items()}
+        card = {"fingerprint": self.manifest.fingerprint, "samples": len(rows), "files": files}
+        self.texts["dataset.json"] = card_bytes(card)
 
     def publish(self, output: Path, *, replace: bool = False) -> None:
         publish(output, self.manifest, self.links, self.texts, replace=replace)
@@ -75,7 +83,9 @@ def test_a_new_folder_holds_the_dataset_and_nothing_else(tmp_path: Path, old: Bu
     old.publish(output)
     assert set(tree(output)) == {*old.links, *old.texts, "index.json"}
     assert verify(output).ok
-    assert output_state(output) == "complete"
+    found = find_published(output)
+    assert found is not None
+    assert found.problem is None
 
 
 def test_another_dataset_is_kept_unless_replaced(tmp_path: Path, old: Built, new: Built) -> None:
@@ -207,11 +217,11 @@ def test_a_marker_that_names_files_elsewhere_is_not_believed(tmp_path: Path, old
 def test_a_full_disk_is_said_and_made_good(
     tmp_path: Path, old: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(source: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device", str(target))
+    def full(placer: Placer, file: FileInfo) -> None:
+        raise StoreError(file.basename, "cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "place", full)
+        patch.setattr(Placer, "place", full)
         with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
             old.publish(tmp_path / "out")
     old.publish(tmp_path / "out")

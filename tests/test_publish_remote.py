@@ -18,13 +18,15 @@ from watched_store import PulledPlugError, WatchedStore, check_reader, fresh_mem
 
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
+from shardkit.publish import upload
+from shardkit.publish.contents import MARKER_NAME
+from shardkit.storage.store import ObjectNotFoundError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.s3 import S3Store
+from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
-from shardkit.upload import upload
-from shardkit.upload.contents import MARKER_NAME
 from shardkit.writers import BuildResult, build
-from shardkit.writers import publish_remote as module
+from shardkit.writers import publish as module
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
@@ -189,7 +191,7 @@ def test_a_foreign_dataset_that_appears_meanwhile_is_not_overwritten(
 ) -> None:
     memory = foreign(tmp_path)
     before = objects(memory)
-    monkeypatch.setattr("shardkit.writers.up_to_date.find_remote_dataset", lambda output: None)
+    monkeypatch.setattr("shardkit.writers.up_to_date.find_published", lambda output: None)
     with pytest.raises(BuildError, match="holds another dataset; use --replace"):
         build_to(corpus, memory)
     assert objects(memory) == before

@@ -19,14 +19,16 @@ from servers.fault_proxy import FaultProxy, Rule
 from small_build import make_corpus, tree
 from watched_store import fresh_memory, objects
 
+from shardkit import files as file_helpers
 from shardkit.errors import BuildError
+from shardkit.publish import transports
+from shardkit.publish.publication import Publication
 from shardkit.storage.resilient import connect
 from shardkit.writers import BuildResult, build
-from shardkit.writers import publish as publish_module
-from shardkit.writers.execution import locks, queue, turns
+from shardkit.writers.execution import queue, turns
 from shardkit.writers.execution.queue import TaskSlice
 from shardkit.writers.progress import StageProgress
-from shardkit.writers.published import Watch
+from shardkit.writers.publish import Watch
 
 pytest_plugins = ["s3_rgw"]
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -137,15 +139,15 @@ def test_slices_of_one_build_give_its_bytes_and_tell_what_others_did(
 @contextmanager
 def first_publisher_waits_for(patch: pytest.MonkeyPatch, event: threading.Event) -> Iterator[None]:
     """With everything but the index in place."""
-    write, turn = publish_module._write_index, threading.Lock()
+    put, turn = Publication._put_index, threading.Lock()
 
-    def wait_and_write(*args: Any) -> None:
+    def wait_and_put(publication: Publication) -> None:
         if turn.acquire(blocking=False):
             assert event.wait(LONGEST_SECONDS), "nobody else came"
-        write(*args)
+        put(publication)
 
     with patch.context() as inner:
-        inner.setattr(publish_module, "_write_index", wait_and_write)
+        inner.setattr(Publication, "_put_index", wait_and_put)
         yield
 
 
@@ -168,7 +170,7 @@ def test_one_that_takes_a_publisher_for_dead_does_not_disturb_it(
     corpus: Path, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came, calls = threading.Event(), []
-    held_file = locks.held_file
+    held_file = file_helpers.held_file
 
     def held(path: Path, **options: Any) -> int | None:
         calls.append(path)
@@ -176,7 +178,7 @@ def test_one_that_takes_a_publisher_for_dead_does_not_disturb_it(
             came.set()
         return held_file(path, **options)
 
-    monkeypatch.setattr(publish_module, "held_file", held)
+    monkeypatch.setattr(transports, "held_file", held)
     # Nobody is ever seen to live: every claim is free at once.
     monkeypatch.setattr("shardkit.writers.execution.claims.Claims._lives", lambda self, session: False)
     with first_publisher_waits_for(monkeypatch, came):
@@ -211,7 +213,7 @@ def test_a_publisher_that_is_alone_does_not_wait_for_a_lock(
     with first_publisher_waits_for(monkeypatch, asked):
         share(corpus, tmp_path, 0, intrude)
     thread.join()
-    assert "another process publishes a dataset there" in str(refused[0])
+    assert "another process is writing a dataset into this folder" in str(refused[0])
     assert files(tmp_path / "out") == local
 
 

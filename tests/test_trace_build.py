@@ -19,8 +19,8 @@ from shardkit.cli.main import main
 from shardkit.dataset import open_dataset
 from shardkit.exclusions import Exclusions
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.publish import upload
 from shardkit.trace.text import Decoder
-from shardkit.upload import upload
 from shardkit.writers import build
 
 _numbers = count()

@@ -19,10 +19,12 @@ from watched_store import WatchedStore, fresh_memory, objects
 from shardkit import mds, open_dataset, tar
 from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
+from shardkit.publish import TransferError, TransferProgress, TransferReport, upload
+from shardkit.publish.contents import MARKER_NAME
+from shardkit.storage.store import StoreError, TransientError
 from shardkit.storage.memory import MemoryStore
+from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, Store, StoreError, TransientError
-from shardkit.upload import TransferError, TransferProgress, TransferReport, upload
-from shardkit.upload.contents import MARKER_NAME
 from shardkit.verify import verify
 
 

@@ -12,10 +12,11 @@ from support.faulty_store import FaultRule, FaultyStore
 from watched_store import fresh_memory, objects
 
 from shardkit.errors import ShardError
+from shardkit.publish import download, upload
+from support.faulty_store import FaultRule, FaultyStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
-from shardkit.upload import download, upload
 
 FAULTS = [
     FaultRule(fault="throttle", probability=0.15),

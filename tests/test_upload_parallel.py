@@ -7,7 +7,7 @@ import threading
 import pytest
 from watched_store import PulledPlugError
 
-from shardkit.upload.parallel import MAX_ERRORS, run_all
+from shardkit.publish.publication import MAX_ERRORS, run_all
 
 WAIT_SECONDS = 30.0  # far above what any test takes
 

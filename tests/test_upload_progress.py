@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from shardkit.upload import progress as module
-from shardkit.upload.progress import Progress, TransferProgress, lines, listen
+from shardkit import progress as module
+from shardkit.progress import Progress, TransferProgress, lines, listen
 
 
 def report(moved: int = 6_000_000) -> TransferProgress:

@@ -10,10 +10,10 @@ from small_build import tree
 from small_dataset import make_dataset
 from watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
-from shardkit.storage.memory import MemoryStore
+from shardkit.publish import TransferError, TransferReport, upload
+from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.store import StoreError
-from shardkit.upload import TransferError, TransferReport, upload
-from shardkit.upload.contents import MARKER_NAME
+from shardkit.storage.memory import MemoryStore
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardkit.hashing import hash_bytes
+from shardkit.publish.contents import checkable_hash, find_contents
+from shardkit.storage.store import ObjectNotFoundError
 from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
-from shardkit.upload.contents import checkable_hash, find_contents
 
 __all__ = ["FalseIndexError", "PulledPlugError", "WatchedStore", "check_reader", "fresh_memory", "objects"]
 

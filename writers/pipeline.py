@@ -49,11 +49,10 @@ from shardkit.writers.publish import (
     PROVENANCE_FOLDER,
     QUARANTINE_NAME,
     REPORT_NAME,
+    Watch,
     global_shards,
     publish,
 )
-from shardkit.writers.publish_remote import publish_remote
-from shardkit.writers.published import Watch
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult
@@ -110,11 +109,8 @@ def build(
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
         watch = Watch(target, replace=replace)
-        place: Publisher = (
-            partial(publish, target, replace=replace, wait_seconds=TURN_SECONDS if runner.is_shared else 0.0)
-            if isinstance(target, Path)
-            else partial(publish_remote, target, replace=replace, listener=listener)
-        )
+        wait_seconds = TURN_SECONDS if runner.is_shared else 0.0
+        place = partial(publish, target, replace=replace, wait_seconds=wait_seconds, listener=listener)
         result = _Build(plan, runner, watch).run(str(target), place)
         stages_run = clock.times(runner.seconds)
         if recipe.work is None and not runner.is_shared:

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardkit.errors import RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
-from shardkit.writers.publish_remote import RemoteOutput
+from shardkit.writers.publish import RemoteOutput
 from shardkit.writers.recipe import Recipe
 
 __all__ = ["default_work", "destination_of"]

@@ -1,31 +1,59 @@
-"""From a finished build to the dataset's folder, where readers may be looking at any moment.
+"""From a finished build to where its dataset goes: a folder or a store, by one protocol (`shardkit.publish`).
 
-The index is written last and atomically, and an old one is removed first, so no reader ever sees an index
-whose shards are not all there. Files are hard-linked from the work folder, or copied, synced and renamed if
-that is another file system. A marker names all files of a publication in progress: when it is cut short, the
-next one knows what to clear away. One process at a time publishes into a folder, which a lock in it sees to,
-and files are replaced one by one, each whole. Files that no dataset or build put there are never touched.
+Files are hard-linked into a folder from the work folder, or copied if that is another file system; to a store
+they are sent straight from the work folder. The objects are the very bytes that a folder would have, but for
+index.bin. A publication that is cut short is continued by the next run of the same build, which has its work
+folder still; another dataset, finished or not, is only replaced with --replace.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from shardkit.errors import BuildError, ShardError
-from shardkit.index import Manifest, ShardInfo, checked_basename, publish_bytes
-from shardkit.plain_json import load_json
-from shardkit.writers.execution.locks import held_file
-from shardkit.writers.execution.work import fsync_path
-from shardkit.writers.execution.work_files import borrowed
+from shardkit.errors import BuildError, ShardError, ShardkitError
+from shardkit.index import Manifest, ShardInfo
+from shardkit.locate import CARD_NAME
+from shardkit.progress import Listener as TransferListener
+from shardkit.progress import TransferProgress
+from shardkit.publish.api import publish_files
+from shardkit.publish.contents import (
+    INDEX_NAMES,
+    MARKER_NAME,
+    Contents,
+    check_files,
+    find_contents,
+    index_files,
+    make_contents,
+)
+from shardkit.publish.publication import (
+    Publication,
+    RefusedError,
+    Settings,
+    TransferError,
+    finish_publication,
+)
+from shardkit.publish.transports import (
+    LocalFiles,
+    Sender,
+    clear_leftovers,
+    holds_dataset,
+    leftovers,
+    locked_folder,
+    transfer_store,
+)
+from shardkit.storage.store import ObjectNotFoundError, StoreError
+from shardkit.storage.local import LocalStore
+from shardkit.storage.store import StorageOptions
+from shardkit.storage.resilient import connect
+from shardkit.storage.store import Store
+from shardkit.writers.execution.work_files import borrowed, content_of
+from shardkit.writers.progress import Listener, StageProgress
 
 __all__ = [
     "ANNOTATIONS_FOLDER",
@@ -33,55 +61,91 @@ __all__ = [
     "PROVENANCE_FOLDER",
     "QUARANTINE_NAME",
     "REPORT_NAME",
-    "OutputState",
-    "finish_publication",
+    "PublishedDataset",
+    "RemoteOutput",
+    "Watch",
+    "find_published",
+    "finish_published",
     "global_shards",
-    "old_manifest",
-    "output_state",
-    "place",
     "publish",
-    "read_card",
 ]
 
-CARD_NAME = "dataset.json"
 REPORT_NAME = "report.html"
 QUARANTINE_NAME = "quarantine.jsonl"
 PROVENANCE_FOLDER = "provenance"
 ANNOTATIONS_FOLDER = "annotations"
-INDEX_NAMES = ("index.json", "shards.json")
-_MARKER = ".shardkit-publishing.json"
-_LOCK = ".shardkit-publishing.lock"
 _THREADS = 8
 
-OutputState = Literal["empty", "unfinished", "complete"]
+
+@dataclass(frozen=True, slots=True)
+class RemoteOutput:
+    """Where a dataset goes that is not to lie on this machine."""
+
+    url: str
+    storage: StorageOptions | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def work_name(self) -> str:
+        """The name of the default work folder: the last part of the URL tells datasets apart."""
+        return self.url.rpartition("/")[2] + ".work"
 
 
-def output_state(output: Path) -> OutputState:
-    """What lies in the output folder; BuildError if it is something else than a dataset."""
-    if not output.exists():
-        return "empty"
-    if not output.is_dir():
-        raise BuildError(f"{output}: is not a folder; choose another output")
-    if any((output / name).exists() for name in INDEX_NAMES):
-        return "complete"
-    if (output / _MARKER).exists():
-        return "unfinished"
-    others = sorted(path.name for path in output.iterdir() if not path.name.startswith("."))
-    if others:
-        raise BuildError(
-            f"{output}: holds files that are no dataset (first: {others[0]}); "
-            f"choose another output, or empty it"
-        )
-    return "empty"
+@dataclass(frozen=True, slots=True)
+class PublishedDataset:
+    """The dataset at an output, if its index can be read, and what is wrong with it if anything is."""
+
+    contents: Contents | None
+    problem: str | None
+
+    @property
+    def card(self) -> dict[str, Any] | None:
+        card = None if self.contents is None else self.contents.card
+        return None if card is None else dict(card)
 
 
-def read_card(output: Path) -> dict[str, Any] | None:
-    """The card of the dataset in a folder, or None if it has none that can be read."""
+def find_published(output: Path | RemoteOutput) -> PublishedDataset | None:
+    """The dataset that is there, or None; BuildError if the place is no dataset's, or cannot be read."""
     try:
-        card = load_json((output / CARD_NAME).read_bytes())
-    except (OSError, ValueError):
+        if isinstance(output, Path) and not holds_dataset(output):
+            return None
+        with _store_of(output) as store:
+            next(iter(store.list()), None)  # a bucket that is not there is better known before the work
+            return _published_in(store)
+    except ShardkitError as error:
+        raise BuildError(f"output {error}") from error
+
+
+def _published_in(store: Store) -> PublishedDataset | None:
+    try:
+        found = find_contents(store, strict=False)
+    except ShardError as error:
+        return PublishedDataset(None, str(error))
+    if not found:
         return None
-    return card if isinstance(card, dict) else None
+    try:
+        check_files(store, found[0])
+    except ShardError as error:
+        return PublishedDataset(found[0], error.problem)
+    return PublishedDataset(found[0], "with two indexes" if len(found) > 1 else None)
+
+
+def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
+    """Do what a publication of `contents` that was cut short just after its index had left to do."""
+    try:
+        if isinstance(output, RemoteOutput):
+            with transfer_store(output.url, output.storage) as store:
+                finish_publication(store, contents)
+        elif (output / MARKER_NAME).exists() or leftovers(output):
+            with locked_folder(output):
+                clear_leftovers(output)
+                finish_publication(LocalStore(output), contents)
+    except RefusedError:
+        pass  # another process is at it
+    except (ShardkitError, OSError) as error:
+        raise BuildError(f"output {error}") from error
 
 
 def global_shards(parts: Iterable[tuple[Path, Sequence[ShardInfo]]]) -> list[tuple[Path, ShardInfo]]:
@@ -103,154 +167,102 @@ def _numbered(shard: ShardInfo, number: int) -> ShardInfo:
 
 
 def publish(
-    output: Path,
+    output: Path | RemoteOutput,
     manifest: Manifest,
     links: Mapping[str, Path],
     texts: Mapping[str, bytes],
     *,
     replace: bool,
     wait_seconds: float = 0.0,
+    listener: Listener | None = None,
 ) -> None:
-    """Put `links` (name in the dataset -> file of the work folder) and `texts` into `output`, the index last.
+    """Put `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
 
-    BuildError if a complete dataset is there and `replace` is not set (the very same one is well), or if
-    another process is publishing there for longer than `wait_seconds`.
+    BuildError if another dataset is there and `replace` is not set, if another process writes into the folder
+    for longer than `wait_seconds`, or if the place does not take the files.
     """
+    tables = index_files(manifest)
+    [index_name] = tables.keys() & {*INDEX_NAMES}
+    index = tables.pop(index_name)
+    if isinstance(output, RemoteOutput):
+        tables.clear()  # readers of a store do not look for index.bin
+    contents = make_contents(str(output), index_name, index, texts[CARD_NAME], *tables.values())
+    data: dict[str, Path | bytes] = {**links, **texts, **tables}
+    assert contents.names == data.keys()
+    files = LocalFiles(data, borrow=borrowed, digest_of=content_of)
+    settings = Settings(_THREADS, replace=replace)
     try:
-        with _sole_publisher(output, wait_seconds):
-            _publish(output, manifest, links, texts, replace=replace)
-    except OSError as error:
-        raise BuildError(f"{output}: cannot be written: {error}; the same command continues") from error
+        if isinstance(output, Path):
+            holds_dataset(output)  # nothing is put where something else lies, not even a lock
+            with locked_folder(output, wait_seconds):
+                publish_files(output, contents, files, settings)
+        else:
+            with transfer_store(output.url, output.storage) as store:
+                Publication(store, contents, Sender(store, files), settings, _heard_by(listener)).run()
+    except (RefusedError, TransferError) as error:
+        raise BuildError(f"output {error}") from error
+    except (ShardkitError, OSError) as error:
+        raise BuildError(f"output {error}; the same command continues") from error
+
+
+def _heard_by(listener: Listener | None) -> TransferListener:
+    def hear(progress: TransferProgress) -> None:
+        files = progress.files_done, progress.files
+        if listener is not None:
+            listener(StageProgress("upload", *files, 0, 0, progress.bytes_moved, progress.seconds))
+
+    return hear
 
 
 @contextmanager
-def _sole_publisher(output: Path, wait_seconds: float) -> Iterator[None]:
-    """Hold the lock of an output, which is in there, as machines may share the output and nothing else."""
-    output_state(output)  # nothing is put where something else lies
-    output.mkdir(parents=True, exist_ok=True)
-    descriptor = held_file(output / _LOCK, shared=False, wait_seconds=wait_seconds)
-    if descriptor is None:
-        raise BuildError(f"{output}: another process publishes a dataset there; wait for it, or end it")
-    try:
-        yield
-    finally:
-        try:
-            (output / _LOCK).unlink()
-        finally:
-            os.close(descriptor)
-
-
-def _publish(
-    output: Path, manifest: Manifest, links: Mapping[str, Path], texts: Mapping[str, bytes], *, replace: bool
-) -> None:
-    state = output_state(output)
-    if state == "complete" and not replace:
-        if (output / CARD_NAME).exists() and (output / CARD_NAME).read_bytes() == texts[CARD_NAME]:
-            (output / _MARKER).unlink(missing_ok=True)
-            return
-        raise BuildError(f"{output}: holds another dataset; use --replace to put this one in its place")
-    stale = _published_files(output, state)
-    names = [*links, *texts, *INDEX_NAMES]
-    marked = sorted({*stale, *names})
-    publish_bytes(output / _MARKER, json.dumps({"files": marked}).encode())
-    _clear(output, marked, keep={*links, *texts})
-    for folder in {(output / name).parent for name in names}:
-        folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda name: _place_output(links[name], output / name), links))
-    for name, text in texts.items():
-        publish_bytes(output / name, text)
-    for folder in {(output / name).parent for name in names}:
-        fsync_path(folder)
-    _write_index(output, manifest)
-    (output / _MARKER).unlink(missing_ok=True)  # whoever found the dataset complete may have done that
-    fsync_path(output)
-    fsync_path(output.parent)  # the work folder goes next: a power cut must not take both
-
-
-def finish_publication(output: Path) -> None:
-    """Remove what a crash just after the index leaves: the marker, and the lock if nobody has it."""
-    (output / _MARKER).unlink(missing_ok=True)
-    if (output / _LOCK).exists() and (descriptor := held_file(output / _LOCK, shared=False)) is not None:
-        (output / _LOCK).unlink()
-        os.close(descriptor)
-
-
-def _write_index(output: Path, manifest: Manifest) -> None:
-    if manifest.format == "mds":
-        from shardkit import mds
-
-        mds.write_index(output, manifest.shards)
+def _store_of(output: Path | RemoteOutput) -> Iterator[Store]:
+    if isinstance(output, Path):
+        yield LocalStore(output)
     else:
-        from shardkit import tar
-
-        tar.write_shard_list(output, manifest.shards)
-
-
-def _published_files(output: Path, state: OutputState) -> set[str]:
-    """Names of what an earlier or unfinished dataset put into the folder."""
-    names: set[str] = set()
-    if (output / _MARKER).exists():
-        try:
-            listed = load_json((output / _MARKER).read_bytes())["files"]
-            names |= {checked_basename(name, output / _MARKER) for name in listed}
-        except (ValueError, KeyError, TypeError, ShardError) as error:
-            raise BuildError(f"{output / _MARKER}: cannot be read ({error}); empty the folder") from error
-    if state == "complete":
-        names |= {CARD_NAME, REPORT_NAME, QUARANTINE_NAME}
-        names |= {shard.stored.basename for shard in old_manifest(output).shards}
-        for folder in (PROVENANCE_FOLDER, ANNOTATIONS_FOLDER):
-            names |= {f"{folder}/{path.name}" for path in (output / folder).glob("part-*.parquet")}
-    return names
+        with transfer_store(output.url, output.storage) as store:
+            yield store
 
 
-def old_manifest(output: Path) -> Manifest:
-    """The manifest of the dataset in a folder; BuildError if it cannot be read."""
-    from shardkit import mds, tar
+class Watch:
+    """Whether the dataset that a build made is where it goes: what processes that share the work look at.
 
-    read = mds.read_index if (output / "index.json").exists() else tar.read_shard_list
-    try:
-        return read(output)
-    except ShardError as error:
-        raise BuildError(f"{error}; it cannot be replaced: empty the folder yourself") from error
-
-
-def _clear(output: Path, names: Sequence[str], keep: Set[str]) -> None:
-    """Remove an earlier dataset, its index first; files of names in `keep` are replaced one by one, later."""
-    for name in INDEX_NAMES:
-        (output / name).unlink(missing_ok=True)
-    if any((output / name).exists() for name in names):
-        fsync_path(output)
-    for name in names:
-        if name not in keep:
-            (output / name).unlink(missing_ok=True)
-    for folder in {(output / name).parent for name in names}:
-        for path in folder.glob(".*.tmp*"):  # of a copy or a write that was cut short
-            meant = (folder / path.name[1:].rsplit(".tmp", 1)[0]).relative_to(output).as_posix()
-            if meant == _MARKER or meant in names:
-                path.unlink(missing_ok=True)
-
-
-def _place_output(source: Path, target: Path) -> None:
-    with ExitStack() as stack:
-        try:
-            path = stack.enter_context(borrowed(source))
-        except OSError as error:  # of the work folder, not of the output
-            raise BuildError(f"{source}: cannot be read: {error}; the same command continues") from error
-        place(path, target)
-
-
-def place(source: Path, target: Path) -> None:
-    """The same file under another name, or a synced copy where a file cannot have names in both folders.
-
-    What is there is replaced in one step.
+    At most one of them publishes at a time; the others see that it is done, and are done. Make it before the
+    work begins: with `replace`, a dataset that was there then does not count.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-        fsync_path(temporary)
-    temporary.replace(target)
-    temporary.unlink(missing_ok=True)  # it stays where both were names of one file
+
+    def __init__(self, output: Path | RemoteOutput, *, replace: bool) -> None:
+        self._output = output
+        self._before = self._index() if replace else None
+
+    def shows(self, card: bytes) -> bool:
+        """Whether a dataset of this very card is there, whole; BuildError if that cannot be known."""
+        try:
+            index = self._index()
+            if index is None or index == self._before or self._holds(MARKER_NAME):
+                return False
+            return self._store.get(CARD_NAME) == card
+        except ObjectNotFoundError:
+            return False
+        except StoreError as error:
+            raise BuildError(f"output {self._output}: {error}; the same command continues") from error
+
+    @cached_property
+    def _store(self) -> Store:
+        if isinstance(self._output, Path):
+            return LocalStore(self._output)
+        return connect(self._output.url, self._output.storage)
+
+    def _index(self) -> tuple[str, str] | None:
+        for name in INDEX_NAMES:
+            try:
+                return name, self._store.head(name).version
+            except ObjectNotFoundError:
+                continue
+        return None
+
+    def _holds(self, name: str) -> bool:
+        try:
+            self._store.head(name)
+        except ObjectNotFoundError:
+            return False
+        return True

@@ -6,32 +6,23 @@ which are read again for this (at the disk's speed, much faster than building).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.errors import BuildError, ShardkitError
+from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
 from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.index import DedupIndex
+from shardkit.writers.inputs.input_digest import describe_inputs, hash_splits
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.publish import RemoteOutput, find_published, finish_published
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
 from shardkit.writers.publish import finish_publication, old_manifest, output_state, read_card
-from shardkit.writers.publish_remote import RemoteOutput, find_remote_dataset, finish_remote
 from shardkit.writers.recipe import Recipe
 
 __all__ = ["check_output"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A dataset at the output: its card, how to find damage, and how to end what a crash cut short."""
-
-    card: dict[str, Any] | None
-    damage: Callable[[], str | None]
-    finish: Callable[[], None]
 
 
 def check_output(
@@ -48,32 +39,20 @@ def check_output(
 
     BuildError if it holds something else and `replace` is not set, or if a store cannot be reached.
     """
-    found = _find_remote(output) if isinstance(output, RemoteOutput) else _find_local(output)
+    found = find_published(output)
     if found is None or replace:
         return None
-    problem = _difference(found.card, recipe, splits, tokenizer_digest, indexes, filter_files)
-    problem = problem or found.damage()
-    if problem is not None:
+    damage = found.problem and f"which is damaged ({found.problem})"
+    problem = damage
+    if found.contents is not None:
+        problem = _difference(found.card, recipe, splits, tokenizer_digest, indexes, filter_files) or damage
+    if problem is not None or found.contents is None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
             f"to put this one in its place"
         )
-    found.finish()
+    finish_published(output, found.contents)
     return found.card
-
-
-def _find_local(output: Path) -> _Found | None:
-    if output_state(output) != "complete":
-        return None
-    return _Found(read_card(output), partial(_damage, output), partial(finish_publication, output))
-
-
-def _find_remote(output: RemoteOutput) -> _Found | None:
-    dataset = find_remote_dataset(output)
-    if dataset is None:
-        return None
-    problem = dataset.problem and f"which is damaged ({dataset.problem})"
-    return _Found(dataset.card, lambda: problem, partial(finish_remote, output, dataset))
 
 
 def _difference(
@@ -104,20 +83,4 @@ def _difference(
         return "whose card cannot be read"
     if stated != describe_inputs(recipe, splits, hash_splits(splits)):
         return "made from other input files"
-    return None
-
-
-def _damage(output: Path) -> str | None:
-    """The first shard that is not there with its size, or None."""
-    try:
-        manifest = old_manifest(output)
-    except ShardkitError as error:
-        return f"which is damaged ({error})"
-    for shard in manifest.shards:
-        try:
-            size = (output / shard.stored.basename).stat().st_size
-        except OSError:
-            size = -1
-        if size != shard.stored.bytes:
-            return f"which is damaged ({shard.stored.basename}; see shardkit verify)"
     return None

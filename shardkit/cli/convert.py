@@ -126,7 +126,7 @@ def _token(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and print what was made."""
     from shardkit.convert import CutOptions, OutputOptions, convert
-    from shardkit.upload.progress import lines
+    from shardkit.progress import lines
 
     names = ("sequence_length", "keep_lengths", "eos", "pad", "drop_tail", "drop_empty", "per_file")
     try:

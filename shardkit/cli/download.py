@@ -28,7 +28,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Download, and print what was done."""
-    from shardkit.upload import download
+    from shardkit.publish import download
 
     report = download(
         arguments.source,

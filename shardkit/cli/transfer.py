@@ -10,9 +10,9 @@ from shardkit.cli.storage_arguments import add_storage_arguments, storage_option
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
+    from shardkit.progress import Listener
+    from shardkit.publish import TransferReport
     from shardkit.storage.store import StorageOptions
-    from shardkit.upload import TransferReport
-    from shardkit.upload.progress import Listener
 
 __all__ = ["add_transfer_arguments", "progress_of", "show", "transfer_options"]
 
@@ -58,7 +58,7 @@ def transfer_options(arguments: argparse.Namespace) -> TransferOptions:
 
 def progress_of(arguments: argparse.Namespace) -> bool | Listener:
     """Nothing if --quiet, lines if --json, else a bar on a terminal and lines elsewhere."""
-    from shardkit.upload.progress import lines
+    from shardkit.progress import lines
 
     if arguments.quiet:
         return False

@@ -36,7 +36,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Upload, and print what was done."""
-    from shardkit.upload import upload
+    from shardkit.publish import upload
 
     report = upload(
         arguments.source,

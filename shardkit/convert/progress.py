@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from shardkit.convert.source import Source
-from shardkit.upload.progress import Listener, TransferProgress
+from shardkit.progress import Listener, TransferProgress
 
 __all__ = ["Meter"]
 

@@ -25,15 +25,15 @@ from shardkit.convert.options import CutOptions, OutputOptions
 from shardkit.convert.progress import Meter
 from shardkit.convert.read_back import check_rows, check_samples
 from shardkit.convert.source import RowSource, Sample, SampleSource, TokenSource
-from shardkit.convert.staging import check_target, publish, staging
+from shardkit.convert.staging import publish_staged, refuse_target, staging
 from shardkit.convert.write_rows import RowWriter
 from shardkit.convert.write_samples import MdsSampleWriter, SampleWriter, TarSampleWriter
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
 from shardkit.mds.encodings import encoding_of
+from shardkit.progress import Listener, listen
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
-from shardkit.upload.progress import Listener, listen
 
 __all__ = ["ConvertResult", "convert"]
 
@@ -118,7 +118,7 @@ def convert(
     files of nanoGPT and llm.c; Hugging Face `save_to_disk` folders, .arrow and .parquet files. Rows of one
     length are copied; `cut` says how documents and streams become rows. `columns` chooses, where there are
     several. `verify` reads the result back before it is published. ShardError names file and place of what is
-    damaged, and what stands in the way; ValueError is for options that contradict themselves.
+    damaged, RefusedError what is at the target; ValueError is for options that contradict themselves.
     """
     start = time.monotonic()
     output, cut = output or OutputOptions(), cut or CutOptions()
@@ -127,7 +127,7 @@ def convert(
         raise ShardError(target, "is not on this machine: convert into a folder, then `shardkit upload` it")
     if not is_remote(name) and folder.exists() and folder.resolve() == local_path(name).resolve():
         raise ShardError(folder, "is source and target at once; choose another target")
-    check_target(folder, replace=replace)
+    refuse_target(folder, replace=replace)
     opening = open_source(name, source_format, output, cut, columns, storage)
     with listen(progress) as listener, opening as opened, staging(folder) as work:
         meter = Meter(listener, opened, name)
@@ -140,7 +140,7 @@ def convert(
         if verify:
             meter.step("verify")
             _read_back(work, written)
-        publish(work, folder, replace=replace)
+        publish_staged(work, folder, replace=replace)
         kind = opened.kind
     return _result(name, kind, folder, output, written, length, verify, time.monotonic() - start)
 

@@ -5,7 +5,7 @@ its checks are in `index` (index.json), `shard` (one file), `encodings` (one val
 Whatever is damaged or hostile raises ShardError with the file and, where known, the byte.
 """
 
-from shardkit.mds.index import index_bytes, parse_index, read_index, write_index
+from shardkit.mds.index import index_bytes, index_files, parse_index, read_index, write_index
 from shardkit.mds.shard import MdsShard, open_shard, shard_from_raw
 from shardkit.mds.writer import MdsWriter, write_rows_shard
 
@@ -13,6 +13,7 @@ __all__ = [
     "MdsShard",
     "MdsWriter",
     "index_bytes",
+    "index_files",
     "open_shard",
     "parse_index",
     "read_index",

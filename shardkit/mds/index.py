@@ -32,6 +32,7 @@ __all__ = [
     "INDEX_NAME",
     "config_bytes",
     "index_bytes",
+    "index_files",
     "make_columns",
     "parse_columns",
     "parse_index",
@@ -81,14 +82,19 @@ def write_index(folder: Path, shards: Sequence[ShardInfo]) -> None:
 
     Beside that of a large dataset lies index.bin, the same in a form that opens at once.
     """
+    files = index_files(shards)
+    if TABLE_NAME not in files:
+        (Path(folder) / TABLE_NAME).unlink(missing_ok=True)
+    for name, data in files.items():
+        publish_bytes(Path(folder) / name, data)
+
+
+def index_files(shards: Sequence[ShardInfo]) -> dict[str, bytes]:
+    """index.json for `shards`, and before it index.bin if there are many."""
     index = index_bytes(shards)
-    file = Path(folder) / TABLE_NAME
     table = table_of(shards, Manifest("mds", shards).fingerprint) if len(shards) >= TABLE_SHARDS else None
-    if table is not None:
-        publish_bytes(file, table_bytes(table, index, _entry))
-    else:
-        file.unlink(missing_ok=True)
-    publish_bytes(Path(folder) / INDEX_NAME, index)
+    tables = {} if table is None else {TABLE_NAME: table_bytes(table, index, _entry)}
+    return tables | {INDEX_NAME: index}
 
 
 def index_bytes(shards: Sequence[ShardInfo]) -> bytes:

@@ -160,7 +160,7 @@ def _described(info: ShardInfo, scanned: Scanned) -> ShardInfo:
 @contextmanager
 def shown(step: str, sizes: dict[int, int]) -> Iterator[Tell]:
     """Tells on stderr how far a read of files of these `sizes` is, once it has taken a while."""
-    from shardkit.upload.progress import Listener, Progress, TransferProgress, listen
+    from shardkit.progress import Listener, Progress, TransferProgress, listen
 
     began, lock = time.monotonic(), threading.Lock()
     with ExitStack() as stack:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_upload.py speed|resume [--runs 5] [--threads 8] [--shards 16] [--json]
 
-speed    `shardkit.upload` against boto3's put_object of the open files by as many threads; then the same
+speed    `shardkit.publish` against boto3's put_object of the open files by as many threads; then the same
          upload once more (nothing to send), and reading all back, which `verify=True` does
 resume   `shardkit upload` is killed with -9 in the middle and run again; the requests that a proxy counts
 
@@ -40,9 +40,9 @@ from servers.bucket import s3_client
 from servers.fault_proxy import FaultProxy, Request
 from servers.rgw import RgwServer
 
+from shardkit.publish import TransferProgress, TransferReport, upload
 from shardkit.storage import StorageOptions
 from shardkit.storage.s3_upload import part_bytes
-from shardkit.upload import TransferProgress, TransferReport, upload
 
 BUCKET = "bench"
 SHARD_BYTES = 64 << 20

@@ -35,8 +35,8 @@ from pydantic import Field, ValidationError
 
 import shardkit
 from shardkit.errors import BuildError, RecipeError
+from shardkit.files import fsync_path, link_or_copy, publish_bytes
 from shardkit.hashing import digest_of, hash_file
-from shardkit.index import publish_bytes
 from shardkit.plain_json import load_json
 from shardkit.writers.dedup.array_file import Rows, read_header
 from shardkit.writers.dedup.array_rows import RowFile
@@ -49,9 +49,7 @@ from shardkit.writers.dedup.parts import KEYS_FILE, bands_and_rows, part_setting
 from shardkit.writers.dedup.population import BAND_RUNS_FILE, DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE, Part
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE
 from shardkit.writers.dedup.shingles import shingle_batch
-from shardkit.writers.execution.work import fsync_path
 from shardkit.writers.filters.settings import StrictModel
-from shardkit.writers.publish import place
 
 __all__ = [
     "INDEX_FILE",
@@ -362,7 +360,7 @@ def _file_names(folder: Path) -> Iterator[str]:
 def _fill(folder: Path, source: Path) -> None:
     folder.mkdir()
     for name in INDEX_PART_FILES:
-        place(source / name, folder / name)
+        link_or_copy(source / name, folder / name)
     fsync_path(folder)
 
 

@@ -2,7 +2,8 @@
 
 Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
 dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
-index or card states. What else lies there does not belong to the dataset and is only counted.
+index or card states. What else lies there does not belong to the dataset and is only counted. A folder's
+dataset may have index.bin, too (`shardkit.mds.index_table`), which no card names.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.index import FileInfo, Manifest, checked_basename
 from shardkit.locate import CARD_NAME, MAX_CARD_BYTES
+from shardkit.mds.index_table import TABLE_NAME
+from shardkit.storage.store import ObjectNotFoundError
+from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = [
     "CONTENT_HASH",
     "INDEX_NAMES",
+    "LOCK_NAME",
     "MARKER_NAME",
     "MAX_TRIES",
     "METADATA_NAME",
@@ -29,12 +34,15 @@ __all__ = [
     "check_files",
     "checkable_hash",
     "find_contents",
+    "find_only_contents",
+    "index_files",
     "make_contents",
     "metadata_of",
 ]
 
 INDEX_NAMES = ("index.json", "shards.json")
-MARKER_NAME = ".shardkit-publishing.json"  # as a local build's: who finds it knows what is unfinished
+MARKER_NAME = ".shardkit-publishing.json"
+LOCK_NAME = ".shardkit-publishing.lock"
 CONTENT_HASH = "xxh3_128"
 METADATA_NAME = "shardkit-xxh3-128"  # of every object that an upload puts: the hash of its bytes
 MAX_TRIES = 3  # of bytes that arrive wrong: the network may be to blame, after that the object is
@@ -42,13 +50,14 @@ MAX_FILES = 1 << 22  # four million, as many as the largest index has shards
 MAX_NAMED = 8  # files that an error names; the rest is counted
 MAX_LEFT = 1000  # names of other files that are kept for the report
 _HASH_NAME = "shardkit-dataset"
+_CONTROL_NAMES = frozenset({*INDEX_NAMES, MARKER_NAME, LOCK_NAME})
 # Quick ones first; what is not listed comes after, by name.
 _QUICKEST = ("xxh3_128", "xxh128", "xxh3_64", "xxh64", "xxh32", "blake2b", "sha1", "sha256", "md5")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A dataset's files in the order in which they are put: shards, what the card names, the card.
+    """A dataset's files in the order in which they are put: shards, what the card names, the card, index.bin.
 
     The index is not among `files`: it comes after all of them.
     """
@@ -65,6 +74,11 @@ class Contents:
     def names(self) -> frozenset[str]:
         """Of all files, without the index."""
         return frozenset(file.basename for file in self.files)
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names that go when another dataset takes this one's place, named here or not."""
+        return self.names | {CARD_NAME, TABLE_NAME}
 
     @property
     def bytes(self) -> int:
@@ -97,14 +111,14 @@ class Listing:
 
     @classmethod
     def of(cls, store: Store, names: Set[str]) -> Listing:
-        """One listing of the whole store. Indexes and the marker are not counted as others."""
+        """One listing of the whole store. Indexes, marker and lock are not counted as others."""
         found: dict[str, ObjectInfo] = {}
         others: list[str] = []
         count = 0
         for info in store.list():
             if info.key in names:
                 found[info.key] = info
-            elif info.key not in (*INDEX_NAMES, MARKER_NAME):
+            elif info.key not in _CONTROL_NAMES:
                 count += 1
                 if count <= MAX_LEFT:
                     others.append(info.key)
@@ -139,8 +153,30 @@ def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:
     return found
 
 
-def make_contents(where: str, index_name: str, index: bytes, card: bytes | None) -> Contents:
-    """A dataset from the bytes of its index and card; ShardError if they are not sound or do not agree."""
+def find_only_contents(store: Store) -> Contents | None:
+    """The dataset in a store, or None; ShardError if there are two."""
+    found = find_contents(store)
+    if len(found) > 1:
+        raise ShardError(store.url, "has both index.json and shards.json; remove the one that is not meant")
+    return found[0] if found else None
+
+
+def index_files(manifest: Manifest) -> dict[str, bytes]:
+    """What describes a dataset in a folder: its index, and index.bin before it if there are many shards."""
+    from shardkit import mds, tar
+
+    if manifest.format == "mds":
+        return mds.index_files(manifest.shards)
+    return {"shards.json": tar.shard_list_bytes(manifest.shards)}
+
+
+def make_contents(
+    where: str, index_name: str, index: bytes, card: bytes | None, table: bytes | None = None
+) -> Contents:
+    """A dataset from the bytes of its index, card and index.bin.
+
+    ShardError if they are not sound or do not agree.
+    """
     from shardkit import mds, tar
 
     index_file, card_file = f"{where}/{index_name}", f"{where}/{CARD_NAME}"
@@ -154,11 +190,13 @@ def make_contents(where: str, index_name: str, index: bytes, card: bytes | None)
             raise ShardError(card_file, problem)
         files += _files_of_card(card_file, facts)
         files.append(FileInfo(CARD_NAME, len(card), hash_bytes(card, [CONTENT_HASH])))
+    if table is not None:
+        files.append(FileInfo(TABLE_NAME, len(table), hash_bytes(table, [CONTENT_HASH])))
     if len(files) > MAX_FILES:
         raise ShardError(
             index_file, f"names {len(files):,} files; at most {MAX_FILES:,} can be moved at once"
         )
-    seen = {*INDEX_NAMES, MARKER_NAME}
+    seen = set(_CONTROL_NAMES)
     for file in files:
         if file.basename in seen:
             raise ShardError(index_file, f"{file.basename!r} is named twice; make a sound index first")

@@ -1,42 +1,80 @@
-"""A dataset into a store where readers may be looking at any moment, by steps that may stop anywhere.
+"""A dataset into a store or folder that readers may look at any moment, by steps that may stop anywhere.
 
     claim      a marker names the dataset that is coming, and all files that its end may remove
     index off  only with `replace`: the index of another dataset is deleted before any file of it changes
     files      what is not there, or not right, is written, several at a time
-    check      the store's own listing must show every file as it was written or found
+    check      the listing of the target must show every file as it was written or found
     index on   put only if there is none, so that of two different datasets at most one wins
     clean      files that only the earlier dataset named, then the marker, are deleted
 
-So an index is only ever seen with all of its files, whatever stops this, and the same call goes on. While the
+So an index is only ever seen with all of its files, whatever stops this, and the same call continues. Only
+the winner cleans: before its index is there, it may not know that another dataset took over. While the
 dataset's own index is there, nothing is claimed: missing or damaged files are put again beside it. Files that
 no dataset of this place has named are never touched; a file that is in the way is refused without `replace`.
+
+What a store acknowledges is durable. In a folder, renames and removals are durable when the folder is synced:
+this happens between all steps whose order a power cut must not change.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from errno import ENOSYS, ENOTSUP, EPERM, EXDEV
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
 
 from shardkit.errors import ShardError, ShardkitError
+from shardkit.files import fsync_path
 from shardkit.index import FileInfo, checked_basename
+from shardkit.locate import CARD_NAME
+from shardkit.mds.index_table import TABLE_NAME
 from shardkit.plain_json import load_json
+from shardkit.progress import Listener, Progress
+from shardkit.publish.contents import (
+    INDEX_NAMES,
+    MARKER_NAME,
+    Contents,
+    Listing,
+    find_contents,
+    metadata_of,
+)
+from shardkit.storage.store import ObjectExistsError, ObjectNotFoundError, StoreError
+from shardkit.storage.local import LocalStore
+from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, Store, StoreError
-from shardkit.upload.contents import INDEX_NAMES, MARKER_NAME, Contents, Listing, find_contents, metadata_of
-from shardkit.upload.parallel import run_all
-from shardkit.upload.progress import Listener, Progress
 
-__all__ = ["Outcome", "Publication", "Settings", "TransferError", "Transport", "finish_publication"]
+__all__ = [
+    "MAX_ERRORS",
+    "Outcome",
+    "Publication",
+    "RefusedError",
+    "Settings",
+    "TransferError",
+    "Transport",
+    "finish_publication",
+    "run_all",
+]
 
 MAX_THREADS = 256  # each may hold 64 MiB, and a connection or four
 MAX_MARKER_BYTES = 1 << 30  # four million names
+MAX_ERRORS = 16  # enough to see whether one file or everything is wrong
+_NO_LINKS = (EPERM, ENOTSUP, ENOSYS, EXDEV)
+
+T = TypeVar("T")
+
+
+class RefusedError(StoreError):
+    """What lies at the target, or is being written there, is not to be overwritten."""
 
 
 class TransferError(ShardkitError):
     """Files of a transfer failed: `errors` has them up to a limit, the message the first and what was done.
 
-    What was moved stays, and the same call goes on with the rest.
+    What was moved stays, and the same call continues with the rest.
     """
 
     def __init__(self, message: str, errors: tuple[Exception, ...] = ()) -> None:
@@ -48,19 +86,16 @@ class TransferError(ShardkitError):
 
 
 class Transport(Protocol):
-    """How files get to the target. All but `finish` are called from many threads."""
+    """How files get to the target. Called from many threads."""
 
     def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
         """Whether `found`, of the right size, has the right content."""
 
     def place(self, file: FileInfo) -> ObjectInfo:
-        """Write the file to the target, and return what the target then has."""
+        """Write the file to the target, its bytes durably, and return what the target then has."""
 
     def read_back(self, file: FileInfo) -> None:
         """Compare what the target holds byte for byte; ShardError."""
-
-    def finish(self) -> None:
-        """All files are placed, and the index comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +148,23 @@ class Publication:
         self._right: set[str] = set()
 
     def run(self) -> Outcome:
-        """All steps. TransferError if files failed; StoreError if something else lies at the target."""
+        """All steps. TransferError if files failed; RefusedError if something else lies at the target."""
         contents, settings, outcome = self._contents, self._settings, self._outcome
         marker = _read_marker(self._target)
         old = self._old_datasets()
         foreign_marker = marker is not None and marker.identity != contents.identity
-        complete = len(old) == 1 and old[0].is_same(contents) and not foreign_marker
+        complete = old is not None and len(old) == 1 and old[0].is_same(contents) and not foreign_marker
         if not complete:
             self._refuse_others(old_index=bool(old), foreign_marker=foreign_marker)
-        named = set(marker.files if marker else ())
-        named.update(*(dataset.names for dataset in old))
+        named, kept = set(marker.files if marker else ()), contents.names
+        if complete:
+            kept = kept.union(*(it.owned if marker is None else it.names for it in old or ()))
+        elif old is None:
+            named |= {CARD_NAME, TABLE_NAME}
+        named.update(*(dataset.owned for dataset in old or ()))
         listing = Listing.of(self._target, contents.names | named)
         outcome.foreign = listing.other_count
-        outcome.deleted = tuple(sorted((named & listing.found.keys()) - contents.names))
+        outcome.deleted = tuple(sorted((named & listing.found.keys()) - kept))
         if not complete and marker is None and not settings.replace:
             self._refuse_unclaimed(listing)
         claims = not complete and not settings.dry_run
@@ -137,37 +176,35 @@ class Publication:
         if settings.verify:
             self._each("verify", self._transport.read_back)
         if claims or outcome.sent:
-            self._transport.finish()
+            _settle(self._target, contents.names)
             self._check()
         if claims:
             self._put_index()
-        for name in outcome.deleted:
-            self._target.delete(name)
-        if claims or marker is not None:
-            self._target.delete(MARKER_NAME)
+        _clean(self._target, outcome.deleted, has_marker=claims or marker is not None)
         return outcome
 
-    def _old_datasets(self) -> list[Contents]:
+    def _old_datasets(self) -> list[Contents] | None:
+        """Those whose indexes are there; None if one cannot be read."""
         try:
             return find_contents(self._target, strict=False)
         except ShardError as error:
             if not self._settings.replace:
-                raise StoreError(
+                raise RefusedError(
                     self._target.url, f"holds an index that cannot be read ({error}); use --replace"
                 ) from error
-            return []  # it is deleted all the same; what it named stays where it is not overwritten
+            return None  # it is deleted all the same; what it named stays where it is not overwritten
 
     def _refuse_others(self, *, old_index: bool, foreign_marker: bool) -> None:
         if self._settings.replace:
             return
         if foreign_marker:
-            raise StoreError(
+            raise RefusedError(
                 self._target.url,
                 f"holds an unfinished transfer of another dataset ({MARKER_NAME}): finish that one, or use "
                 f"--replace to put this one in its place",
             )
         if old_index:
-            raise StoreError(
+            raise RefusedError(
                 self._target.url, "holds another dataset; use --replace to put this one in its place"
             )
 
@@ -178,7 +215,7 @@ class Publication:
             if self._is_there(file, listing):
                 self._right.add(file.basename)
             elif file.basename in listing.found:
-                raise StoreError(
+                raise RefusedError(
                     f"{self._target.url}/{file.basename}",
                     "is there with another content; use --replace to overwrite it",
                 )
@@ -194,24 +231,28 @@ class Publication:
         return file.basename in self._right or self._transport.is_there(file, found)
 
     def _claim(self, marker: _Marker | None, named: set[str], *, index_seen: bool) -> None:
-        """Put the marker, then take away the old index; StoreError if another dataset came first."""
+        """Put the marker, then take away the old index; RefusedError if another dataset came first."""
         names = self._contents.names
         if marker is None or marker.identity != self._contents.identity or not named <= marker.files:
             text = json.dumps({"dataset": self._contents.identity, "files": sorted(names | named)})
             try:
-                self._target.put(MARKER_NAME, text.encode(), if_absent=not self._settings.replace)
+                if self._settings.replace:
+                    self._target.put(MARKER_NAME, text.encode())
+                else:
+                    _put_first(self._target, MARKER_NAME, text.encode())
             except ObjectExistsError:
                 other = _read_marker(self._target)
                 if other is None or other.identity != self._contents.identity:
-                    raise StoreError(
+                    raise RefusedError(
                         self._target.url, "another dataset is being put here; choose another target"
                     ) from None
         if self._settings.replace:
             for name in INDEX_NAMES:
                 self._target.delete(name)
-        elif not index_seen and any(self._holds(name) for name in INDEX_NAMES):
+            _settle(self._target)
+        elif not index_seen and any(_holds(self._target, name) for name in INDEX_NAMES):
             self._target.delete(MARKER_NAME)
-            raise StoreError(self._target.url, "another transfer finished this moment; run this one again")
+            raise RefusedError(self._target.url, "another transfer finished this moment; run this one again")
 
     def _move(self, listing: Listing) -> None:
         outcome, transport = self._outcome, self._transport
@@ -252,7 +293,7 @@ class Publication:
             )
 
     def _check(self) -> None:
-        """The listing of the store must show every file as it was written or found."""
+        """The listing of the target must show every file as it was written or found."""
         after = Listing.of(self._target, self._contents.names)
         for file in self._contents.files:
             info = after.find(self._target, file.basename)
@@ -269,33 +310,118 @@ class Publication:
             self._accept_same_index("the transfer of another dataset took this place over")
             return
         try:
-            self._target.put(
-                contents.index_name, contents.index, if_absent=True, metadata=metadata_of(contents.index)
-            )
+            _put_first(self._target, contents.index_name, contents.index)
         except ObjectExistsError:
             self._accept_same_index("another dataset came first")
 
     def _accept_same_index(self, problem: str) -> None:
-        """It is well if a second transfer of the very same dataset was quicker."""
+        """Losing the race to a transfer of the same dataset is fine."""
         there = find_contents(self._target, strict=False)
         if len(there) != 1 or not there[0].is_same(self._contents):
-            raise StoreError(self._target.url, f"{problem}; no index was put, run that transfer again")
-
-    def _holds(self, name: str) -> bool:
-        try:
-            self._target.head(name)
-        except ObjectNotFoundError:
-            return False
-        return True
+            raise RefusedError(self._target.url, f"{problem}; no index was put, run that transfer again")
 
 
 def finish_publication(target: Store, contents: Contents) -> None:
     """What is left to do where a publication was cut short after its index."""
     marker = _read_marker(target)
     if marker is not None and marker.identity == contents.identity:
-        for name in sorted(marker.files - contents.names):
-            target.delete(name)
+        _clean(target, sorted(marker.files - contents.names), has_marker=True)
+
+
+def run_all(items: Iterable[T], action: Callable[[T], None], threads: int) -> list[tuple[T, Exception]]:
+    """Call `action` on every item in `threads` threads; return the items that failed, with their errors.
+
+    Memory is for a few items only. After `MAX_ERRORS` failures nothing new is started. An interruption (any
+    exception that is no `Exception`) stops the rest, too, and is raised at once: the threads are daemons and
+    end with the item they are at.
+    """
+    remaining = iter(items)
+    lock = threading.Lock()
+    stop = threading.Event()
+    errors: list[tuple[T, Exception]] = []
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def work() -> None:
+        interruption: BaseException | None = None
+        try:
+            while not stop.is_set():
+                with lock:
+                    item = next(remaining, stop)
+                if item is stop:
+                    break
+                try:
+                    action(item)  # type: ignore[arg-type]
+                except Exception as error:
+                    with lock:
+                        errors.append((item, error))  # type: ignore[arg-type]
+                        if len(errors) >= MAX_ERRORS:
+                            stop.set()
+        except BaseException as error:
+            interruption = error
+        ended.put(interruption)
+
+    workers = [
+        threading.Thread(target=work, name=f"shardkit-transfer-{n}", daemon=True) for n in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in workers:
+            interruption = ended.get()  # each action is bounded by the store's own deadlines
+            if interruption is not None:
+                raise interruption
+    finally:
+        stop.set()
+    return errors
+
+
+def _put_first(target: Store, name: str, data: bytes) -> None:
+    """Put a file only if there is none of that name; ObjectExistsError."""
+    metadata = metadata_of(data) if name in INDEX_NAMES else None
+    try:
+        target.put(name, data, if_absent=True, metadata=metadata)
+    except StoreError as error:
+        # A folder decides it by a hard link. Where its file system has none, its lock has to do.
+        has_no_links = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_LINKS
+        if not (isinstance(target, LocalStore) and has_no_links):
+            raise
+        if _holds(target, name):
+            raise ObjectExistsError(f"{target.url}/{name}", "is there already") from error
+        target.put(name, data)
+
+
+def _holds(target: Store, name: str) -> bool:
+    try:
+        target.head(name)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
+    """Delete what only the earlier dataset named, then the marker, which lists these names until then."""
+    names = list(names)
+    for name in names:
+        target.delete(name)
+    if names:
+        _settle(target, names)
+    if has_marker:
         target.delete(MARKER_NAME)
+        _settle(target)
+
+
+def _settle(target: Store, names: Iterable[str] = ()) -> None:
+    """Make durable what happened to the files of these names in a folder, and to those right below it."""
+    if isinstance(target, LocalStore):
+        top = Path(target.url)
+        folders = {parent for name in names for parent in (top / name).parents}
+        for folder in sorted({top, *(folder for folder in folders if folder.is_relative_to(top))}):
+            try:
+                fsync_path(folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StoreError(str(folder), f"cannot be written: {error.strerror or error}") from error
 
 
 def _read_marker(target: Store) -> _Marker | None:

@@ -1,0 +1,243 @@
+"""`upload` and `download`: a dataset's folder to a store and back; `publish_files`: what was made here.
+
+Tars without a list get one when they are uploaded: loaders cannot count the samples of tars that they have
+not fetched. It states sizes, counts and hashes, and lies only at the target.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from dataclasses import replace as with_changes
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ShardError
+from shardkit.files import link_or_copy
+from shardkit.hashing import hash_file
+from shardkit.index import ShardInfo
+from shardkit.locate import CARD_NAME
+from shardkit.progress import Listener, listen
+from shardkit.publish.contents import Contents, Listing, check_files, find_only_contents, make_contents
+from shardkit.publish.publication import Outcome, Publication, Settings
+from shardkit.publish.transports import (
+    LocalFiles,
+    Placer,
+    Receiver,
+    Sender,
+    clear_leftovers,
+    holds_dataset,
+    locked_folder,
+    transfer_store,
+)
+from shardkit.storage.store import StoreError
+from shardkit.storage.local import LocalStore
+from shardkit.storage.store import StorageOptions
+from shardkit.storage.store import Store
+from shardkit.storage.url import is_remote, local_path
+from shardkit.units import format_bytes
+
+__all__ = ["TransferReport", "download", "publish_files", "upload"]
+
+SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
+_LIST_HASHES = ("xxh64",)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What was done; with `dry_run`, what would be.
+
+    `sent` files were written to the target, `skipped` ones were there. `deleted` names what an earlier
+    dataset had left. `left` are files at the source that its dataset does not name, at most 1,000 of
+    `left_count`; `foreign` counts such objects at the target.
+    """
+
+    source: str
+    target: str
+    fingerprint: str
+    files: int
+    bytes: int
+    sent: tuple[str, ...]
+    sent_bytes: int
+    skipped: int
+    skipped_bytes: int
+    deleted: tuple[str, ...]
+    left: tuple[str, ...]
+    left_count: int
+    foreign: int
+    verified: bool
+    dry_run: bool
+    seconds: float
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether there was nothing to do."""
+        return not self.sent and not self.deleted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"up_to_date": self.up_to_date, "seconds": round(self.seconds, 3)}
+
+
+def upload(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | Store,
+    *,
+    storage: StorageOptions | None = None,
+    threads: int = 8,
+    replace: bool = False,
+    dry_run: bool = False,
+    verify: bool = False,
+    progress: bool | Listener = True,
+) -> TransferReport:
+    """Send the dataset in the folder `source` to a URL or store; what is there already is not sent again.
+
+    Every file is compared with its index while it is read. `threads` files travel at a time. Another dataset
+    at the target is refused unless `replace`; `verify` reads everything back before the index is put;
+    `dry_run` only tells what would be done. Raises ShardError (nothing to send, or damaged: nothing is sent),
+    StoreError, TransferError; after any of them, or an interruption, the same call goes on.
+    """
+    if is_remote(source):
+        raise ShardError(source, "is not on this machine: shardkit upload sends a folder; download it first")
+    start = time.monotonic()
+    folder = local_path(source)
+    contents, listing = _contents_to_send(folder, threads)
+    settings = Settings(threads, replace=replace, dry_run=dry_run, verify=verify)
+    data: dict[str, Path | bytes] = {file.basename: folder / file.basename for file in contents.files}
+    if contents.card_bytes is not None:
+        data[CARD_NAME] = contents.card_bytes  # the very bytes that were checked
+    with (
+        transfer_store(target, storage) as store,
+        listen(progress) as listener,
+        locked_folder(Path(store.url)) if isinstance(store, LocalStore) and not dry_run else nullcontext(),
+    ):
+        outcome = Publication(store, contents, Sender(store, LocalFiles(data)), settings, listener).run()
+        return _report(contents, listing, outcome, settings, store.url, start)
+
+
+def download(
+    source: str | os.PathLike[str] | Store,
+    folder: str | os.PathLike[str],
+    *,
+    storage: StorageOptions | None = None,
+    threads: int = 8,
+    replace: bool = False,
+    dry_run: bool = False,
+    progress: bool | Listener = True,
+) -> TransferReport:
+    """Fetch the dataset at a URL or in a store into `folder`, which then holds the same files.
+
+    Every file is compared with the hash that its index states. `threads` files travel at a time. A folder
+    that holds another dataset, or other files of the same names, is refused unless `replace`; `dry_run` only
+    tells what would be done. Raises ShardError, StoreError, TransferError; the same call goes on.
+    """
+    if is_remote(folder):
+        raise StoreError(str(folder), "is not on this machine: shardkit download fills a local folder")
+    start = time.monotonic()
+    path = local_path(folder)
+    if path.exists() and not path.is_dir():
+        raise StoreError(str(path), "is not a folder; choose another")
+    with transfer_store(source, storage) as store, listen(progress) as listener:
+        found = find_only_contents(store)
+        if found is None:
+            problem = (
+                "holds no complete dataset: there is neither index.json nor shards.json; name its folder"
+            )
+            raise ShardError(store.url, problem)
+        contents, listing = check_files(store, found)
+        settings = Settings(threads, replace=replace, dry_run=dry_run)
+        target = LocalStore(path)
+        with nullcontext() if dry_run else locked_folder(path):
+            _check_space(path, target, contents)
+            if not dry_run:
+                clear_leftovers(path)
+            outcome = Publication(target, contents, Receiver(store, path), settings, listener).run()
+        return _report(contents, listing, outcome, settings, str(path), start)
+
+
+def publish_files(
+    folder: Path,
+    contents: Contents,
+    files: LocalFiles,
+    settings: Settings,
+    *,
+    place: Callable[[Path, Path], None] = link_or_copy,
+    listener: Listener = lambda report: None,
+) -> Outcome:
+    """Give files of this machine their names in a folder, which must be locked (`locked_folder`).
+
+    RefusedError if it holds something else than a dataset, or another one and `settings.replace` is not set.
+    """
+    holds_dataset(folder)
+    clear_leftovers(folder)
+    return Publication(LocalStore(folder), contents, Placer(folder, files, place), settings, listener).run()
+
+
+def _report(
+    contents: Contents, listing: Listing, outcome: Outcome, settings: Settings, target: str, start: float
+) -> TransferReport:
+    """The report of a transfer that began at `start`; `listing` is of the source."""
+    return TransferReport(
+        source=contents.where,
+        target=target,
+        fingerprint=contents.manifest.fingerprint,
+        files=len(contents.files),
+        bytes=contents.bytes,
+        sent=tuple(sorted(outcome.sent)),
+        sent_bytes=sum(outcome.sent.values()),
+        skipped=len(outcome.skipped),
+        skipped_bytes=sum(outcome.skipped.values()),
+        deleted=outcome.deleted,
+        left=listing.others,
+        left_count=listing.other_count,
+        foreign=outcome.foreign,
+        verified=settings.verify and not settings.dry_run,
+        dry_run=settings.dry_run,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _contents_to_send(folder: Path, threads: int) -> tuple[Contents, Listing]:
+    if not folder.is_dir():
+        raise ShardError(folder, "there is no such folder; name the folder that holds the dataset")
+    store = LocalStore(folder)
+    return check_files(store, find_only_contents(store) or _listed_tars(folder, threads))
+
+
+def _listed_tars(folder: Path, threads: int) -> Contents:
+    """The dataset that a folder of tars without a list is."""
+    from shardkit import tar
+    from shardkit.tar.shard_list import LIST_NAME
+
+    if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
+        raise ShardError(folder, "is an unfinished build: it has no index yet; run the build again")
+    shards = tar.scan_folder(folder)
+    if not shards:
+        raise ShardError(
+            folder, f"holds no dataset: looked for index.json (MDS), {LIST_NAME} and *.tar files"
+        )
+
+    def hashed(shard: ShardInfo) -> ShardInfo:
+        stored = shard.stored
+        stored = with_changes(stored, hashes=hash_file(folder / stored.basename, _LIST_HASHES))
+        return with_changes(shard, raw=stored) if shard.zip is None else with_changes(shard, zip=stored)
+
+    with ThreadPoolExecutor(threads) as pool:
+        listed = list(pool.map(hashed, shards))
+    return make_contents(str(folder), LIST_NAME, tar.shard_list_bytes(listed), None)
+
+
+def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:
+    """StoreError before anything is fetched that the disk cannot hold."""
+    there = {info.key: info.bytes for info in target.list()}
+    needed = sum(max(0, file.bytes - there.get(file.basename, 0)) for file in contents.files)
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed + SPARE_BYTES > free:
+        problem = f"{format_bytes(needed)} are to come, and the disk has {format_bytes(free)} free"
+        raise StoreError(str(folder), f"{problem}; choose another folder")

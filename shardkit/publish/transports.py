@@ -1,0 +1,348 @@
+"""How files get to where a dataset goes: sent to a store, received from one, or placed in a folder.
+
+A `Sender` reads each file and compares it with the hash that index or card states before it is sent, so
+damage stays at home; a file that changes meanwhile is an error. Each object carries the xxh3-128 of its bytes
+as metadata: the next run compares that instead of sending again. A store that keeps no metadata is read
+instead. Memory: at most 64 MiB (four parts) for each file on its way to S3, half a gigabyte with 8 threads.
+
+A `Receiver` hashes each file while it arrives under a temporary name, syncs it, and renames it if its hash is
+the one that index, card or the object's metadata state; bytes that are wrong are fetched again a few times.
+
+A `Placer` gives files of this machine their names in a folder: by hard links, copies or renames.
+
+One process at a time writes a dataset into a folder (`locked_folder`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from errno import ENOLCK, ENOSYS, ENOTSUP
+from pathlib import Path
+
+from shardkit.errors import ShardError
+from shardkit.files import PART_SUFFIX, held_file, link_or_copy, make_folder, part_of
+from shardkit.hashing import hash_bytes, hash_file, new_hash
+from shardkit.index import FileInfo
+from shardkit.publish.contents import (
+    CONTENT_HASH,
+    INDEX_NAMES,
+    LOCK_NAME,
+    MARKER_NAME,
+    MAX_TRIES,
+    METADATA_NAME,
+    checkable_hash,
+)
+from shardkit.publish.publication import RefusedError
+from shardkit.storage.store import ObjectNotFoundError, StoreError
+from shardkit.storage.local import LocalStore
+from shardkit.storage.store import StorageOptions
+from shardkit.storage.resilient import connect
+from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.url import is_remote, open_store
+
+__all__ = [
+    "LocalFiles",
+    "Placer",
+    "Receiver",
+    "Sender",
+    "clear_leftovers",
+    "holds_dataset",
+    "leftovers",
+    "locked_folder",
+    "transfer_store",
+]
+
+_READ_BYTES = 1 << 20
+_LEFTOVERS = (f".*{PART_SUFFIX}", ".shardkit-put-*")  # of a transport, and of `LocalStore.put`
+
+
+class LocalFiles:
+    """Files of a dataset on this machine, or their bytes, by their names in the dataset.
+
+    `borrow` brings a file that lies elsewhere to this machine for a while; `digest_of` knows the xxh3-128 of
+    one that was written earlier.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Path | bytes],
+        *,
+        borrow: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
+        digest_of: Callable[[Path], str | None] = lambda path: None,
+    ) -> None:
+        self._data, self._borrow, self._digest_of = data, borrow, digest_of
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Path | bytes]:
+        """The bytes, or a file that can be read meanwhile; ShardError if it cannot be fetched."""
+        data = self._data[name]
+        if isinstance(data, bytes):
+            yield data
+            return
+        with ExitStack() as stack:
+            try:
+                path = stack.enter_context(self._borrow(data))
+            except OSError as error:
+                where = error.filename or data  # the object's URL, if it lies in a store
+                raise ShardError(str(where), f"cannot be read: {error.strerror or error}") from error
+            yield path
+
+    def known_digest(self, name: str) -> str | None:
+        """The xxh3-128 of a file, if it is known without reading it."""
+        data = self._data[name]
+        return None if isinstance(data, bytes) else self._digest_of(data)
+
+
+class Sender:
+    """Files of this machine into a store."""
+
+    def __init__(self, target: Store, files: LocalFiles) -> None:
+        self._target, self._files = target, files
+        self._digests: dict[str, str] = {}
+
+    def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
+        """Whether the object's metadata, or its bytes if it has none, have the file's xxh3-128."""
+        if known := self._files.known_digest(file.basename):
+            self._digests.setdefault(file.basename, known)  # its bytes are compared as they come
+        digest = self._digest(file)
+        try:
+            info = self._target.head(file.basename)
+            if info.bytes != file.bytes or info.version != found.version:
+                return False
+            kept = info.metadata.get(METADATA_NAME)
+            return (self._hash_of_object(file) if kept is None else kept) == digest
+        except ObjectNotFoundError:
+            return False
+
+    def place(self, file: FileInfo) -> ObjectInfo:
+        """Send a file; ShardError if it is damaged or changes meanwhile."""
+        name = file.basename
+        with self._files.open(name) as data:
+            before = _state(data)
+            if name not in self._digests:
+                self._digests[name] = _checked_digest(file, data)
+            info = self._target.put(name, data, metadata={METADATA_NAME: self._digests[name]})
+            if _state(data) != before:
+                self._target.delete(name)
+                raise ShardError(str(data), "changed while it was sent; run the upload again")
+        return info
+
+    def read_back(self, file: FileInfo) -> None:
+        """Compare the object's bytes with the file's hash."""
+        if (got := self._hash_of_object(file)) != (digest := self._digest(file)):
+            where = f"{self._target.url}/{file.basename}"
+            raise ShardError(where, f"{CONTENT_HASH} {got}, {digest} was sent; run the upload again")
+
+    def _digest(self, file: FileInfo) -> str:
+        if file.basename not in self._digests:
+            with self._files.open(file.basename) as data:
+                self._digests[file.basename] = _checked_digest(file, data)
+        return self._digests[file.basename]
+
+    def _hash_of_object(self, file: FileInfo) -> str:
+        hasher, buffer = new_hash(CONTENT_HASH), memoryview(bytearray(_READ_BYTES))
+        with self._target.open(file.basename) as body:
+            while count := body.readinto(buffer):
+                hasher.update(buffer[:count])
+        return hasher.hexdigest()
+
+
+class Receiver:
+    """Objects of a store into a folder."""
+
+    def __init__(self, source: Store, folder: Path) -> None:
+        self._source, self._folder, self._target = source, folder, LocalStore(folder)
+
+    def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
+        """Whether the file has the stated hash. Without any, nobody can tell: it is fetched again."""
+        expected = self._expected(file)
+        if expected is None:
+            return False
+        name, digest = expected
+        return hash_file(self._folder / file.basename, [name]) == {name: digest}
+
+    def place(self, file: FileInfo) -> ObjectInfo:
+        """Fetch a file; ShardError if its bytes are wrong again and again."""
+        path = self._folder / file.basename
+        temporary = part_of(path)
+        where = f"{self._source.url}/{file.basename}"
+        expected = self._expected(file)
+        try:
+            make_folder(path.parent)
+            for _ in range(MAX_TRIES):
+                got = self._fetch(file, temporary, CONTENT_HASH if expected is None else expected[0])
+                if expected is None or got == expected[1]:
+                    temporary.rename(path)
+                    return self._target.head(file.basename)
+            stated = "{} {}".format(*expected or ())
+            raise ShardError(
+                where, f"has {got}, stated is {stated}; it was fetched {MAX_TRIES} times: upload it again"
+            )
+        except OSError as error:
+            raise StoreError(str(path), f"cannot be written: {error.strerror or error}") from error
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def read_back(self, file: FileInfo) -> None:
+        """All bytes were hashed when they arrived."""
+
+    def _fetch(self, file: FileInfo, temporary: Path, hash_name: str) -> str:
+        hasher, buffer = new_hash(hash_name), memoryview(bytearray(_READ_BYTES))
+        with self._source.open(file.basename) as body, temporary.open("wb") as handle:
+            if body.info.bytes != file.bytes:
+                where = f"{self._source.url}/{file.basename}"
+                raise ShardError(where, "was replaced during the download; run it again")
+            while count := body.readinto(buffer):
+                hasher.update(buffer[:count])
+                handle.write(buffer[:count])
+            handle.flush()
+            os.fsync(handle.fileno())
+        return hasher.hexdigest()
+
+    def _expected(self, file: FileInfo) -> tuple[str, str] | None:
+        """(name, digest) of the quickest hash that index, card or the object itself states."""
+        if name := checkable_hash(file):
+            return name, file.hashes[name]
+        digest = self._source.head(file.basename).metadata.get(METADATA_NAME)
+        return None if digest is None else (CONTENT_HASH, digest)
+
+
+class Placer:
+    """Files of this machine into a folder; `place` gives a durable file its name there in one step."""
+
+    def __init__(
+        self, folder: Path, files: LocalFiles, place: Callable[[Path, Path], None] = link_or_copy
+    ) -> None:
+        self._folder, self._files, self._place = folder, files, place
+        self._target = LocalStore(folder)
+
+    def is_there(self, file: FileInfo, found: ObjectInfo) -> bool:
+        """Whether it is the very file, or has the digest that is known. Any other is replaced."""
+        path = self._folder / file.basename
+        if digest := self._files.known_digest(file.basename):
+            return hash_file(path, [CONTENT_HASH]) == {CONTENT_HASH: digest}
+        with self._files.open(file.basename) as data:
+            return path.read_bytes() == data if isinstance(data, bytes) else path.samefile(data)
+
+    def place(self, file: FileInfo) -> ObjectInfo:
+        """Give a file its name; StoreError if the folder does not take it."""
+        path = self._folder / file.basename
+        with self._files.open(file.basename) as data:
+            if isinstance(data, bytes):
+                return self._target.put(file.basename, data)
+            try:
+                make_folder(path.parent)
+                self._place(data, path)
+            except OSError as error:
+                raise StoreError(str(path), f"cannot be written: {error.strerror or error}") from error
+        return self._target.head(file.basename)
+
+    def read_back(self, file: FileInfo) -> None:
+        """Whoever made the files has read them."""
+
+
+@contextmanager
+def transfer_store(
+    place: str | os.PathLike[str] | Store, storage: StorageOptions | None = None
+) -> Iterator[Store]:
+    """The store at a URL, tried again where that may help, and closed at the end.
+
+    A store that was given is used as it is and left open.
+    """
+    if not isinstance(place, str | os.PathLike):
+        yield place
+        return
+    store: Store = connect(place, storage) if is_remote(place) else open_store(place)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def holds_dataset(folder: Path) -> bool:
+    """Whether a folder has an index; RefusedError if it holds other files and no dataset, finished or not."""
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        raise RefusedError(str(folder), "is not a folder; choose another")
+    names = {path.name for path in folder.iterdir()}
+    if names.isdisjoint({*INDEX_NAMES, MARKER_NAME}):
+        others = sorted(name for name in names if not name.startswith("."))
+        if others:
+            problem = f"holds files that are no dataset (first: {others[0]}); choose another, or empty it"
+            raise RefusedError(str(folder), problem)
+    return not names.isdisjoint(INDEX_NAMES)
+
+
+@contextmanager
+def locked_folder(folder: Path, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Make a folder and be the only process that writes a dataset into it; RefusedError if another one is.
+
+    The lock is a file in the folder, as machines may share that and nothing else. A new folder that is empty
+    at the end is removed.
+    """
+    lock, descriptor = folder / LOCK_NAME, None
+    try:
+        is_new = make_folder(folder)
+        try:
+            descriptor = held_file(lock, shared=False, wait_seconds=wait_seconds)
+        except OSError as error:
+            if error.errno not in (ENOLCK, ENOSYS, ENOTSUP):  # some network file systems have no locks
+                raise
+        else:
+            if descriptor is None:
+                problem = "another process is writing a dataset into this folder; wait for it, or end it"
+                raise RefusedError(str(folder), problem)
+    except OSError as error:
+        raise StoreError(str(folder), f"cannot be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        try:
+            lock.unlink(missing_ok=True)
+            if is_new:
+                with suppress(OSError):  # it holds something by now
+                    folder.rmdir()
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files of a process that was killed, and its lock."""
+    found = [path for pattern in (*_LEFTOVERS, LOCK_NAME) for path in folder.rglob(pattern)]
+    return sorted(found)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove the temporary files of a process that was killed. Call it with the folder locked."""
+    for path in leftovers(folder):
+        if path.name != LOCK_NAME:
+            path.unlink(missing_ok=True)
+
+
+def _checked_digest(file: FileInfo, data: Path | bytes) -> str:
+    """The file's xxh3-128, after the stated hash has been compared."""
+    stated = checkable_hash(file)
+    names = {CONTENT_HASH, *([stated] if stated else ())}
+    hashes = hash_bytes(data, names) if isinstance(data, bytes) else hash_file(data, names)
+    if stated and hashes[stated] != file.hashes[stated]:
+        raise ShardError(
+            file.basename if isinstance(data, bytes) else data,
+            f"is damaged, and was not sent: {stated} {hashes[stated]}, stated is {file.hashes[stated]}",
+        )
+    return hashes[CONTENT_HASH]
+
+
+def _state(data: Path | bytes) -> tuple[int, int, int] | None:
+    """What changes when a file is written to or replaced."""
+    if isinstance(data, bytes):
+        return None
+    try:
+        status = data.stat()
+    except OSError as error:
+        raise ShardError(data, f"cannot be read: {error.strerror or error}") from error
+    return status.st_ino, status.st_size, status.st_mtime_ns
