@@ -358,7 +358,7 @@ def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
         target.write_bytes(source.read_bytes())
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "place", full)
+        patch.setattr(module, "link_or_copy", full)
         with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
             made_index(folder, texts=[TEXTS], replace=True)
     assert tree(index.location) == before
