@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.options import CacheOptions
-from shardkit.closing import Closing
 from shardkit.errors import ShardError
+from shardkit.files import Closing
 from shardkit.index import Column, Manifest, ShardInfo, Summed, merge_columns
 from shardkit.local_files import open_maps
 from shardkit.locate import CARD_NAME as CARD_NAME

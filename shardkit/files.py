@@ -1,4 +1,4 @@
-"""Files that survive a power cut, and locks that end with their process.
+"""Files that survive a power cut, locks that end with their process, and small helpers around both.
 
 A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder. The kernel frees a
 lock (flock) when its holder ends, whatever ended it. Locks hold between processes of a machine, and between
@@ -8,16 +8,21 @@ machines on file systems that support that (NFS 4, Lustre mounted with `flock`, 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 __all__ = [
     "PART_SUFFIX",
+    "Closing",
     "fsync_path",
     "held_file",
     "link_or_copy",
+    "load_json",
     "make_folder",
     "move_durably",
     "part_of",
@@ -27,6 +32,32 @@ __all__ = [
 
 PART_SUFFIX = ".shardkit-part"
 _POLL_SECONDS = 0.1
+
+
+class Closing:
+    """A context manager that ends with `close`."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Give back what is held; safe to call again."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON from outside; ValueError if anything is wrong with it, too deep nesting included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets nest too deeply") from None
 
 
 def fsync_path(path: Path) -> None:

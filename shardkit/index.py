@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,7 +29,6 @@ __all__ = [
     "Summed",
     "checked_basename",
     "merge_columns",
-    "publish_bytes",
 ]
 
 Format = Literal["mds", "tar"]
@@ -178,18 +177,3 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
     if unsafe or not parts or any(p in ("..", ".") for p in name.split("/")):
         raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; refuse this dataset")
     return name
-
-
-def publish_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that it is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

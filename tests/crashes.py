@@ -28,7 +28,7 @@ from crash_victims import Ended, Victims
 from ray_cluster import RayCluster
 from small_build import make_corpus, tree
 
-from shardkit.index import publish_bytes
+from shardkit.files import publish_bytes
 
 __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 

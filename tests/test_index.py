@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ShardError
-from shardkit.index import FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.files import publish_bytes
+from shardkit.index import FileInfo, Manifest, ShardInfo, checked_basename
 
 
 def shard(name: str, samples: int, digest: str = "aa", bytes: int = 10) -> ShardInfo:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError
-from shardkit.plain_json import load_json
+from shardkit.files import load_json
 from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, load_fasttext
 from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.text_batch import TextBatch

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from shardkit.audit.settings import RunSettings
 from shardkit.errors import ShardError, StateError
-from shardkit.plain_json import load_json
+from shardkit.files import load_json
 
 __all__ = [
     "MAGIC",

@@ -114,7 +114,7 @@ def task_slice(text: str) -> TaskSlice:
 
 
 def _write_timings(path: Path, result: BuildResult) -> None:
-    from shardkit.index import publish_bytes
+    from shardkit.files import publish_bytes
     from shardkit.writers.report.times import render_times
 
     if path.suffix == ".html":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit.cli.output import count
 from shardkit.cli.storage_arguments import storage_options
 from shardkit.errors import MissingExtraError, ShardkitError, StateError
-from shardkit.plain_json import load_json
+from shardkit.files import load_json
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset

@@ -15,7 +15,7 @@ import shardkit
 from shardkit.convert.options import CutOptions, OutputOptions
 from shardkit.convert.source import Source
 from shardkit.convert.write_rows import CONTENT_HASH
-from shardkit.index import publish_bytes
+from shardkit.files import publish_bytes
 from shardkit.locate import CARD_NAME
 
 if TYPE_CHECKING:

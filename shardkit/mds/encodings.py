@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.files import load_json
 from shardkit.mds import images
 from shardkit.mds.ndarray import ARRAY_DTYPES, ArrayLayout, parse_array_layout
-from shardkit.plain_json import load_json
 
 __all__ = ["Encoding", "encode_value", "encoding_of"]
 

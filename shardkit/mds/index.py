@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 
 from shardkit.compression import parse_compression
 from shardkit.errors import ShardError
+from shardkit.files import load_json, publish_bytes
 from shardkit.hashing import HASH_NAMES
-from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename
 from shardkit.mds.encodings import encoding_of
 from shardkit.mds.index_table import TABLE_NAME, TABLE_SHARDS, read_table, table_bytes
-from shardkit.plain_json import load_json
 from shardkit.shard_table import table_of
 
 __all__ = [

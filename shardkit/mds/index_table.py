@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.hashing import HASH_NAMES
 from shardkit.index import ShardInfo
-from shardkit.plain_json import load_json
 from shardkit.shard_table import Files, ShardTable
 
 __all__ = ["TABLE_NAME", "TABLE_SHARDS", "read_table", "table_bytes"]

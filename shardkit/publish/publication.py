@@ -28,11 +28,10 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from shardkit.errors import ShardError, ShardkitError
-from shardkit.files import fsync_path
+from shardkit.files import fsync_path, load_json
 from shardkit.index import FileInfo, checked_basename
 from shardkit.locate import CARD_NAME
 from shardkit.mds.index_table import TABLE_NAME
-from shardkit.plain_json import load_json
 from shardkit.progress import Listener, Progress
 from shardkit.publish.contents import (
     INDEX_NAMES,

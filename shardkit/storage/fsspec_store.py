@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardkit.closing import Closing
 from shardkit.errors import MissingExtraError
+from shardkit.files import Closing
 from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from shardkit.closing import Closing
+from shardkit.files import Closing
+from shardkit.storage.store import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardkit.closing import Closing
+from shardkit.files import Closing
+from shardkit.storage.store import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,

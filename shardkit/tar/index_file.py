@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardkit.files import load_json
 from shardkit.index import Column
-from shardkit.plain_json import load_json
 from shardkit.tar.index import MAX_MEMBERS, TarIndex
 
 __all__ = ["Scanned", "index_file_bytes", "read_head", "read_index"]

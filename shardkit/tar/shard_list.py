@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import ShardError
-from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename, publish_bytes
+from shardkit.files import publish_bytes
+from shardkit.index import Column, FileInfo, Manifest, ShardInfo, checked_basename
 from shardkit.storage.url import is_remote
 from shardkit.tar.compressed import is_tar_name, tar_compression
 from shardkit.tar.names import common_folder, fixed_folder

@@ -18,7 +18,7 @@ import pyarrow as pa
 from shardkit.dataset import Dataset
 from shardkit.errors import ShardkitError
 from shardkit.exclusions import Exclusions
-from shardkit.index import publish_bytes
+from shardkit.files import publish_bytes
 from shardkit.trace.table import ProvenanceTable
 
 __all__ = ["Ranges", "RemovalReport", "measure", "write_exclusions"]

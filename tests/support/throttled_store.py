@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from shardkit.closing import Closing
+from shardkit.files import Closing
 from shardkit.storage.store import Body, ObjectInfo, Store
 
 __all__ = ["ThrottledStore"]

@@ -35,9 +35,8 @@ from pydantic import Field, ValidationError
 
 import shardkit
 from shardkit.errors import BuildError, RecipeError
-from shardkit.files import fsync_path, link_or_copy, publish_bytes
+from shardkit.files import fsync_path, link_or_copy, load_json, publish_bytes
 from shardkit.hashing import digest_of, hash_file
-from shardkit.plain_json import load_json
 from shardkit.writers.dedup.array_file import Rows, read_header
 from shardkit.writers.dedup.array_rows import RowFile
 from shardkit.writers.dedup.config import NearDedupConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from shardkit.closing import Closing
+from shardkit.files import Closing
 from shardkit.writers.execution.queue import TaskQueue
 from shardkit.writers.execution.task import Task
 from shardkit.writers.execution.work import Work, run_task

@@ -22,8 +22,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shardkit.closing import Closing
 from shardkit.errors import BuildError, ShardkitError
+from shardkit.files import Closing
 from shardkit.writers.compilation import CompilationWatch
 from shardkit.writers.execution.queue import TaskQueue
 from shardkit.writers.execution.task import Commit, Task

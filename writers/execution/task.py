@@ -20,9 +20,9 @@ from typing import Any
 import xxhash
 
 import shardkit
+from shardkit.files import load_json
 import shardkit.writers
 from shardkit.hashing import digest_of
-from shardkit.plain_json import load_json
 from shardkit.writers.ledger import Ledger
 
 __all__ = [

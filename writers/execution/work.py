@@ -8,7 +8,6 @@ that one's outputs: tasks are pure functions, so they are the same bytes, and an
 from __future__ import annotations
 
 import base64
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any, Protocol
 import xxhash
 
 from shardkit.errors import BuildError
+from shardkit.files import fsync_path
 from shardkit.storage.store import Store
 from shardkit.writers.execution.task import Commit, Output, Task
 from shardkit.writers.ledger import Ledger
 
-__all__ = ["BLOCK_BYTES", "Work", "check_same", "fsync_path", "run_task"]
+__all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task"]
 
 BLOCK_BYTES = 1 << 18  # of files in stores, which are read and checked by so much; 12 bytes of a commit each
 _BLOCK_HASH_BYTES = 8
@@ -119,15 +119,6 @@ def check_same(ours: Commit, theirs: Commit) -> None:
         f"task {ours.stage}/{ours.name}: two runs of it gave different bytes ({', '.join(names)}); are "
         f"shardkit, its libraries and the input files the same on all machines?"
     )
-
-
-def fsync_path(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sealed(folder: Path, *, with_blocks: bool) -> dict[str, Output]:

@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.errors import BuildError
-from shardkit.index import publish_bytes
+from shardkit.files import fsync_path, held_file, publish_bytes, upgraded
 from shardkit.storage.local import LocalStore
-from shardkit.writers.execution.locks import held_file, upgraded
 from shardkit.writers.execution.task import Commit, Task, parse_commit
-from shardkit.writers.execution.work import check_same, fsync_path, hash_output
+from shardkit.writers.execution.work import check_same, hash_output
 
 __all__ = ["COMMIT_NAME", "LocalWork", "locked_folder"]
 

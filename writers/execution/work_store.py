@@ -25,6 +25,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from shardkit.errors import BuildError
+from shardkit.files import fsync_path
+from shardkit.storage.store import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
@@ -39,7 +41,7 @@ from shardkit.writers.execution import scratch, work_files
 from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError
 from shardkit.writers.execution.prefixed_store import PrefixedStore
 from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
-from shardkit.writers.execution.work import check_same, fsync_path
+from shardkit.writers.execution.work import check_same
 
 __all__ = ["StoreWork"]
 

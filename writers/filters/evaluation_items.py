@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.errors import RecipeError
-from shardkit.plain_json import load_json
+from shardkit.files import load_json
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.decontamination_settings import DecontaminationConfig, EvaluationConfig
