@@ -37,6 +37,7 @@ from shardkit.errors import ShardError
 from shardkit.exclusions import Exclusions
 from shardkit.loaders.config import Stream
 from shardkit.mixture import MAX_STREAMS, MAX_WEIGHT
+from shardkit.progress import reading
 from shardkit.storage.store import StorageOptions
 from shardkit.tar.scan import shown
 from shardkit.tar.shard import TarShard
@@ -234,7 +235,7 @@ def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
     sizes = {number: max(info.stored.bytes, 0) for number, info in enumerate(infos)}
     readers = 1 if dataset.shards is None else _READERS
     waiting: deque[tuple[int, Future[_Labels]]] = deque()
-    with ThreadPoolExecutor(readers) as pool, shown(f"read {column}", sizes) as tell:
+    with ThreadPoolExecutor(readers) as pool, reading(f"read {column}", sizes) as tell:
         numbers = iter(range(len(infos)))
         while True:
             while len(waiting) < 2 * readers and (number := next(numbers, None)) is not None:

@@ -1,23 +1,151 @@
-"""How far a transfer is, on stderr: a bar on a terminal, else a line every few seconds.
+"""What long work says while it runs, on stderr: bars on a terminal, a line now and then in a log file.
 
-Nothing here can change or stop a transfer.
+Work reports plain data after each piece of it; whoever listens decides what to show. Nothing here can change
+or stop the work, and rich is loaded only where a bar is drawn.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 from shardkit.units import format_bytes
 
-__all__ = ["Listener", "Progress", "TransferProgress", "lines", "listen"]
+__all__ = [
+    "CountProgress",
+    "FileCounter",
+    "Lines",
+    "Listener",
+    "Report",
+    "TransferListener",
+    "TransferProgress",
+    "counting",
+    "make_listener",
+    "reading",
+]
 
-LINE_SECONDS = 5.0  # a log file gets a line this often at most
+LINE_SECONDS = 5.0  # a log file gets a line this often at most, but for events
+QUIET_SECONDS = 2.0  # shorter reads are not worth a line
+
+
+class Report(Protocol):
+    """How far something is: what a bar or a line is made of."""
+
+    @property
+    def name(self) -> str:
+        """What is being done. Each name has a bar."""
+
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int | None: ...
+    @property
+    def event(self) -> str:
+        """A change that gets a line at once, the first time that it is reported under this name; or ""."""
+
+    def text(self) -> str:
+        """All that there is to say, on one line without a break."""
+
+
+R = TypeVar("R", bound=Report)
+R_contra = TypeVar("R_contra", bound=Report, contravariant=True)
+
+
+class Listener(Protocol[R_contra]):
+    """Something that hears reports, while its context is open."""
+
+    def __call__(self, report: R_contra, /) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@overload
+def make_listener(progress: bool) -> Listener[Report]: ...
+@overload
+def make_listener(progress: bool | Callable[[R], None]) -> Listener[R]: ...
+def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listener[Report]:
+    """False: silence. True: bars if stderr is a terminal, else lines. A callable hears each report."""
+    if callable(progress):
+        return _Calls(progress)
+    if not progress:
+        return _Calls[Report](lambda report: None)
+    return _Bars() if sys.stderr.isatty() else Lines()
+
+
+class _Calls(Generic[R]):
+    def __init__(self, hear: Callable[[R], None]) -> None:
+        self._hear = hear
+
+    def __call__(self, report: R, /) -> None:
+        self._hear(report)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+class Lines:
+    """Plain lines: one at each event, and in between one every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + LINE_SECONDS
+        self._said: set[tuple[str, str]] = set()
+
+    def __call__(self, report: Report, /) -> None:
+        now, key = time.monotonic(), (report.name, report.event)
+        if key in self._said or (not report.event and now < self._next):
+            return
+        if report.event:
+            self._said.add(key)
+        self._next = now + LINE_SECONDS
+        print(f"{report.name}: {report.text()}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+class _Bars:
+    """One bar for each name."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bars = Progress(
+            TextColumn("{task.description:<10}", markup=False),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=Console(stderr=True),
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, report: Report, /) -> None:
+        name = report.name
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=report.total, text="")
+        self._bars.update(self._tasks[name], completed=report.done, text=report.text())
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +160,41 @@ class TransferProgress:
     bytes_moved: int
     seconds: float
 
+    @property
+    def name(self) -> str:
+        return self.step
 
-Listener = Callable[[TransferProgress], None]
+    @property
+    def done(self) -> int:
+        return self.bytes_done
+
+    @property
+    def total(self) -> int:
+        return self.bytes
+
+    @property
+    def event(self) -> str:
+        return ""
+
+    def text(self) -> str:
+        """Files, bytes, and what the speed promises."""
+        rate = self.bytes_moved / self.seconds if self.seconds > 0 else 0.0
+        text = (
+            f"{self.files_done:,} of {self.files:,} files, "
+            f"{format_bytes(self.bytes_done)} of {format_bytes(self.bytes)}"
+        )
+        if not rate:
+            return text
+        return f"{text}, {format_bytes(rate)}/s, {(self.bytes - self.bytes_done) / rate:,.0f} s left"
 
 
-class Progress:
-    """Counts what threads have done in one step and tells a listener."""
+TransferListener = Callable[[TransferProgress], None]
 
-    def __init__(self, listener: Listener, step: str, files: int, size: int) -> None:
+
+class FileCounter:
+    """Counts the files that threads have done in one step and reports each."""
+
+    def __init__(self, listener: TransferListener, step: str, files: int, size: int) -> None:
         self._listener, self._step, self._files, self._bytes = listener, step, files, size
         self._done = self._bytes_done = self._moved = 0
         self._start = time.monotonic()
@@ -51,87 +206,64 @@ class Progress:
             self._done += 1
             self._bytes_done += size
             self._moved += size if moved else 0
-            self._listener(
-                TransferProgress(
-                    self._step,
-                    self._done,
-                    self._files,
-                    self._bytes_done,
-                    self._bytes,
-                    self._moved,
-                    time.monotonic() - self._start,
-                )
-            )
+            files, sizes = (self._done, self._files), (self._bytes_done, self._bytes, self._moved)
+            self._listener(TransferProgress(self._step, *files, *sizes, time.monotonic() - self._start))
 
 
 @contextmanager
-def listen(progress: bool | Listener) -> Iterator[Listener]:
-    """False: silence. True: a bar if stderr is a terminal, else lines. A callable hears each report."""
-    if callable(progress):
-        yield progress
-    elif not progress:
-        yield lambda report: None
-    elif sys.stderr.isatty():
-        with _bars() as listener:
-            yield listener
-    else:
-        yield lines()
+def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
+    """Yield what to call with the number of each file of `sizes` that was read.
+
+    Shown once it has taken a while, by the first process of a machine.
+    """
+    began = time.monotonic()
+    with ExitStack() as stack:
+        opened: list[Listener[TransferProgress]] = []
+
+        def hear(report: TransferProgress) -> None:
+            if time.monotonic() - began < QUIET_SECONDS or os.environ.get("LOCAL_RANK", "0") != "0":
+                return
+            if not opened:
+                opened.append(stack.enter_context(make_listener(True)))
+            opened[0](report)
+
+        counter = FileCounter(hear, step, len(sizes), sum(sizes.values()))
+        yield lambda number: counter.add(sizes[number], moved=True)
 
 
-def lines() -> Listener:
-    """A line on stderr every few seconds."""
-    following = time.monotonic() + LINE_SECONDS
+@dataclass(frozen=True, slots=True)
+class CountProgress:
+    """How many of something are done; `total` is None if nobody knows."""
 
-    def hear(report: TransferProgress) -> None:
-        nonlocal following
-        now = time.monotonic()
-        if now >= following:
-            following = now + LINE_SECONDS
-            print(_line(report), file=sys.stderr, flush=True)  # noqa: T201
+    name: str
+    done: int
+    total: int | None
+    unit: str
+    seconds: float
 
-    return hear
+    @property
+    def event(self) -> str:
+        return ""
 
-
-def _line(report: TransferProgress) -> str:
-    rate = report.bytes_moved / report.seconds if report.seconds > 0 else 0.0
-    text = (
-        f"{report.step}: {report.files_done:,} of {report.files:,} files, "
-        f"{format_bytes(report.bytes_done)} of {format_bytes(report.bytes)}"
-    )
-    if not rate:
-        return text
-    left = (report.bytes - report.bytes_done) / rate
-    return f"{text}, {format_bytes(rate)}/s, {left:,.0f} s left"
+    def text(self) -> str:
+        """The count, and how fast it grows."""
+        of = "" if self.total is None else f" of {self.total:,}"
+        share = f" ({100 * self.done / self.total:.0f} %)" if self.total else ""
+        rate = f", {self.done / self.seconds:,.0f}/s" if self.seconds > 0 else ""
+        return f"{self.done:,}{of} {self.unit}{share}{rate}"
 
 
 @contextmanager
-def _bars() -> Iterator[Listener]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+def counting(
+    name: str, total: int | None, unit: str, *, progress: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Yield what to call with the number of further ones that are done; one thread at a time."""
+    start, done = time.monotonic(), 0
+    with make_listener(progress) as listener:
 
-    bars = Progress(
-        TextColumn("{task.description:<8}"),
-        BarColumn(bar_width=30),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[files]}"),
-        console=Console(stderr=True),
-    )
-    steps: dict[str, Any] = {}
+        def add(number: int) -> None:
+            nonlocal done
+            done += number
+            listener(CountProgress(name, done, total, unit, time.monotonic() - start))
 
-    def hear(report: TransferProgress) -> None:
-        if report.step not in steps:
-            steps[report.step] = bars.add_task(report.step, total=report.bytes, files="")
-        files = f"{report.files_done:,} of {report.files:,} files"
-        bars.update(steps[report.step], completed=report.bytes_done, files=files)
-
-    with bars:
-        yield hear
+        yield add

@@ -364,7 +364,7 @@ def test_an_error_in_one_tar_ends_the_scan_and_keeps_what_was_found(tmp_path: Pa
 def test_a_long_scan_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scan, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("shardkit.progress.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("shardkit.progress.LINE_SECONDS", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     scan_all(tmp_path / "a", Counter())

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from shardkit.writers.progress import StageProgress, make_listener
+from shardkit.progress import make_listener
+from shardkit.writers.progress import StageProgress
 
 
 def report(done: int, stage: str = "clean", documents: int = 500) -> StageProgress:
@@ -57,7 +58,7 @@ def test_a_log_file_gets_a_line_now_and_then_and_at_the_end_of_each_stage(
 
 def test_a_line_tells_what_is_kept_and_what_is_left() -> None:
     going = StageProgress("clean", 1, 4, 0, 1000, 10**6, 2.0, documents_kept=250, seconds_left=4000.4)
-    assert going.line() == "clean: 1 of 4 tasks, 500 documents/s, 500 KB/s, 25.0 % kept, 1:06:40 left"
+    assert going.text() == "1 of 4 tasks, 500 documents/s, 500 KB/s, 25.0 % kept, 1:06:40 left"
 
 
 def test_compiling_is_said_at_once_and_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,12 +77,12 @@ def test_a_terminal_gets_a_bar_a_stage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "160")
     with make_listener(True) as listener:
         listener(report(4))
         listener(report(2, "pack", documents=0))
     out, err = capsys.readouterr()
     assert out == ""
     assert "clean" in err
-    assert "4/4" in err
-    assert "2/4" in err
-    assert "1 reused  250 documents/s" in err
+    assert "4 of 4 tasks (1 reused), 250 documents/s" in err
+    assert "2 of 4 tasks" in err

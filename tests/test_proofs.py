@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from shardkit.progress import make_listener
 from shardkit.writers.execution import proofs, work_files
 from shardkit.writers.execution.engine_inline import InlineEngine
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.progress import make_listener
 
 
 def write(folder: Path, text: str) -> dict[str, Any]:

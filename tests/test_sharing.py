@@ -158,7 +158,7 @@ def test_others_wait_for_the_one_that_publishes_and_say_so(
 
     def hear(report: StageProgress) -> None:
         if report.stage == "publish" and report.waiting:
-            assert "waiting for" in report.line()
+            assert "waiting for" in report.text()
             waiting.set()
 
     with first_publisher_waits_for(monkeypatch, waiting):

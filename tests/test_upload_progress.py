@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from shardkit import progress as module
-from shardkit.progress import Progress, TransferProgress, lines, listen
+from shardkit.progress import FileCounter, Lines, TransferProgress, counting, make_listener, reading
 
 
 def report(moved: int = 6_000_000) -> TransferProgress:
@@ -18,7 +19,7 @@ def report(moved: int = 6_000_000) -> TransferProgress:
 
 def test_files_that_were_there_count_as_done_but_not_as_moved() -> None:
     heard: list[TransferProgress] = []
-    progress = Progress(heard.append, "files", 3, 60)
+    progress = FileCounter(heard.append, "files", 3, 60)
     for size, moved in ((10, True), (20, False), (30, True)):
         progress.add(size, moved=moved)
     assert [(r.files_done, r.bytes_done, r.bytes_moved) for r in heard] == [
@@ -31,7 +32,7 @@ def test_files_that_were_there_count_as_done_but_not_as_moved() -> None:
 
 def test_threads_count_together() -> None:
     heard: list[TransferProgress] = []
-    progress = Progress(heard.append, "files", 400, 400)
+    progress = FileCounter(heard.append, "files", 400, 400)
 
     def work() -> None:
         for _ in range(100):
@@ -50,7 +51,7 @@ def test_a_log_gets_lines_with_rate_and_remaining_time_but_not_many(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    hear = lines()
+    hear = Lines()
     hear(report())
     assert capsys.readouterr().err == ""
     now += module.LINE_SECONDS
@@ -63,10 +64,10 @@ def test_a_log_gets_lines_with_rate_and_remaining_time_but_not_many(
 
 
 def test_silence_is_silence_and_a_callable_hears_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with listen(False) as hear:
+    with make_listener(False) as hear:
         hear(report())
     heard: list[TransferProgress] = []
-    with listen(heard.append) as hear:
+    with make_listener(heard.append) as hear:
         hear(report())
     assert heard == [report()]
     assert capsys.readouterr().err == ""
@@ -76,8 +77,46 @@ def test_a_terminal_gets_a_bar_with_bytes_and_files(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with listen(True) as hear:
+    monkeypatch.setenv("COLUMNS", "160")
+    with make_listener(True) as hear:
         hear(report())
     err = capsys.readouterr().err
-    assert "8.0/20.0 MB" in err
-    assert "3 of 10 files" in err
+    assert "3 of 10 files, 8 MB of 20 MB" in err
+
+
+def test_counts_say_how_many_of_how_many_and_how_fast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for total in (2000, None):
+        with counting("audit", total, "samples") as count:
+            count(400)
+            now += module.LINE_SECONDS
+            count(600)
+    assert capsys.readouterr().err.splitlines() == [
+        "audit: 1,000 of 2,000 samples (50 %), 200/s",
+        "audit: 1,000 samples, 200/s",
+    ]
+    with counting("audit", 10, "samples", progress=False) as count:
+        count(10)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_read_is_shown_once_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with reading("scan tars", {3: 10, 5: 30}) as done:
+        done(3)
+        assert capsys.readouterr().err == ""
+        now += module.QUIET_SECONDS
+        monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+        done(5)
+    assert capsys.readouterr().err == "scan tars: 2 of 2 files, 40 B of 40 B, 20 B/s, 0 s left\n"
+
+
+def test_rich_is_loaded_for_a_terminal_only() -> None:
+    code = "import sys, shardkit.progress as p; p.make_listener(True); assert 'rich' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.PIPE)

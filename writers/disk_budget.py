@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardkit.errors import BuildError
+from shardkit.progress import make_listener
 from shardkit.errors import BuildError, warn_user
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine_local import default_workers
@@ -25,7 +27,7 @@ from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.making import Plan, make_parts
-from shardkit.writers.progress import StageProgress, make_listener
+from shardkit.writers.progress import StageProgress
 from shardkit.writers.rehearsal import FILE_BYTES, StageBytes, rehearse
 from shardkit.writers.session import Execution
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
+from shardkit.progress import make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import local_path
 from shardkit.writers import stages
@@ -42,7 +43,7 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
-from shardkit.writers.progress import StageProgress, make_listener
+from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardkit.errors import BuildError
 from shardkit.index import Manifest
+from shardkit.progress import make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.writers import stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
@@ -42,7 +43,7 @@ from shardkit.writers.machine_files import place_files
 from shardkit.writers.making import Made, Plan, make_parts
 from shardkit.writers.places import default_work, destination_of
 from shardkit.writers.preparation import open_indexes, refuse_own_files, with_overrides
-from shardkit.writers.progress import StageProgress, make_listener, say
+from shardkit.writers.progress import StageProgress, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
     CARD_NAME,

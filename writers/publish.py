@@ -19,8 +19,7 @@ from typing import Any
 from shardkit.errors import BuildError, ShardError, ShardkitError
 from shardkit.index import Manifest, ShardInfo
 from shardkit.locate import CARD_NAME
-from shardkit.progress import Listener as TransferListener
-from shardkit.progress import TransferProgress
+from shardkit.progress import Listener, TransferListener, TransferProgress
 from shardkit.publish.api import publish_files
 from shardkit.publish.contents import (
     INDEX_NAMES,
@@ -53,7 +52,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import Store
 from shardkit.writers.execution.work_files import borrowed, content_of
-from shardkit.writers.progress import Listener, StageProgress
+from shardkit.writers.progress import StageProgress
 
 __all__ = [
     "ANNOTATIONS_FOLDER",
@@ -174,7 +173,7 @@ def publish(
     *,
     replace: bool,
     wait_seconds: float = 0.0,
-    listener: Listener | None = None,
+    listener: Listener[StageProgress] | None = None,
 ) -> None:
     """Put `links` (name in the dataset -> file of the work folder) and `texts` to `output`, the index last.
 
@@ -205,7 +204,7 @@ def publish(
         raise BuildError(f"output {error}; the same command continues") from error
 
 
-def _heard_by(listener: Listener | None) -> TransferListener:
+def _heard_by(listener: Listener[StageProgress] | None) -> TransferListener:
     def hear(progress: TransferProgress) -> None:
         files = progress.files_done, progress.files
         if listener is not None:

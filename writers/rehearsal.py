@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardkit.progress import make_listener
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.making import PARTITION_TEXT_BYTES, Made, Plan, make_parts
-from shardkit.writers.progress import make_listener
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.sample_pieces import choose_pieces, put_pieces
 from shardkit.writers.session import Execution, open_runner

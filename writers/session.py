@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardkit.errors import BuildError
+from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.engine import Engine
@@ -21,7 +22,7 @@ from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.progress import Listener
+from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 
 __all__ = ["EngineName", "Execution", "open_runner", "place_of", "work_of"]
@@ -66,7 +67,9 @@ def place_of(work: Work) -> Path | str:
 
 
 @contextmanager
-def open_runner(recipe: Recipe, work: Work, execution: Execution, listener: Listener) -> Iterator[Runner]:
+def open_runner(
+    recipe: Recipe, work: Work, execution: Execution, listener: Listener[StageProgress]
+) -> Iterator[Runner]:
     """A runner with its journal and engine, all of which end with the `with`."""
     with Journal(work, slice=execution.task_slice) as journal, _engine(recipe, execution) as engine:
         runner = Runner(journal, engine, listener)

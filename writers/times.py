@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from shardkit.writers.progress import Listener, StageProgress
+from shardkit.progress import Listener
+from shardkit.writers.progress import StageProgress
 
 __all__ = ["StageClock", "StageTime"]
 
@@ -46,7 +47,7 @@ class StageTime:
 class StageClock:
     """A listener that passes on what it hears, and knows what it heard last of each stage."""
 
-    def __init__(self, listener: Listener, begin: float) -> None:
+    def __init__(self, listener: Listener[StageProgress], begin: float) -> None:
         self._listener = listener
         self._begin = begin  # of time.perf_counter
         self._starts: dict[str, float] = {}

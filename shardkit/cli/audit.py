@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardkit.cli.output import count, print_json, stderr_console
+from shardkit.cli.output import count, print_json
 from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 
 if TYPE_CHECKING:
@@ -20,8 +16,6 @@ if TYPE_CHECKING:
     from shardkit.loaders.opening import Opened
 
 __all__ = ["add_parser", "run"]
-
-LINE_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 
 
 def _counts(text: str) -> list[int]:
@@ -187,13 +181,14 @@ def _audit_logs(arguments: argparse.Namespace) -> AuditReport:
     from shardkit.audit.expectation import StreamData
     from shardkit.audit.logs import audit_logs
     from shardkit.loaders.config import LoaderConfig
+    from shardkit.progress import counting
 
     opened = _open(arguments, LoaderConfig(storage=storage_options(arguments)))
     data = [
         StreamData(dataset, excluded)
         for dataset, excluded in zip(opened.streams.datasets, opened.exclusions, strict=True)
     ]
-    with _progress(None) as progress:
+    with counting("audit", None, "samples") as progress:
         return audit_logs(arguments.logs, data, progress=progress)
 
 
@@ -203,6 +198,7 @@ def _audit_plan(arguments: argparse.Namespace) -> AuditReport:
     from shardkit.loaders.config import LoaderConfig
     from shardkit.loaders.plan import BatchPlan
     from shardkit.loaders.planned import PlannedRun, first_state, settings_of
+    from shardkit.progress import counting
 
     config = LoaderConfig(
         lanes=arguments.lanes,
@@ -230,7 +226,7 @@ def _audit_plan(arguments: argparse.Namespace) -> AuditReport:
         return PlannedRun(opened, state, batch_size=size, world_size=ranks, workers=arguments.workers)
 
     location = ", ".join(dataset.location for dataset in opened.streams.datasets)
-    with _progress(len(walks) * arguments.epochs * samples) as progress:
+    with counting("audit", len(walks) * arguments.epochs * samples, "samples") as progress:
         return audit_plan(
             expected, walks, start, epochs=arguments.epochs, dataset=location, progress=progress
         )
@@ -245,28 +241,3 @@ def _legs(arguments: argparse.Namespace) -> list[Leg]:
         if arguments.global_batch % ranks:
             raise ValueError(f"--global-batch {arguments.global_batch} does not divide among {ranks} ranks")
     return [Leg(arguments.global_batch // ranks, ranks) for ranks in arguments.world_sizes]
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """What is told of samples as they are checked: a bar on a terminal, a line now and then elsewhere."""
-    if sys.stderr.isatty():
-        from rich.progress import Progress
-
-        with Progress(console=stderr_console(), transient=True) as bar:
-            task = bar.add_task("samples", total=total)
-            yield lambda samples: bar.advance(task, samples)
-        return
-    began = said = time.monotonic()
-    done = 0
-
-    def tell(samples: int) -> None:
-        nonlocal done, said
-        done += samples
-        if (now := time.monotonic()) - said >= LINE_SECONDS:
-            said = now
-            of = "" if total is None else f" of {total:,} ({100 * done / total:.0f} %)"
-            rate = done / (now - began)
-            sys.stderr.write(f"shardkit: audit: {done:,} samples{of}, {rate:,.0f}/s\n")
-
-    yield tell

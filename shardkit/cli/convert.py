@@ -126,7 +126,7 @@ def _token(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and print what was made."""
     from shardkit.convert import CutOptions, OutputOptions, convert
-    from shardkit.progress import lines
+    from shardkit.progress import Lines
 
     names = ("sequence_length", "keep_lengths", "eos", "pad", "drop_tail", "drop_empty", "per_file")
     try:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         verify=arguments.verify,
         replace=arguments.replace,
         storage=storage_options(arguments),
-        progress=False if arguments.quiet else lines() if arguments.json else True,
+        progress=False if arguments.quiet else Lines() if arguments.json else True,
     )
     if arguments.json:
         print_json(result.to_dict())

@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(str(error))
     results: list[dict[str, Any]] = []
     for number, scenario in enumerate(scenarios, 1):
-        label = f"run {number} of {len(scenarios)}, " if len(scenarios) > 1 else ""
+        label = f"run {number} of {len(scenarios)}" if len(scenarios) > 1 else "simulate"
         outcome, seconds = _simulate(scenario, label, quiet=arguments.quiet)
         results.append(outcome.to_dict() | {"wall_seconds": round(seconds, 2)})
         if len(scenarios) == 1:
@@ -257,20 +257,18 @@ def _sweep(texts: Sequence[str]) -> tuple[list[Quantity], list[dict[str, Any]]]:
 
 
 def _simulate(scenario: Scenario, label: str, *, quiet: bool) -> tuple[Outcome, float]:
+    from shardkit.progress import counting
     from shardkit.simulation.run import simulate
 
-    shown = 0.0
+    began, reported = time.perf_counter(), 0
+    with counting(label, scenario.steps, "steps", progress=not quiet) as count_steps:
 
-    def progress(step: int, steps: int) -> None:
-        nonlocal shown
-        if not quiet and sys.stderr.isatty() and time.monotonic() - shown > 0.2:
-            shown = time.monotonic()
-            sys.stderr.write(f"\r{label}step {step:,} of {steps:,} ")
+        def progress(step: int, steps: int) -> None:
+            nonlocal reported
+            count_steps(step - reported)
+            reported = step
 
-    began = time.perf_counter()
-    outcome = simulate(scenario, progress)
-    if shown:
-        sys.stderr.write("\r\033[K")
+        outcome = simulate(scenario, progress)
     return outcome, time.perf_counter() - began
 
 

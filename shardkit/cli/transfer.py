@@ -10,7 +10,7 @@ from shardkit.cli.storage_arguments import add_storage_arguments, storage_option
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.progress import Listener
+    from shardkit.progress import TransferListener
     from shardkit.publish import TransferReport
     from shardkit.storage.store import StorageOptions
 
@@ -56,13 +56,13 @@ def transfer_options(arguments: argparse.Namespace) -> TransferOptions:
     }
 
 
-def progress_of(arguments: argparse.Namespace) -> bool | Listener:
+def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
     """Nothing if --quiet, lines if --json, else a bar on a terminal and lines elsewhere."""
-    from shardkit.progress import lines
+    from shardkit.progress import Lines
 
     if arguments.quiet:
         return False
-    return lines() if arguments.json else True
+    return Lines() if arguments.json else True
 
 
 def show(report: TransferReport, moved: str, *, json: bool) -> None:

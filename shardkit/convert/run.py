@@ -22,22 +22,23 @@ from shardkit.convert.columns import KEY, npy_bytes
 from shardkit.convert.cut import TokenCounts, choose_dtype, copy_rows, cut_rows, documents
 from shardkit.convert.detect import AnySource, Kind, open_source
 from shardkit.convert.options import CutOptions, OutputOptions
-from shardkit.convert.progress import Meter
 from shardkit.convert.read_back import check_rows, check_samples
-from shardkit.convert.source import RowSource, Sample, SampleSource, TokenSource
+from shardkit.convert.source import RowSource, Sample, SampleSource, Source, TokenSource
 from shardkit.convert.staging import publish_staged, refuse_target, staging
 from shardkit.convert.write_rows import RowWriter
 from shardkit.convert.write_samples import MdsSampleWriter, SampleWriter, TarSampleWriter
 from shardkit.errors import ShardError
 from shardkit.index import Manifest
 from shardkit.mds.encodings import encoding_of
-from shardkit.progress import Listener, listen
+from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.storage.store import StorageOptions
+from shardkit.progress import Listener, listen
 from shardkit.storage.url import is_remote, local_path
 
 __all__ = ["ConvertResult", "convert"]
 
 TOKENS = "tokens"
+_REPORT_BYTES = 1 << 22  # of the source between two reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,34 @@ class Place:
         return TarSampleWriter(self.work, self.output)
 
 
+class Meter:
+    """Counts bytes of a source, called `where` in messages, and reports now and then."""
+
+    def __init__(self, listener: TransferListener, source: Source, where: str) -> None:
+        self._listener, self._source, self.where = listener, source, where
+        self._start = time.monotonic()
+        self._done = self._reported = 0
+
+    def add(self, size: int) -> None:
+        """`size` more bytes of the source are converted."""
+        self._done += size
+        if self._done - self._reported >= _REPORT_BYTES:
+            self._report("convert")
+
+    def step(self, name: str) -> None:
+        """The next step begins."""
+        self._done = self._source.bytes
+        self._report(name)
+
+    def _report(self, step: str) -> None:
+        self._reported, source = self._done, self._source
+        seconds = time.monotonic() - self._start
+        done = min(self._done, source.bytes)
+        self._listener(
+            TransferProgress(step, source.files_done, source.files, done, source.bytes, done, seconds)
+        )
+
+
 @dataclass(slots=True)
 class Written:
     """What lies in the staging folder."""
@@ -110,7 +139,7 @@ def convert(
     verify: bool = True,
     replace: bool = False,
     storage: StorageOptions | None = None,
-    progress: bool | Listener = True,
+    progress: bool | TransferListener = True,
 ) -> ConvertResult:
     """Write the dataset at `source` into the folder `target` as MDS or tar shards.
 
@@ -129,7 +158,7 @@ def convert(
         raise ShardError(folder, "is source and target at once; choose another target")
     refuse_target(folder, replace=replace)
     opening = open_source(name, source_format, output, cut, columns, storage)
-    with listen(progress) as listener, opening as opened, staging(folder) as work:
+    with make_listener(progress) as listener, opening as opened, staging(folder) as work:
         meter = Meter(listener, opened, name)
         with ThreadPoolExecutor(1) as background:
             written = _write(opened, Place(work, output, background), cut, meter)

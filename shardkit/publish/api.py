@@ -22,7 +22,7 @@ from shardkit.files import link_or_copy
 from shardkit.hashing import hash_file
 from shardkit.index import ShardInfo
 from shardkit.locate import CARD_NAME
-from shardkit.progress import Listener, listen
+from shardkit.progress import TransferListener, make_listener
 from shardkit.publish.contents import Contents, Listing, check_files, find_only_contents, make_contents
 from shardkit.publish.publication import Outcome, Publication, Settings
 from shardkit.publish.transports import (
@@ -93,7 +93,7 @@ def upload(
     replace: bool = False,
     dry_run: bool = False,
     verify: bool = False,
-    progress: bool | Listener = True,
+    progress: bool | TransferListener = True,
 ) -> TransferReport:
     """Send the dataset in the folder `source` to a URL or store; what is there already is not sent again.
 
@@ -113,7 +113,7 @@ def upload(
         data[CARD_NAME] = contents.card_bytes  # the very bytes that were checked
     with (
         transfer_store(target, storage) as store,
-        listen(progress) as listener,
+        make_listener(progress) as listener,
         locked_folder(Path(store.url)) if isinstance(store, LocalStore) and not dry_run else nullcontext(),
     ):
         outcome = Publication(store, contents, Sender(store, LocalFiles(data)), settings, listener).run()
@@ -128,7 +128,7 @@ def download(
     threads: int = 8,
     replace: bool = False,
     dry_run: bool = False,
-    progress: bool | Listener = True,
+    progress: bool | TransferListener = True,
 ) -> TransferReport:
     """Fetch the dataset at a URL or in a store into `folder`, which then holds the same files.
 
@@ -142,7 +142,7 @@ def download(
     path = local_path(folder)
     if path.exists() and not path.is_dir():
         raise StoreError(str(path), "is not a folder; choose another")
-    with transfer_store(source, storage) as store, listen(progress) as listener:
+    with transfer_store(source, storage) as store, make_listener(progress) as listener:
         found = find_only_contents(store)
         if found is None:
             problem = (
@@ -167,7 +167,7 @@ def publish_files(
     settings: Settings,
     *,
     place: Callable[[Path, Path], None] = link_or_copy,
-    listener: Listener = lambda report: None,
+    listener: TransferListener = lambda report: None,
 ) -> Outcome:
     """Give files of this machine their names in a folder, which must be locked (`locked_folder`).
 

@@ -32,7 +32,7 @@ from shardkit.files import fsync_path, load_json
 from shardkit.index import FileInfo, checked_basename
 from shardkit.locate import CARD_NAME
 from shardkit.mds.index_table import TABLE_NAME
-from shardkit.progress import Listener, Progress
+from shardkit.progress import FileCounter, TransferListener
 from shardkit.publish.contents import (
     INDEX_NAMES,
     MARKER_NAME,
@@ -138,7 +138,7 @@ class Publication:
         contents: Contents,
         transport: Transport,
         settings: Settings,
-        listener: Listener,
+        listener: TransferListener,
     ) -> None:
         self._target, self._contents, self._transport = target, contents, transport
         self._settings, self._listener = settings, listener
@@ -277,10 +277,10 @@ class Publication:
     def _each(self, step: str, action: Callable[[FileInfo], bool | None]) -> None:
         """`action`, which may return whether bytes were moved, on every file; TransferError."""
         files, outcome = self._contents.files, self._outcome
-        progress = Progress(self._listener, step, len(files), self._contents.bytes)
+        counter = FileCounter(self._listener, step, len(files), self._contents.bytes)
         errors = run_all(
             files,
-            lambda file: progress.add(file.bytes, moved=action(file) is not False),
+            lambda file: counter.add(file.bytes, moved=action(file) is not False),
             self._settings.threads,
         )
         if errors:

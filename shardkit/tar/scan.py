@@ -7,12 +7,8 @@ of the processes that open it at once, others wait for it (in bounded time), and
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Semaphore
@@ -23,11 +19,12 @@ import numpy.typing as npt
 
 from shardkit.cache.tar_indexes import TarIndexes
 from shardkit.index import Manifest, ShardInfo
+from shardkit.progress import reading
 from shardkit.tar.index import TarIndex
 from shardkit.tar.index_file import Scanned
 from shardkit.tar.shard import shard_from_raw
 
-__all__ = ["scan_tars", "shown"]
+__all__ = ["scan_tars"]
 
 T = TypeVar("T")
 Load = Callable[[int], npt.NDArray[np.uint8]]
@@ -37,7 +34,6 @@ Tell = Callable[[int], None]
 # A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
 CLAIM_SECONDS = 30.0
 _FLOOR_BYTES_PER_SECOND = 10e6
-_QUIET_SECONDS = 2.0  # shorter scans are not worth a line
 _HEAD_THREADS = 8
 
 
@@ -67,7 +63,7 @@ def scan_tars(
     missing = [number for number in numbers if number not in found]
     if missing:
         sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
-        with shown("scan tars", sizes) as tell:
+        with reading("scan tars", sizes) as tell:
             scan = _Scan(shards, load, skim, where, indexes, Semaphore(held or threads))
             found |= _scan_all(scan, missing, sizes, indexes, threads=threads, tell=tell)
         indexes.trim()
@@ -155,28 +151,3 @@ def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, te
 def _described(info: ShardInfo, scanned: Scanned) -> ShardInfo:
     raw = replace(info.raw, bytes=scanned.raw_bytes)
     return replace(info, raw=raw, samples=scanned.samples, columns=scanned.columns)
-
-
-@contextmanager
-def shown(step: str, sizes: dict[int, int]) -> Iterator[Tell]:
-    """Tells on stderr how far a read of files of these `sizes` is, once it has taken a while."""
-    from shardkit.progress import Listener, Progress, TransferProgress, listen
-
-    began, lock = time.monotonic(), threading.Lock()
-    with ExitStack() as stack:
-        opened: list[Listener] = []
-
-        def hear(report: TransferProgress) -> None:
-            if time.monotonic() - began < _QUIET_SECONDS or os.environ.get("LOCAL_RANK", "0") != "0":
-                return
-            if not opened:
-                opened.append(stack.enter_context(listen(True)))
-            opened[0](report)
-
-        progress = Progress(hear, step, len(sizes), sum(sizes.values()))
-
-        def tell(number: int) -> None:
-            with lock:
-                progress.add(sizes[number], moved=True)
-
-        yield tell

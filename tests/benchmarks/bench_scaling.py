@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from grown_corpus import EOS, documents, put_tokenizer, write_corpus
 
+from shardkit.progress import make_listener
 from shardkit.writers import stages
 from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup.near_stages import NearStages, SplitDocuments
@@ -38,7 +39,6 @@ from shardkit.writers.execution.engine_local import LocalEngine
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.inputs import scan
-from shardkit.writers.progress import make_listener
 from shardkit.writers.recipe import Recipe, load_recipe
 from shardkit.writers.tokenizer import tokenizer_digest
 

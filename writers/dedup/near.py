@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.hashing import digest_of, hash_file
+from shardkit.progress import make_listener
 from shardkit.writers.dedup.blocks import plan_blocks
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import DedupIndex
@@ -27,7 +28,6 @@ from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.runner import Runner
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work_files import local
-from shardkit.writers.progress import make_listener
 
 __all__ = ["NearDuplicates", "NearResult", "find_near_duplicates", "remove_near"]
 

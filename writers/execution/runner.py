@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from shardkit.hashing import digest_of
+from shardkit.progress import Listener
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.proofs import Proofs
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.ledger import Count
-from shardkit.writers.progress import Listener, StageProgress, names_of
+from shardkit.writers.progress import StageProgress, names_of
 
 __all__ = ["Runner"]
 
@@ -25,7 +26,7 @@ _THREADS = 8
 class Runner:
     """`seconds` holds each stage's time from its start to its last task."""
 
-    def __init__(self, journal: Journal, engine: Engine, listener: Listener) -> None:
+    def __init__(self, journal: Journal, engine: Engine, listener: Listener[StageProgress]) -> None:
         self.journal, self._engine, self._listener = journal, engine, listener
         self.seconds: dict[str, float] = {}
         self.tasks = self.tasks_reused = 0
