@@ -20,11 +20,11 @@ from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
 
-__all__ = ["CARD_NAME", "Found", "find_local", "find_remote", "locate"]
+__all__ = ["CARD_NAME", "INDEX_NAMES", "Found", "find_local", "find_remote", "locate"]
 
 MAX_CARD_BYTES = 16 << 20
 CARD_NAME = "dataset.json"
-_INDEX_NAMES = ("index.json", "shards.json")
+INDEX_NAMES = ("index.json", "shards.json")
 _FORBIDDEN = 403
 
 
@@ -106,7 +106,7 @@ def find_remote(store: Store, index_name: str | None = None, storage: StorageOpt
 
     Where there is no index, the folder's tars are listed.
     """
-    names = [index_name] if index_name else [*_INDEX_NAMES]
+    names = [index_name] if index_name else [*INDEX_NAMES]
     keys = [*names, CARD_NAME]
     with ThreadPoolExecutor(3, thread_name_prefix="shardkit-open") as pool:
         answers = dict(zip(keys, pool.map(lambda key: _get(store, key), keys), strict=True))

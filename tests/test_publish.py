@@ -23,7 +23,7 @@ from shardkit.writers import publish as module
 from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.journal import Journal
 from shardkit.writers.execution.task import Commit, Output
-from shardkit.writers.publish import find_published, global_shards, publish
+from shardkit.writers.publish import find_published, finish_published, global_shards, publish
 
 
 class Built:
@@ -180,6 +180,29 @@ def test_an_interruption_anywhere_leaves_no_false_index_and_is_made_good(
         if not interrupted:
             break
     assert 25 < limit < 900
+
+
+def test_what_is_cut_short_after_its_index_is_finished_without_publishing_again(
+    tmp_path: Path, old: Built, new: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_THREADS", 1)
+    monkeypatch.setattr("shardkit.mds.index.TABLE_SHARDS", 1)
+    new.publish(tmp_path / "fresh")
+    expected, finished = tree(tmp_path / "fresh"), 0
+    assert "index.bin" in expected
+    for limit in range(1000):
+        output = tmp_path / f"out-{limit}"
+        old.publish(output)
+        interrupted = interrupted_at(limit, monkeypatch, partial(new.publish, output, replace=True))
+        found = find_published(output)
+        contents = None if found is None else found.contents
+        if contents is not None and contents.manifest.fingerprint == new.manifest.fingerprint:
+            finished += 1
+            finish_published(output, contents)
+            assert tree(output) == expected
+        if not interrupted:
+            break
+    assert finished > 5
 
 
 def test_another_file_system_gets_the_same_files(tmp_path: Path, old: Built) -> None:

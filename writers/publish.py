@@ -27,6 +27,7 @@ from shardkit.publish.contents import (
     Contents,
     check_files,
     find_contents,
+    head_if_any,
     index_files,
     make_contents,
 )
@@ -237,7 +238,7 @@ class Watch:
         """Whether a dataset of this very card is there, whole; BuildError if that cannot be known."""
         try:
             index = self._index()
-            if index is None or index == self._before or self._holds(MARKER_NAME):
+            if index is None or index == self._before or head_if_any(self._store, MARKER_NAME):
                 return False
             return self._store.get(CARD_NAME) == card
         except ObjectNotFoundError:
@@ -253,15 +254,6 @@ class Watch:
 
     def _index(self) -> tuple[str, str] | None:
         for name in INDEX_NAMES:
-            try:
-                return name, self._store.head(name).version
-            except ObjectNotFoundError:
-                continue
+            if info := head_if_any(self._store, name):
+                return name, info.version
         return None
-
-    def _holds(self, name: str) -> bool:
-        try:
-            self._store.head(name)
-        except ObjectNotFoundError:
-            return False
-        return True

@@ -16,7 +16,7 @@ from functools import cached_property
 from shardkit.errors import ShardError
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.index import FileInfo, Manifest, checked_basename
-from shardkit.locate import CARD_NAME, MAX_CARD_BYTES
+from shardkit.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
 from shardkit.mds.index_table import TABLE_NAME
 from shardkit.storage.store import ObjectNotFoundError
 from shardkit.storage.store import ObjectInfo, Store
@@ -35,12 +35,12 @@ __all__ = [
     "checkable_hash",
     "find_contents",
     "find_only_contents",
+    "head_if_any",
     "index_files",
     "make_contents",
     "metadata_of",
 ]
 
-INDEX_NAMES = ("index.json", "shards.json")
 MARKER_NAME = ".shardkit-publishing.json"
 LOCK_NAME = ".shardkit-publishing.lock"
 CONTENT_HASH = "xxh3_128"
@@ -126,12 +126,15 @@ class Listing:
 
     def find(self, store: Store, name: str) -> ObjectInfo | None:
         """The object, also where a listing does not show it: a folder's does not follow links to folders."""
-        if info := self.found.get(name):
-            return info
-        try:
-            return store.head(name)
-        except ObjectNotFoundError:
-            return None
+        return self.found.get(name) or head_if_any(store, name)
+
+
+def head_if_any(store: Store, name: str) -> ObjectInfo | None:
+    """What a store knows of an object, or None if there is none."""
+    try:
+        return store.head(name)
+    except ObjectNotFoundError:
+        return None
 
 
 def find_contents(store: Store, *, strict: bool = True) -> list[Contents]:

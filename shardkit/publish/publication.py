@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from errno import ENOSYS, ENOTSUP, EPERM, EXDEV
 from pathlib import Path
@@ -39,6 +39,7 @@ from shardkit.publish.contents import (
     Contents,
     Listing,
     find_contents,
+    head_if_any,
     metadata_of,
 )
 from shardkit.storage.store import ObjectExistsError, ObjectNotFoundError, StoreError
@@ -123,10 +124,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Marker:
-    """The claim at a target: which dataset is being put there, and the files of it or of earlier ones."""
+    """The claim at a target: which dataset is being put there, and the files of it or of earlier ones.
+
+    `obsolete` are those of earlier ones only; None in a marker of an older version.
+    """
 
     identity: str | None
     files: frozenset[str]
+    obsolete: frozenset[str] | None
+
+    def leaves(self, contents: Contents) -> frozenset[str]:
+        """What to delete once the index of `contents`, which claimed the place, is there."""
+        return self.files - contents.names if self.obsolete is None else self.obsolete
 
 
 class Publication:
@@ -155,15 +164,16 @@ class Publication:
         complete = old is not None and len(old) == 1 and old[0].is_same(contents) and not foreign_marker
         if not complete:
             self._refuse_others(old_index=bool(old), foreign_marker=foreign_marker)
-        named, kept = set(marker.files if marker else ()), contents.names
-        if complete:
-            kept = kept.union(*(it.owned if marker is None else it.names for it in old or ()))
-        elif old is None:
+        named = set(marker.files if marker else ())
+        if old is None:
             named |= {CARD_NAME, TABLE_NAME}
         named.update(*(dataset.owned for dataset in old or ()))
+        obsolete: Set[str] = named - contents.names
+        if complete:
+            obsolete = marker.leaves(contents) if marker else frozenset()
         listing = Listing.of(self._target, contents.names | named)
         outcome.foreign = listing.other_count
-        outcome.deleted = tuple(sorted((named & listing.found.keys()) - kept))
+        outcome.deleted = tuple(sorted(obsolete & listing.found.keys()))
         if not complete and marker is None and not settings.replace:
             self._refuse_unclaimed(listing)
         claims = not complete and not settings.dry_run
@@ -233,7 +243,8 @@ class Publication:
         """Put the marker, then take away the old index; RefusedError if another dataset came first."""
         names = self._contents.names
         if marker is None or marker.identity != self._contents.identity or not named <= marker.files:
-            text = json.dumps({"dataset": self._contents.identity, "files": sorted(names | named)})
+            claim = {"files": sorted(names | named), "obsolete": sorted(named - names)}
+            text = json.dumps({"dataset": self._contents.identity, **claim})
             try:
                 if self._settings.replace:
                     self._target.put(MARKER_NAME, text.encode())
@@ -249,7 +260,7 @@ class Publication:
             for name in INDEX_NAMES:
                 self._target.delete(name)
             _settle(self._target)
-        elif not index_seen and any(_holds(self._target, name) for name in INDEX_NAMES):
+        elif not index_seen and any(head_if_any(self._target, name) for name in INDEX_NAMES):
             self._target.delete(MARKER_NAME)
             raise RefusedError(self._target.url, "another transfer finished this moment; run this one again")
 
@@ -324,7 +335,7 @@ def finish_publication(target: Store, contents: Contents) -> None:
     """What is left to do where a publication was cut short after its index."""
     marker = _read_marker(target)
     if marker is not None and marker.identity == contents.identity:
-        _clean(target, sorted(marker.files - contents.names), has_marker=True)
+        _clean(target, sorted(marker.leaves(contents)), has_marker=True)
 
 
 def run_all(items: Iterable[T], action: Callable[[T], None], threads: int) -> list[tuple[T, Exception]]:
@@ -384,17 +395,9 @@ def _put_first(target: Store, name: str, data: bytes) -> None:
         has_no_links = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_LINKS
         if not (isinstance(target, LocalStore) and has_no_links):
             raise
-        if _holds(target, name):
+        if head_if_any(target, name):
             raise ObjectExistsError(f"{target.url}/{name}", "is there already") from error
         target.put(name, data)
-
-
-def _holds(target: Store, name: str) -> bool:
-    try:
-        target.head(name)
-    except ObjectNotFoundError:
-        return False
-    return True
 
 
 def _clean(target: Store, names: Iterable[str], *, has_marker: bool) -> None:
@@ -430,7 +433,9 @@ def _read_marker(target: Store) -> _Marker | None:
             raise StoreError(where, "is too large to be a marker; remove it")
         content = load_json(target.get(MARKER_NAME))
         files = frozenset(checked_basename(name, where) for name in content["files"])
-        return _Marker(content.get("dataset"), files - {*INDEX_NAMES, MARKER_NAME})
+        files -= {*INDEX_NAMES, MARKER_NAME}
+        obsolete = files.intersection(content["obsolete"]) if "obsolete" in content else None
+        return _Marker(content.get("dataset"), files, obsolete)
     except ObjectNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, ShardError) as error:
