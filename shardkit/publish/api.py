@@ -167,7 +167,6 @@ def publish_files(
     settings: Settings,
     *,
     place: Callable[[Path, Path], None] = link_or_copy,
-    listener: TransferListener = lambda report: None,
 ) -> Outcome:
     """Give files of this machine their names in a folder, which must be locked (`locked_folder`).
 
@@ -175,7 +174,8 @@ def publish_files(
     """
     holds_dataset(folder)
     clear_leftovers(folder)
-    return Publication(LocalStore(folder), contents, Placer(folder, files, place), settings, listener).run()
+    placer = Placer(folder, files, place)
+    return Publication(LocalStore(folder), contents, placer, settings, lambda report: None).run()
 
 
 def _report(
