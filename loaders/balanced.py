@@ -39,7 +39,6 @@ from shardkit.loaders.config import Stream
 from shardkit.mixture import MAX_STREAMS, MAX_WEIGHT
 from shardkit.progress import reading
 from shardkit.storage.store import StorageOptions
-from shardkit.tar.scan import shown
 from shardkit.tar.shard import TarShard
 
 __all__ = ["Label", "balanced_streams", "weighted_streams"]

@@ -18,9 +18,7 @@ from shardkit.errors import ShardError
 from shardkit.publish import TransferError, TransferReport, download, upload
 from shardkit.publish import api as module
 from shardkit.publish.contents import LOCK_NAME, MARKER_NAME, MAX_TRIES
-from shardkit.storage.store import StoreError
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.store import Store
 from shardkit.storage.store import Store, StoreError
 from shardkit.verify import verify
 

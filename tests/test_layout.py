@@ -64,7 +64,9 @@ def test_modules_and_functions_keep_their_budgets() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 check_function(node, file)
     long = [str(file) for _, file in MODULES if file.read_text().count("\n") > LONG_MODULE]
-    assert len(long) <= len(MODULES) // 10, f"more than a tenth of the modules exceed {LONG_MODULE} lines: {long}"
+    assert len(long) <= len(MODULES) // 10, (
+        f"more than a tenth of the modules exceed {LONG_MODULE} lines: {long}"
+    )
 
 
 def check_function(node: ast.FunctionDef | ast.AsyncFunctionDef, file: Path) -> None:

@@ -21,8 +21,8 @@ from shardkit.dataset import open_dataset
 from shardkit.index import ShardInfo
 from shardkit.loaders import StreamingLoader, groups
 from shardkit.local_files import open_maps
-from shardkit.storage.options import StorageOptions
 from shardkit.storage.s3 import S3Store
+from shardkit.storage.store import StorageOptions
 
 DESCRIPTORS = 256
 ROWS = 2  # of a shard

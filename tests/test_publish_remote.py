@@ -20,10 +20,8 @@ from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.publish import upload
 from shardkit.publish.contents import MARKER_NAME
-from shardkit.storage.store import ObjectNotFoundError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.s3 import S3Store
-from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 from shardkit.writers import BuildResult, build
 from shardkit.writers import publish as module

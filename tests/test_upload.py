@@ -21,9 +21,7 @@ from shardkit.errors import ShardError
 from shardkit.hashing import hash_bytes
 from shardkit.publish import TransferError, TransferProgress, TransferReport, upload
 from shardkit.publish.contents import MARKER_NAME
-from shardkit.storage.store import StoreError, TransientError
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, Store, StoreError, TransientError
 from shardkit.verify import verify
 

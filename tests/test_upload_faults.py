@@ -13,7 +13,6 @@ from watched_store import fresh_memory, objects
 
 from shardkit.errors import ShardError
 from shardkit.publish import download, upload
-from support.faulty_store import FaultRule, FaultyStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store

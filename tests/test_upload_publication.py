@@ -12,8 +12,8 @@ from watched_store import PulledPlugError, WatchedStore, check_reader, fresh_mem
 
 from shardkit.publish import TransferError, TransferReport, upload
 from shardkit.publish.contents import MARKER_NAME
-from shardkit.storage.store import StoreError
 from shardkit.storage.memory import MemoryStore
+from shardkit.storage.store import StoreError
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from shardkit import mds, open_dataset
 from shardkit.cli.main import main
 from shardkit.publish import download, upload
 from shardkit.publish.contents import MARKER_NAME
-from shardkit.storage.store import StorageOptions
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.s3_upload import PART_BYTES
+from shardkit.storage.store import StorageOptions
 from shardkit.verify import verify
 
 pytest_plugins = ["s3_rgw"]

@@ -10,9 +10,7 @@ from typing import TypeVar
 
 from shardkit.hashing import hash_bytes
 from shardkit.publish.contents import checkable_hash, find_contents
-from shardkit.storage.store import ObjectNotFoundError
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = ["FalseIndexError", "PulledPlugError", "WatchedStore", "check_reader", "fresh_memory", "objects"]

@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.errors import BuildError
-from shardkit.progress import make_listener
 from shardkit.errors import BuildError, warn_user
+from shardkit.progress import make_listener
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine_local import default_workers
 from shardkit.writers.execution.task import Commit, Task

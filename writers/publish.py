@@ -47,11 +47,9 @@ from shardkit.publish.transports import (
     locked_folder,
     transfer_store,
 )
-from shardkit.storage.store import ObjectNotFoundError, StoreError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.store import StorageOptions
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import Store
+from shardkit.storage.store import ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.writers.execution.work_files import borrowed, content_of
 from shardkit.writers.progress import StageProgress
 

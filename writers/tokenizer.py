@@ -32,9 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.errors import BuildError, MissingExtraError, RecipeError
-from shardkit.files import load_json
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
+from shardkit.files import load_json
 from shardkit.writers.dedup.simd import load_8_bytes
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow

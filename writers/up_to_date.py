@@ -15,11 +15,8 @@ from shardkit.errors import BuildError
 from shardkit.hashing import digest_of
 from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.index import DedupIndex
-from shardkit.writers.inputs.input_digest import describe_inputs, hash_splits
-from shardkit.writers.inputs.scan import Split
-from shardkit.writers.publish import RemoteOutput, find_published, finish_published
 from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
-from shardkit.writers.publish import finish_publication, old_manifest, output_state, read_card
+from shardkit.writers.publish import RemoteOutput, find_published, finish_published
 from shardkit.writers.recipe import Recipe
 
 __all__ = ["check_output"]

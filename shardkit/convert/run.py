@@ -32,7 +32,6 @@ from shardkit.index import Manifest
 from shardkit.mds.encodings import encoding_of
 from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.storage.store import StorageOptions
-from shardkit.progress import Listener, listen
 from shardkit.storage.url import is_remote, local_path
 
 __all__ = ["ConvertResult", "convert"]

@@ -35,10 +35,8 @@ from shardkit.publish.transports import (
     locked_folder,
     transfer_store,
 )
-from shardkit.storage.store import StoreError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.store import StorageOptions
-from shardkit.storage.store import Store
+from shardkit.storage.store import StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path
 from shardkit.units import format_bytes
 

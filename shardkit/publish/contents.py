@@ -18,8 +18,6 @@ from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.index import FileInfo, Manifest, checked_basename
 from shardkit.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
 from shardkit.mds.index_table import TABLE_NAME
-from shardkit.storage.store import ObjectNotFoundError
-from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = [

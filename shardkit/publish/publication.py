@@ -42,9 +42,7 @@ from shardkit.publish.contents import (
     head_if_any,
     metadata_of,
 )
-from shardkit.storage.store import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.store import ObjectInfo, Store
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, Store, StoreError
 
 __all__ = [

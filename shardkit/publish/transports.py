@@ -35,11 +35,9 @@ from shardkit.publish.contents import (
     checkable_hash,
 )
 from shardkit.publish.publication import RefusedError
-from shardkit.storage.store import ObjectNotFoundError, StoreError
 from shardkit.storage.local import LocalStore
-from shardkit.storage.store import StorageOptions
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import ObjectInfo, Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, open_store
 
 __all__ = [

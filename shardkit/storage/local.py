@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardkit.files import Closing
-from shardkit.storage.store import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
-from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,

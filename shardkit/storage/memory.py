@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardkit.files import Closing
-from shardkit.storage.store import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, StoreError
-from shardkit.storage.store import ObjectInfo, checked_key, checked_range
 from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from shardkit.closing import Closing
+from shardkit.files import Closing
 from shardkit.storage.limits import Ticket
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import Calls, Operation, Retries, RetryPolicy

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardkit.closing import Closing
+from shardkit.files import Closing
 from shardkit.storage.s3_client import S3Client, request_errors, translated
 from shardkit.storage.s3_upload import Buffers, Content, Target, upload, version_of
 from shardkit.storage.store import (

@@ -18,8 +18,6 @@ from typing import Literal, get_args
 import xxhash
 
 from shardkit.files import Closing
-from shardkit.storage.store import StoreError, ThrottledError, TransientError
-from shardkit.storage.store import Body, ObjectInfo, Store
 from shardkit.storage.store import Body, ObjectInfo, Store, StoreError, ThrottledError, TransientError
 
 __all__ = ["BodyFault", "Event", "Fault", "FaultRule", "FaultyStore", "Operation", "RequestFault"]

@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from shardkit.errors import BuildError
-from shardkit.files import Closing
 from shardkit.errors import BuildError, warn_user
+from shardkit.files import Closing
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine_local import (
     ONE_THREAD,

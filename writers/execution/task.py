@@ -20,8 +20,8 @@ from typing import Any
 import xxhash
 
 import shardkit
-from shardkit.files import load_json
 import shardkit.writers
+from shardkit.files import load_json
 from shardkit.hashing import digest_of
 from shardkit.writers.ledger import Ledger
 

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from shardkit.errors import BuildError
 from shardkit.files import fsync_path
-from shardkit.storage.store import ObjectExistsError, ObjectNotFoundError, StoreError
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
