@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from gpt import GPT, GPTConfig, next_token_loss
 
-from shardkit.demo.corpus import write_corpus
-from shardkit.demo.tokenizer import EOS, train_tokenizer
 from shardkit.loaders import StreamingLoader
+from shardkit.tools.demo.corpus import EOS, train_tokenizer, write_corpus
 from shardkit.writers import build
 
 RECIPE = f"""\

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardkit.formats.mds import MdsWriter
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.mds import MdsWriter
 
 BATCH, CHANGE, STOP, END = 8, 20, 15, 40  # sequences a step; steps
 

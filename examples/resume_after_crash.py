@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardkit.formats.mds import MdsWriter
 from shardkit.loaders import StreamingLoader
-from shardkit.mds import MdsWriter
 
 STEPS, GLOBAL_BATCH, CHECKPOINT_EVERY = 40, 8, 5
 

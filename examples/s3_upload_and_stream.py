@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardkit.formats.mds import MdsWriter
 from shardkit.loaders import StreamingLoader
-from shardkit.mds import MdsWriter
 from shardkit.publish import upload
 from shardkit.storage import StorageOptions
 

@@ -20,9 +20,8 @@ import torch
 from gpt import GPT, GPTConfig, next_token_loss
 
 from shardkit.cli.main import main as shardkit
-from shardkit.demo.corpus import Document
-from shardkit.demo.tokenizer import EOS, train_tokenizer
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.tools.demo.corpus import EOS, Document, train_tokenizer
 from shardkit.writers import build
 
 RECIPE = f"""\

@@ -23,7 +23,7 @@ import torchvision_guard  # noqa: F401
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from shardkit.loaders.map_dataset import MapDataset
+from shardkit.loaders.pytorch import MapDataset
 
 
 def parse_arguments() -> argparse.Namespace:

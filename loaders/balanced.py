@@ -31,15 +31,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.options import CacheOptions
+from shardkit.cache.contract import CacheOptions
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
-from shardkit.exclusions import Exclusions
+from shardkit.formats.tar.shard import TarShard
 from shardkit.loaders.config import Stream
-from shardkit.mixture import MAX_STREAMS, MAX_WEIGHT
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import MAX_STREAMS, MAX_WEIGHT
 from shardkit.progress import reading
 from shardkit.storage.store import StorageOptions
-from shardkit.tar.shard import TarShard
 
 __all__ = ["Label", "balanced_streams", "weighted_streams"]
 

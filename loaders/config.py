@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardkit.dataset import Dataset
-    from shardkit.exclusions import Exclusions
+    from shardkit.order.exclusions import Exclusions
 
 __all__ = ["LoaderConfig", "LoaderOptions", "Stream", "TokenDtype", "Weights", "output_dtype"]
 

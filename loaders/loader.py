@@ -23,25 +23,21 @@ import torch
 
 from shardkit.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
-from shardkit.loaders.arrangement import Arrangement
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
-from shardkit.loaders.distributed import find_place
-from shardkit.loaders.groups import Group, GroupMaker
-from shardkit.loaders.opening import named_weights, open_streams
-from shardkit.loaders.plan import BatchPlan, Cursor
-from shardkit.loaders.prefetch import Limits, Prefetcher
+from shardkit.loaders.defaults import find_eos_id, find_place, stream_sizes, telemetry_sources
+from shardkit.loaders.metrics import LoaderStats, Telemetry
+from shardkit.loaders.peers import StopTogether
+from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
+from shardkit.loaders.producer import Group, GroupMaker, Limits, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
-from shardkit.loaders.setup import find_eos_id, stream_sizes, telemetry_sources
-from shardkit.loaders.sources import open_source
+from shardkit.loaders.readers.sources import open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
-from shardkit.loaders.stats import LoaderStats
-from shardkit.loaders.stop_together import StopTogether
-from shardkit.loaders.telemetry import Telemetry
+from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog
-from shardkit.order import OrderSpec, Shuffle
+from shardkit.order.order import OrderSpec, Shuffle
+from shardkit.order.residency import lanes_of_part
 from shardkit.units import parse_bytes
-from shardkit.uses import lanes_of_part
 
 __all__ = ["StreamingLoader"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from shardkit.errors import warn_user
-from shardkit.loaders.stats import LoaderStats
+from shardkit.loaders.metrics import LoaderStats
 
 __all__ = ["MetricsFile", "render"]
 

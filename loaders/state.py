@@ -19,8 +19,8 @@ from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from shardkit.errors import StateError
-from shardkit.mixture import Schedule
-from shardkit.order import OrderSpec
+from shardkit.order.mixture import Schedule
+from shardkit.order.order import OrderSpec
 
 __all__ = ["STATE_VERSION", "LoaderState", "MixtureState", "OnMismatch", "StreamState", "Tail", "resume"]
 

@@ -1,39 +1,207 @@
 """`StreamingDataset`: batches for a DataLoader, of which each worker makes its part.
 
 A worker makes a loader of its own, because threads, locks and connections do not survive a fork. Where its
-iteration begins it learns from `shardkit.loaders.shared_cursor`; all else is arithmetic.
+iteration begins it learns from `shardkit.loaders.streaming_dataset`; all else is arithmetic.
+
+Where an iteration starts: known to a process and to all DataLoader workers that it starts.
+
+A worker is made from the dataset of the process that iterates, which does not see what workers do. So a few
+numbers lie in memory that all of them share, changed under a lock:
+
+    start   where the iteration began that is running or was the last one
+    next    where the next one begins: `start`, until all workers have made the last batch of their share
+
+The first worker of an iteration moves `start` to `next`; the others, however late they come, find it moved.
+`next` moves when all workers are done, so an iteration that a loop leaves before that starts again. Workers
+tell iterations apart by the DataLoader's seed and by how often they have been iterated; where a seed repeats,
+by having come before. A worker that is done after another iteration has begun changes nothing.
+
+The memory is a file without a name: forked workers inherit it, spawned ones are handed its descriptor, and
+nothing is left behind however the processes end. A copy that is no worker's (by pickle, or in a process that
+was forked for something else) gets numbers of its own.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import json
+import mmap
 import os
+import struct
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
 from typing import Any, Unpack, cast
 
 import numpy as np
+import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
+from shardkit.dataset import Dataset
 from shardkit.errors import StateError, naming_extras
+from shardkit.loaders.batch import Batch
+from shardkit.loaders.config import LoaderOptions, Stream, TokenDtype
+from shardkit.loaders.loader import StreamingLoader
+from shardkit.loaders.plan import BatchPlan, Cursor
+from shardkit.loaders.state import LoaderState, OnMismatch, Tail
+from shardkit.order.order import Shuffle
+
+__all__ = ["Shared", "SharedCursor", "State", "StreamingDataset", "Worker", "state_of"]
+
+MAX_WORKERS = 1024
+
+_NUMBERS = np.dtype(
+    [
+        ("iteration", "i8"),  # a running number
+        ("seed", "i8"),  # of the workers of this iteration
+        ("round", "i8"),
+        ("workers", "i8"),  # how many of them; 0: it is not one of workers
+        ("start", "i8", (2,)),
+        ("next", "i8", (2,)),
+        ("settings", "i8"),
+        ("entered", "i8", (MAX_WORKERS,)),  # the iteration that each worker has begun
+        ("made", "i8", (MAX_WORKERS,)),  # and the one of which it has made all batches
+    ]
+)
+
+_CURSORS = struct.Struct("qqqq")  # start and next
+
+_OFFSET: int = _NUMBERS.fields["start"][1] if _NUMBERS.fields else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Worker `number` of `count`, in its `round`-th iteration."""
+
+    number: int
+    count: int
+    seed: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is known; `by_workers`: they deliver the running iteration, or delivered the last one."""
+
+    start: Cursor
+    next: Cursor
+    by_workers: bool
+
+
+class SharedCursor:
+    """See the module's docstring. Of a process, one thread uses it at a time."""
+
+    def __init__(self, cursor: Cursor = (0, 0), settings: int = 0) -> None:
+        self._create()
+        self.begin(cursor, settings)
+
+    def begin(self, cursor: Cursor, settings: int) -> None:
+        """The next iteration starts here, with `settings`, a digest of all else that batches depend on."""
+        with self._locked() as numbers:
+            numbers["iteration"] += 1
+            numbers["workers"] = 0
+            numbers["start"] = numbers["next"] = cursor
+            numbers["settings"] = settings
+
+    def move(self, cursor: Cursor) -> None:
+        """An iteration that `begin` began has come here. Once a batch, so without the lock."""
+        _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
+
+    def read(self) -> Shared:
+        """What is known now."""
+        with self._locked() as numbers:
+            return Shared(_cursor(numbers["start"]), _cursor(numbers["next"]), bool(numbers["workers"]))
+
+    def enter(self, worker: Worker, settings: int, saved: Cursor | None) -> tuple[int, Cursor]:
+        """In a worker: (number, start) of the iteration that it begins.
+
+        `saved`: where a saved iteration started that all workers continue. StateError if workers disagree on
+        that, or if a worker has other settings than the process that started it.
+        """
+        if worker.count > MAX_WORKERS:
+            raise ValueError(f"{worker.count} workers are too many: at most {MAX_WORKERS}")
+        with self._locked() as numbers:
+            known = tuple(int(numbers[name]) for name in ("seed", "round", "workers"))
+            is_first = known != (worker.seed, worker.round, worker.count)
+            if is_first or numbers["entered"][worker.number] == numbers["iteration"]:
+                numbers["iteration"] += 1
+                numbers["seed"], numbers["round"], numbers["workers"] = (
+                    worker.seed,
+                    worker.round,
+                    worker.count,
+                )
+                if saved is not None:
+                    numbers["next"] = saved
+                    numbers["settings"] = settings
+                numbers["start"] = numbers["next"]
+            if numbers["settings"] != settings:
+                raise StateError(
+                    "this worker has other settings (lanes, window, weights, …) than the state that was "
+                    "loaded since, or that the iteration before had continued: make a new DataLoader"
+                )
+            if saved is not None and saved != _cursor(numbers["start"]):
+                raise StateError("the states of the DataLoader's workers are not of one iteration")
+            numbers["entered"][worker.number] = numbers["iteration"]
+            return int(numbers["iteration"]), _cursor(numbers["start"])
+
+    def made_all(self, worker: Worker, iteration: int, following: Cursor) -> None:
+        """In a worker: all batches of its share are made; the next iteration starts at `following`."""
+        with self._locked() as numbers:
+            numbers["made"][worker.number] = iteration
+            if numbers["iteration"] == iteration and (numbers["made"][: worker.count] == iteration).all():
+                numbers["next"] = following
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            return {"file": DupFd(self._descriptor)}
+        with self._locked() as numbers:
+            return {"numbers": numbers.tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "file" in state:
+            self._map(state["file"].detach(), process=None)
+        else:
+            self._create(state["numbers"])
+
+    @contextmanager
+    def _locked(self) -> Iterator[npt.NDArray[np.void]]:
+        if self._process != os.getpid() and get_worker_info() is None:
+            self._create(self._numbers.tobytes())
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield self._numbers
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def _create(self, numbers: bytes = bytes(_NUMBERS.itemsize)) -> None:
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(numbers)
+            self._map(os.dup(file.fileno()), process=os.getpid())
+
+    def _map(self, descriptor: int, process: int | None) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor, self._process = descriptor, process
+        self._memory = memory = mmap.mmap(descriptor, _NUMBERS.itemsize)
+        self._numbers: npt.NDArray[np.void] = np.ndarray((), dtype=_NUMBERS, buffer=memory)
+
+
+def _cursor(numbers: npt.NDArray[np.int64]) -> Cursor:
+    position, delivered = numbers.tolist()
+    return position, delivered
+
 
 with naming_extras("shardkit.loaders.streaming_dataset"):
     import torch
     from torch.utils.data import IterableDataset, get_worker_info
 
-from shardkit.dataset import Dataset
-from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderOptions, Stream, TokenDtype
-from shardkit.loaders.loader import StreamingLoader
-from shardkit.loaders.plan import BatchPlan, Cursor
-from shardkit.loaders.shared_cursor import SharedCursor, Worker
-from shardkit.loaders.state import LoaderState, OnMismatch, Tail
-from shardkit.order import Shuffle
-
-__all__ = ["State", "StreamingDataset", "state_of"]
-
 State = dict[str, object]
+
 _WORKER = "worker"  # the key that a worker's state has besides those of a loader's
 
 

@@ -5,7 +5,7 @@
 
 A step is logged before it is handed over, by one unbuffered write: what a killed process was given is in
 the log, but for a last record cut short. The file is created with the first step. What cannot be written is
-warned of once, and training goes on: the audit will miss the steps. `shardkit.audit.usage_file` has the
+warned of once, and training goes on: the audit will miss the steps. `shardkit.formats.usage_log` has the
 format.
 """
 
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.audit.usage_file import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
 from shardkit.errors import warn_user
-from shardkit.loaders.planned import settings_of
+from shardkit.formats.usage_log import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
+from shardkit.loaders.dry_run import settings_of
 from shardkit.loaders.state import LoaderState
 from shardkit.loaders.streams import Streams
 from shardkit.storage.url import is_remote

@@ -7,16 +7,20 @@ process has `MAX_MAPS` open, all its datasets forget the shards that they keep. 
 forgotten, not closed: a thread that still reads one, or a view that still shows it, keeps it alive. To open a
 forgotten one again costs some tens of microseconds. A `Dataset` may be shared by threads and pickled for
 processes.
+
+From what describes a dataset to what can be read: shards by a cache, tars without a list by a scan.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from threading import Lock
@@ -25,28 +29,119 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.options import CacheOptions
-from shardkit.errors import ShardError
-from shardkit.files import Closing
-from shardkit.index import Column, Manifest, ShardInfo, Summed, merge_columns
-from shardkit.local_files import open_maps
+from shardkit.cache.contract import CacheOptions, open_cache
+from shardkit.errors import ShardError, warn_user
+from shardkit.files import Closing, open_maps
+from shardkit.formats.tar.values import checked_decode
 from shardkit.locate import CARD_NAME as CARD_NAME
 from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
-from shardkit.locate import locate
-from shardkit.opening import open_found
+from shardkit.locate import Found, locate
+from shardkit.manifest import Column, Manifest, ShardInfo, Summed, merge_columns
 from shardkit.storage.local import LocalStore
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store
-from shardkit.tar.decode import checked_decode
+from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader
     from shardkit.cache.shards import CachedShards
-    from shardkit.cache.tar_indexes import TarIndexes
+    from shardkit.cache.tar_scan import TarIndexes
+    from shardkit.formats.tar.members import Scanned, TarIndex
 
-__all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
+__all__ = ["Dataset", "Opened", "ReadOptions", "ShardReader", "open_dataset", "open_found"]
+
+_MAX_THREADS = 16
+
+_UNREMEMBERED_BYTES = 1 << 30  # of tars that may be scanned at every opening without a word
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A complete manifest; the shards of a remote dataset; what scans of its tars found."""
+
+    manifest: Manifest
+    shards: CachedShards | None = None
+    tar_indexes: TarIndexes | None = None
+
+
+def open_found(found: Found, options: CacheOptions) -> Opened:
+    """Ready to be read. ShardError names a tar that had to be scanned and is damaged; StoreError."""
+    if found.store is not None:
+        return _open_remote(found.store, found.manifest, found.versions, options)
+    assert found.folder is not None
+    if found.versions is None:
+        return Opened(found.manifest)
+    return _scan_local(found.folder, found.manifest, found.versions, options)
+
+
+def _open_remote(
+    store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, options: CacheOptions
+) -> Opened:
+    from shardkit.cache.shards import CachedShards
+
+    cache, connections = open_cache(options), options.connections
+    if versions is None:
+        return Opened(manifest, CachedShards(store, manifest, cache, connections=connections))
+    from shardkit.cache.tar_scan import scan_tars, skim_tar
+
+    sizes = [info.stored.bytes for info in manifest.shards]
+    objects = dict(enumerate(zip(sizes, versions, strict=True)))
+    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
+    indexes = _indexes(store.url, manifest, versions, options)
+    held = min(
+        connections, max(1, cache.capacity // max([1, *sizes]))
+    )  # together, what the cache has room for
+    infos, before = manifest.shards, list(accumulate(sizes, initial=0))
+
+    def skim(number: int) -> tuple[Scanned, TarIndex] | None:
+        """Of tars that the cache has room for, whole ones are wanted: they are read again soon."""
+        if before[number + 1] <= cache.capacity:
+            return None
+        return skim_tar(store, infos[number], versions[number])
+
+    try:
+        manifest = scan_tars(
+            manifest, shards.load, shards.where, indexes, threads=connections, held=held, skim=skim
+        )
+    finally:
+        shards.close()
+    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
+    return Opened(manifest, shards, indexes)
+
+
+def _scan_local(folder: Path, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> Opened:
+    from shardkit.cache.tar_scan import scan_tars
+    from shardkit.formats.tar.shard import load_raw
+
+    indexes = _indexes(str(folder.absolute()), manifest, versions, options)
+    infos = manifest.shards
+    scanned = scan_tars(
+        manifest,
+        lambda number: load_raw(folder, infos[number]),
+        lambda number: str(folder / infos[number].stored.basename),
+        indexes,
+        threads=min(_MAX_THREADS, os.cpu_count() or 1),
+    )
+    return Opened(scanned, tar_indexes=indexes)
+
+
+def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> TarIndexes:
+    from shardkit.cache.tar_scan import TarIndexes
+
+    size = sum(info.stored.bytes for info in manifest.shards)
+    if options.folder is None and size > _UNREMEMBERED_BYTES:
+        warn_user(
+            f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
+            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)"
+        )
+    names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
+    return TarIndexes.beside(options.folder, list(zip(names, versions, strict=True)))
+
 
 MAX_OPEN_SHARDS = 1024  # of a dataset
+
 MAX_MAPS = 16384  # of a process: a quarter of what Linux allows by default, the rest is for others
+
 MAX_RESIDENT_BYTES = 2 << 30  # of decompressed shards held in memory; the newest stays whatever its size
 
 
@@ -255,13 +350,13 @@ class Dataset(Closing):
         info, options = self.manifest.shards[number], self._options
         raw = None if self.shards is None else (reader or self.shards).load(number)
         if self.manifest.format == "mds":
-            from shardkit import mds
+            from shardkit.formats import mds
 
             allow = options.allow_pickle
             if raw is not None:
                 return mds.shard_from_raw(self.where(number), info, raw, allow_pickle=allow)
             return mds.open_shard(self.path, info, allow_pickle=allow, verify=options.verify)
-        from shardkit import tar
+        from shardkit.formats import tar
 
         index = None if self._tar_indexes is None else self._tar_indexes.index(number)
         if raw is None:
@@ -329,7 +424,7 @@ def open_dataset(
     always are), and the card's fingerprint. `allow_pickle` lets pickled columns run their code.
     `decode` says what members of tars become: True decodes them, images into PIL's; "basic" leaves images as
     bytes; webdataset's "rgb8", "torchrgb", … give arrays and tensors; False leaves everything as bytes (see
-    `shardkit.tar.decode`). ShardError says what is wrong with a dataset, or what was looked for.
+    `shardkit.formats.tar.values`). ShardError says what is wrong with a dataset, or what was looked for.
     """
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
     found = locate(path, storage)

@@ -3,34 +3,54 @@
 A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder. The kernel frees a
 lock (flock) when its holder ends, whatever ended it. Locks hold between processes of a machine, and between
 machines on file systems that support that (NFS 4, Lustre mounted with `flock`, CephFS, …).
+
+Local files: mapped without holding descriptors, opened only if regular, trusted if nobody else writes.
+
+Another user who can write in a folder can put wrong data, links and pipes there and replace folders in it.
+`who_else_writes` tells whether one can; it looks at one folder and not at those that it lies in.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
+import mmap
 import os
 import shutil
+import stat
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = [
     "PART_SUFFIX",
     "Closing",
+    "NotRegularFileError",
     "fsync_path",
     "held_file",
     "link_or_copy",
     "load_json",
     "make_folder",
+    "map_file",
+    "map_path",
     "move_durably",
+    "open_maps",
+    "open_regular",
     "part_of",
     "publish_bytes",
     "upgraded",
+    "who_else_writes",
 ]
 
 PART_SUFFIX = ".shardkit-part"
+
 _POLL_SECONDS = 0.1
 
 
@@ -150,3 +170,116 @@ def upgraded(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+Bytes = npt.NDArray[np.uint8]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_libc.mmap.restype = ctypes.c_void_p
+
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,  # off_t, on all 64-bit systems that Python runs on but Windows
+)
+
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+_FAILED = ctypes.c_void_p(-1).value
+
+_addresses: set[int] = set()  # of maps that are open; adding and discarding are atomic
+
+
+class NotRegularFileError(OSError):
+    """A pipe, a folder, a device, or a link where none is allowed."""
+
+
+def who_else_writes(
+    folder: Path, *, group: bool = False, sticky: bool = False, other_owner: bool = False
+) -> str | None:
+    """Why a folder is not under the control of this user and root alone, as a clause; None if it is.
+
+    `group`: its group may write as well; `sticky`: everybody may, if nobody can rename what others made;
+    `other_owner`: it may belong to anyone. A link is not trusted, whatever it leads to. OSError.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "is a link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
+    if not other_owner and status.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (number {status.st_uid})"
+    if sticky and status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody can write there"
+    if status.st_mode & stat.S_IWGRP and not group:
+        return "its group can write there"
+    return None
+
+
+def open_regular(file: str | os.PathLike[str], *, follow_links: bool = True) -> int:
+    """A descriptor to read a regular file; NotRegularFileError for anything else, without waiting for it."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # without the last, a pipe would block
+    try:
+        descriptor = os.open(file, flags if follow_links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not follow_links):
+            raise NotRegularFileError(error.errno, "is not a regular file") from error  # a socket or a link
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegularFileError(errno.EINVAL, "is not a regular file")
+    return descriptor
+
+
+def map_path(file: Path) -> Bytes:
+    """A regular file's bytes, mapped read-only; OSError."""
+    descriptor = open_regular(file)
+    try:
+        return map_file(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def map_file(descriptor: int, size: int, *, writable: bool = False) -> Bytes:
+    """An open file's bytes, mapped and shared with the file; they stay when the descriptor is closed.
+
+    The map ends when the last array that shows it dies, and not before. `mmap.mmap` would hold a duplicate of
+    the descriptor until then (Python 3.13 can do without it), and processes may open 1,024 files by default.
+    """
+    if not size:
+        return np.empty(0, dtype=np.uint8)
+    return np.asarray(_Map(descriptor, size, writable))
+
+
+def open_maps() -> int:
+    """Maps that this process has open by `map_file`."""
+    return len(_addresses)
+
+
+class _Map:
+    """Owns a map; NumPy keeps it as the base of every array that shows the memory."""
+
+    def __init__(self, descriptor: int, size: int, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        _addresses.add(address)
+        # Not at exit: arrays may be read until the very end of the process.
+        weakref.finalize(self, _unmap, address, size).atexit = False
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, not writable),
+            "shape": (size,),
+            "typestr": "|u1",
+        }
+
+
+def _unmap(address: int, size: int) -> None:
+    _addresses.discard(address)  # before the system can give the address to another map
+    _libc.munmap(address, size)

@@ -2,7 +2,7 @@
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
 index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
-`shardkit.opening`.
+`shardkit.dataset`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.errors import ShardError
-from shardkit.index import Manifest
+from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
@@ -54,8 +54,8 @@ def locate(
     text = os.fspath(path)
     if not is_remote(text):
         return find_local(local_path(text), storage)
-    from shardkit.tar.compressed import is_tar_name
-    from shardkit.tar.names import is_pattern
+    from shardkit.formats.tar.compressed import is_tar_name
+    from shardkit.formats.tar.shard_list import is_pattern
 
     folder, name = split_url(text)
     if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
@@ -68,8 +68,8 @@ def locate(
 
 def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     """The dataset at a local path; ShardError says what is wrong with it, or what was looked for."""
-    from shardkit.tar.compressed import is_tar_name
-    from shardkit.tar.shard_list import read_list
+    from shardkit.formats.tar.compressed import is_tar_name
+    from shardkit.formats.tar.shard_list import read_list
 
     if path.is_dir():
         return _find_in_folder(path, storage)
@@ -79,7 +79,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         raise ShardError(path, "is neither a folder, an index (.json) nor a tar")
     card = _read_card(path.parent / CARD_NAME)
     if path.name == "index.json":
-        from shardkit import mds
+        from shardkit.formats import mds
 
         return Found(path.parent, mds.read_index(path), card)
     return _listed(path, read_list(path), path.parent, card, storage)
@@ -93,7 +93,7 @@ def _listed(
     storage: StorageOptions | None,
 ) -> Found:
     """The tars of a list, in its folder or where its URLs say."""
-    from shardkit.tar.shard_list import parse_listing
+    from shardkit.formats.tar.shard_list import parse_listing
 
     base, manifest = parse_listing(where, text)
     if base is None:
@@ -120,7 +120,7 @@ def find_remote(store: Store, index_name: str | None = None, storage: StorageOpt
     card = _parse_card(f"{store.url}/{CARD_NAME}", answer) if isinstance(answer, bytes) else None
     if name != "index.json":
         return _listed(where, text, None, card, storage)
-    from shardkit import mds
+    from shardkit.formats import mds
 
     return Found(None, mds.parse_index(where, text), card)
 
@@ -139,7 +139,7 @@ def _find_in_store(
     store: Store, names: list[str], answers: Mapping[str, bytes | StoreError], *, is_named: bool
 ) -> Found:
     """The tars of a folder without an index; ShardError if there are none."""
-    from shardkit.tar.find import folder_tars
+    from shardkit.formats.tar.find import folder_tars
 
     for name in names:
         error = answers[name]
@@ -160,7 +160,7 @@ def _find_in_store(
 
 def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
     """Tars by name; a card speaks of a whole dataset, so some tars have none."""
-    from shardkit.tar.find import expand, local_tars, remote_tars
+    from shardkit.formats.tar.find import expand, local_tars, remote_tars
 
     if not (len(names) == 1 and Path(names[0]).exists()):  # a file may be called "a{1}.tar"
         names = expand(names)
@@ -179,20 +179,20 @@ def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
 def _unscanned(
     folder: Path | None, objects: Sequence[ObjectInfo], store: ResilientStore | None = None
 ) -> Found:
-    from shardkit.tar.find import unscanned
+    from shardkit.formats.tar.find import unscanned
 
     return Found(folder, unscanned(objects), store=store, versions=[info.version for info in objects])
 
 
 def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
-    from shardkit.tar.find import local_objects
-    from shardkit.tar.shard_list import LIST_NAME, read_list, tar_files
+    from shardkit.formats.tar.find import local_objects
+    from shardkit.formats.tar.shard_list import LIST_NAME, read_list, tar_files
 
     is_mds, is_list = (folder / "index.json").is_file(), (folder / LIST_NAME).is_file()
     if is_mds and is_list:
         raise ShardError(folder, f"has both index.json and {LIST_NAME}; open the one that is meant")
     if is_mds:
-        from shardkit import mds
+        from shardkit.formats import mds
 
         return Found(folder, mds.read_index(folder), _read_card(folder / CARD_NAME))
     if is_list:

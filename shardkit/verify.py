@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit import mds, tar
 from shardkit.cache.download import check_hashes, unpack
 from shardkit.dataset import Dataset, ShardReader, open_dataset
 from shardkit.errors import ShardError
+from shardkit.formats import mds, tar
+from shardkit.formats.tar.shard_list import UNKNOWN
 from shardkit.hashing import HASH_NAMES
-from shardkit.index import ShardInfo, checked_basename
 from shardkit.locate import CARD_NAME
+from shardkit.manifest import ShardInfo, checked_basename
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
-from shardkit.tar.shard_list import UNKNOWN
 
 __all__ = ["Problem", "VerifyReport", "verify"]
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.audit.expectation import Expectation, StreamData
-from shardkit.audit.logs import audit_logs
-from shardkit.audit.plan import Leg, audit_plan, legs_of_resumes
-from shardkit.audit.report import AuditReport
 from shardkit.dataset import Dataset
-from shardkit.index import Column, FileInfo, Manifest, ShardInfo
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.opening import open_streams
+from shardkit.loaders.dry_run import PlannedRun, first_state, settings_of
 from shardkit.loaders.plan import BatchPlan, SampleOrder
-from shardkit.loaders.planned import PlannedRun, first_state, settings_of
-from shardkit.order import Located
+from shardkit.loaders.streams import open_streams
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.order.order import Located
+from shardkit.tools.audit.expectation import Expectation, StreamData
+from shardkit.tools.audit.logs import audit_logs
+from shardkit.tools.audit.plan import Leg, audit_plan, legs_of_resumes
+from shardkit.tools.audit.report import AuditReport
 
 Remap = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 State = dict[str, Any]

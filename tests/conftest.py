@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.writers.kernel_cache import kernel_cache
+from shardkit.writers.kernels.numba_support import kernel_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
@@ -32,7 +32,7 @@ def inline_builds() -> Iterator[None]:
     For what does not depend on them: tests/test_build_determinism.py holds any number to the same bytes.
     """
     from shardkit.writers import session
-    from shardkit.writers.execution.engine_inline import InlineEngine
+    from shardkit.writers.execution.engine import InlineEngine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "LocalEngine", lambda workers: InlineEngine())

@@ -27,7 +27,7 @@ from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
 from shardkit.writers import BuildResult, build
 from shardkit.writers.execution import scratch, work_files, work_store
-from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.engine_local import run_guarded
 
 __all__ = ["FAULTS", "Place", "StoreCell", "StoreCrashes", "StoreOutcome"]
@@ -182,7 +182,7 @@ def _reached(stores: dict[str, Store]) -> Iterator[None]:
         patch("shardkit.storage.resilient.open_store", lambda url, options=None: stores[str(url)]),
         patch("shardkit.storage.resilient.RetryPolicy", lambda **_: _POLICY),
         patch("shardkit.writers.session.LocalEngine", lambda workers: InlineEngine()),
-        patch("shardkit.writers.execution.engine_inline.run_task", run_guarded),
+        patch("shardkit.writers.execution.engine.run_task", run_guarded),
     ):
         yield
 

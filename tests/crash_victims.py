@@ -187,8 +187,8 @@ def _warm(recipe: Path) -> None:
     import shardkit.cli.build
     import shardkit.cli.main  # noqa: F401
     from shardkit.writers import build
-    from shardkit.writers.execution.engine_inline import InlineEngine
-    from shardkit.writers.execution.queue import TaskQueue
+    from shardkit.writers.execution.engine import InlineEngine
+    from shardkit.writers.execution.scheduler import TaskQueue
     from shardkit.writers.execution.work import Work, run_task
 
     class Warming(InlineEngine):
@@ -272,7 +272,7 @@ def _have_disk(base: Path) -> None:
 
 def _guarded_engine() -> Any:
     """Tasks run in this process, with errors as those of workers."""
-    from shardkit.writers.execution import engine_inline
+    from shardkit.writers.execution import engine as engine_inline
     from shardkit.writers.execution.engine_local import run_guarded
 
     _forever.enter_context(patch.object(engine_inline, "run_task", run_guarded))
@@ -289,8 +289,9 @@ def _set_limits(limits: Mapping[str, int]) -> None:
 @contextlib.contextmanager
 def share_quickly() -> Iterator[None]:
     """Claims of the dead are free after a second, not after a minute: nothing but time depends on it."""
-    from shardkit.writers.execution import queue, turns
-    from shardkit.writers.execution.claims import Claims
+    from shardkit.writers.execution import scheduler as queue
+    from shardkit.writers.execution import scheduler as turns
+    from shardkit.writers.execution.scheduler import Claims
 
     seconds = {"lease_seconds": 1.0, "beat_seconds": 0.2}
     with (

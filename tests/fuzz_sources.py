@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from fuzzing import Target
 
-from shardkit.convert import CutOptions, convert
+from shardkit.tools.convert import CutOptions, convert
 
 __all__ = ["SOURCES"]
 

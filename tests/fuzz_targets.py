@@ -18,13 +18,13 @@ from fuzz_sources import SOURCES
 from fuzzing import Target
 from small_build import RECIPE
 
-from shardkit import mds, tar
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
-from shardkit.exclusions import Exclusions
+from shardkit.formats import mds, tar
+from shardkit.formats.mds import index as index_table
+from shardkit.formats.mds import index as mds_index
 from shardkit.loaders import StreamingLoader
-from shardkit.mds import index as mds_index
-from shardkit.mds import index_table
+from shardkit.order.exclusions import Exclusions
 from shardkit.publish.contents import find_contents
 from shardkit.storage.local import LocalStore
 from shardkit.writers.execution.task import Output, Task, parse_commit, record_of

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit import mds, tar
+from shardkit.formats import mds, tar
 
 LENGTH = 8
 EOS = 0

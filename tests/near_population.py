@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.writers.dedup.array_file import RowsWriter
 from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population
 from shardkit.writers.dedup.shingle_store import ShingleWriter
+from shardkit.writers.dedup.tables import RowsWriter
 
 KINDS: tuple[Kind, ...] = ("input", "planted", "index")
 Pair = tuple[int, int]

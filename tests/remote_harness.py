@@ -19,14 +19,14 @@ from typing import Any
 import numpy.typing as npt
 from loader_data import make_dataset, parts, token_rows
 
-from shardkit import mds, tar
 from shardkit.cache.contract import Cache
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.shards import CachedShards
 from shardkit.dataset import Dataset
-from shardkit.index import ShardInfo
+from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader
 from shardkit.locate import find_remote
+from shardkit.manifest import ShardInfo
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store

@@ -20,9 +20,8 @@ from typing import Any
 
 from shardkit.publish.publication import Publication
 from shardkit.writers import build, session
-from shardkit.writers.execution import engine_inline
-from shardkit.writers.execution.claims import Claims
-from shardkit.writers.execution.queue import TaskSlice
+from shardkit.writers.execution import engine as engine_inline
+from shardkit.writers.execution.scheduler import Claims, TaskSlice
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
 

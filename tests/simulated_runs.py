@@ -21,12 +21,11 @@ from shardkit.cache.shards import CachedShards
 from shardkit.dataset import Dataset
 from shardkit.loaders import StreamingLoader
 from shardkit.locate import find_remote
-from shardkit.simulation.outcome import Outcome
-from shardkit.simulation.run import simulate
-from shardkit.simulation.scenario import Network, Scenario
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
+from shardkit.tools.simulate.run import Outcome, simulate
+from shardkit.tools.simulate.scenario import Network, Scenario
 
 __all__ = ["CASES", "Case", "Comparison", "compare", "write_dataset"]
 

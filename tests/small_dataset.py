@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit import mds
-from shardkit.index import Manifest
+from shardkit.formats import mds
+from shardkit.manifest import Manifest
 from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.publish import CARD_NAME, REPORT_NAME, global_shards, publish
 

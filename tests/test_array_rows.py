@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup import array_rows
-from shardkit.writers.dedup.array_rows import RowFile
+from shardkit.writers.dedup import tables as array_rows
 from shardkit.writers.dedup.population import DOCUMENT
+from shardkit.writers.dedup.tables import RowFile
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3000, 1 << 20])

@@ -15,12 +15,12 @@ import pytest
 from audit_runs import RemappedOrder, State, kinds, log_report, logged_run
 from loader_data import make_dataset
 
-from shardkit.audit.report import AuditReport
 from shardkit.cli.main import main
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, StateError
-from shardkit.exclusions import Exclusions
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.order.exclusions import Exclusions
+from shardkit.tools.audit.report import AuditReport
 
 Ints = npt.NDArray[np.int64]
 SAMPLES = 130

@@ -12,11 +12,11 @@ from audit_runs import RemappedOrder, index_only, kinds, plan_report
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.audit.fingerprint import SampleHash, Tally
-from shardkit.audit.plan import Leg, legs_of_resumes
-from shardkit.exclusions import Exclusions
 from shardkit.loaders import Stream
-from shardkit.loaders.planned import PlannedRun
+from shardkit.loaders.dry_run import PlannedRun
+from shardkit.order.exclusions import Exclusions
+from shardkit.tools.audit.findings import SampleHash, Tally
+from shardkit.tools.audit.plan import Leg, legs_of_resumes
 
 Ints = npt.NDArray[np.int64]
 SIZES = [100, 37, 0, 150, 213]

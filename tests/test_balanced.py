@@ -20,17 +20,17 @@ from loader_data import make_columns_dataset
 from remote_harness import Remote, fresh_url, put_folder
 from resume import assert_exact_resume, batches
 
-from shardkit import mds
 from shardkit.cache.belady import _merged
 from shardkit.cache.memory import CacheMemory
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError, StateError
-from shardkit.exclusions import Exclusions
+from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader, balanced_streams, weighted_streams
-from shardkit.mixed_order import MixedOrder, StreamOrder
-from shardkit.mixed_uses import MixedUses
-from shardkit.mixture import MAX_WEIGHT, Mixture, Schedule
-from shardkit.order import Order, OrderSpec
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import MAX_WEIGHT, Mixture, Schedule
+from shardkit.order.order import Order, OrderSpec
+from shardkit.order.residency import MixedUses
+from shardkit.order.streams import MixedOrder, StreamOrder
 from shardkit.storage.memory import MemoryStore
 
 SIZES = {3: 61, 7: 20, 9: 4, 12: 1}  # samples of each class

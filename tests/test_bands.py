@@ -19,7 +19,7 @@ from shardkit.writers.dedup.bands import (
     read_partition,
 )
 from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
-from shardkit.writers.spill import partition_of
+from shardkit.writers.stages.tokenize import partition_of
 
 Keys = npt.NDArray[np.uint64]
 

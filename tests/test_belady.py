@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.cache.belady import NEVER, Fetch, Future, min_fetched_bytes, plan_fetches
-from shardkit.order import Order, OrderSpec
-from shardkit.uses import shard_uses
+from shardkit.order.order import Order, OrderSpec
+from shardkit.order.residency import shard_uses
 
 EPOCHS = 3
 

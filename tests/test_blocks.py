@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from near_population import allowed, make_documents, write_pairs, write_world
 
-from shardkit.writers.dedup.blocks import (
+from shardkit.writers.dedup.shingle_store import SET
+from shardkit.writers.dedup.verify import (
     MAX_BLOCK_DOCUMENTS,
     BlockBudget,
     PairRuns,
@@ -19,7 +20,6 @@ from shardkit.writers.dedup.blocks import (
     plan_blocks,
     set_cuts,
 )
-from shardkit.writers.dedup.shingle_store import SET
 
 _DOCUMENT_BYTES = 128
 

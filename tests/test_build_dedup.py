@@ -18,9 +18,9 @@ from small_build import make_corpus, tree
 from shardkit.errors import BuildError
 from shardkit.writers import build, build_dedup_index, index_build, pipeline, session
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.planted import NAMESPACE
-from shardkit.writers.execution.engine_inline import InlineEngine
-from shardkit.writers.execution.queue import TaskQueue
+from shardkit.writers.dedup.measure import NAMESPACE
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs import scan
 

@@ -17,8 +17,8 @@ from reference.c4 import reference_c4, reference_sentences
 from shardkit.writers.filters.c4_quality import C4QualityFilter
 from shardkit.writers.filters.c4_settings import C4QualityConfig
 from shardkit.writers.filters.rules import first_failing
-from shardkit.writers.filters.sentences import count_sentences, sentence_tables
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.sentences import count_sentences, sentence_tables
 
 ROOMY = C4QualityConfig(min_num_sentences=1, min_words_per_line=2, max_word_length=12)
 LINES_ONLY = C4QualityConfig(

@@ -17,8 +17,7 @@ import pytest
 from ended_threads import ended_threads
 
 from shardkit.cache.contract import Cache, Contents
-from shardkit.cache.entry import sealed_size
-from shardkit.cache.folder import CacheFolder
+from shardkit.cache.folder import CacheFolder, sealed_size
 from shardkit.cache.memory import CacheMemory
 
 RAW = 1000  # bytes of an entry, where nothing else is said

@@ -17,15 +17,15 @@ from ended_threads import ended_threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit import mds, tar
 from shardkit.cache import download as module
 from shardkit.cache import fetcher
 from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, check_hashes, unpack
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.shards import CachedShards
-from shardkit.compression import compress
+from shardkit.formats import mds, tar
+from shardkit.formats.compression import compress
 from shardkit.hashing import HASH_NAMES, hash_bytes
-from shardkit.index import FileInfo, Manifest, ShardInfo
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo, ObjectNotFoundError, Store, TransientError

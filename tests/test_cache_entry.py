@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.entry import SEAL_BYTES, entry_name, is_sealed, seal, sealed_size
+from shardkit.cache.folder import SEAL_BYTES, entry_name, is_sealed, seal, sealed_size
 from shardkit.hashing import HASH_NAMES, hash_bytes
-from shardkit.index import FileInfo, ShardInfo
+from shardkit.manifest import FileInfo, ShardInfo
 
 SETTINGS = settings(deadline=None, derandomize=True)
 URL = "s3://bucket/dataset"

@@ -22,17 +22,15 @@ from support.faulty_store import FaultRule, FaultyStore
 from shardkit.cache import fetcher as module
 from shardkit.cache.contract import Cache
 from shardkit.cache.download import DamagedObjectError, Download
-from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.fetcher import Fetcher, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
-from shardkit.cache.job import Job
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
 from shardkit.cache.shards import CachedShards
-from shardkit.cache.waits import FetchTimeoutError
-from shardkit.compression import decompress
+from shardkit.formats.compression import decompress
+from shardkit.formats.mds import read_index
 from shardkit.locate import find_remote
-from shardkit.mds import read_index
-from shardkit.order import Order, OrderSpec
+from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import Store, StoreError

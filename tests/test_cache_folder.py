@@ -22,13 +22,19 @@ from other_process import SECONDS, OtherProcess
 
 from shardkit.cache import folder as module
 from shardkit.cache.contract import Contents
-from shardkit.cache.entry import SEAL_BYTES, is_sealed, seal, sealed_size
-from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
+from shardkit.cache.folder import (
+    SEAL_BYTES,
+    SUBFOLDER,
+    CacheFolder,
+    CacheFolderError,
+    is_sealed,
+    seal,
+    sealed_size,
+)
 from shardkit.cache.locks import FileLock
-from shardkit.cache.tar_indexes import TarIndexes
+from shardkit.cache.tar_scan import TarIndexes
+from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes
-from shardkit.tar.index import TarIndex
-from shardkit.tar.index_file import Scanned
 
 RAW = 10_000
 COST = sealed_size(RAW)
@@ -583,7 +589,7 @@ def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: 
 HOLD_LOCK = """
 import pathlib, sys
 from shardkit.cache.locks import FileLock
-from shardkit.cache.tar_indexes import TarIndexes
+from shardkit.cache.tar_scan import TarIndexes
 from shardkit.hashing import hash_bytes
 lock = FileLock(pathlib.Path(sys.argv[1]), keep=True)
 assert lock.acquire(60)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardkit.cache import options as module
+from shardkit.cache import contract as module
+from shardkit.cache.contract import CacheOptions, open_cache
 from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.options import CacheOptions, open_cache
 
 GIB = 1 << 30
 

@@ -14,8 +14,8 @@ from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Contents, Held
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Planner
-from shardkit.order import Order, OrderSpec
-from shardkit.uses import shard_uses
+from shardkit.order.order import Order, OrderSpec
+from shardkit.order.residency import shard_uses
 
 SIZE = 100
 SAMPLES = 10  # of a shard

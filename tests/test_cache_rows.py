@@ -16,16 +16,16 @@ from ended_threads import ended_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit import mds, tar
 from shardkit.cache import rows as module
+from shardkit.cache.fetcher import FetchTimeoutError
 from shardkit.cache.rows import FetchedRows, RowReader, row_layout
-from shardkit.cache.waits import FetchTimeoutError
 from shardkit.errors import ShardError
-from shardkit.index import Column, FileInfo, Format, Manifest, ShardInfo
+from shardkit.formats import mds, tar
+from shardkit.formats.tar.shard_list import fixed_size
+from shardkit.manifest import Column, FileInfo, Format, Manifest, ShardInfo
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError
-from shardkit.tar.shard_list import fixed_size
 
 Rows = npt.NDArray[Any]
 Corrupt = Callable[[int, bytearray], None]

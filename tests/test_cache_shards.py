@@ -15,14 +15,14 @@ import pytest
 from ended_threads import ended_threads
 from remote_harness import Remote, fetch_threads, fresh_url, make_remote_kind, put_folder
 
-from shardkit.cache.entry import entry_name
+from shardkit.cache.contract import CacheOptions
+from shardkit.cache.folder import entry_name
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.options import CacheOptions
 from shardkit.cache.reader import CacheReader
 from shardkit.cache.shards import CachedShards
 from shardkit.dataset import open_dataset
-from shardkit.loaders.stats import CacheStats
-from shardkit.order import Order, OrderSpec
+from shardkit.loaders.metrics import CacheStats
+from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
 

@@ -11,7 +11,7 @@ from watched_store import fresh_memory
 
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
-from shardkit.writers.execution.claims import Claims
+from shardkit.writers.execution.scheduler import Claims
 
 LEASE = 60.0
 

@@ -15,8 +15,8 @@ from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.filters.classifier import ClassifierFilter
 from shardkit.writers.filters.classifier_settings import ClassifierConfig
-from shardkit.writers.filters.fasttext_model import load_fasttext
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.fasttext_model import load_fasttext
 from shardkit.writers.train_classifier import TrainingSettings, train_classifier
 
 pytest.importorskip("floret", reason="it trains")

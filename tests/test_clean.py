@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
-from shardkit.writers.clean import clean_split
 from shardkit.writers.dedup.exact import KEY_DTYPE, read_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.stages.clean import clean_split
 
 
 def recipe(folder: Path, data: bytes, **changes: Any) -> Recipe:

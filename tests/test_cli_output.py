@@ -11,9 +11,8 @@ import pytest
 from rich.table import Table
 from small_build import EOS, make_corpus
 
-from shardkit.cli.columns import print_columns
+from shardkit.cli.common import escaped, print_columns, print_json, stderr_console, stdout_console
 from shardkit.cli.main import main
-from shardkit.cli.output import escaped, print_json, stderr_console, stdout_console
 from shardkit.errors import warn_user
 from shardkit.writers import build
 

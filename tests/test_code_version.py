@@ -70,9 +70,21 @@ def test_every_module_that_a_task_runs_is_covered_or_left_out_for_a_reason(reach
 @pytest.mark.parametrize(
     "package",
     [
-        *("shardkit.writers.inputs.readers", "shardkit.writers.inputs.read_warc", "shardkit.compression"),
-        *("shardkit.writers.filters.perplexity", "shardkit.writers.dedup.minhash", "shardkit.mds.writer"),
-        *("shardkit.writers.filters.user", "shardkit.writers.inputs.html_text", "shardkit.tar.writer"),
+        *(
+            "shardkit.writers.inputs.readers",
+            "shardkit.writers.inputs.read_warc",
+            "shardkit.formats.compression",
+        ),
+        *(
+            "shardkit.writers.filters.perplexity",
+            "shardkit.writers.dedup.signatures",
+            "shardkit.formats.mds.writer",
+        ),
+        *(
+            "shardkit.writers.filters.user",
+            "shardkit.writers.inputs.html_text",
+            "shardkit.formats.tar.writer",
+        ),
     ],
 )
 def test_the_walk_follows_imports_in_functions_and_by_name(package: str, reached: Reached) -> None:

@@ -18,7 +18,7 @@ from shardkit.cache import reader
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.prefetch import LoaderTimeoutError
+from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 
 SHARDS = 5

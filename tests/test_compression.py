@@ -13,7 +13,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.compression import (
+from shardkit.errors import ShardError
+from shardkit.formats.compression import (
     COMPRESSIONS,
     compress,
     compression_suffix,
@@ -21,7 +22,6 @@ from shardkit.compression import (
     new_compressor,
     parse_compression,
 )
-from shardkit.errors import ShardError
 
 NAMES = ["br:2", "bz2", "bz2:1", "gz", "gz:0", "snappy", "zstd", "zstd:7"]
 TEXT = b"the same words again and again, " * 9_000 + bytes(range(256)) * 40

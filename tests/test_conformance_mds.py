@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from mds_values import EXAMPLES, VALUES, Drawn, datasets
 from small_build import make_corpus
 
-from shardkit import mds
 from shardkit.dataset import open_dataset
+from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
 

@@ -20,9 +20,9 @@ from loader_data import make_dataset, token_rows
 from remote_harness import fresh_url, put_folder
 from resume import State, batches
 
-from shardkit import mds
 from shardkit.dataset import open_dataset
 from shardkit.errors import StreamExhaustedError
+from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from shardkit.storage import open_store

@@ -25,9 +25,9 @@ from PIL import Image
 from small_build import make_corpus
 from webdataset.writer import default_handlers
 
-from shardkit import tar
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
+from shardkit.formats import tar
 from shardkit.writers import build
 
 Sample = dict[str, Any]

@@ -22,12 +22,14 @@ from hypothesis import strategies as st
 from peers import comparable, read_with_streaming
 from PIL import Image
 
-from shardkit import mds, open_dataset, tar
+from shardkit import open_dataset
 from shardkit.cli.main import main
-from shardkit.convert import CutOptions, OutputOptions, card, convert
-from shardkit.convert import run as running
 from shardkit.errors import ShardError
+from shardkit.formats import mds, tar
 from shardkit.publish import RefusedError, upload
+from shardkit.tools.convert import CutOptions, OutputOptions, convert
+from shardkit.tools.convert import run as card
+from shardkit.tools.convert import run as running
 from shardkit.verify import verify
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "convert"
@@ -365,7 +367,7 @@ def test_what_a_killed_conversion_left_is_cleared_by_the_next(tmp_path: Path) ->
     convert(source, tmp_path / "expected", progress=False)
     code = (
         "import sys, time\n"
-        "from shardkit.convert import convert, run\n"
+        "from shardkit.tools.convert import convert, run\n"
         "from shardkit.publish.publication import Publication\n"
         "move = run.publish_staged\n"
         "def stop(*rest, **more):\n"
@@ -423,7 +425,7 @@ def test_the_command_converts_and_tells(tmp_path: Path, capfd: pytest.CaptureFix
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
-        "from shardkit.convert import CutOptions, OutputOptions, convert\n"
+        "from shardkit.tools.convert import CutOptions, OutputOptions, convert\n"
         "import pyarrow\n"
         "small = OutputOptions(shard_bytes='8MiB', format=sys.argv[3])\n"
         "cut = CutOptions(sequence_length=1024, drop_tail=True)\n"

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit import open_dataset
-from shardkit.convert.cut import TokenCounts, cut_rows, documents
-from shardkit.convert.options import CutOptions, OutputOptions
-from shardkit.convert.source import TokenBlock
-from shardkit.convert.write_rows import RowWriter, rows_per_shard
 from shardkit.errors import ConservationError, ShardError
-from shardkit.mds import MdsWriter
+from shardkit.formats.mds import MdsWriter
+from shardkit.tools.convert.cut import TokenCounts, cut_rows, documents
+from shardkit.tools.convert.source import CutOptions, OutputOptions, TokenBlock
+from shardkit.tools.convert.write import RowWriter, rows_per_shard
 
 EOS = 9
 

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardkit import open_dataset
-from shardkit.convert import CutOptions, OutputOptions, convert
-from shardkit.convert.options import DTYPES
 from shardkit.errors import ShardError
+from shardkit.tools.convert import CutOptions, OutputOptions, convert
+from shardkit.tools.convert.source import DTYPES
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "convert"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())

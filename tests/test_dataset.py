@@ -16,8 +16,8 @@ import webdataset
 
 import shardkit
 from shardkit import dataset as dataset_module
-from shardkit import tar
 from shardkit.errors import ShardError
+from shardkit.formats import tar
 
 SIZES = [5, 0, 9, 1]
 ROWS = np.random.default_rng(3).integers(0, 60_000, (sum(SIZES), 16)).astype(np.uint16)
@@ -36,7 +36,7 @@ def write_tars(folder: Path, *, listed: bool = True) -> Path:
 
 
 def write_mds(folder: Path, compression: str | None = None) -> Path:
-    from shardkit import mds
+    from shardkit.formats import mds
 
     folder.mkdir(exist_ok=True)
     parts = [p for p in PARTS if len(p)]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup import exact
-from shardkit.writers.dedup.array_file import Rows
 from shardkit.writers.dedup.exact import (
     KEY_DTYPE,
     LOSER_DTYPE,
@@ -25,6 +24,7 @@ from shardkit.writers.dedup.exact import (
     partitions_for,
     read_keys,
 )
+from shardkit.writers.dedup.tables import Rows
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
 Place = tuple[int, int]  # split, row

@@ -25,7 +25,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.hashing import hash_file
 from shardkit.writers.dedup import bands, exact
 from shardkit.writers.dedup import index as module
-from shardkit.writers.dedup import index_part as part_module
+from shardkit.writers.dedup import index as part_module
 from shardkit.writers.dedup.compare import compare_pairs
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.index import (
@@ -38,7 +38,6 @@ from shardkit.writers.dedup.index import (
     publish_index,
 )
 from shardkit.writers.dedup.near import find_near_duplicates
-from shardkit.writers.dedup.parts import KEYS_FILE, sign_documents
 from shardkit.writers.dedup.population import (
     BAND,
     BAND_RUNS_FILE,
@@ -56,9 +55,10 @@ from shardkit.writers.dedup.shingle_store import (
     ShingleReader,
     ShingleWriter,
 )
-from shardkit.writers.dedup.shingles import shingle_batch
+from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.spill import Removed
+from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.stages.tokenize import Removed
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 MADE_FROM = {"recipe_digest": "0123", "inputs": [{"source": "old", "files": 2}]}

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.lines import reference_cut, reference_hash, reference_units
 
-from shardkit.writers.clean import exact_keys
-from shardkit.writers.dedup import lines_keys, lines_units, split_rows
+from shardkit.writers.dedup import lines as lines_keys
+from shardkit.writers.dedup import removals as split_rows
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KeyFile, find_losers, find_winners
-from shardkit.writers.dedup.lines_cut import cut_lines
-from shardkit.writers.dedup.lines_keys import find_line_losers, partitions_for, write_line_keys
-from shardkit.writers.dedup.lines_units import cut_units, find_units
+from shardkit.writers.dedup.lines import cut_lines, find_line_losers, partitions_for, write_line_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.kernels import line_units as lines_units
+from shardkit.writers.kernels.line_units import cut_units, find_units
 from shardkit.writers.ledger import Ledger
+from shardkit.writers.stages.clean import exact_keys
 
 Document = tuple[bytes, int, str]  # id, source, text
 

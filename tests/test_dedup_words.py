@@ -19,10 +19,9 @@ from reference.near import (
 )
 
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.minhash import band_keys, sign_batch, word_keys
-from shardkit.writers.dedup.normalization import composed, normalized_words
-from shardkit.writers.dedup.shingles import shingle_batch, text_units
-from shardkit.writers.dedup.words import SEGMENT_BYTES
+from shardkit.writers.dedup.signatures import band_keys, sign_batch, word_keys
+from shardkit.writers.kernels.shingles import shingle_batch, text_units
+from shardkit.writers.kernels.words import SEGMENT_BYTES, composed, normalized_words
 
 # Letters that change length or form in lower case or NFC, that join with others, and of 1 to 4 bytes.
 ODD = "éÄßİıΣςσЖ字あ한ᄒ\u1161\u11a8\u0301\u0308\u0345ﬁⅣ²𝔘😀—“”\u2028\u00a0ก็ａ_0"

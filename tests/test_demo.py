@@ -13,9 +13,11 @@ import numpy as np
 import psutil
 import pytest
 
-from shardkit import mds
-from shardkit.demo import corpus, proofs, resume, speed, story
 from shardkit.errors import ShardkitError
+from shardkit.formats import mds
+from shardkit.tools.demo import corpus, proofs, story
+from shardkit.tools.demo import proofs as resume
+from shardkit.tools.demo import proofs as speed
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from loader_data import make_dataset
 from resume import Batch, State, assert_equal, assert_exact_resume
 
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.device import CudaPrefetcher
+from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 
 GPU = pytest.param(

@@ -21,12 +21,20 @@ from small_build import make_corpus, tree
 
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
-from shardkit.writers import build, disk_budget, load_recipe
-from shardkit.writers.disk_budget import CERTAIN, Finished, check_disk, disk_needs, finished_stages
+from shardkit.writers import build, load_recipe
+from shardkit.writers import estimate as disk_budget
+from shardkit.writers.estimate import (
+    CERTAIN,
+    Finished,
+    StageBytes,
+    check_disk,
+    disk_needs,
+    finished_stages,
+    rehearse,
+)
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.explain import open_plan
-from shardkit.writers.rehearsal import StageBytes, rehearse
+from shardkit.writers.maintenance import open_plan
 from shardkit.writers.session import Execution, work_of
 
 pytestmark = pytest.mark.usefixtures("inline_builds")

@@ -13,8 +13,9 @@ from small_build import tree
 from small_dataset import make_dataset
 from watched_store import PulledPlugError, WatchedStore, fresh_memory, objects
 
-from shardkit import open_dataset, tar
+from shardkit import open_dataset
 from shardkit.errors import ShardError
+from shardkit.formats import tar
 from shardkit.publish import TransferError, TransferReport, download, upload
 from shardkit.publish import api as module
 from shardkit.publish.contents import LOCK_NAME, MARKER_NAME, MAX_TRIES

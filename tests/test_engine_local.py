@@ -19,7 +19,7 @@ from task_runs import FAILURES, check_failure, run_all
 
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.execution.engine_local import LocalEngine, default_workers
-from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Task
 from shardkit.writers.execution.work import Work
 
@@ -102,7 +102,7 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
         "print('once')\n"
         "from pathlib import Path; import engine_tasks\n"
         "from shardkit.writers.execution.engine_local import LocalEngine\n"
-        "from shardkit.writers.execution.journal import Journal\n"
+        "from shardkit.writers.execution.runner import Journal\n"
         "from shardkit.writers.execution.task import Task\n"
         "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
         "    tasks = [Task('s', str(n), {}, engine_tasks.environment) for n in range(2)]\n"
@@ -162,7 +162,7 @@ def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work)
 SLEEPER = (
     "from pathlib import Path; import engine_tasks\n"
     "from shardkit.writers.execution.engine_local import LocalEngine\n"
-    "from shardkit.writers.execution.journal import Journal\n"
+    "from shardkit.writers.execution.runner import Journal\n"
     "from shardkit.writers.execution.task import Task\n"
     "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
     "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (600,)) for n in range(2)]\n"

@@ -29,11 +29,9 @@ from task_runs import FAILURES, check_failure, run_all
 from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution import engine_ray
-from shardkit.writers.execution.engine_ray import RayEngine, slots_of
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.queue import OwnQueue
-from shardkit.writers.execution.ray_node import check_of, run_on_node
-from shardkit.writers.execution.ray_start import start_ray
+from shardkit.writers.execution.engine_ray import RayEngine, check_of, run_on_node, slots_of, start_ray
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.scheduler import OwnQueue
 from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
@@ -404,7 +402,7 @@ SLEEPER = """
 import sys
 from pathlib import Path; import ray_tasks
 from shardkit.writers.execution.engine_ray import RayEngine
-from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Task
 address, place = sys.argv[1] or None, Path(sys.argv[2])
 with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, memory_bytes=10**9) as engine:

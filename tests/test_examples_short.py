@@ -51,7 +51,7 @@ RUN_SECONDS = 200
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptServer]:
-    with script_server("torch", "shardkit.loaders.loader", "shardkit.mds") as running:
+    with script_server("torch", "shardkit.loaders.loader", "shardkit.formats.mds") as running:
         yield running
 
 

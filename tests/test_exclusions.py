@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.exclusions import Exclusions
+from shardkit.order.exclusions import Exclusions
 
 Ranges = list[tuple[int, int]]
 

@@ -10,10 +10,8 @@ from small_build import make_corpus, text_of, tree
 
 from shardkit.errors import BuildError
 from shardkit.writers import build
-from shardkit.writers.clean_work import clean_work
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.planner import LOST, NEW
-from shardkit.writers.explain import Explanation, explain_build, stage_names
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.maintenance import LOST, NEW, Explanation, clean_work, explain_build, stage_names
 from shardkit.writers.recipe import load_recipe
 
 WORK = ["work=work"]

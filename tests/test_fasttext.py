@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from reference.fasttext import reference_scores
 
 from shardkit.errors import RecipeError
-from shardkit.writers.filters.fasttext_model import FastTextModel, load_fasttext
-from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.fasttext import FastTextScorer
+from shardkit.writers.kernels.fasttext_model import FastTextModel, load_fasttext
 
 WORDS = [b"</s>", b"the", b"of", "größe".encode(), b"a", b"__label__", "中".encode()]
 LABELS = [b"__label__good", b"__label__bad", "__label__übel".encode()]

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.filter_counts import FilterCounts, filters_card
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.filters.config import GopherQualityConfig, LengthConfig
-from shardkit.writers.report.filters import render_filters
+from shardkit.writers.funnel import FilterCounts, filters_card
+from shardkit.writers.report.page import render_filters
 
 STEPS = [("length", LengthConfig(min_words=3, max_words=6)), ("gopher_quality", GopherQualityConfig())]
 

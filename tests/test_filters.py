@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.filters.characters import PUNCTUATION, TERMINAL, characters_with
 from shardkit.writers.filters.config import (
     FilterConfig,
     FinewebQualityConfig,
     GopherQualityConfig,
     LengthConfig,
 )
+from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
 
 ROOMY = GopherQualityConfig(min_doc_words=3, min_stop_words=1, min_avg_word_length=2)
 GOOD = (

@@ -14,9 +14,9 @@ from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterConfig
 from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.dolma_statistics import LONGEST, dolma_statistics
-from shardkit.writers.filters.line_repetition import ALL_LINES
-from shardkit.writers.filters.ngram_statistics import COPIES, TOP
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.lines import ALL_LINES
+from shardkit.writers.kernels.ngrams import COPIES, TOP
 
 REQUIRED = ("the", "be", "of", "é…")
 PARTS = [*" \n\t\r…#*-1", "the", "be", "of", "é", "\u3000", "\u2028", "\x85", "word", "longer-word", "\u0301"]

@@ -16,9 +16,9 @@ from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.filters.gopher_repetition import GopherRepetitionFilter
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
-from shardkit.writers.filters.line_repetition import ALL_LINES, LINES, PARAGRAPHS, line_repetition
-from shardkit.writers.filters.ngram_statistics import COPIES, EXCESS, TOP, ngram_statistics
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.lines import ALL_LINES, LINES, PARAGRAPHS, line_repetition
+from shardkit.writers.kernels.ngrams import COPIES, EXCESS, TOP, ngram_statistics
 
 JOBS = [(n, kind) for kind in (TOP, EXCESS, COPIES) for n in (1, 2, 3, 5, 7)]
 # Few words, some of which are others' ends: "ab c" and "a bc" are the same when joined.

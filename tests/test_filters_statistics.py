@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference.filters import as_rows, reference_line_statistics, reference_word_statistics
 
-from shardkit.writers.filters import characters
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.word_statistics import word_statistics
+from shardkit.writers.kernels import utf8 as characters
+from shardkit.writers.kernels.word_statistics import word_statistics
 
 STOP_WORDS = ("the", "be", "to", "of", "thé", "…")
 # Characters that decide something, often; any other character, sometimes.

@@ -11,7 +11,7 @@ from foreign_tars import sample, tars
 from remote_harness import QUICK, fresh_url
 from resume import assert_equal, assert_exact_resume, run
 
-from shardkit.cache.options import CacheOptions
+from shardkit.cache.contract import CacheOptions
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader

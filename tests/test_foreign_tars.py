@@ -18,19 +18,19 @@ import pytest
 from foreign_tars import PARTS, samples, tar_bytes, tars
 from remote_harness import fresh_url
 
-from shardkit import tar
+from shardkit.cache import tar_scan as scan
+from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import SUBFOLDER
-from shardkit.cache.options import CacheOptions
-from shardkit.cache.tar_indexes import TarIndexes
+from shardkit.cache.tar_scan import TarIndexes
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError
-from shardkit.index import Column
+from shardkit.formats import tar
+from shardkit.formats.tar.find import unscanned
+from shardkit.formats.tar.members import Scanned
+from shardkit.formats.tar.shard_list import describe_tar
+from shardkit.manifest import Column
 from shardkit.storage import open_store
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
-from shardkit.tar import scan
-from shardkit.tar.find import unscanned
-from shardkit.tar.index_file import Scanned
-from shardkit.tar.shard_list import describe_tar
 
 ALL = list(range(23))
 
@@ -147,7 +147,7 @@ def test_a_shard_is_opened_by_what_the_scan_has_found(
 ) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes(0, 7))
     opened(tmp_path, tmp_path / "cache")
-    monkeypatch.setattr("shardkit.tar.shard.walk_members", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr("shardkit.formats.tar.shard.walk_members", lambda *_: pytest.fail("walked again"))
     assert samples(opened(tmp_path, tmp_path / "cache")) == list(range(7))
 
 
@@ -183,7 +183,7 @@ def test_without_a_cache_folder_every_opening_scans(tmp_path: Path) -> None:
 def test_scans_that_are_not_kept_are_warned_of_where_they_are_long(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.opening._UNREMEMBERED_BYTES", 1000)
+    monkeypatch.setattr("shardkit.dataset._UNREMEMBERED_BYTES", 1000)
     with pytest.warns(RuntimeWarning, match=r"133 KB of tars without a list .* give cache_dir") as caught:
         opened(place)
     assert caught[0].filename == __file__
@@ -287,7 +287,7 @@ def test_indexes_that_were_not_used_for_long_give_way(
     files = sorted((tmp_path / "cache" / SUBFOLDER / "tars").iterdir(), key=lambda f: f.stat().st_mtime_ns)
     size = files[0].stat().st_size
     os.utime(files[0])
-    monkeypatch.setattr("shardkit.cache.tar_indexes.MAX_BYTES", 4 * size)
+    monkeypatch.setattr("shardkit.cache.tar_scan.MAX_BYTES", 4 * size)
     (tmp_path / "5.tar").write_bytes(tar_bytes(7, 8))
     opened(tmp_path / "5.tar", tmp_path / "cache")
     assert [file.exists() for file in files] == [True, False, True, True]

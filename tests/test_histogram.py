@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.histogram import Histogram
+from shardkit.card import Histogram
 
 
 @given(st.lists(st.integers(0, 2**40)), st.integers(0, 50))

@@ -11,8 +11,15 @@ from default_cases import cases
 from near_parts import Made, clusters, near_signature, write_parts
 from reference.near import reference_hub_pairs
 
-from shardkit.writers.dedup.hub_kernels import count_matches, make_prints, matches_for
-from shardkit.writers.dedup.hubs import HubLimits, HubSearch, sub_rows, thresholds
+from shardkit.writers.dedup.hubs import (
+    HubLimits,
+    HubSearch,
+    count_matches,
+    make_prints,
+    matches_for,
+    sub_rows,
+    thresholds,
+)
 from shardkit.writers.dedup.population import Kind, Population
 
 KINDS: tuple[Kind, ...] = ("input", "input", "index", "planted")

@@ -6,7 +6,7 @@ import pytest
 
 from shardkit.errors import ShardError
 from shardkit.files import publish_bytes
-from shardkit.index import FileInfo, Manifest, ShardInfo, checked_basename
+from shardkit.manifest import FileInfo, Manifest, ShardInfo, checked_basename
 
 
 def shard(name: str, samples: int, digest: str = "aa", bytes: int = 10) -> ShardInfo:

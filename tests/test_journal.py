@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import BuildError, ConservationError
-from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import COMMIT_NAME
@@ -172,7 +172,7 @@ def test_two_builds_cannot_share_a_work_folder(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_build_is_free(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from shardkit.writers.execution.journal import Journal\n"
+        "import os, sys; from pathlib import Path; from shardkit.writers.execution.runner import Journal\n"
         "Journal(Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "work")], timeout=60)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.writers import kernel_cache as module
-from shardkit.writers.kernel_cache import kernel_cache
+from shardkit.writers.kernels import numba_support as module
+from shardkit.writers.kernels.numba_support import kernel_cache
 
 
 @pytest.fixture(autouse=True)

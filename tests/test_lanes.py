@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.lanes import Lanes, default_lanes, default_window, rank_slice
+from shardkit.order.order import Lanes, default_lanes, default_window, rank_slice
 
 
 @given(samples=st.integers(0, 300), lanes=st.integers(1, 40), window=st.integers(0, 80))

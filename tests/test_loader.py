@@ -19,7 +19,7 @@ from loader_data import EOS, LENGTH, make_dataset, saved_bytes, token_rows, writ
 from shardkit import open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.prefetch import BUSY_SECONDS
+from shardkit.loaders.producer import BUSY_SECONDS
 
 SAMPLES = 53
 ROWS = token_rows(SAMPLES)
@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     # One batch a group, as batches of real size have it: the thread then has a part in these small runs.
-    monkeypatch.setattr("shardkit.loaders.groups.GROUP_BYTES", 1)
+    monkeypatch.setattr("shardkit.loaders.producer.GROUP_BYTES", 1)
 
 
 def loader_of(data: Path, **arguments: Any) -> StreamingLoader:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from loader_data import columns_sample, make_dataset, token_rows
 
-from shardkit import mds
 from shardkit.errors import ShardError
+from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.rows import FixedRows, _MappedColumn, _reader_by_shard
-from shardkit.loaders.samples import DecodedSamples
+from shardkit.loaders.readers.fixed import FixedRows, _MappedColumn, _reader_by_shard
+from shardkit.loaders.readers.sources import DecodedSamples
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,6 @@ def test_compressed_shards_get_few_enough_lanes_to_stay_in_memory(
     folder = make_dataset(tmp_path, "mds_zstd")
     assert loader_of(folder, batch_size=12).state_dict()["lanes"] == 12
     largest = max(info.raw.bytes for info in loader_of(folder).dataset.manifest.shards)
-    monkeypatch.setattr("shardkit.loaders.setup.MAX_RESIDENT_BYTES", 4 * largest * 5)
+    monkeypatch.setattr("shardkit.loaders.defaults.MAX_RESIDENT_BYTES", 4 * largest * 5)
     assert loader_of(folder, batch_size=12).state_dict()["lanes"] == 4
     assert loader_of(folder, batch_size=12, lanes=6).state_dict()["lanes"] == 6

@@ -52,8 +52,8 @@ def test_extras_resume_exactly(datasets: dict[str, Path]) -> None:
 def test_with_every_batch_made_by_the_thread_the_run_is_the_same(
     datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.loaders.groups.GROUP_BYTES", 1)
-    monkeypatch.setattr("shardkit.loaders.prefetch.BUSY_SECONDS", -1.0)
+    monkeypatch.setattr("shardkit.loaders.producer.GROUP_BYTES", 1)
+    monkeypatch.setattr("shardkit.loaders.producer.BUSY_SECONDS", -1.0)
     for kind in ("mds", "columns"):
         assert_exact_resume(partial(make, datasets[kind], batch_size=4), steps=16)
 

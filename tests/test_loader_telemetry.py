@@ -23,7 +23,7 @@ from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit.cache.folder import CacheFolder
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.prefetch import LoaderTimeoutError
+from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import ObjectInfo
 

@@ -16,7 +16,7 @@ from small_dataset import make_dataset
 from support.faulty_store import FaultRule, FaultyStore
 
 from shardkit import locate
-from shardkit.cache.options import CacheOptions
+from shardkit.cache.contract import CacheOptions
 from shardkit.cli.info import describe
 from shardkit.cli.main import main
 from shardkit.dataset import open_dataset

@@ -7,7 +7,7 @@ import math
 import pytest
 from datasketch.lsh import _optimal_param
 
-from shardkit.writers.dedup.lsh import curve, optimal_parameters, probability, render_curve
+from shardkit.writers.dedup.bands import curve, optimal_parameters, probability, render_curve
 
 
 @pytest.mark.parametrize("permutations", [1, 2, 3, 16, 31, 100, 112, 128])

@@ -15,7 +15,7 @@ import peers
 import pytest
 from PIL import Image
 
-from shardkit import mds
+from shardkit.formats import mds
 
 GOLDENS = Path(os.environ.get("SHARDKIT_TEST_DATA", ".")) / "goldens" / "mds"
 EVERYTHING = {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.mds.encodings import encode_value, encoding_of
+from shardkit.formats.mds.encodings import encode_value, encoding_of
 
 VALUES: list[tuple[str, Any]] = [
     ("bytes", b""),

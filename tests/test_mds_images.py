@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shardkit.mds.encodings import Encoding, encoding_of
+from shardkit.formats.mds.encodings import Encoding, encoding_of
 
 MODES = ["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "I;16", "P", "PA", "LAB"]
 

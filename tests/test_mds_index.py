@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardError
-from shardkit.index import Column, FileInfo, Manifest, ShardInfo
-from shardkit.mds.index import config_bytes, make_columns, parse_columns, read_index, write_index
+from shardkit.formats.mds.index import config_bytes, make_columns, parse_columns, read_index, write_index
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 
 COLUMNS = make_columns({"tokens": "ndarray:uint16:8", "id": "str"})
 SHARDS = [

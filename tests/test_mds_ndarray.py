@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shardkit.mds.ndarray import ARRAY_DTYPES, parse_array_layout
+from shardkit.formats.mds.encodings import ARRAY_DTYPES, parse_array_layout
 
 ARRAYS = st.sampled_from(sorted(ARRAY_DTYPES.values())).flatmap(
     lambda dtype: hnp.arrays(dtype, hnp.array_shapes(max_dims=5, max_side=6))

@@ -12,8 +12,8 @@ import peers
 import pytest
 from remote_harness import QUICK, fresh_url, put_folder
 
+from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import SUBFOLDER
-from shardkit.cache.options import CacheOptions
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit import mds
 from shardkit.errors import ShardError
+from shardkit.formats import mds
 from shardkit.hashing import HASH_NAMES, hash_bytes
-from shardkit.index import ShardInfo
+from shardkit.manifest import ShardInfo
 
 FIXED = {"a": "uint8", "b": "ndarray:int32:2,3", "c": "int", "d": "float16", "e": "ndarray:uint16:5"}
 VARIABLE = {

@@ -13,11 +13,11 @@ from default_cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit import mds
-from shardkit.compression import decompress
 from shardkit.errors import ShardError
-from shardkit.mds.index import make_columns
-from shardkit.mds.writer import _ShardFile
+from shardkit.formats import mds
+from shardkit.formats.compression import decompress
+from shardkit.formats.mds.index import make_columns
+from shardkit.formats.mds.writer import _ShardFile
 
 MIXED = {"id": "str", "n": "int", "b": "bytes", "x": "ndarray", "f": "float32", "y": "ndarray:int16:2"}
 

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from test_planted import corpus, nothing, write_documents
 
 from shardkit.writers.dedup import measure
+from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.lsh import probability
 from shardkit.writers.dedup.measure import (
+    PLANTED,
+    PLANTED_FILE,
     binomial_interval,
     measure_precision,
     measure_recall,
+    plant,
 )
-from shardkit.writers.dedup.planted import PLANTED, PLANTED_FILE, plant
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population, priority
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.verify import EDGE

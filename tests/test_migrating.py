@@ -18,10 +18,10 @@ import webdataset
 from foreign_tars import PARTS, tars
 from remote_harness import fresh_url, put_folder
 
-from shardkit import mds
-from shardkit.cache.options import CacheOptions
+from shardkit.cache.contract import CacheOptions
 from shardkit.cli.main import main
 from shardkit.dataset import open_dataset
+from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
 from shardkit.storage import open_store

@@ -131,7 +131,7 @@ def test_a_single_missing_package_is_named_with_its_extra(
         ("from shardkit.loaders import StreamingLoader", ALL, "torch"),
         ("from shardkit.loaders.pytorch import StreamingDataset", "torch", "torch"),
         ("from shardkit.loaders.pytorch import state_of", "torch", "torch"),
-        ("from shardkit.loaders.map_dataset import MapDataset", "torch", "torch"),
+        ("from shardkit.loaders.pytorch import MapDataset", "torch", "torch"),
         ("from shardkit.loaders.streaming_dataset import StreamingDataset", "torch", "torch"),
         ("from shardkit.loaders.lightning_module import ShardDataModule", "lightning", "lightning"),
         ("from shardkit.loaders.lightning_module import ShardDataModule", "torch,lightning", "lightning"),
@@ -141,7 +141,11 @@ def test_a_single_missing_package_is_named_with_its_extra(
         ("from shardkit.writers import build_dedup_index", "pyarrow", "write"),
         ("from shardkit.writers import Recipe, load_recipe", ALL, None),
         ("from shardkit.writers.annotations import thresholds", ALL, "write"),
-        ("from shardkit import open_dataset; import shardkit.mds, shardkit.tar, shardkit.upload", ALL, None),
+        (
+            "from shardkit import open_dataset; import shardkit.formats.mds, shardkit.formats.tar, shardkit.publish",
+            ALL,
+            None,
+        ),
     ],
 )
 def test_a_public_import_names_the_extra_that_it_lacks(

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.exclusions import Exclusions
-from shardkit.mixed_order import MixedOrder, StreamOrder, stream_seed
-from shardkit.mixture import Mixture, Schedule
-from shardkit.order import Located, Order, OrderSpec, rank_slice
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import Mixture, Schedule
+from shardkit.order.order import Located, Order, OrderSpec, rank_slice
+from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
 
 GOLDEN = Path(__file__).parent / "golden" / "mixed_order_locations.json"
 

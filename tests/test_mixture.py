@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import StateError
-from shardkit.mixture import MAX_POSITION, Mixture, Schedule
-from shardkit.permutation import mix64
+from shardkit.order.mixture import MAX_POSITION, Mixture, Schedule
+from shardkit.order.permutation import mix64
 
 GOLDEN = Path(__file__).parent / "golden" / "mixture_locations.json"
 GOLDEN_RATIO = 0x9E3779B97F4A7C15

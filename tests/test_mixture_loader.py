@@ -17,11 +17,11 @@ import torch
 from loader_data import make_dataset, token_rows
 from resume import assert_equal, assert_exact_resume, batches, run
 
-from shardkit import mds
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import StateError, StreamExhaustedError
-from shardkit.exclusions import Exclusions
+from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.order.exclusions import Exclusions
 
 SIZES = {"web": 53, "code": 31, "books": 40}
 WEIGHTS = {"web": 3, "code": 1, "books": 2}

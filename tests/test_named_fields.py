@@ -16,11 +16,11 @@ from small_build import make_corpus
 
 from shardkit.errors import RecipeError
 from shardkit.writers import build
-from shardkit.writers.clean import clean_split
+from shardkit.writers.estimate import Piece, put_pieces
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
-from shardkit.writers.sample_pieces import Piece, put_pieces
+from shardkit.writers.stages.clean import clean_split
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 

@@ -17,8 +17,8 @@ from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
-from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.kernels.shingles import shingle_batch
 
 pytestmark = pytest.mark.data
 

@@ -13,13 +13,12 @@ import pytest
 from reference.near import ReferenceResult, Text, reference_near
 
 from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import DedupIndex, publish_index
-from shardkit.writers.dedup.index_part import index_part
+from shardkit.writers.dedup.index import DedupIndex, index_part, publish_index
 from shardkit.writers.dedup.near import find_near_duplicates
-from shardkit.writers.dedup.parts import sign_documents
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
+from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA
-from shardkit.writers.spill import Removed
+from shardkit.writers.stages.tokenize import Removed
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 IdResult = tuple[dict[bytes, bytes], dict[bytes, int]]

@@ -16,11 +16,12 @@ from remote_harness import put_folder
 from s3_moto import s3_server
 
 from shardkit import dataset as dataset_module
-from shardkit import mds, tar
 from shardkit.dataset import open_dataset
-from shardkit.index import ShardInfo
-from shardkit.loaders import StreamingLoader, groups
-from shardkit.local_files import open_maps
+from shardkit.files import open_maps
+from shardkit.formats import mds, tar
+from shardkit.loaders import StreamingLoader
+from shardkit.loaders import producer as groups
+from shardkit.manifest import ShardInfo
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import StorageOptions
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import StateError
-from shardkit.order import Located, Order, OrderSpec, rank_slice
-from shardkit.permutation import mix64, permute_one
+from shardkit.order.order import Located, Order, OrderSpec, rank_slice
+from shardkit.order.permutation import mix64, permute_one
 
 GOLDEN = Path(__file__).parent / "golden" / "order_locations.json"
 GOLDEN_RATIO = 0x9E3779B97F4A7C15

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.permutation import MAX_SIZE, Domains, Permutation, mix64, permute, permute_one, unpermute
+from shardkit.order.permutation import MAX_SIZE, Domains, Permutation, mix64, permute, permute_one, unpermute
 
 GOLDEN = Path(__file__).parent / "golden" / "order_permutation.json"
 POWERS_OF_TWO = [1 << bits for bits in range(1, 21)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.state import Tail
-from shardkit.order import Order, OrderSpec
+from shardkit.order.order import Order, OrderSpec
 
 TAILS = get_args(Tail)
 

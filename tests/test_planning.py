@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 
 from shardkit.cli import plan_build, plan_train
 from shardkit.errors import ShardkitError
-from shardkit.lanes import default_lanes, default_window
-from shardkit.planning.build import READ_BYTES, UPLOAD_PART_BYTES, BuildNeeds, BuildPlan
-from shardkit.planning.funnel import Funnel, Stage
-from shardkit.planning.measured import funnel_of, measured_from_card
-from shardkit.planning.prices import Prices
-from shardkit.planning.quantities import (
+from shardkit.order.order import default_lanes, default_window
+from shardkit.storage import object_file, s3_upload
+from shardkit.tools.plan.build import (
+    READ_BYTES,
+    UPLOAD_PART_BYTES,
+    BuildNeeds,
+    BuildPlan,
+    Funnel,
+    Stage,
+    funnel_of,
+    measured_from_card,
+)
+from shardkit.tools.plan.quantities import (
+    Prices,
     format_count,
     format_seconds,
     parse_count,
@@ -26,8 +34,7 @@ from shardkit.planning.quantities import (
     parse_seconds,
     parse_share,
 )
-from shardkit.planning.train import TrainNeeds, TrainPlan
-from shardkit.storage import object_file, s3_upload
+from shardkit.tools.plan.train import TrainNeeds, TrainPlan
 
 TOKENS = 14_800_000_000_000
 RETENTION = ["0.50", "0.40", "0.50", "0.50", "0.50", "0.40", "0.95"]

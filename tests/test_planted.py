@@ -13,15 +13,8 @@ import pytest
 from reference.near import reference_shingles
 
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.planted import (
-    DOCUMENTS_FILE,
-    NAMESPACE,
-    PLANTED,
-    PLANTED_FILE,
-    ngrams,
-    plant,
-    read_rows,
-)
+from shardkit.writers.dedup.measure import NAMESPACE, PLANTED, PLANTED_FILE, ngrams, plant, read_rows
+from shardkit.writers.dedup.measure import TEXTS_FILE as DOCUMENTS_FILE
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 
 WORDS = MinHashConfig()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardkit.loaders.prefetch import BUSY_SECONDS, Limits, LoaderTimeoutError, Prefetcher
+from shardkit.loaders.producer import BUSY_SECONDS, Limits, LoaderTimeoutError, Prefetcher
 
 LIMITS = Limits(batches=4, bytes=1 << 20, timeout_seconds=30)
 SLOW = 20 * BUSY_SECONDS

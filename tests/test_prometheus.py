@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkit.loaders.metrics import CacheStats, LoaderStats, StoreStats, Telemetry
 from shardkit.loaders.prometheus import MetricsFile, render
-from shardkit.loaders.stats import CacheStats, LoaderStats, StoreStats
-from shardkit.loaders.telemetry import Telemetry
 
 STATS = LoaderStats(
     steps=12,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardkit.progress import make_listener
-from shardkit.writers.execution import proofs, work_files
-from shardkit.writers.execution.engine_inline import InlineEngine
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution import runner as proofs
+from shardkit.writers.execution import work_files
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_local import LocalWork
 

@@ -13,11 +13,11 @@ import pytest
 from plain_provenance import documents_at, rows_of
 
 from shardkit.errors import BuildError
-from shardkit.writers import provenance as module
 from shardkit.writers.documents import document_ids, keyed_hashes
-from shardkit.writers.pack import Placement, pack_best_fit
-from shardkit.writers.provenance import PROVENANCE_SCHEMA, renumber, write_provenance
-from shardkit.writers.spill import SPILL_SCHEMA
+from shardkit.writers.stages import provenance as module
+from shardkit.writers.stages.pack import Placement, pack_best_fit
+from shardkit.writers.stages.provenance import PROVENANCE_SCHEMA, renumber, write_provenance
+from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 
 LENGTH = 32
 SEED = 5

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from small_build import tree
 
-from shardkit import mds, open_dataset
+from shardkit import open_dataset
 from shardkit.errors import BuildError, ShardError
-from shardkit.index import FileInfo, Manifest
+from shardkit.formats import mds
+from shardkit.manifest import FileInfo, Manifest
 from shardkit.publish.transports import Placer
 from shardkit.storage.store import StoreError
 from shardkit.verify import verify
 from shardkit.writers import publish as module
 from shardkit.writers.card import card_bytes, describe_file
-from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Output
 from shardkit.writers.publish import find_published, finish_published, global_shards, publish
 
@@ -186,7 +187,7 @@ def test_what_is_cut_short_after_its_index_is_finished_without_publishing_again(
     tmp_path: Path, old: Built, new: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_THREADS", 1)
-    monkeypatch.setattr("shardkit.mds.index.TABLE_SHARDS", 1)
+    monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 1)
     new.publish(tmp_path / "fresh")
     expected, finished = tree(tmp_path / "fresh"), 0
     assert "index.bin" in expected

@@ -17,13 +17,14 @@ import pytest
 from power_cut import Disk, Way
 from watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
-from shardkit import mds, open_dataset, tar
-from shardkit.convert import OutputOptions, convert
-from shardkit.index import Manifest
+from shardkit import open_dataset
+from shardkit.formats import mds, tar
+from shardkit.manifest import Manifest
 from shardkit.publish import download, upload
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
+from shardkit.tools.convert import OutputOptions, convert
 from shardkit.writers import publish as writers_publish
 from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.publish import RemoteOutput, global_shards, publish
@@ -74,9 +75,9 @@ class Built:
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread, so that operations have an order, and index.bin from the first shard on."""
-    monkeypatch.setattr("shardkit.mds.index.TABLE_SHARDS", 1)
+    monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 1)
     monkeypatch.setattr(writers_publish, "_THREADS", 1)
-    monkeypatch.setattr("shardkit.convert.staging._THREADS", 1)
+    monkeypatch.setattr("shardkit.tools.convert.staging._THREADS", 1)
 
 
 @pytest.fixture

@@ -14,12 +14,10 @@ from watched_store import fresh_memory
 from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
-from shardkit.writers.execution import queue as module
-from shardkit.writers.execution.claims import Claims
-from shardkit.writers.execution.engine_inline import InlineEngine
-from shardkit.writers.execution.queue import OwnQueue, SharedQueue, TaskSlice
+from shardkit.writers.execution import scheduler as module
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.scheduler import Claims, OwnQueue, SharedQueue, TaskSlice, take_turn
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.turns import take_turn
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import LocalWork
 

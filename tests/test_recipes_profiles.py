@@ -20,9 +20,9 @@ from small_build import make_corpus
 from test_recipes import DANISH, PAGE, PROFILES, PROSE, STORY
 
 from shardkit import open_dataset
-from shardkit.demo.story import RECIPE as DEMO_RECIPE
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.trace.text import Decoder
+from shardkit.tools.demo.story import RECIPE as DEMO_RECIPE
+from shardkit.tools.trace.text import Decoder
 from shardkit.verify import verify
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ConservationError
-from shardkit.index import FileInfo, Manifest, ShardInfo
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.writers.card import card_bytes, make_card, recipe_content
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.ledger import Count, Ledger

@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from small_build import make_corpus
 
-from shardkit.cli.info_card import card_tables
+from shardkit.card import Histogram, funnel_steps
+from shardkit.cli.info import card_tables
 from shardkit.cli.main import main
-from shardkit.funnel_steps import funnel_steps
-from shardkit.histogram import Histogram
 from shardkit.writers import build, session
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.report import render_report

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardkit.writers.dedup.lsh import probability
+from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.measure import BAND_EDGES, binomial_interval
 from shardkit.writers.report.dedup import render_dedup
-from shardkit.writers.report.style import STYLE
+from shardkit.writers.report.html import STYLE
 
 PAIRS = 285
 

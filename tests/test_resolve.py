@@ -11,11 +11,17 @@ import numpy.typing as npt
 import pytest
 from near_population import Document, World, make_documents, write_world
 
-from shardkit.writers.dedup.array_file import RowsWriter
-from shardkit.writers.dedup.edge_merge import merge_edges
 from shardkit.writers.dedup.exact import LOSER_DTYPE
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
-from shardkit.writers.dedup.resolve import LOSERS_FILE, NEAR_LOSER, PLANTED_FILE, WINNERS_FILE, resolve
+from shardkit.writers.dedup.resolve import (
+    LOSERS_FILE,
+    NEAR_LOSER,
+    PLANTED_FILE,
+    WINNERS_FILE,
+    merge_edges,
+    resolve,
+)
+from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.dedup.verify import EDGE, priorities_of
 
 IdPair = tuple[bytes, bytes]

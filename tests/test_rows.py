@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from loader_data import make_dataset, token_rows
 
-from shardkit import mds
 from shardkit.dataset import open_dataset
-from shardkit.loaders.rows import FixedColumn, FixedRows
+from shardkit.formats import mds
+from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
 from shardkit.loaders.streams import Streams
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from shardkit.progress import make_listener
-from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.engine_local import LocalEngine
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Task
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import StageProgress

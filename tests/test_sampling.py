@@ -10,12 +10,12 @@ import pytest
 from small_build import make_corpus
 
 from shardkit.cli.main import main
-from shardkit.planning.measured import measured_from_card
+from shardkit.tools.plan.build import measured_from_card
+from shardkit.tools.plan.sampling import measure_sample
 from shardkit.writers import build
+from shardkit.writers.estimate import Piece, choose_pieces, copy_start
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.recipe import load_recipe
-from shardkit.writers.sample_pieces import Piece, choose_pieces, copy_start
-from shardkit.writers.sampling import measure_sample
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 

@@ -14,16 +14,16 @@ import pytest
 from loader_data import parts, token_rows, write_card
 from remote_harness import fresh_url, put_folder, write_hashed
 
-from shardkit.cache import options
+from shardkit.cache import contract as options
+from shardkit.cache.contract import CacheOptions
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.options import CacheOptions
 from shardkit.dataset import Dataset, open_dataset
-from shardkit.loaders import StreamingLoader, setup
+from shardkit.loaders import StreamingLoader
+from shardkit.loaders import defaults as setup
 from shardkit.loaders.config import LoaderConfig, Stream
-from shardkit.loaders.opening import Opened, open_streams
+from shardkit.loaders.defaults import find_eos_id, shuffle_sizes, telemetry_sources
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.setup import find_eos_id, shuffle_sizes, telemetry_sources
-from shardkit.loaders.streams import Streams
+from shardkit.loaders.streams import Opened, Streams, open_streams
 from shardkit.storage.memory import MemoryStore
 
 ROW_BYTES = 16

@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit import mds
 from shardkit.dataset import open_dataset
-from shardkit.index import FileInfo, Manifest, ShardInfo, Summed
+from shardkit.formats import mds
+from shardkit.formats.mds import index as index_table
+from shardkit.formats.mds.index import _EntryParser, index_bytes, make_columns, read_index, write_index
 from shardkit.loaders import StreamingLoader
-from shardkit.mds import index_table
-from shardkit.mds.index import _EntryParser, index_bytes, make_columns, read_index, write_index
-from shardkit.shard_table import ShardTable, table_of
+from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, Summed, table_of
 
 COLUMNS = make_columns({"tokens": "ndarray:uint16:8"})
 OTHERS = make_columns({"tokens": "ndarray:uint16:8", "label": "int"})
@@ -111,7 +110,7 @@ def many(count: int = 40) -> list[ShardInfo]:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the index of a dataset that counts as large."""
-    for module in ("shardkit.mds.index", "shardkit.mds.index_table"):
+    for module in ("shardkit.formats.mds.index", "shardkit.formats.mds.index"):
         monkeypatch.setattr(f"{module}.TABLE_SHARDS", 20)
     write_index(tmp_path, many())
     return tmp_path
@@ -120,7 +119,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_index_bin_is_read_in_place_of_the_index(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (large / "index.json").read_bytes() == index_bytes(many())
     with monkeypatch.context() as patch:
-        patch.setattr("shardkit.mds.index.parse_index", None)
+        patch.setattr("shardkit.formats.mds.index.parse_index", None)
         manifest = read_index(large)
     assert isinstance(manifest.shards, ShardTable)
     assert isinstance(manifest.shards, Summed)
@@ -226,7 +225,7 @@ def test_a_loader_reads_a_large_dataset_as_any_other(tmp_path: Path, monkeypatch
     mds.write_index(tmp_path, infos)
     assert not (tmp_path / "index.bin").exists()
     expected = run()
-    for module in ("shardkit.mds.index", "shardkit.mds.index_table"):
+    for module in ("shardkit.formats.mds.index", "shardkit.formats.mds.index"):
         monkeypatch.setattr(f"{module}.TABLE_SHARDS", 20)
     mds.write_index(tmp_path, infos)
     assert (tmp_path / "index.bin").exists()

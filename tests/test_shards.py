@@ -20,12 +20,12 @@ import tokenizers
 from default_cases import cases
 from tokenizers import models, pre_tokenizers, trainers
 
-from shardkit import mds, tar
 from shardkit.errors import BuildError
+from shardkit.formats import mds, tar
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.recipe import OutputConfig, PackConfig
-from shardkit.writers.shards import PROVENANCE_NAME, PackResult, pack_partition
-from shardkit.writers.spill import Removed, tokenize_split
+from shardkit.writers.stages.shards import PROVENANCE_NAME, PackResult, pack_partition
+from shardkit.writers.stages.tokenize import Removed, tokenize_split
 from shardkit.writers.tokenizer import Encoder
 
 EOS = "<|endoftext|>"

@@ -10,7 +10,7 @@ from itertools import permutations
 import pytest
 
 from shardkit.errors import StateError
-from shardkit.loaders.shared_cursor import MAX_WORKERS, Shared, SharedCursor, Worker
+from shardkit.loaders.streaming_dataset import MAX_WORKERS, Shared, SharedCursor, Worker
 
 START, NEXT, LATER = (5, 1), (20, 0), (40, 0)
 COUNT = 3

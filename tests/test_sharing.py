@@ -25,8 +25,9 @@ from shardkit.publish import transports
 from shardkit.publish.publication import Publication
 from shardkit.storage.resilient import connect
 from shardkit.writers import BuildResult, build
-from shardkit.writers.execution import queue, turns
-from shardkit.writers.execution.queue import TaskSlice
+from shardkit.writers.execution import scheduler as queue
+from shardkit.writers.execution import scheduler as turns
+from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import Watch
 
@@ -180,7 +181,7 @@ def test_one_that_takes_a_publisher_for_dead_does_not_disturb_it(
 
     monkeypatch.setattr(transports, "held_file", held)
     # Nobody is ever seen to live: every claim is free at once.
-    monkeypatch.setattr("shardkit.writers.execution.claims.Claims._lives", lambda self, session: False)
+    monkeypatch.setattr("shardkit.writers.execution.scheduler.Claims._lives", lambda self, session: False)
     with first_publisher_waits_for(monkeypatch, came):
         together(lambda: share(corpus, tmp_path, 0), lambda: share(corpus, tmp_path, 1))
     assert files(tmp_path / "out") == local

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.array_file import Rows, RowsWriter
 from shardkit.writers.dedup.shingle_store import SET, ShingleReader, ShingleWriter
+from shardkit.writers.dedup.tables import Rows, RowsWriter
 
 Documents = dict[int, list[int]]  # number -> n-grams
 hashes = st.one_of(st.integers(0, 20), st.integers(0, (1 << 64) - 1))

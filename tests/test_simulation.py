@@ -12,17 +12,26 @@ from hypothesis import strategies as st
 
 from shardkit.cache import reader
 from shardkit.cache.belady import min_fetched_bytes
-from shardkit.cache.entry import sealed_size
+from shardkit.cache.folder import sealed_size
 from shardkit.cache.shards import _LEADS_IN_CACHE
-from shardkit.loaders import groups, prefetch, setup, sources
-from shardkit.order import Order, OrderSpec
-from shardkit.simulation.demand import AllUses, Demand, NodeUses
-from shardkit.simulation.link import Link
-from shardkit.simulation.outcome import Outcome
-from shardkit.simulation.run import simulate
-from shardkit.simulation.scenario import LoaderRules, Network, Scenario, choose_window
+from shardkit.loaders import defaults as setup
+from shardkit.loaders import producer as groups
+from shardkit.loaders import producer as prefetch
+from shardkit.loaders.readers import sources
+from shardkit.order.order import Order, OrderSpec
+from shardkit.order.residency import shard_uses
 from shardkit.storage.store import StorageOptions
-from shardkit.uses import shard_uses
+from shardkit.tools.simulate.fetching import Link
+from shardkit.tools.simulate.run import Outcome, simulate
+from shardkit.tools.simulate.scenario import (
+    AllUses,
+    Demand,
+    LoaderRules,
+    Network,
+    NodeUses,
+    Scenario,
+    choose_window,
+)
 
 ROWS, SAMPLE_BYTES = 32, 1000
 SHARD_BYTES = ROWS * SAMPLE_BYTES

@@ -11,8 +11,8 @@ from remote_harness import put_folder
 from small_dataset import make_dataset
 
 from shardkit.cli.main import main
-from shardkit.loaders.speed import measure_speed
 from shardkit.storage.memory import MemoryStore
+from shardkit.tools.bench import measure_speed
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from shardkit.errors import BuildError
-from shardkit.writers import spill as module
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
 from shardkit.writers.ledger import Count
-from shardkit.writers.spill import (
+from shardkit.writers.stages import tokenize as module
+from shardkit.writers.stages.tokenize import (
     RUN_TOKENS,
     Removed,
     choose_partitions,

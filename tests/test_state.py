@@ -10,8 +10,8 @@ import pytest
 
 from shardkit.errors import StateError
 from shardkit.loaders.state import LoaderState, MixtureState, StreamState, resume
-from shardkit.mixture import Schedule
-from shardkit.order import OrderSpec
+from shardkit.order.mixture import Schedule
+from shardkit.order.order import OrderSpec
 
 STATE = LoaderState(
     position=120,

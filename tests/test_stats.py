@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.loaders.stats import CacheStats, LoaderStats, StoreStats, verdict
+from shardkit.loaders.metrics import CacheStats, LoaderStats, StoreStats, verdict
 
 TRAINING = LoaderStats(steps=1000, seconds=100.0)
 # 340 of 1,000 steps waited 30 s of 100 s

@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
+from shardkit.cli.common import add_storage_arguments, storage_options
 from shardkit.cli.main import make_parser
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
 from shardkit.storage.store import StorageOptions
 
 

@@ -19,7 +19,7 @@ from servers.fault_proxy import FaultProxy, Rule
 
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.opening import open_streams
+from shardkit.loaders.streams import open_streams
 from shardkit.storage import (
     ObjectNotFoundError,
     ResilientStore,

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from shardkit.storage.workers import Workers
+from shardkit.storage.limits import Workers
 
 TIMEOUT = 60
 

@@ -19,10 +19,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit import tar
 from shardkit.errors import ShardError
-from shardkit.index import Column, FileInfo
-from shardkit.tar.shard_list import describe_tar
+from shardkit.formats import tar
+from shardkit.formats.tar.shard_list import describe_tar
+from shardkit.manifest import Column, FileInfo
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:

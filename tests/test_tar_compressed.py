@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardError
-from shardkit.tar.compressed import decompress_tar, gunzip, is_tar_name, tar_compression
+from shardkit.formats.tar.compressed import decompress_tar, gunzip, is_tar_name, tar_compression
 
 TEXT = bytes(range(256)) * 2000
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

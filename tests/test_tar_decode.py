@@ -18,7 +18,13 @@ import pytest
 import webdataset
 
 from shardkit.errors import MissingExtraError
-from shardkit.tar.decode import IMAGE_WORDS, MAX_CBOR_DEPTH, checked_decode, decode_member, encoding_of
+from shardkit.formats.tar.values import (
+    IMAGE_WORDS,
+    MAX_CBOR_DEPTH,
+    checked_decode,
+    decode_member,
+    encoding_of,
+)
 
 
 def npy(array: object) -> bytes:
@@ -146,7 +152,7 @@ def test_cbor_as_deep_as_the_limit_is_read() -> None:
 
 def test_archives_that_grow_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from shardkit.tar import decode
+    from shardkit.formats.tar import values as decode
 
     monkeypatch.setattr(decode, "MAX_EXPANDED_BYTES", 10_000)
     zeros = np.zeros(1 << 20, dtype=np.uint8)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardError
-from shardkit.tar.headers import MAX_EXTENSION_HEADERS, Member, walk_members
+from shardkit.formats.tar.members import MAX_EXTENSION_HEADERS, Member, walk_members
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

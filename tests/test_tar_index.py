@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from shardkit.errors import ShardError
-from shardkit.tar.headers import Member
-from shardkit.tar.index import group_members, split_name
+from shardkit.formats.tar.members import Member, group_members, split_name
 
 
 def members(*names: str) -> list[Member]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.shardlists import expand_urls
 
-from shardkit.tar.names import common_folder, expand_braces, fixed_folder, matches, split_names
+from shardkit.formats.tar.shard_list import common_folder, expand_braces, fixed_folder, matches, split_names
 
 LISTS = [
     "part-{000..012}.tar", "{a,b}{1..3}", "{10..1}", "{1..10..3}", "{a..e}", "{e..a..2}", "{a,{b,c}d,}x",
@@ -51,7 +51,7 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
     ["{0..9999999999}", "{0..99999}{0..99999}", "{a,b}" * 40, "{" * 5000, "{" * 500 + "}" * 500, "}{"],
 )
 def test_lists_that_name_too_much_or_nothing_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.tar.names.MAX_NAMES", 200_000)
+    monkeypatch.setattr("shardkit.formats.tar.shard_list.MAX_NAMES", 200_000)
     with pytest.raises(ValueError, match=r"more than|without its|too many braces"):
         expand_braces(text)
 

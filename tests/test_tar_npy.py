@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.tar.npy import decode_npy, make_npy_header, parse_npy_header
+from shardkit.formats.tar.values import decode_npy, make_npy_header, parse_npy_header
 
 
 def npy(array: object, *, allow_pickle: bool = False) -> bytes:

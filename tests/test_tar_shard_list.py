@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from remote_harness import fresh_url
 
-from shardkit import tar
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
-from shardkit.index import Column, FileInfo, Manifest, ShardInfo
+from shardkit.formats import tar
+from shardkit.formats.tar.shard_list import describe_tar, fixed_size
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 from shardkit.storage import open_store
-from shardkit.tar.shard_list import describe_tar, fixed_size
 
 SHARDS = [
     ShardInfo(

@@ -15,20 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote_harness import fresh_url
 
-from shardkit import tar
+from shardkit.cache import tar_scan as skim
+from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import SUBFOLDER
-from shardkit.cache.options import CacheOptions
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
-from shardkit.index import ShardInfo
+from shardkit.formats import tar
+from shardkit.formats.tar.find import unscanned
+from shardkit.formats.tar.members import Scanned, TarIndex
+from shardkit.manifest import ShardInfo
 from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, Store
-from shardkit.tar import skim
-from shardkit.tar.find import unscanned
-from shardkit.tar.index import TarIndex
-from shardkit.tar.index_file import Scanned
 
 
 def skimmed(data: bytes, name: str = "a.tar") -> tuple[Scanned, TarIndex] | None:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardError
-from shardkit.tar.headers import walk_members
-from shardkit.tar.index import TarIndex, group_members
-from shardkit.tar.stride import index_constant_stride
+from shardkit.formats.tar.members import TarIndex, group_members, walk_members
+from shardkit.formats.tar.stride import index_constant_stride
 
 
 def make_tar(

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit import tar
+from shardkit.formats import tar
 from shardkit.hashing import hash_file
-from shardkit.index import Column
+from shardkit.manifest import Column
 
 PINNED = "7a58dd0173f3cb2c7557831e675a96f4fd64b2eb05c13e30ef28d19fae1c2fef"
 

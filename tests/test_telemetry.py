@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loaders.stats import CacheStats, StoreStats
-from shardkit.loaders.telemetry import Telemetry
+from shardkit.loaders.metrics import CacheStats, StoreStats, Telemetry
 
 WAITS = st.floats(0.0, 5000.0) | st.floats(0.0, 1e-3)
 CLASS = 2 ** (1 / 8)
@@ -162,9 +161,7 @@ def test_a_step_costs_microseconds_at_most() -> None:
 
 
 def test_counting_needs_no_torch() -> None:
-    code = (
-        "import sys, shardkit.loaders.telemetry, shardkit.loaders.prometheus; print('torch' in sys.modules)"
-    )
+    code = "import sys, shardkit.loaders.metrics, shardkit.loaders.prometheus; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

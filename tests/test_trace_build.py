@@ -17,10 +17,10 @@ from small_build import EOS, RECIPE, make_corpus
 
 from shardkit.cli.main import main
 from shardkit.dataset import open_dataset
-from shardkit.exclusions import Exclusions
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.order.exclusions import Exclusions
 from shardkit.publish import upload
-from shardkit.trace.text import Decoder
+from shardkit.tools.trace.text import Decoder
 from shardkit.writers import build
 
 _numbers = count()

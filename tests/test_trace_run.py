@@ -17,9 +17,9 @@ from shardkit.cli.main import main, make_parser
 from shardkit.cli.trace_run import TracedRun, find_run
 from shardkit.dataset import open_dataset
 from shardkit.errors import StateError
-from shardkit.exclusions import Exclusions
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.trace.run import Run
+from shardkit.order.exclusions import Exclusions
+from shardkit.tools.trace.run import Run
 
 SAMPLES = 53
 Place = tuple[int, int, int]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.loaders.plan import BatchPlan
-from shardkit.trace.steps import Steps, Tail
+from shardkit.tools.trace.run import Steps, Tail
 
 
 @given(

@@ -14,21 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 from plain_provenance import documents_at, rows_of
 
-from shardkit import mds
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
-from shardkit.exclusions import Exclusions
-from shardkit.trace import removal
-from shardkit.trace import table as module
-from shardkit.trace.removal import Ranges
-from shardkit.trace.selection import Selection, shuffle_hash
-from shardkit.trace.table import NoProvenanceError, ProvenanceTable, pieces_of
-from shardkit.trace.urls import UrlPatterns
-from shardkit.writers import provenance
+from shardkit.formats import mds
+from shardkit.order.exclusions import Exclusions
+from shardkit.tools.trace import outputs as removal
+from shardkit.tools.trace import table as module
+from shardkit.tools.trace.outputs import Ranges
+from shardkit.tools.trace.search import Selection, UrlPatterns, shuffle_hash
+from shardkit.tools.trace.table import NoProvenanceError, ProvenanceTable, pieces_of
 from shardkit.writers.documents import document_ids, keyed_hashes
-from shardkit.writers.pack import pack_best_fit
-from shardkit.writers.provenance import renumber, write_provenance
-from shardkit.writers.spill import SPILL_SCHEMA
+from shardkit.writers.stages import provenance
+from shardkit.writers.stages.pack import pack_best_fit
+from shardkit.writers.stages.provenance import renumber, write_provenance
+from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 
 LENGTH, SEED = 16, 5
 PARTS = (90, 0, 60, 0, 0, 75)  # documents of each partition: some have none

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardkitError
-from shardkit.trace.urls import UrlPatterns, read_url_list
+from shardkit.tools.trace.search import UrlPatterns, read_url_list
 
 URLS = [
     f"{scheme}{host}{path}"

@@ -16,8 +16,9 @@ from small_build import tree
 from small_dataset import make_dataset
 from watched_store import WatchedStore, fresh_memory, objects
 
-from shardkit import mds, open_dataset, tar
+from shardkit import open_dataset
 from shardkit.errors import ShardError
+from shardkit.formats import mds, tar
 from shardkit.hashing import hash_bytes
 from shardkit.publish import TransferError, TransferProgress, TransferReport, upload
 from shardkit.publish.contents import MARKER_NAME

@@ -20,8 +20,9 @@ from servers.bucket import RgwBucket, s3_client
 from small_build import tree
 from small_dataset import make_dataset
 
-from shardkit import mds, open_dataset
+from shardkit import open_dataset
 from shardkit.cli.main import main
+from shardkit.formats import mds
 from shardkit.publish import download, upload
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.s3 import S3Store

@@ -13,9 +13,9 @@ from audit_runs import log_report
 from loader_data import make_dataset
 from torch.utils.data import DataLoader
 
-from shardkit.audit.usage_file import MAGIC, scan
 from shardkit.dataset import open_dataset
 from shardkit.errors import ShardError
+from shardkit.formats.usage_log import MAGIC, scan
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_leaves_whole_records(
 
 
 def test_ids_of_large_datasets_take_eight_bytes() -> None:
-    from shardkit.audit.usage_file import id_type
+    from shardkit.formats.usage_log import id_type
 
     assert [id_type(n).itemsize for n in (1, (1 << 32) - 2, (1 << 32) - 1, 1 << 40)] == [4, 4, 8, 8]
 

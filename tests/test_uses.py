@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.order import Order, OrderSpec, rank_slice
-from shardkit.uses import ShardUses, lanes_of_part, shard_uses
+from shardkit.order.order import Order, OrderSpec, rank_slice
+from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
 
 SIZES = st.lists(st.integers(0, 25), max_size=12)
 SHUFFLES: st.SearchStrategy[Literal["window", "global", "none"]] = st.sampled_from(

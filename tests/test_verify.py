@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit import mds, tar
 from shardkit.errors import ShardError
-from shardkit.index import ShardInfo
+from shardkit.formats import mds, tar
+from shardkit.manifest import ShardInfo
 from shardkit.verify import VerifyReport, verify
 
 ROWS = np.arange(40 * 16, dtype=np.uint16).reshape(40, 16)

@@ -10,9 +10,16 @@ import pytest
 from near_population import Document, Pair, World, allowed, make_documents, write_pairs, write_world
 from reference.near import reference_compare
 
-from shardkit.writers.dedup.blocks import BlockBudget, plan_blocks
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.dedup.verify import EDGE, EDGES_FILE, priorities_of, read_documents, verify_block
+from shardkit.writers.dedup.verify import (
+    EDGE,
+    EDGES_FILE,
+    BlockBudget,
+    plan_blocks,
+    priorities_of,
+    read_documents,
+    verify_block,
+)
 
 Edge = tuple[bytes, bytes, float, float]  # ids of who wins and who loses, similarity, containment
 

@@ -14,10 +14,10 @@ from reference.filters import reference_count
 
 from shardkit.errors import RecipeError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.filters.phrases import Phrases, lower
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.filters.word_lists import BadWordsFilter, StopWordsFilter
 from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
+from shardkit.writers.kernels.phrases import Phrases, lower
 
 PARTS = st.sampled_from([*"ab _.&\n\u2028中é\u0301٣", "bad", "a bad", "ÉA", "\r\n", "s&m", "x"])
 TEXT = st.lists(PARTS, max_size=25).map("".join)

@@ -22,13 +22,12 @@ from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
 from shardkit.writers.execution import scratch, work_files
-from shardkit.writers.execution.checked_ranges import CACHE_BYTES
 from shardkit.writers.execution.engine_local import answer
-from shardkit.writers.execution.journal import Journal
+from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import BLOCK_BYTES, run_task
 from shardkit.writers.execution.work_local import LocalWork
-from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.execution.work_store import CACHE_BYTES, StoreWork
 
 DATA = random.Random(3).randbytes(5 * BLOCK_BYTES + 17)
 Works = Callable[[], LocalWork | StoreWork]

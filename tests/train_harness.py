@@ -24,7 +24,7 @@ import psutil
 from script_server import ForkedScript, ScriptServer
 from servers.ceph import free_port
 
-from shardkit import mds
+from shardkit.formats import mds
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FAR_STEPS = 1_000_000

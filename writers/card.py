@@ -12,7 +12,7 @@ from typing import Any
 
 import shardkit
 from shardkit.hashing import digest_of, hash_bytes
-from shardkit.index import Manifest
+from shardkit.manifest import Manifest
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.recipe import Recipe
 

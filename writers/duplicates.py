@@ -14,20 +14,19 @@ from itertools import pairwise
 from typing import Any
 
 from shardkit.errors import BuildError
-from shardkit.writers import line_stages
-from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup import exact as exact_dedup
+from shardkit.writers.dedup import lines as line_stages
 from shardkit.writers.dedup.index import DedupIndex
-from shardkit.writers.dedup.near import NearResult, remove_near
-from shardkit.writers.dedup.near_stages import NearStages, SplitDocuments
-from shardkit.writers.dedup.parts import bands_and_rows
+from shardkit.writers.dedup.near import NearResult, NearStages, SplitDocuments, remove_near
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.dedup.resolve import GROUP_SIZES
+from shardkit.writers.dedup.signatures import bands_and_rows
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.stages import exact_tasks
+from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.stages.tasks import exact_tasks
 
 __all__ = ["EXACT", "LINES", "NEAR", "Deduplicated", "remove_duplicates", "task_memory"]
 

@@ -20,9 +20,7 @@ from shardkit.hashing import digest_of
 from shardkit.progress import make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import local_path
-from shardkit.writers import stages
 from shardkit.writers.card import recipe_content
-from shardkit.writers.clean import DOCUMENTS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import (
     SKETCH,
@@ -33,19 +31,21 @@ from shardkit.writers.dedup.index import (
     publish_index,
 )
 from shardkit.writers.dedup.near import NearResult
-from shardkit.writers.dedup.normalization import normalization_version
-from shardkit.writers.dedup.parts import part_settings
 from shardkit.writers.dedup.removals import Removals
+from shardkit.writers.dedup.signatures import part_settings
 from shardkit.writers.duplicates import NEAR, Deduplicated
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import local
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
+from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.machine_files import place_files
 from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
+from shardkit.writers.stages import tasks as stages
+from shardkit.writers.stages.clean import DOCUMENTS_FILE
 
 __all__ = ["DedupIndexResult", "build_dedup_index"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.dedup.array_file import Rows, RowsWriter
+from shardkit.writers.dedup.tables import Rows, RowsWriter
 
 __all__ = ["LANGUAGES_FILE", "LanguageCounts", "LanguageFile", "LanguageLabels", "add_languages"]
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError, warn_user
-from shardkit.writers import spill, stages
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.inputs import scan
 from shardkit.writers.ledger import Count
 from shardkit.writers.preparation import Prepared, prepare
 from shardkit.writers.recipe import Recipe
+from shardkit.writers.stages import tasks as stages
+from shardkit.writers.stages import tokenize as spill
 from shardkit.writers.tokenizer import Engine
 
 __all__ = ["Made", "Plan", "make_parts"]

@@ -18,23 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError
-from shardkit.index import Manifest
+from shardkit.manifest import Manifest
 from shardkit.progress import make_listener
 from shardkit.storage.store import StorageOptions
-from shardkit.writers import stages
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import card_bytes, describe_file, make_card
-from shardkit.writers.clean import QUARANTINE_FILE
-from shardkit.writers.disk_budget import check_disk
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.queue import TaskSlice
-from shardkit.writers.execution.runner import Runner
+from shardkit.writers.estimate import check_disk
+from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.scheduler import TURN_SECONDS, TaskSlice
 from shardkit.writers.execution.task import Commit
-from shardkit.writers.execution.turns import TURN_SECONDS
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_files import read_bytes
-from shardkit.writers.filter_counts import filters_card
-from shardkit.writers.funnel import Funnel, collect_funnel
+from shardkit.writers.funnel import Funnel, collect_funnel, filters_card
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import check_unchanged
 from shardkit.writers.inputs.scan import describe_inputs
@@ -56,9 +51,10 @@ from shardkit.writers.publish import (
 )
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.report import render_report
-from shardkit.writers.result import BuildResult
+from shardkit.writers.result import BuildResult, StageClock
 from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
-from shardkit.writers.times import StageClock
+from shardkit.writers.stages import tasks as stages
+from shardkit.writers.stages.clean import QUARANTINE_FILE
 from shardkit.writers.tokenizer import tokenizer_digest
 from shardkit.writers.up_to_date import check_output
 

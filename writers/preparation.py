@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers import stages
-from shardkit.writers.clean import QUARANTINE_FILE
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.duplicates import Deduplicated, remove_duplicates
 from shardkit.writers.execution.task import Commit, Task
@@ -19,6 +17,8 @@ from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
+from shardkit.writers.stages import tasks as stages
+from shardkit.writers.stages.clean import QUARANTINE_FILE
 
 __all__ = ["Prepared", "open_indexes", "prepare", "refuse_own_files", "with_overrides"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError, ShardError, ShardkitError
-from shardkit.index import Manifest, ShardInfo
 from shardkit.locate import CARD_NAME
+from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, TransferListener, TransferProgress
 from shardkit.publish.api import publish_files
 from shardkit.publish.contents import (

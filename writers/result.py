@@ -1,18 +1,102 @@
-"""What a build made."""
+"""What a build made.
+
+How long the stages of a build took: heard from its progress, for its result, never for its dataset.
+
+A dataset is the same whatever ran it, so its card and report know no times: those are of one run, on one
+machine, with so much found finished.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from shardkit.errors import BuildError
+from shardkit.progress import Listener
 from shardkit.storage.url import is_remote
 from shardkit.writers.ledger import Ledger
-from shardkit.writers.times import StageTime
+from shardkit.writers.progress import StageProgress
 
-__all__ = ["BuildResult"]
+__all__ = ["BuildResult", "StageClock", "StageTime"]
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One stage of this run. It began `start` seconds after the build did; stages may run side by side.
+
+    `documents` and `bytes` of text are those that this run read in it; 0 for stages that do not count them.
+    """
+
+    stage: str
+    start: float
+    seconds: float
+    tasks: int = 0
+    tasks_reused: int = 0
+    documents: int = 0
+    bytes: int = 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Text read per second; 0 if nothing was counted."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"start": round(self.start, 3), "seconds": round(self.seconds, 3)}
+
+
+class StageClock:
+    """A listener that passes on what it hears, and knows what it heard last of each stage."""
+
+    def __init__(self, listener: Listener[StageProgress], begin: float) -> None:
+        self._listener = listener
+        self._begin = begin  # of time.perf_counter
+        self._starts: dict[str, float] = {}
+        self._last: dict[str, StageProgress] = {}
+
+    def __enter__(self) -> Self:
+        self._listener.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.__exit__(kind, error, trace)
+
+    def __call__(self, progress: StageProgress, /) -> None:
+        elapsed = time.perf_counter() - self._begin
+        self._starts.setdefault(progress.stage, max(0.0, elapsed - progress.seconds))
+        self._last[progress.stage] = progress
+        self._listener(progress)
+
+    def times(self, seconds: Mapping[str, float]) -> tuple[StageTime, ...]:
+        """All stages by their beginnings, as publishing ends.
+
+        `seconds` are what the build measured, also of what has no tasks: the scan, which comes first, and
+        publishing, which comes last.
+        """
+        elapsed = time.perf_counter() - self._begin
+        found = [
+            StageTime(
+                stage,
+                self._starts[stage],
+                last.seconds,
+                last.tasks,
+                last.tasks_reused,
+                last.documents,
+                last.bytes,
+            )
+            for stage, last in self._last.items()
+        ]
+        for stage in seconds.keys() - self._last.keys():
+            start = 0.0 if stage == "scan" else max(0.0, elapsed - seconds[stage])
+            found.append(StageTime(stage, start, seconds[stage]))
+        return tuple(sorted(found, key=lambda one: (one.start, one.stage)))
 
 
 @dataclass(frozen=True)

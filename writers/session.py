@@ -14,10 +14,9 @@ from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.engine_local import RESUME, LocalEngine, default_workers
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.queue import TaskSlice
-from shardkit.writers.execution.ray_start import import_ray
-from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.engine_ray import import_ray
+from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork

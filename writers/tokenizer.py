@@ -34,10 +34,10 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
 from shardkit.files import load_json
-from shardkit.writers.dedup.simd import load_8_bytes
 from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow
-from shardkit.writers.utf8 import next_character
+from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.writers.kernels.utf8 import next_character
 
 __all__ = [
     "Encoder",

@@ -22,9 +22,9 @@ import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError
 from shardkit.files import load_json
-from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, load_fasttext
-from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.fasttext import FastTextScorer
+from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
 
 __all__ = ["LabelQuality", "TrainedClassifier", "TrainingSettings", "train_classifier"]
 

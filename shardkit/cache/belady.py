@@ -31,8 +31,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.order import Order
-from shardkit.uses import ShardUses, shard_uses
+from shardkit.order.order import Order
+from shardkit.order.residency import ShardUses, shard_uses
 
 __all__ = ["NEVER", "Fetch", "Future", "min_fetched_bytes", "plan_fetches"]
 

@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.compression import decompress
 from shardkit.errors import ShardError
+from shardkit.formats.compression import decompress
 from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
-from shardkit.index import FileInfo, Format, ShardInfo
+from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 
 __all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_hashes", "unpack"]
@@ -169,7 +169,7 @@ def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
         if kind == "mds":
             raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)
         else:
-            from shardkit import tar
+            from shardkit.formats import tar
 
             raw = tar.unpack(where, info, stored)
     except ShardError as error:

@@ -8,6 +8,10 @@ read into memory. Every wait has a limit, and its error says what had arrived un
 
 Each reader of the dataset may have a plan of its own; the plans take turns. A fetcher holds them weakly, so
 that a plan ends with its reader.
+
+One shard being fetched, from the demand or the plan to its last byte in the cache.
+
+Waits that took too long, and how their errors say what had arrived until then.
 """
 
 from __future__ import annotations
@@ -18,25 +22,107 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.contract import Cache, Contents, Slot
-from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, unpack
-from shardkit.cache.job import Job, Shards
+from shardkit.cache.contract import Cache, Contents, Lease, Slot
+from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, Target, unpack
 from shardkit.cache.planner import Planner
-from shardkit.cache.waits import FetchTimeoutError, arrival
+from shardkit.errors import ShardkitError
+from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.forks import remake_after_fork
+from shardkit.storage.store import Store
+from shardkit.units import format_bytes
 
-__all__ = ["Fetcher"]
+__all__ = ["FetchTimeoutError", "Fetcher", "Job", "Shards", "arrival"]
 
 Bytes = npt.NDArray[np.uint8]
 
+
+class Shards(Protocol):
+    """What a fetcher must know of a dataset."""
+
+    @property
+    def kind(self) -> Format: ...
+    @property
+    def store(self) -> Store: ...
+    def info(self, number: int) -> ShardInfo: ...
+    def stored_file(self, number: int) -> FileInfo: ...
+    def entry(self, number: int) -> str: ...
+    def version(self, number: int) -> str | None: ...
+    def trust(self, number: int, version: str | None) -> None: ...
+    def last_status(self) -> int | None: ...
+
+
+class Job:
+    """One shard being fetched. It belongs to the threads that hold its parts; `stop` may come from any."""
+
+    def __init__(self, number: int, *, urgent: bool, victims: Callable[[Contents], list[str]]) -> None:
+        self.number = number
+        self.urgent = urgent
+        self.victims = victims
+        self.attempts = 0
+        self.download: Download | None = None
+        self.slot: Slot | None = None
+        self.lease: Lease | None = None
+        self.target: Target | None = None
+        self.data: Bytes | None = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()  # a job that is stopped may be let go by two threads
+
+    def stop(self, error: BaseException) -> bool:
+        """Tell whoever waits, and let the download end at its next piece; True if nobody is at a piece."""
+        self.stopped.set()
+        self.error = self.error or error
+        is_idle = self.download is not None and self.download.stop(error)
+        self.done.set()
+        return is_idle
+
+    def deliver(self, data: Bytes) -> None:
+        """Hand the shard to whoever waits for it."""
+        self.data = data[:]
+        self.data.flags.writeable = False
+        self.done.set()
+
+    def drop_slot(self, *, damaged: bool) -> None:
+        """Give back the room in the cache."""
+        with self._lock:
+            slot, self.slot = self.slot, None
+        if slot is not None:
+            slot.discard(damaged=damaged)
+
+    def let_go(self) -> None:
+        """Give back what is still held: room, lease, memory."""
+        self.drop_slot(damaged=False)
+        with self._lock:
+            lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+        self.target = None
+
+
+class FetchTimeoutError(ShardkitError, TimeoutError):
+    """A shard, or rows of one, did not arrive in time; the message says how much had."""
+
+
+def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
+    """How far a fetch is, what the store last answered with an error, and how full the disk is."""
+    disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
+    return f"{done:,} of {total:,} bytes came; last status {'none' if status is None else status}; {disk}"
+
+
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
+
 LEASE_SECONDS = 20.0  # longer than a shard takes at 5 MB/s: who holds a lease for so long has been stopped
+
 FINISHERS = 2  # threads beside those that hold the connections
+
 IDLE_SECONDS = 10.0  # without anything to do, after which a thread ends; the next need starts another
+
 _JOIN_SECONDS = 2.0
 
 

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from shardkit.cache.planner import Planner
 from shardkit.cache.rows import FetchedRows
 from shardkit.cache.shards import CachedShards
-from shardkit.mixed_uses import MixedUses
-from shardkit.order import Order
+from shardkit.order.order import Order
+from shardkit.order.residency import MixedUses
 
 __all__ = ["CacheReader"]
 

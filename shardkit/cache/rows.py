@@ -16,15 +16,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.cache.waits import FetchTimeoutError, arrival
+from shardkit.cache.fetcher import FetchTimeoutError, arrival
 from shardkit.errors import ShardError
-from shardkit.index import Manifest, ShardInfo
+from shardkit.formats.tar.members import BLOCK, padded
+from shardkit.formats.tar.values import make_npy_header
+from shardkit.formats.tar.writer import RECORD_BYTES
+from shardkit.manifest import Manifest, ShardInfo
+from shardkit.storage.limits import Workers
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
-from shardkit.storage.workers import Workers
-from shardkit.tar.headers import BLOCK, padded
-from shardkit.tar.npy import make_npy_header
-from shardkit.tar.writer import RECORD_BYTES
 
 __all__ = ["FetchedRows", "RowLayout", "RowReader", "row_layout"]
 

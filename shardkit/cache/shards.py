@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from shardkit.cache.belady import Future
 from shardkit.cache.contract import Cache
-from shardkit.cache.entry import entry_name, sealed_size
 from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.folder import entry_name, sealed_size
 from shardkit.cache.planner import Planner
 from shardkit.cache.rows import RowReader
-from shardkit.index import FileInfo, Manifest, ShardInfo
-from shardkit.mixed_uses import MixedUses
-from shardkit.order import Order
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.order.order import Order
+from shardkit.order.residency import MixedUses
 from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.resilient import ResilientStore
 

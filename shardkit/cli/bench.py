@@ -7,12 +7,18 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shardkit.cli.output import count, print_json, stderr_console, stdout_console
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import (
+    add_storage_arguments,
+    count,
+    print_json,
+    stderr_console,
+    stdout_console,
+    storage_options,
+)
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.loaders.speed import PassSpeed, Speed
+    from shardkit.tools.bench import PassSpeed, Speed
 
 __all__ = ["add_parser", "run"]
 
@@ -51,7 +57,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
-    from shardkit.loaders.speed import measure_speed
+    from shardkit.tools.bench import measure_speed
 
     console = stderr_console()
 

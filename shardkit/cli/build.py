@@ -7,9 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardkit.cli.output import print_json, stderr_console, stdout_console
-from shardkit.cli.recipe_arguments import add_recipe_arguments
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import (
+    add_recipe_arguments,
+    add_storage_arguments,
+    print_json,
+    stderr_console,
+    stdout_console,
+    storage_options,
+)
 from shardkit.errors import BuildError
 from shardkit.units import format_bytes
 
@@ -17,8 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardkit.writers import BuildResult
-    from shardkit.writers.execution.queue import TaskSlice
-    from shardkit.writers.explain import Explanation
+    from shardkit.writers.execution.scheduler import TaskSlice
+    from shardkit.writers.maintenance import Explanation
 
 __all__ = ["add_parser", "run", "task_slice"]
 
@@ -104,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def task_slice(text: str) -> TaskSlice:
     """argparse's type of --task-slice."""
-    from shardkit.writers.execution.queue import TaskSlice
+    from shardkit.writers.execution.scheduler import TaskSlice
 
     try:
         index, count = (int(part) for part in text.split("/"))
@@ -115,7 +120,7 @@ def task_slice(text: str) -> TaskSlice:
 
 def _write_timings(path: Path, result: BuildResult) -> None:
     from shardkit.files import publish_bytes
-    from shardkit.writers.report.times import render_times
+    from shardkit.writers.report.page import render_times
 
     if path.suffix == ".html":
         data = render_times(result)
@@ -130,7 +135,7 @@ def _write_timings(path: Path, result: BuildResult) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from shardkit.writers.explain import explain_build
+    from shardkit.writers.maintenance import explain_build
 
     explanation = explain_build(
         arguments.recipe,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.output import print_json, stdout_console
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import add_storage_arguments, print_json, stdout_console, storage_options
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -51,7 +50,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Clean, and print what was removed."""
-    from shardkit.writers.clean_work import clean_work
+    from shardkit.writers.maintenance import clean_work
 
     report = clean_work(
         arguments.recipe,

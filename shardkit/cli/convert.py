@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shardkit.cli.output import count, print_json, stdout_console
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import add_storage_arguments, count, print_json, stdout_console, storage_options
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.convert import ConvertResult
+    from shardkit.tools.convert import ConvertResult
 
 __all__ = ["add_parser", "run"]
 
@@ -125,8 +124,8 @@ def _token(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and print what was made."""
-    from shardkit.convert import CutOptions, OutputOptions, convert
     from shardkit.progress import Lines
+    from shardkit.tools.convert import CutOptions, OutputOptions, convert
 
     names = ("sequence_length", "keep_lengths", "eos", "pad", "drop_tail", "drop_empty", "per_file")
     try:

@@ -7,9 +7,14 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.output import print_json, stderr_console, stdout_console
-from shardkit.cli.recipe_arguments import add_recipe_arguments
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import (
+    add_recipe_arguments,
+    add_storage_arguments,
+    print_json,
+    stderr_console,
+    stdout_console,
+    storage_options,
+)
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +123,7 @@ def _show(path: str, *, as_json: bool) -> None:
 def _show_table(index: DedupIndex) -> None:
     from rich.table import Table
 
-    from shardkit.writers.dedup.lsh import render_curve
+    from shardkit.writers.dedup.bands import render_curve
 
     facts = index.to_dict()
     sketch = f"the {facts['sketch']:,} smallest hashes" if facts["sketch"] else "all hashes"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shardkit.cli.output import print_json, stderr_console, stdout_console
+from shardkit.cli.common import print_json, stderr_console, stdout_console
 
 __all__ = ["add_parser", "run"]
 
-DEFAULT_MEGABYTES = 16.0  # of shardkit.demo.story, which is too heavy to import for --help
+DEFAULT_MEGABYTES = 16.0  # of shardkit.tools.demo.story, which is too heavy to import for --help
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,8 +45,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and print its report."""
-    from shardkit.demo.story import clean_demo, run_demo
-    from shardkit.demo.table import print_report
+    from shardkit.tools.demo.story import clean_demo, print_report, run_demo
 
     messages = stderr_console()
     report = run_demo(arguments.output, arguments.megabytes, lambda step: messages.print(f"{step} …"))

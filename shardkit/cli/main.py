@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 
 import shardkit
-from shardkit.cli.output import escaped
+from shardkit.cli.common import escaped
 from shardkit.errors import RecipeError, ShardkitError, naming_extras
 
 __all__ = ["VERBS", "main"]

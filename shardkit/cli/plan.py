@@ -9,9 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardkit.cli import plan_build, plan_train
-from shardkit.cli.columns import print_columns
-from shardkit.cli.output import print_json
-from shardkit.cli.quantities import Quantity
+from shardkit.cli.common import Quantity, print_columns, print_json
 
 __all__ = ["add_parser", "run"]
 

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.output import count
+from shardkit.cli.common import (
+    Quantity,
+    add_quantities,
+    add_storage_arguments,
+    argument,
+    count,
+    origins_of,
+    storage_options,
+    values_of,
+)
 from shardkit.cli.plan_train import PRICES, Plan, format_money
-from shardkit.cli.quantities import Quantity, add_quantities, argument, origins_of, values_of
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
-from shardkit.planning.quantities import (
+from shardkit.tools.plan.quantities import (
     format_count,
     format_seconds,
     parse_count,
@@ -22,9 +29,7 @@ from shardkit.planning.quantities import (
 from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from shardkit.planning.build import BuildPlan
-    from shardkit.planning.funnel import Funnel
-    from shardkit.planning.measured import Measured
+    from shardkit.tools.plan.build import BuildPlan, Funnel, Measured
 
 __all__ = ["QUANTITIES", "add_parser", "make"]
 
@@ -124,8 +129,8 @@ def _stage(text: str) -> tuple[str, Fraction]:
 
 def make(arguments: argparse.Namespace) -> Plan:
     """The plan; ValueError if the quantities do not go together."""
-    from shardkit.planning.build import BuildNeeds, BuildPlan
-    from shardkit.planning.prices import Prices
+    from shardkit.tools.plan.build import BuildNeeds, BuildPlan
+    from shardkit.tools.plan.quantities import Prices
 
     found, raw, notes = _measure(arguments)
     funnel, funnel_origin = _funnel(arguments, found)
@@ -155,7 +160,7 @@ def make(arguments: argparse.Namespace) -> Plan:
 
 def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None, list[str]]:
     """(what was measured, bytes of raw text there are, what to know of it)."""
-    from shardkit.planning.measured import measured_from_card
+    from shardkit.tools.plan.build import measured_from_card
 
     sampling = arguments.sample is not None or arguments.sample_bytes is not None
     if arguments.recipe is None and sampling:
@@ -171,7 +176,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None
         return found, found.read_bytes, []
     if arguments.recipe is None:
         return None, None, []
-    from shardkit.writers.sampling import measure_sample
+    from shardkit.tools.plan.sampling import measure_sample
 
     sample = measure_sample(
         arguments.recipe,
@@ -186,7 +191,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None
 
 
 def _funnel(arguments: argparse.Namespace, found: Measured | None) -> tuple[Funnel, str]:
-    from shardkit.planning.funnel import Funnel, Stage
+    from shardkit.tools.plan.build import Funnel, Stage
 
     if arguments.retention:
         return Funnel(tuple(Stage(name, share) for name, share in arguments.retention)), "given"

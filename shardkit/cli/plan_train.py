@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.quantities import Quantity, add_quantities, origins_of, values_of
-from shardkit.planning.quantities import (
+from shardkit.cli.common import Quantity, add_quantities, origins_of, values_of
+from shardkit.tools.plan.quantities import (
     format_count,
     format_seconds,
     parse_count,
@@ -20,7 +20,7 @@ from shardkit.planning.quantities import (
 from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from shardkit.planning.train import TrainPlan
+    from shardkit.tools.plan.train import TrainPlan
 
 __all__ = ["PRICES", "QUANTITIES", "Plan", "add_parser", "format_money", "make"]
 
@@ -130,8 +130,8 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
 
 def make(arguments: argparse.Namespace) -> Plan:
     """The plan; ValueError if the quantities do not go together."""
-    from shardkit.planning.prices import Prices
-    from shardkit.planning.train import TrainNeeds, TrainPlan
+    from shardkit.tools.plan.quantities import Prices
+    from shardkit.tools.plan.train import TrainNeeds, TrainPlan
 
     values = values_of(arguments, QUANTITIES)
     names = [price.name for price in PRICES[1:]]

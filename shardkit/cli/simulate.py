@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.columns import print_columns
-from shardkit.cli.output import print_json
-from shardkit.cli.quantities import Quantity, add_quantities, argument, values_of
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
-from shardkit.planning.quantities import (
+from shardkit.cli.common import (
+    Quantity,
+    add_quantities,
+    add_storage_arguments,
+    argument,
+    print_columns,
+    print_json,
+    storage_options,
+    values_of,
+)
+from shardkit.tools.plan.quantities import (
     format_count,
     format_seconds,
     parse_count,
@@ -26,8 +32,8 @@ from shardkit.planning.quantities import (
 from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from shardkit.simulation.outcome import Outcome
-    from shardkit.simulation.scenario import Scenario
+    from shardkit.tools.simulate.run import Outcome
+    from shardkit.tools.simulate.scenario import Scenario
 
 __all__ = ["SETTINGS", "add_parser", "run"]
 
@@ -205,7 +211,7 @@ def _data(arguments: argparse.Namespace) -> _Data:
 
 
 def _scenario(data: _Data, values: Mapping[str, Any], sample_nodes: int | None) -> Scenario:
-    from shardkit.simulation.scenario import Network, Scenario, choose_window
+    from shardkit.tools.simulate.scenario import Network, Scenario, choose_window
 
     nodes = values["nodes"]
     batch = nodes * values["gpus_per_node"] * values["batch_size"]
@@ -258,7 +264,7 @@ def _sweep(texts: Sequence[str]) -> tuple[list[Quantity], list[dict[str, Any]]]:
 
 def _simulate(scenario: Scenario, label: str, *, quiet: bool) -> tuple[Outcome, float]:
     from shardkit.progress import counting
-    from shardkit.simulation.run import simulate
+    from shardkit.tools.simulate.run import simulate
 
     began, reported = time.perf_counter(), 0
     with counting(label, scenario.steps, "steps", progress=not quiet) as count_steps:
@@ -274,7 +280,7 @@ def _simulate(scenario: Scenario, label: str, *, quiet: bool) -> tuple[Outcome, 
 
 def _report(outcome: Outcome, figures: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
-        from shardkit.simulation.plot import plot_run
+        from shardkit.tools.simulate.plot import plot_run
 
         plot_run(outcome, arguments.plot)
     if arguments.json:
@@ -322,7 +328,7 @@ def _report_sweep(
 ) -> None:
     rows = [dict(result) | dict(settings) for result, settings in zip(results, shown, strict=True)]
     if arguments.plot is not None:
-        from shardkit.simulation.plot import plot_sweep
+        from shardkit.tools.simulate.plot import plot_sweep
 
         plot_sweep(names, rows, arguments.plot)
     if arguments.json:

@@ -7,15 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.output import print_json, stderr_console
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import add_storage_arguments, print_json, stderr_console, storage_options
 from shardkit.cli.trace_run import add_run_arguments, find_run
 
 if TYPE_CHECKING:
     from shardkit.cli.trace_run import TracedRun
     from shardkit.dataset import Dataset
-    from shardkit.trace.answers import Tracer
-    from shardkit.trace.text import Decoder
+    from shardkit.tools.trace.answers import Tracer
+    from shardkit.tools.trace.text import Decoder
 
 __all__ = ["add_parser", "run"]
 
@@ -172,7 +171,7 @@ def _kind(arguments: argparse.Namespace) -> str:
 
 
 def _decoder(arguments: argparse.Namespace, dataset: Dataset) -> Decoder | None:
-    from shardkit.trace.text import Decoder, find_tokenizer
+    from shardkit.tools.trace.text import Decoder, find_tokenizer
 
     if arguments.tokenizer is None and not (arguments.excerpt or arguments.text):
         return None
@@ -181,13 +180,13 @@ def _decoder(arguments: argparse.Namespace, dataset: Dataset) -> Decoder | None:
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset, decoder: Decoder | None) -> Tracer:
-    from shardkit.trace.answers import Tracer
+    from shardkit.tools.trace.answers import Tracer
 
     return Tracer(dataset, decoder, arguments.excerpt)
 
 
 def _rows(arguments: argparse.Namespace, tracer: Tracer, traced: TracedRun | None) -> dict[str, Any]:
-    from shardkit.trace.answers import parse_row, seen_in
+    from shardkit.tools.trace.answers import parse_row, seen_in
 
     numbers = [parse_row(tracer.dataset, text) for text in arguments.row]
     rows = tracer.rows(numbers)
@@ -203,7 +202,7 @@ def _rows(arguments: argparse.Namespace, tracer: Tracer, traced: TracedRun | Non
 def _step(
     arguments: argparse.Namespace, dataset: Dataset, decoder: Decoder | None, traced: TracedRun
 ) -> dict[str, Any]:
-    from shardkit.trace.answers import by_source
+    from shardkit.tools.trace.answers import by_source
 
     run = traced.run
     batch = run.batch(arguments.step) if arguments.position is None else run.batch_at(arguments.position)

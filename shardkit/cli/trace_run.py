@@ -9,22 +9,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.output import count
-from shardkit.cli.storage_arguments import storage_options
+from shardkit.cli.common import count, storage_options
 from shardkit.errors import MissingExtraError, ShardkitError, StateError
 from shardkit.files import load_json
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset
-    from shardkit.exclusions import Exclusions
     from shardkit.loaders.state import LoaderState
-    from shardkit.order import OrderSpec, Shuffle
-    from shardkit.trace.run import Run
+    from shardkit.order.exclusions import Exclusions
+    from shardkit.order.order import OrderSpec, Shuffle
+    from shardkit.tools.trace.run import Run
 
 __all__ = ["TracedRun", "add_run_arguments", "find_run", "read_state"]
 
 _STATE_KEYS = {"position", "order_version", "streams", "tail"}
+
 _MAX_STATE_BYTES = 64 << 20
+
 _TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
 
@@ -171,7 +172,7 @@ def _open_others(arguments: argparse.Namespace, opened: ExitStack) -> list[Datas
 
 def _exclusions(arguments: argparse.Namespace) -> dict[str, Exclusions]:
     """The lists that the run was given, by their digests."""
-    from shardkit.exclusions import Exclusions
+    from shardkit.order.exclusions import Exclusions
 
     try:
         found = [Exclusions.read(path) for path in arguments.without]
@@ -181,9 +182,9 @@ def _exclusions(arguments: argparse.Namespace) -> dict[str, Exclusions]:
 
 
 def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: list[Dataset]) -> TracedRun:
-    from shardkit.loaders.arrangement import Arrangement
+    from shardkit.loaders.plan import Arrangement
     from shardkit.loaders.streams import Streams
-    from shardkit.trace.run import Run
+    from shardkit.tools.trace.run import Run
 
     by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
     lists = _exclusions(arguments)
@@ -214,9 +215,9 @@ def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: lis
 
 
 def _from_options(arguments: argparse.Namespace, dataset: Dataset) -> TracedRun:
-    from shardkit.mixed_order import StreamOrder
-    from shardkit.order import Order, OrderSpec
-    from shardkit.trace.run import Run
+    from shardkit.order.order import Order, OrderSpec
+    from shardkit.order.streams import StreamOrder
+    from shardkit.tools.trace.run import Run
 
     lists = list(_exclusions(arguments).values())
     if len(lists) > 1:
@@ -252,9 +253,9 @@ def _shuffle_sizes(
             "state or repr, or --state"
         )
     from shardkit.loaders.config import LoaderConfig
+    from shardkit.loaders.defaults import stream_sizes
     from shardkit.loaders.plan import BatchPlan
-    from shardkit.loaders.setup import stream_sizes
-    from shardkit.loaders.sources import open_source
+    from shardkit.loaders.readers.sources import open_source
     from shardkit.loaders.streams import Streams
 
     plan = BatchPlan(
@@ -267,7 +268,7 @@ def _shuffle_sizes(
 
 
 def _steps(arguments: argparse.Namespace, samples: int, tail: str) -> Any:
-    from shardkit.trace.steps import Steps
+    from shardkit.tools.trace.run import Steps
 
     if arguments.batch_size is None:
         return None

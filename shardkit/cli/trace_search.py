@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from shardkit.cli.trace_run import TracedRun
     from shardkit.dataset import Dataset
-    from shardkit.trace.answers import Tracer
-    from shardkit.trace.selection import Selection
-    from shardkit.trace.table import Piece
-    from shardkit.trace.text import Decoder
+    from shardkit.tools.trace.answers import Tracer
+    from shardkit.tools.trace.search import Selection
+    from shardkit.tools.trace.table import Piece
+    from shardkit.tools.trace.text import Decoder
 
 __all__ = ["search"]
 
@@ -33,9 +33,9 @@ def search(
     arguments: argparse.Namespace, dataset: Dataset, decoder: Decoder | None, traced: TracedRun | None
 ) -> dict[str, Any]:
     """What was found, as plain data; writes the files that were asked for."""
-    from shardkit.trace.answers import Tracer, seen_in
-    from shardkit.trace.export import Exporter
-    from shardkit.trace.table import pieces_of
+    from shardkit.tools.trace.answers import Tracer, seen_in
+    from shardkit.tools.trace.outputs import Exporter
+    from shardkit.tools.trace.table import pieces_of
 
     tracer = Tracer(dataset, decoder, arguments.excerpt)
     table = tracer.known()
@@ -86,7 +86,7 @@ class _Found:
     """Totals of a search; 20 bytes are held for each document."""
 
     def __init__(self) -> None:
-        from shardkit.trace.removal import Ranges
+        from shardkit.tools.trace.outputs import Ranges
 
         self.pieces = self.tokens = 0
         self.rows = Ranges()
@@ -94,7 +94,7 @@ class _Found:
         self._copies: list[npt.NDArray[np.int32]] = []
 
     def add(self, table: pa.Table) -> None:
-        from shardkit.trace.removal import document_ids
+        from shardkit.tools.trace.outputs import document_ids
 
         self.pieces += table.num_rows
         self.tokens += int(
@@ -123,8 +123,7 @@ class _Found:
 
 
 def _selection(arguments: argparse.Namespace, tracer: Tracer) -> Selection:
-    from shardkit.trace.selection import Selection, parse_document_id
-    from shardkit.trace.urls import UrlPatterns, read_url_list
+    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id, read_url_list
 
     patterns = [*arguments.url, *(read_url_list(arguments.url_list) if arguments.url_list else ())]
     sources = [number for number, label in enumerate(tracer.labels) if label in arguments.source]
@@ -153,7 +152,7 @@ def _exclude(
 ) -> dict[str, Any] | None:
     if arguments.exclude is None:
         return None
-    from shardkit.trace.removal import measure, write_exclusions
+    from shardkit.tools.trace.outputs import measure, write_exclusions
 
     excluded = found.rows.exclusions()
     report = measure(tracer.dataset, tracer.known(), excluded, found.ids())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.output import stderr_console, stdout_console
+from shardkit.cli.common import stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from rich.table import Table

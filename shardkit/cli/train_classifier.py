@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.output import count, print_json, stdout_console
+from shardkit.cli.common import count, print_json, stdout_console
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, TypedDict
 
-from shardkit.cli.output import count_to, print_json, stdout_console
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import add_storage_arguments, count_to, print_json, stdout_console, storage_options
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.output import count, print_json, stderr_console, stdout_console
-from shardkit.cli.storage_arguments import add_storage_arguments, storage_options
+from shardkit.cli.common import (
+    add_storage_arguments,
+    count,
+    print_json,
+    stderr_console,
+    stdout_console,
+    storage_options,
+)
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]

@@ -20,8 +20,8 @@ from typing import Any
 from shardkit.errors import ShardError
 from shardkit.files import link_or_copy
 from shardkit.hashing import hash_file
-from shardkit.index import ShardInfo
 from shardkit.locate import CARD_NAME
+from shardkit.manifest import ShardInfo
 from shardkit.progress import TransferListener, make_listener
 from shardkit.publish.contents import Contents, Listing, check_files, find_only_contents, make_contents
 from shardkit.publish.publication import Outcome, Publication, Settings
@@ -209,8 +209,8 @@ def _contents_to_send(folder: Path, threads: int) -> tuple[Contents, Listing]:
 
 def _listed_tars(folder: Path, threads: int) -> Contents:
     """The dataset that a folder of tars without a list is."""
-    from shardkit import tar
-    from shardkit.tar.shard_list import LIST_NAME
+    from shardkit.formats import tar
+    from shardkit.formats.tar.shard_list import LIST_NAME
 
     if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
         raise ShardError(folder, "is an unfinished build: it has no index yet; run the build again")

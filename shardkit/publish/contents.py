@@ -3,7 +3,7 @@
 Read from any store, a folder being one, and checked before anything is moved: names stay inside of the
 dataset, no file is named twice, the card is of the same dataset, and every file is there with the size that
 index or card states. What else lies there does not belong to the dataset and is only counted. A folder's
-dataset may have index.bin, too (`shardkit.mds.index_table`), which no card names.
+dataset may have index.bin, too (`shardkit.formats.mds.index`), which no card names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardkit.errors import ShardError
+from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
-from shardkit.index import FileInfo, Manifest, checked_basename
 from shardkit.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
-from shardkit.mds.index_table import TABLE_NAME
+from shardkit.manifest import FileInfo, Manifest, checked_basename
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = [
@@ -164,7 +164,7 @@ def find_only_contents(store: Store) -> Contents | None:
 
 def index_files(manifest: Manifest) -> dict[str, bytes]:
     """What describes a dataset in a folder: its index, and index.bin before it if there are many shards."""
-    from shardkit import mds, tar
+    from shardkit.formats import mds, tar
 
     if manifest.format == "mds":
         return mds.index_files(manifest.shards)
@@ -178,7 +178,7 @@ def make_contents(
 
     ShardError if they are not sound or do not agree.
     """
-    from shardkit import mds, tar
+    from shardkit.formats import mds, tar
 
     index_file, card_file = f"{where}/{index_name}", f"{where}/{CARD_NAME}"
     manifest = (mds.parse_index if index_name == "index.json" else tar.parse_shard_list)(index_file, index)
@@ -246,7 +246,7 @@ def _rank(name: str) -> int:
 
 
 def _read(store: Store, name: str) -> bytes | None:
-    from shardkit.mds.index import MAX_INDEX_BYTES
+    from shardkit.formats.mds.index import MAX_INDEX_BYTES
 
     try:
         info = store.head(name)

@@ -29,9 +29,9 @@ from typing import Protocol, TypeVar
 
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.files import fsync_path, load_json
-from shardkit.index import FileInfo, checked_basename
+from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.locate import CARD_NAME
-from shardkit.mds.index_table import TABLE_NAME
+from shardkit.manifest import FileInfo, checked_basename
 from shardkit.progress import FileCounter, TransferListener
 from shardkit.publish.contents import (
     INDEX_NAMES,

@@ -24,7 +24,7 @@ from pathlib import Path
 from shardkit.errors import ShardError
 from shardkit.files import PART_SUFFIX, held_file, link_or_copy, make_folder, part_of
 from shardkit.hashing import hash_bytes, hash_file, new_hash
-from shardkit.index import FileInfo
+from shardkit.manifest import FileInfo
 from shardkit.publish.contents import (
     CONTENT_HASH,
     INDEX_NAMES,

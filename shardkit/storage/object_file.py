@@ -14,8 +14,8 @@ import io
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from shardkit.storage.limits import Workers
 from shardkit.storage.store import ObjectChangedError, ObjectInfo, StoreError
-from shardkit.storage.workers import Workers
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from shardkit.storage.forks import remake_after_fork
-from shardkit.storage.limits import Gate, Ticket
+from shardkit.storage.limits import Gate, Ticket, Workers
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.store import Body, StoreError, ThrottledError, TransientError
-from shardkit.storage.workers import Workers
 
 __all__ = ["Calls", "Health", "Hedging", "Operation", "Race", "Retries", "RetryPolicy"]
 

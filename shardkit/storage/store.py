@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.hashing import new_hash
-from shardkit.index import checked_basename
+from shardkit.manifest import checked_basename
 
 __all__ = [
     "Body",

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit import mds
 from shardkit.dataset import Dataset, open_dataset
-from shardkit.index import Column, FileInfo, Manifest, ShardInfo
+from shardkit.formats import mds
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 
 LENGTH, BATCH, SHARD_ROWS = 4096, 8, 2000
 
@@ -67,8 +67,8 @@ def logging_costs(rows: int, runs: int) -> dict[str, float]:
 
 
 def log_rate(path: Path, logs: Path) -> float:
-    from shardkit.audit.expectation import StreamData
-    from shardkit.audit.logs import audit_logs
+    from shardkit.tools.audit.expectation import StreamData
+    from shardkit.tools.audit.logs import audit_logs
 
     start = time.process_time()
     report = audit_logs(logs, [StreamData(open_dataset(path))])

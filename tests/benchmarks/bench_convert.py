@@ -22,7 +22,7 @@ from statistics import median
 
 import numpy as np
 
-from shardkit.convert import CutOptions, OutputOptions, convert
+from shardkit.tools.convert import CutOptions, OutputOptions, convert
 
 LENGTH = 2048
 PIECE = 1 << 24

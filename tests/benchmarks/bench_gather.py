@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit import mds
+from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 
 LENGTH = 4096

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from gpt import GPT, GPTConfig, next_token_loss
 
-from shardkit import mds
+from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.device import CudaPrefetcher
+from shardkit.loaders.cuda import CudaPrefetcher
 
 VOCABULARY = 50_304
 DEEPSEEK_TOKENS_PER_S = 1550

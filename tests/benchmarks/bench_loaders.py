@@ -29,8 +29,8 @@ import numpy as np
 from figures import Heads, add_output_arguments, give
 from loader_sides import LENGTH, SIDES, STREAMS
 
-from shardkit import mds, tar
-from shardkit.index import ShardInfo
+from shardkit.formats import mds, tar
+from shardkit.manifest import ShardInfo
 
 SHARDS = 8
 PEERS = ("litdata", "datasets", "grain")  # that have a Python of their own

@@ -17,10 +17,10 @@ from functools import partial
 
 import numpy as np
 
-from shardkit.exclusions import Exclusions
-from shardkit.mixed_order import MixedOrder, StreamOrder, stream_seed
-from shardkit.mixture import Mixture, Schedule
-from shardkit.order import Order, OrderSpec, rank_slice
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import Mixture, Schedule
+from shardkit.order.order import Order, OrderSpec, rank_slice
+from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
 
 Cases = dict[str, Callable[[], object]]
 
@@ -101,7 +101,7 @@ def measure(streams: int, shards: int, runs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure shardkit.mixture and shardkit.mixed_order.")
+    parser = argparse.ArgumentParser(description="Measure shardkit.order.mixture and shardkit.order.streams.")
     parser.add_argument("--streams", type=int, default=5, help="streams in the mixture (default 5)")
     parser.add_argument("--shards", type=int, default=45_000, help="shards over all streams (default 45,000)")
     parser.add_argument("--runs", type=int, default=15, help="runs of which the fastest counts (default 15)")

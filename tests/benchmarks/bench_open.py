@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardkit.index import FileInfo, ShardInfo
-from shardkit.mds.index import make_columns, write_index
+from shardkit.formats.mds.index import make_columns, write_index
+from shardkit.manifest import FileInfo, ShardInfo
 
 SAMPLES = 8200  # of a shard: 64 MiB of uint16[4096]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.order import Order, OrderSpec, rank_slice
-from shardkit.permutation import Domains, Permutation, mix64, permute
+from shardkit.order.order import Order, OrderSpec, rank_slice
+from shardkit.order.permutation import Domains, Permutation, mix64, permute
 
 SAMPLES_PER_SHARD = 8222
 LANES, WINDOW = 64, 8192
@@ -109,7 +109,7 @@ def measure(shards: int, runs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure shardkit.order.")
+    parser = argparse.ArgumentParser(description="Measure shardkit.order.order.")
     parser.add_argument("--shards", type=int, default=450_000, help="number of shards (default 450,000)")
     parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default 7)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -37,8 +37,8 @@ from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
 
-from shardkit import mds
 from shardkit.cache.belady import min_fetched_bytes
+from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.storage import StorageOptions
 

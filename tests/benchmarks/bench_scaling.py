@@ -28,18 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from grown_corpus import EOS, documents, put_tokenizer, write_corpus
 
 from shardkit.progress import make_listener
-from shardkit.writers import stages
-from shardkit.writers.clean import DOCUMENTS_FILE
-from shardkit.writers.dedup.near_stages import NearStages, SplitDocuments
+from shardkit.writers.dedup.near import NearStages, SplitDocuments
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.duplicates import task_memory
-from shardkit.writers.execution.engine import Engine
-from shardkit.writers.execution.engine_inline import InlineEngine
+from shardkit.writers.execution.engine import Engine, InlineEngine
 from shardkit.writers.execution.engine_local import LocalEngine
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.runner import Runner
+from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.stages import tasks as stages
+from shardkit.writers.stages.clean import DOCUMENTS_FILE
 from shardkit.writers.tokenizer import tokenizer_digest
 
 RECIPE = f"""\

@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit import mds
+from shardkit.formats import mds
 from shardkit.writers.documents import document_ids, keyed_hashes
-from shardkit.writers.pack import pack_best_fit
-from shardkit.writers.provenance import renumber, write_provenance
-from shardkit.writers.spill import SPILL_SCHEMA
+from shardkit.writers.stages.pack import pack_best_fit
+from shardkit.writers.stages.provenance import renumber, write_provenance
+from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 
 LENGTH = 64
 PARTS = 8

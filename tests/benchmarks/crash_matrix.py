@@ -46,7 +46,7 @@ from s3_rgw import rgw_environment
 from servers.bucket import s3_client
 from servers.rgw import RgwServer, missing_programs
 
-from shardkit.writers.kernel_cache import kernel_cache
+from shardkit.writers.kernels.numba_support import kernel_cache
 
 ENGINES: tuple[Engine, ...] = ("inline", "local", "slices", "s3", "s3-local", "ray")
 CELL_SECONDS = 1800.0  # above what any cell may take, with all its bounded waits

@@ -50,9 +50,9 @@ def shardkit_loader(folder: Path, kind: str = "mds", **options: Any) -> Epoch:
 
 def shardkit_thread(folder: Path) -> Epoch:
     """Every batch made by the background thread, as beside a loop that trains."""
-    import shardkit.loaders.prefetch
+    import shardkit.loaders.producer
 
-    shardkit.loaders.prefetch.BUSY_SECONDS = -1.0
+    shardkit.loaders.producer.BUSY_SECONDS = -1.0
     return shardkit_loader(folder)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardkit.writers.filters.fasttext_model import LABEL_PREFIX, FastTextModel
+from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, FastTextModel
 
 BASIS, PRIME, MASK = 2166136261, 16777619, 0xFFFFFFFF  # FNV-1a, 32 bits
 NEXT = 116049371  # how fastText chains the hashes of tokens

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from statistics import median
 
-from shardkit.writers.dedup.normalization import normalized_words
-from shardkit.writers.filters.characters import PUNCTUATION, TERMINAL, characters_with
 from shardkit.writers.filters.dolma_statistics import LONGEST
-from shardkit.writers.filters.line_repetition import ALL_LINES, PARAGRAPHS
-from shardkit.writers.filters.line_statistics import LineStatistics
-from shardkit.writers.filters.ngram_statistics import COPIES, TOP
-from shardkit.writers.filters.word_statistics import WordStatistics
+from shardkit.writers.kernels.lines import ALL_LINES, PARAGRAPHS, LineStatistics
+from shardkit.writers.kernels.ngrams import COPIES, TOP
+from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
+from shardkit.writers.kernels.word_statistics import WordStatistics
+from shardkit.writers.kernels.words import normalized_words
 
 _UNKNOWN = 1e-9  # the probability of a word that the list does not have
 

@@ -17,10 +17,9 @@ import xxhash
 
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.hubs import HubLimits, sub_rows, thresholds
-from shardkit.writers.dedup.minhash import permutations
-from shardkit.writers.dedup.parts import bands_and_rows
 from shardkit.writers.dedup.population import Kind
-from shardkit.writers.dedup.shingles import text_units
+from shardkit.writers.dedup.signatures import bands_and_rows, permutations
+from shardkit.writers.kernels.shingles import text_units
 
 _MASK = (1 << 64) - 1
 _SEED, _FACTOR = 0x243F6A8885A308D3, 0x9E3779B97F4A7C15

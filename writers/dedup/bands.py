@@ -7,12 +7,21 @@ the keys' upper 32 bits, so all entries of a key meet in one partition, and ever
 entries in one piece: two binary searches find it, and nothing else of the file is read.
 
 A run is sorted in memory: `RUN_ENTRIES` entries at 36 bytes each are 72 MiB. An entry takes 12 bytes on disk.
+
+Locality-sensitive hashing: how likely a pair is to become a candidate, and which bands and rows suit.
+
+Two documents of Jaccard similarity s agree in one MinHash value with probability s, in all `rows` values of
+a band with s^rows, and in at least one of `bands` bands with 1 - (1 - s^rows)^bands: the S-curve (Leskovec,
+Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). `optimal_parameters` chooses as datasketch's
+MinHashLSH does: the least weighted area of false positives (below the threshold) and false negatives (above
+it). The areas are of polynomials, so Gauss-Legendre quadrature has them to rounding error without SciPy.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -29,18 +38,27 @@ from shardkit.writers.execution.work_files import file_bytes, local, open_file, 
 __all__ = [
     "BandWriter",
     "argsort_keys",
+    "curve",
     "find_slices",
     "key_range",
+    "optimal_parameters",
     "partitions_for",
+    "probability",
     "read_partition",
     "read_slices",
+    "render_curve",
 ]
 
 RUN_DOCUMENTS = 1 << 18
+
 RUN_ENTRIES = 1 << 21  # fewer documents where there are more than eight bands
+
 MAX_PARTITIONS = 1 << 16
+
 PEAK_BYTES_PER_ENTRY = 48  # of a partition in `shardkit.writers.dedup.candidates`, measured
+
 _CHUNK_ENTRIES = 1 << 16
+
 _KEY = np.dtype("<u8")
 
 
@@ -149,7 +167,8 @@ def partitions_for(entries: int, memory_bytes: int) -> int:
 def key_range(partition: int, partitions: int) -> tuple[int, int]:
     """The keys of a partition: from the first to before the second (at most 2^64).
 
-    The partition of a key is its upper 32 bits scaled to [0, partitions), as in `shardkit.writers.spill`.
+    The partition of a key is its upper 32 bits scaled to [0, partitions), as in
+    `shardkit.writers.stages.tokenize`.
     """
     if not 0 <= partition < partitions <= MAX_PARTITIONS:
         raise ValueError(f"partition {partition} of {partitions}: at most {MAX_PARTITIONS:,} partitions")
@@ -217,3 +236,89 @@ def read_slices(folder: Path, slices: Sequence[tuple[int, int]]) -> Iterator[npt
 def read_partition(folder: Path, partition: int, partitions: int) -> Iterator[npt.NDArray[np.void]]:
     """BAND entries of one partition: run after run, some at a time; each is overwritten by the next."""
     yield from read_slices(folder, find_slices(folder, *key_range(partition, partitions)))
+
+
+Floats = npt.NDArray[np.float64]
+
+CURVE_START = 0.5
+
+CURVE_STEP = 0.025  # 21 lines: with the heading, one screen of 24
+
+BAR_WIDTH = 40
+
+SAME = 1 + 1e-12  # a ratio of areas that is due to rounding: there are ties, such as 1 x 1 and 1 x 2 at 0.5
+
+
+def probability(similarity: float, bands: int, rows: int) -> float:
+    """That a pair of this Jaccard similarity shares at least one band."""
+    return float(1.0 - (1.0 - similarity**rows) ** bands)
+
+
+def curve(bands: int, rows: int) -> list[tuple[float, float]]:
+    """(similarity, probability) from 0.5 to 1.0."""
+    steps = round((1.0 - CURVE_START) / CURVE_STEP)
+    similarities = [round(CURVE_START + CURVE_STEP * step, 6) for step in range(steps + 1)]
+    return [(similarity, probability(similarity, bands, rows)) for similarity in similarities]
+
+
+def render_curve(bands: int, rows: int, *, threshold: float | None = None) -> str:
+    """The S-curve as a table with bars, for a terminal; the line of the threshold is marked."""
+    points = curve(bands, rows)
+    if threshold is not None and threshold not in dict(points):
+        points = sorted([*points, (threshold, probability(threshold, bands, rows))])
+    lines = [
+        f"{bands} bands x {rows} rows: pairs that become candidates, by Jaccard similarity",
+        "similarity  candidates",
+    ]
+    for similarity, found in points:
+        bar = "#" * round(found * BAR_WIDTH)
+        mark = "  < threshold" if similarity == threshold else ""
+        lines.append(f"{similarity:10.3f}  {100 * found:8.2f} %  {bar}{mark}")
+    return "\n".join(lines)
+
+
+def optimal_parameters(
+    threshold: float,
+    permutations: int,
+    false_positive_weight: float = 0.5,
+    false_negative_weight: float = 0.5,
+) -> tuple[int, int]:
+    """(bands, rows) with bands x rows <= permutations, as datasketch's MinHashLSH would choose.
+
+    The first of equals counts, in ascending order of bands, then rows. ValueError: a threshold outside
+    0..1, no permutation, or a negative weight.
+    """
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"threshold {threshold} is not between 0 and 1")
+    if permutations < 1:
+        raise ValueError(f"{permutations} permutations: at least one is needed")
+    if min(false_positive_weight, false_negative_weight) < 0:
+        raise ValueError(f"weights {false_positive_weight} and {false_negative_weight}: one is below 0")
+    best, least = (0, 0), float("inf")
+    for bands in range(1, permutations + 1):
+        positive, negative = _areas(threshold, bands, permutations)
+        errors = positive * false_positive_weight + negative * false_negative_weight
+        rows = int(np.argmax(errors <= errors.min() * SAME))
+        if errors[rows] * SAME < least:
+            best, least = (bands, rows + 1), float(errors[rows])
+    return best
+
+
+def _areas(threshold: float, bands: int, permutations: int) -> tuple[Floats, Floats]:
+    """The areas of false positives and of false negatives for each number of rows, 1 first."""
+    nodes, weights = _quadrature(permutations)
+    rows = np.arange(1, permutations // bands + 1)[:, None]
+
+    def missed(start: float, stop: float) -> Floats:
+        points = start + (stop - start) * nodes
+        values: Floats = (1.0 - points[None, :] ** rows) ** bands
+        return (stop - start) * (values @ weights)
+
+    return threshold - missed(0.0, threshold), missed(threshold, 1.0)
+
+
+@cache
+def _quadrature(permutations: int) -> tuple[Floats, Floats]:
+    """Gauss-Legendre on 0..1: n points are exact up to degree 2n - 1, and bands x rows is the degree."""
+    nodes, weights = np.polynomial.legendre.leggauss(permutations // 2 + 1)
+    return (nodes + 1.0) / 2.0, weights / 2.0

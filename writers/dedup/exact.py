@@ -6,6 +6,12 @@ alone are held in memory (`partitions_for` tells how many partitions a memory bu
 are written in runs sorted by key, of which a partition reads its own slices only. Among equal keys the winner
 is the document of the lowest source, then (if so wanted) of the longest text, then of the lowest content rank
 (writers/documents.py): neither the number of partitions nor names and order of files change which text stays.
+
+Tables with a 128-bit hash in each row, in runs sorted by its leading bits.
+
+A partition is a range of the hash's first 16 bits, so rows with equal hashes meet in one, and every run holds
+the partition's rows in one piece: a partition reads those and little else. Rows have the hash as the fields
+`high` and `low`.
 """
 
 from __future__ import annotations
@@ -13,36 +19,82 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.array_file import Rows, RowsWriter
-from shardkit.writers.dedup.key_runs import (
-    MAX_PARTITIONS,
-    leading_bits,
-    partition_range,
-    read_range,
-    repeated,
-)
+from shardkit.writers.dedup.tables import Rows, RowsWriter
 
 __all__ = [
     "KEY_DTYPE",
     "LOSER_DTYPE",
+    "MAX_PARTITIONS",
     "STORED_DTYPE",
     "WINNER_DTYPE",
     "KeyFile",
     "find_losers",
     "find_winners",
+    "leading_bits",
+    "partition_range",
     "partitions_for",
     "read_key_runs",
     "read_keys",
+    "read_range",
+    "repeated",
 ]
+
+MAX_PARTITIONS = 1 << 16
+
+
+def leading_bits(high: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint16]:
+    """uint16[n]: what runs are sorted by; NumPy sorts 16 bits in linear time."""
+    return (high >> np.uint64(48)).astype(np.uint16)
+
+
+def partition_range(partition: int, partitions: int) -> tuple[int, int]:
+    """[first, last) of the leading bits that belong to a partition."""
+    if not 0 <= partition < partitions <= MAX_PARTITIONS:
+        raise ValueError(f"partition {partition} of {partitions}: at most {MAX_PARTITIONS:,} partitions")
+    first, last = (-(-(number << 16) // partitions) for number in (partition, partition + 1))
+    return first, last
+
+
+def read_range(table: Rows, begin: int, end: int, bits: tuple[int, int]) -> npt.NDArray[Any]:
+    """The rows of the run [begin, end) whose leading bits are in [first, last)."""
+    first, last = bits
+    count = end - begin
+    # Hashes are spread evenly, so a range lies where its share of the run is, give or take: mostly one read.
+    margin = 2 * int(count**0.5) + 1  # four standard deviations at most
+    start = max(0, (count * first >> 16) - margin)
+    stop = min(count, (count * last >> 16) + margin)
+    while True:
+        rows = table.read(begin + start, begin + stop)
+        found = leading_bits(rows["high"])
+        if start > 0 and found[0] >= first:
+            start = max(0, 2 * start - stop)
+        elif stop < count and found[-1] < last:
+            stop = min(count, 2 * stop - start)
+        else:
+            edges = np.searchsorted(found.astype(np.int64), [first, last])
+            return rows[int(edges[0]) : int(edges[1])]
+
+
+def repeated(high: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Indices of the values that occur more than once: usually few, and all that must be sorted fully."""
+    order: npt.NDArray[np.int64] = np.argsort(high)
+    high = high[order]
+    same = high[1:] == high[:-1]
+    shared = np.zeros(len(high), np.bool_)
+    shared[1:] |= same
+    shared[:-1] |= same
+    return order[shared]
+
 
 # Bytes of keys and ids are kept as made, big-endian when read as numbers; `id` is the content rank.
 KEY_DTYPE = np.dtype([("key", "u1", (16,)), ("id", "u1", (16,)), ("bytes", "<i8"), ("source", "<i4")])
+
 LOSER_DTYPE = np.dtype(
     [
         ("split", "<i4"),
@@ -52,12 +104,17 @@ LOSER_DTYPE = np.dtype(
         ("winner_row", "<i8"),
     ]
 )
+
 WINNER_DTYPE = np.dtype([("split", "<i4"), ("row", "<i8"), ("copies", "<i4")])  # copies: itself included
 
 RUN_ROWS = 1 << 18  # sorted in 30 MB; only a file's last run is shorter
+
 _PEAK_BYTES_PER_ROW = 150  # measured: 145 where most rows have a copy, 120 where none has
+
 _DOCUMENT = [("id", "u1", (16,)), ("bytes", "<i8"), ("source", "<i4")]
+
 STORED_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), *_DOCUMENT, ("place", "<u4")])  # place in the run
+
 _ROW_DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), *_DOCUMENT, ("split", "<i4"), ("row", "<i8")])
 
 

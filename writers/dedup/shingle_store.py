@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.array_file import Rows, RowsWriter
+from shardkit.writers.dedup.tables import Rows, RowsWriter
 
 __all__ = ["SET", "SETS_FILE", "SHINGLES_FILE", "Sets", "ShingleReader", "ShingleWriter"]
 

@@ -24,11 +24,10 @@ from typing import Any
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.files import Closing
-from shardkit.writers.compilation import CompilationWatch
-from shardkit.writers.execution.queue import TaskQueue
+from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
-from shardkit.writers.kernel_cache import kernel_cache
+from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 
 __all__ = [
     "MAX_WORKERS",

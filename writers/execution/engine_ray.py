@@ -7,42 +7,214 @@ At most twice as many tasks as fit at a time are handed to Ray, so that a stage 
 memory than one of a thousand, and a cluster that grows with demand sees some. A task that is lost with its
 process or node is handed in again, `RETRIES` times at most, and each time is told; Ray's own retries are off,
 because they are silent. A task's own error ends the run, as with processes of this machine.
+
+What happens on a node of a Ray cluster: it is asked whether it fits the build, then it runs a task.
+
+A node fits if its shardkit and libraries are those of the driver, which computed the digests of all tasks,
+and if it sees the same work folder. Only then is the task unpickled, which imports its code.
+
+How a Ray cluster is reached, or started on this machine.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
+import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Self
 
-from shardkit.errors import BuildError, warn_user
+from shardkit.errors import BuildError, MissingExtraError, warn_user
 from shardkit.files import Closing
 from shardkit.units import format_bytes
 from shardkit.writers.execution.engine_local import (
     ONE_THREAD,
     RESUME,
     WorkerTracebackError,
+    answer,
     default_workers,
+    give_back_memory,
 )
-from shardkit.writers.execution.queue import WAIT_SECONDS, TaskQueue
-from shardkit.writers.execution.ray_node import NodeCheck, check_of, run_on_node
-from shardkit.writers.execution.ray_start import import_ray, start_ray
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.scheduler import WAIT_SECONDS, TaskQueue
+from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 
-__all__ = ["RETRIES", "RayEngine", "slots_of"]
+__all__ = [
+    "RETRIES",
+    "NodeCheck",
+    "RayEngine",
+    "check_of",
+    "import_ray",
+    "run_on_node",
+    "slots_of",
+    "start_ray",
+]
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What a node must have in common with the driver."""
+
+    code: str
+    python_path: tuple[str, ...]
+    work: str
+    marker: str | None
+    """A folder in a local work folder: a node that does not see it is another machine with another disk."""
+
+    def problem(self) -> str | None:
+        """Why this node does not fit."""
+        if code_version() != self.code:
+            return (
+                "its shardkit or the libraries of it are other versions than where the build was started; "
+                "install the same on all nodes"
+            )
+        if self.marker is not None and not Path(self.marker).exists():
+            return (
+                f"it does not see the work folder {self.work}; with several machines, set `work` to a place "
+                f"in S3 (s3://…) or on a file system that all of them mount at this path"
+            )
+        return None
+
+
+@contextmanager
+def check_of(work: Work) -> Iterator[NodeCheck]:
+    """The driver's, while it runs tasks."""
+    marker = None
+    if isinstance(work, LocalWork):
+        marker = work.temporary(Task("ray", "nodes", {}, dict))  # goes with what was not finished
+    path = tuple(str(Path(folder).absolute()) for folder in sys.path)  # "" is the current folder
+    try:
+        yield NodeCheck(code_version(), path, work.place, None if marker is None else str(marker))
+    finally:
+        if marker is not None:
+            with suppress(OSError):
+                marker.rmdir()
+
+
+def run_on_node(check: NodeCheck, pickled: bytes) -> tuple[bytes, float]:
+    """Run the (task, digest, work) in `pickled`: what `answer` gives, and seconds of compiling kernels.
+
+    Everything that a task can raise is in the answer: what Ray sees fail is Ray's or the machine's.
+    """
+    if problem := check.problem():
+        error = BuildError(f"node {socket.gethostname()} of the Ray cluster: {problem}")
+        return pickle.dumps((None, error, "")), 0.0
+    sys.path.extend(folder for folder in check.python_path if folder not in sys.path)
+    os.environ.update(kernel_cache())  # before the task's imports bring Numba
+    task, digest, work = pickle.loads(pickled)
+    watch, seconds = _watch()
+    watch.install()
+    seconds.clear()
+    try:
+        return answer(task, digest, work), sum(seconds)
+    finally:
+        give_back_memory()
+
+
+@lru_cache(maxsize=1)
+def _watch() -> tuple[CompilationWatch, list[float]]:
+    """This process's one watch, and where it writes to."""
+    seconds: list[float] = []
+    return CompilationWatch(lambda told: None if told is None else seconds.append(told)), seconds
+
+
+OBJECT_STORE_BYTES = 100_000_000  # records of finished tasks pass through it, nothing else
+
+_CONNECT_SECONDS = 10.0
+
+_LOCAL = "local"
+
+
+def import_ray() -> Any:
+    """The module; MissingExtraError if it is not installed."""
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray", "the engine ray") from error
+    return ray
+
+
+def start_ray(address: str | None, workers: int, memory_bytes: int) -> None:
+    """Connect to the cluster at `address`, else at $RAY_ADDRESS, else start one here for `workers` tasks.
+
+    Says nothing on stdout or stderr. BuildError if that is not possible.
+    """
+    ray = import_ray()
+    address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == _LOCAL:
+        settings |= {
+            "num_cpus": workers,
+            "_memory": workers * memory_bytes,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    else:
+        _check_reachable(address)
+    try:
+        with _no_usage_statistics():
+            ray.init(address, **settings)
+    except (ray.exceptions.RayError, ImportError, OSError, RuntimeError, TimeoutError, ValueError) as error:
+        what = "Ray cannot be started here" if address == _LOCAL else f"the Ray cluster at {address}"
+        problem = str(error).strip().rpartition("\n")[2]  # of a traceback of the other side, the error
+        raise BuildError(f"{what}: {problem}") from error
+    # What raylets report of lost processes would be printed on stdout, which is for results; the engine tells
+    # of lost tasks. There is no public switch for it.
+    ray._private.worker._worker_logs_enabled = False
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself waits for a minute and more, and then ends this process."""
+    host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", or another scheme
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        problem = f"cannot be reached ({error}); is it running, and is this its address?"
+        raise BuildError(f"the Ray cluster at {address} {problem}") from error
+
+
+@contextmanager
+def _no_usage_statistics() -> Iterator[None]:
+    name = "RAY_USAGE_STATS_ENABLED"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
 
 RETRIES = 4
+
 MAX_WORKERS = 100_000
+
 NO_NODE_SECONDS = 600.0  # clusters take minutes to start a machine
+
 LOOK_SECONDS = 5.0  # how often nodes are counted
+
 _TICK_SECONDS = 1.0
+
 _FETCH_SECONDS = 60.0
+
 _CANCEL_SECONDS = 10.0
+
 FIRST_PAUSE_SECONDS = 1.0  # before a lost task is handed in again; doubled each time
+
 _FIRST_TASKS = 4  # handed in where there is no node yet: demand for a cluster that grows
 
 

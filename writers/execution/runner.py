@@ -1,26 +1,240 @@
-"""Runs a stage's tasks: the journal's finished ones are taken, the engine runs the rest; keeps the times."""
+"""Runs a stage's tasks: the journal's finished ones are taken, the engine runs the rest; keeps the times.
+
+The work of one build while it runs: alone in its folder, or sharing it.
+
+    with Journal(LocalWork(folder)) as journal:
+        commits = journal.find(tasks)                      # finished already
+        engine.run(journal.queue(missing, done), journal.work)
+
+A finished task is skipped only if the digest of everything that decides its outputs (config, inputs' digests,
+code) is the recorded one and every output is there with its size. So a build may be killed at any time: the
+same command goes on with what was finished, and what was not leaves no trace.
+
+One build at a time uses a local folder (`flock`), unless all of them say that they share it. A store cannot
+be locked: there, work is always shared.
+
+Files that tasks wrote in earlier runs are compared with their commits before anything reads them.
+
+A disk that gives other bytes than were written would otherwise change a dataset in silence. What is damaged
+is made again, by the task that made it: tasks are pure functions, so nothing that follows from it changes.
+
+Only what is read is compared, once in a build: what tasks that are to run name in their arguments, and what
+this process opens. In a work folder in a store every read is checked instead (`checked_ranges.py`); where
+several processes share a folder, only what is published is compared, since each would read all of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
+from shardkit.errors import BuildError, warn_user
 from shardkit.hashing import digest_of
 from shardkit.progress import Listener
+from shardkit.writers.execution import work_files
 from shardkit.writers.execution.engine import Engine
-from shardkit.writers.execution.journal import Journal
-from shardkit.writers.execution.proofs import Proofs
+from shardkit.writers.execution.scheduler import (
+    Claims,
+    Done,
+    OwnQueue,
+    SharedQueue,
+    TaskQueue,
+    TaskSlice,
+    Waiting,
+    take_turn,
+)
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.execution.work_local import LocalWork, locked_folder
+from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress, names_of
 
-__all__ = ["Runner"]
+__all__ = ["Journal", "Proofs", "Runner"]
+
+
+class Journal:
+    """A work folder, claimed while this is open. With a `slice`, several processes may share a local one."""
+
+    def __init__(self, work: Work | Path, *, slice: TaskSlice | None = None) -> None:
+        if isinstance(work, Path):
+            work = LocalWork(work)
+        assert isinstance(work, LocalWork | StoreWork)
+        self.is_shared = slice is not None or isinstance(work, StoreWork)
+        self.work: LocalWork | StoreWork = work
+        self._slice = slice
+        self._claims = Claims(work.sharing)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        session = self._claims.session  # what processes that share a folder are at lies apart
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.work, StoreWork):
+                self.work = self.work.claimed(session)
+            else:
+                stack.enter_context(locked_folder(self.work, shared=self.is_shared))
+                if self.is_shared:
+                    self.work = replace(self.work, session=session)
+            self.work.prepare()
+            if self.is_shared:
+                stack.enter_context(self._claims)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        """The finished ones; None for those that have to run."""
+        return self.work.find(tasks)
+
+    def run_here(self, task: Task) -> Commit:
+        """The commit of a task, which runs in this process if it is not finished."""
+        [commit] = self.find([task])
+        return run_task(task, task.digest, self.work) if commit is None else commit
+
+    def queue(self, tasks: Sequence[Task], done: Done, waiting: Waiting = lambda holders: None) -> TaskQueue:
+        """Tasks to run; `done` hears of each as it is finished, here or elsewhere.
+
+        `waiting` hears of those that others are at, while there is nothing to do here.
+        """
+        if self.is_shared:
+            return SharedQueue(tasks, done, self.work, self._claims, self._slice, waiting=waiting)
+        return OwnQueue(tasks, done)
+
+    def take_turn(
+        self, key: str, is_done: Callable[[], bool], waiting: Waiting = lambda holders: None
+    ) -> AbstractContextManager[bool]:
+        """Do something that only one process of those that share the work may do at a time.
+
+        Gives whether it is still to be done, at once or when the others let go or die; `waiting` hears of
+        them. As all claims, this saves work: what must not happen twice at once needs a lock of its own.
+        """
+        if not self.is_shared:
+            return contextlib.nullcontext(True)
+        return take_turn(self._claims, key, is_done, waiting)
+
+    def forget_damaged(self, commit: Commit) -> None:
+        """BuildError if a finished task's files are no longer what was committed; it will be made again.
+
+        Those in a store are compared whenever they are read.
+        """
+        if isinstance(self.work, StoreWork):
+            return
+        name = self.work.damaged_output(commit)
+        if name is not None:
+            self.work.forget(commit)
+            raise BuildError(
+                f"{commit.folder}: {name} was damaged after it was written; the task is removed, run the "
+                f"build again"
+            )
+
+    def remove(self) -> None:
+        """Remove the whole work folder; the journal stays locked and must be closed next."""
+        self.work.remove()
+
 
 _THREADS = 8
+
+
+@dataclass(slots=True)
+class _Found:
+    """A finished task that an earlier run left, and its files that were not compared yet."""
+
+    task: Task
+    commit: Commit
+    unproved: set[str]
+
+
+class Proofs:
+    """What is known of a local work folder that this build has for itself. `run_again` runs tasks."""
+
+    def __init__(self, work: LocalWork, run_again: Callable[[Sequence[Task]], None]) -> None:
+        self._work, self._run_again = work, run_again
+        self._found: dict[Path, _Found] = {}
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Meanwhile this process opens no file that was not compared."""
+        with work_files.heeded(self._work.folder, lambda path: self.prove([path])):
+            yield
+
+    def add(self, task: Task, commit: Commit) -> None:
+        """A task that was finished when this build came to it."""
+        with self._lock:
+            self._found.setdefault(commit.folder, _Found(task, commit, set(commit.outputs)))
+
+    def prove_inputs(self, tasks: Iterable[Task]) -> None:
+        """What these tasks read is right from here on."""
+        paths = set[Path]()
+        for task in tasks:
+            paths |= _paths_in(task.args)
+        self.prove(paths)
+
+    def prove(self, paths: Iterable[Path]) -> None:
+        """These files, and all of these folders of tasks, are right from here on."""
+        with self._lock:
+            wanted: dict[Path, set[str]] = {}
+            for path in paths:
+                for folder in (path, *path.parents[:2]):
+                    found = self._found.get(folder)
+                    if found is not None and found.unproved:
+                        names = found.unproved if folder == path else {path.relative_to(folder).as_posix()}
+                        wanted.setdefault(folder, set()).update(names & found.unproved)
+            if any(wanted.values()):
+                self._compare(wanted)
+
+    def _compare(self, wanted: dict[Path, set[str]]) -> None:
+        # In the order in which they were found: what a task reads was found before it.
+        some = [(found, wanted[folder]) for folder, found in self._found.items() if wanted.get(folder)]
+
+        def damaged(item: tuple[_Found, set[str]]) -> str | None:
+            found, names = item
+            outputs = {name: found.commit.outputs[name] for name in sorted(names)}
+            return self._work.damaged_output(replace(found.commit, outputs=outputs))
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            results = list(pool.map(damaged, some))
+        for (found, names), name in zip(some, results, strict=True):
+            if name is None:
+                found.unproved -= names
+                continue
+            warn_user(f"{found.commit.folder}: {name} was damaged after it was written; its task runs again")
+            found.unproved.clear()  # all of them will be new
+            self._work.forget(found.commit)
+            self.prove_inputs([found.task])
+            self._run_again([found.task])
+
+
+class _PathFinder(pickle.Pickler):
+    """Meets every object that is sent with a task."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: set[Path] = set()
+
+    def persistent_id(self, item: Any) -> None:
+        if isinstance(item, Path):
+            self.found.add(item)
+
+
+def _paths_in(arguments: tuple[Any, ...]) -> set[Path]:
+    finder = _PathFinder()
+    finder.dump(arguments)
+    return finder.found
 
 
 class Runner:

@@ -18,8 +18,7 @@ from pathlib import Path
 import xxhash
 
 from shardkit.errors import BuildError
-from shardkit.files import held_file
-from shardkit.local_files import who_else_writes
+from shardkit.files import held_file, who_else_writes
 
 __all__ = ["default_scratch", "folder_of", "prepare", "unfinished"]
 

@@ -52,21 +52,45 @@ _DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
 # what does not plan tasks either:
 OUTSIDE_TASKS = (
     # Readers of finished datasets, and tools for them.
-    *("shardkit.audit", "shardkit.cache", "shardkit.convert", "shardkit.dataset", "shardkit.exclusions"),
-    *("shardkit.lanes", "shardkit.loaders", "shardkit.locate", "shardkit.mixed_order", "shardkit.mixed_uses"),
-    *("shardkit.mixture", "shardkit.opening", "shardkit.order", "shardkit.trace", "shardkit.uses"),
+    *(
+        "shardkit.tools.audit",
+        "shardkit.cache",
+        "shardkit.tools.convert",
+        "shardkit.dataset",
+        "shardkit.order.exclusions",
+    ),
+    *(
+        "shardkit.order.order",
+        "shardkit.loaders",
+        "shardkit.locate",
+        "shardkit.order.streams",
+        "shardkit.order.residency",
+    ),
+    *(
+        "shardkit.order.mixture",
+        "shardkit.dataset",
+        "shardkit.order.order",
+        "shardkit.tools.trace",
+        "shardkit.order.residency",
+    ),
     "shardkit.verify",
     # What starts, estimates, shows and rehearses builds.
-    *("shardkit.__main__", "shardkit.cli", "shardkit.demo", "shardkit.planning", "shardkit.simulation"),
-    *("shardkit.writers.clean_work", "shardkit.writers.disk_budget", "shardkit.writers.explain"),
-    *("shardkit.writers.progress", "shardkit.writers.rehearsal", "shardkit.writers.sampling"),
-    *("shardkit.writers.session", "shardkit.writers.times", "shardkit.writers.train_classifier"),
+    *(
+        "shardkit.__main__",
+        "shardkit.cli",
+        "shardkit.tools.demo",
+        "shardkit.tools.plan",
+        "shardkit.tools.simulate",
+    ),
+    *("shardkit.writers.maintenance", "shardkit.writers.estimate", "shardkit.writers.maintenance"),
+    *("shardkit.writers.progress", "shardkit.writers.estimate", "shardkit.tools.plan.sampling"),
+    *("shardkit.writers.session", "shardkit.writers.result", "shardkit.writers.train_classifier"),
     # What makes a dataset of finished tasks' files: it runs in each build, and reuses nothing.
     *("shardkit.upload", "shardkit.writers.card", "shardkit.writers.publish"),
     *("shardkit.writers.publish_remote", "shardkit.writers.published", "shardkit.writers.report"),
     *("shardkit.writers.result", "shardkit.writers.up_to_date"),
     # When and where kernels are compiled, not what they compute.
-    *("shardkit.writers.compilation", "shardkit.writers.kernel_cache"),
+    *("shardkit.writers.kernels.numba_support", "shardkit.writers.kernels.numba_support"),
 )
 # Second, what task functions run through, with the reason why it decides nothing.
 DECIDES_NO_BYTE = {

@@ -9,6 +9,14 @@ Every machine has a scratch folder, for what its running tasks write, for record
 are read as files; it may be deleted whenever no build runs there (`scratch.py`). All else is read from the
 store by ranges (`open`), each block of which is checked against the hash in the commit: a client does not
 check ranges. An output that turns out damaged costs its task's record, so the next run makes it again.
+
+Ranges of a committed file in a store, each block compared with the hash in its commit.
+
+Neither HTTP nor a client checks a range: a flipped byte would go into the dataset in silence. Blocks that
+were read alone are kept for a while, up to `CACHE_BYTES` in a process: a task that reads a little of many
+files comes back to their ends and their directories.
+
+The part of a store below a prefix, with keys that leave the prefix out.
 """
 
 from __future__ import annotations
@@ -17,6 +25,8 @@ import io
 import os
 import shutil
 import tempfile
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,11 +34,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+import xxhash
+
 from shardkit.errors import BuildError
 from shardkit.files import fsync_path
+from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
+    Body,
     ObjectExistsError,
     ObjectInfo,
     ObjectNotFoundError,
@@ -37,20 +51,168 @@ from shardkit.storage.store import (
     StoreError,
 )
 from shardkit.writers.execution import scratch, work_files
-from shardkit.writers.execution.checked_ranges import CheckedRanges, DamagedFileError
-from shardkit.writers.execution.prefixed_store import PrefixedStore
 from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
-from shardkit.writers.execution.work import check_same
+from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, check_same
 
-__all__ = ["StoreWork"]
+__all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "PrefixedStore", "StoreWork"]
+
+CACHE_BYTES = 16 << 20
+
+_KEPT_AT_ONCE = 2  # blocks; longer reads go straight through a file and do not come back
+
+_TRIES = 3  # damage on the way passes, damage in the store stays
+
+
+class DamagedFileError(StoreError):
+    """A file of a finished task is no longer there, or no longer what was committed."""
+
+
+class CheckedRanges:
+    """The `get` of a store, for one file; `damaged` is called before a DamagedFileError."""
+
+    def __init__(self, store: Store, output: Output, damaged: Callable[[], None] = lambda: None) -> None:
+        self._store, self._output, self._damaged = store, output, damaged
+        self._hashes = block_hashes(output)  # empty: one block, whose hash is the file's
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
+        """Bytes from `start` to `stop`, or up to the end of the block that `stop` lies in."""
+        size = self._output.bytes
+        stop = size if stop is None else min(stop, size)
+        if start >= stop:
+            return b""
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        place = self._store.url, key, self._output.xxh3_128
+        if (kept := _cache.get(place, first)) is not None:  # the rest is asked for next
+            return kept[start - first * BLOCK_BYTES :]
+        data = self._fetch(key, first * BLOCK_BYTES, min(last * BLOCK_BYTES, size))
+        if last - first <= _KEPT_AT_ONCE:
+            for number in range(first, last):
+                at = (number - first) * BLOCK_BYTES
+                _cache.put(place, number, data[at : at + BLOCK_BYTES])
+        return data[start - first * BLOCK_BYTES :]
+
+    def _fetch(self, key: str, start: int, stop: int) -> bytes:
+        where = f"{self._store.url}/{key}"
+        problem = f"bytes {start:,} to {stop:,} are not those that were committed, {_TRIES} times"
+        for _ in range(_TRIES):
+            try:
+                data = self._store.get(key, start, stop)
+            except ObjectNotFoundError:
+                problem = "is gone"
+                break
+            except StoreError as error:
+                if error.status != 416:  # shorter than committed
+                    raise
+                problem = "is shorter than what was committed"
+                break
+            if len(data) == stop - start and self._is_right(data, start):
+                return data
+        found = DamagedFileError(where, f"{problem}; the next run makes its task again")
+        try:
+            self._damaged()
+        except StoreError as failure:
+            found.add_note(f"the task could not be removed: {failure}")
+        raise found
+
+    def _is_right(self, data: bytes, start: int) -> bool:
+        if not self._hashes:
+            return xxhash.xxh3_128_hexdigest(data) == self._output.xxh3_128
+        view = memoryview(data)
+        return all(
+            xxhash.xxh3_64_digest(view[at : at + BLOCK_BYTES]) == self._hashes[(start + at) // BLOCK_BYTES]
+            for at in range(0, len(data), BLOCK_BYTES)
+        )
+
+
+_Place = tuple[str, str, str]  # store, key, hash of the whole
+
+
+class _Cache:
+    """The blocks that were used last."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[tuple[_Place, int], bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, place: _Place, number: int) -> bytes | None:
+        with self._lock:
+            block = self._blocks.get((place, number))
+            if block is not None:
+                self._blocks.move_to_end((place, number))
+            return block
+
+    def put(self, place: _Place, number: int, block: bytes) -> None:
+        with self._lock:
+            self._bytes += len(block) - len(self._blocks.pop((place, number), b""))
+            self._blocks[place, number] = block
+            while self._bytes > CACHE_BYTES:
+                self._bytes -= len(self._blocks.popitem(last=False)[1])
+
+
+_cache = _Cache()
+
+
+class PrefixedStore:
+    """Keeps the contract of `Store`; `prefix` ends with a "/"."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    @property
+    def url(self) -> str:
+        return f"{self._store.url}/{self._prefix.rstrip('/')}"
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._ours(self._store.head(self._prefix + key))
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
+        return self._store.get(self._prefix + key, start, stop, version=version)
+
+    def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
+        return self._store.open(self._prefix + key, start, stop, version=version)
+
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        if_absent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        return self._ours(self._store.put(self._prefix + key, data, if_absent=if_absent, metadata=metadata))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return (self._ours(info) for info in self._store.list(self._prefix + prefix))
+
+    def delete(self, key: str) -> None:
+        self._store.delete(self._prefix + key)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _ours(self, info: ObjectInfo) -> ObjectInfo:
+        return replace(info, key=info.key.removeprefix(self._prefix))
+
 
 _THREADS = 8
+
 _READ_THREADS = 16  # records are small: waiting only
+
 _MARKER = "shardkit-work.txt"
+
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
+
 _ID_BYTES = 8
+
 _COPY_BYTES = 4 << 20
+
 _KEPT_RECORDS = 4096  # of tasks whose files were read last: some kilobytes each
+
 _RESUME = "what is finished is kept; the same command continues"
 
 

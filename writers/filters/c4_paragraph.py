@@ -12,10 +12,10 @@ from pathlib import Path
 import numba
 import numpy as np
 
-from shardkit.writers.filters.byte_runs import count_characters
 from shardkit.writers.filters.c4_paragraph_settings import C4ParagraphConfig
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.utf8 import count_characters
 
 __all__ = ["C4ParagraphFilter"]
 

@@ -19,15 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.filters.c4_settings import C4QualityConfig
-from shardkit.writers.filters.characters import LINE_END, SPACE, character_flags, characters_with
 from shardkit.writers.filters.rules import Edit, Rule
-from shardkit.writers.filters.sentences import (
-    character_at,
-    count_sentences,
-    sentence_tables,
-)
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.utf8 import strip_space
+from shardkit.writers.kernels.sentences import character_at, count_sentences, sentence_tables
+from shardkit.writers.kernels.utf8 import LINE_END, SPACE, character_flags, characters_with, strip_space
 
 __all__ = ["C4QualityFilter"]
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from shardkit.errors import RecipeError
 from shardkit.writers.filters.classifier_settings import ClassifierConfig
-from shardkit.writers.filters.fasttext_model import load_fasttext
-from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.fasttext import FastTextScorer
+from shardkit.writers.kernels.fasttext_model import load_fasttext
 
 __all__ = ["ClassifierFilter"]
 

@@ -24,8 +24,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.normalization import normalized_words
-from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.decontamination_settings import DecontaminationConfig
 from shardkit.writers.filters.evaluation_items import (
     EvaluationItem,
@@ -36,6 +34,8 @@ from shardkit.writers.filters.evaluation_items import (
 )
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.words import normalized_words
 
 __all__ = ["DecontaminationFilter", "Overlap"]
 

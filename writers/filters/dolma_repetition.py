@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from shardkit.writers.filters.dolma_settings import DolmaRepetitionConfig
-from shardkit.writers.filters.line_repetition import ALL_LINES, line_repetition
-from shardkit.writers.filters.ngram_statistics import COPIES, TOP, ngram_statistics
 from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.lines import ALL_LINES, line_repetition
+from shardkit.writers.kernels.ngrams import COPIES, TOP, ngram_statistics
 
 __all__ = ["DolmaRepetitionFilter"]
 

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.filters.characters import ALPHA, SPACE, character_flags
-from shardkit.writers.utf8 import next_character
+from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, next_character
 
 __all__ = ["LONGEST", "DolmaStatistics", "dolma_statistics"]
 

@@ -21,8 +21,8 @@ import pyarrow as pa
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.decontamination_settings import DecontaminationConfig, EvaluationConfig
+from shardkit.writers.kernels.shingles import shingle_batch
 
 __all__ = ["EvaluationItem", "HashTable", "find_matches", "make_tables", "read_items"]
 

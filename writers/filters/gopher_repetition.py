@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
-from shardkit.writers.filters.line_repetition import LINES, PARAGRAPHS, line_repetition
-from shardkit.writers.filters.ngram_statistics import EXCESS, TOP, ngram_statistics
 from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.lines import LINES, PARAGRAPHS, line_repetition
+from shardkit.writers.kernels.ngrams import EXCESS, TOP, ngram_statistics
 
 __all__ = ["GopherRepetitionFilter"]
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from shardkit.errors import BuildError, MissingExtraError
 from shardkit.hashing import hash_file
-from shardkit.writers.filters.fasttext_model import load_fasttext
-from shardkit.writers.filters.fasttext_scores import FastTextScorer
 from shardkit.writers.filters.language_settings import LANGUAGES, LanguageConfig
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.fasttext import FastTextScorer
+from shardkit.writers.kernels.fasttext_model import load_fasttext
 
 __all__ = ["LanguageFilter", "language_model", "language_scorer"]
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from shardkit.errors import MissingExtraError, RecipeError
-from shardkit.writers.dedup.normalization import normalized_words
 from shardkit.writers.filters.perplexity_settings import PerplexityConfig
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.words import normalized_words
 
 __all__ = ["PerplexityFilter"]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from shardkit.writers.filters.ratios_settings import RatiosConfig
 from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.utf8 import next_character
+from shardkit.writers.kernels.utf8 import next_character
 
 __all__ = ["RatiosFilter"]
 

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.dedup.lines_units import Units, cut_units, find_units
 from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
 from shardkit.writers.filters.rules import Edit, Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.line_units import Units, cut_units, find_units
 
 __all__ = ["RepeatedLinesEditor"]
 

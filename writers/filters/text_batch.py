@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.documents import text_offsets
-from shardkit.writers.filters.line_statistics import LineStatistics, line_statistics
-from shardkit.writers.filters.word_statistics import WordStatistics, word_statistics
+from shardkit.writers.kernels.lines import LineStatistics, line_statistics
+from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
 
 __all__ = ["TextBatch"]
 

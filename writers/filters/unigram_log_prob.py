@@ -23,11 +23,11 @@ import pyarrow as pa
 
 from shardkit.errors import RecipeError
 from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.dedup.normalization import normalized_words
-from shardkit.writers.dedup.shingles import shingle_batch
 from shardkit.writers.filters.perplexity_settings import UnigramLogProbConfig
 from shardkit.writers.filters.rules import Rule
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.words import normalized_words
 
 __all__ = ["UnigramLogProbFilter", "read_frequencies"]
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.filters.list_files import load_list
-from shardkit.writers.filters.phrases import Phrases, lower
 from shardkit.writers.filters.rules import Rule, ratio
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
+from shardkit.writers.kernels.phrases import Phrases, lower
 
 __all__ = ["BadWordsFilter", "StopWordsFilter"]
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardkit.units import format_bytes
-from shardkit.writers.dedup.lsh import probability
+from shardkit.writers.dedup.bands import probability
 from shardkit.writers.report.html import bars, cell, facts, number, percent, section, table, text
 
 __all__ = ["render_dedup"]

@@ -2,6 +2,8 @@
 
 A bar only repeats a number of its row, so it is hidden from screen readers. Whatever comes from a recipe or
 a corpus goes through `text`.
+
+How a report looks: light and dark by what the reader's system prefers, and on paper.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from html import escape
 
 from shardkit.units import format_bytes
 
-__all__ = ["bars", "cell", "facts", "name", "number", "percent", "section", "size", "table", "text"]
+__all__ = ["STYLE", "bars", "cell", "facts", "name", "number", "percent", "section", "size", "table", "text"]
 
 # Control characters are not allowed in HTML; those of the direction of writing would turn what follows.
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), *_DIRECTIONS], " ")
+
 _BREAK = re.compile("(?<=[/_.])(?=[^/_.])")  # where a name may go on in the next line
 
 
@@ -95,3 +99,59 @@ def percent(part: float, whole: float) -> str:
 def size(count: int) -> str:
     """Bytes that were taken away; of those that were added, that they were."""
     return format_bytes(count) if count >= 0 else f"{format_bytes(-count)} more"
+
+
+_DARK = """
+color-scheme: dark; --paper: #14181f; --ink: #dde3ea; --muted: #9aa7b5; --line: #2d3540; --panel: #1c222b;
+--read: #7b8794; --kept: #48a578; --lost: #d9a441; --bad: #fc8181; --other: #63b3ed;
+--curve: #63b3ed; --measured: #f6ad55; --axis: #6b7785;
+"""
+
+STYLE = (
+    """
+:root { color-scheme: light;
+--paper: #fff; --ink: #1c2430; --muted: #566270; --line: #e3e7ed; --panel: #f4f6f8;
+--read: #7b8794; --kept: #2f855a; --lost: #d69e2e; --bad: #c53030; --other: #2b6cb0;
+--curve: #2b6cb0; --measured: #b7410e; --axis: #9aa5b1; }
+@media screen and (prefers-color-scheme: dark) { :root {"""
+    + _DARK
+    + """} }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; } p { margin: .5rem 0; max-width: 50rem; }
+nav a { color: inherit; margin-right: 1rem; } p.note { color: var(--muted); font-size: 14px; }
+code, pre { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
+pre { background: var(--panel); padding: .8rem; white-space: pre-wrap; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; margin: .5rem 0; }
+caption { text-align: left; color: var(--muted); font-size: 14px; padding: .2rem 0; }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+td[dir] { min-width: 8rem; } th { font-weight: 600; }
+tbody tr + tr > *, thead + tbody tr > *, .facts tr > * { border-top: 1px solid var(--line); }
+thead th { vertical-align: bottom; font-size: 13px; }
+td.n, th.n { width: 1%; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.facts th { width: 12rem; } td.text, td.place { font-size: 13px; } td.place { width: 24%; }
+td.bar, th.bar { width: 18%; min-width: 7rem; padding-right: 1rem; }
+.one td.bar { width: 34%; }
+td.bar { padding-top: .5rem; line-height: 0; white-space: nowrap; }
+.bar span { display: inline-block; height: .75rem; min-width: 1px; max-width: 100%; }
+.bar span.gap { min-width: 0; }
+.bar span, .key span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.key span { display: inline-block; width: .75rem; height: .75rem; margin: 0 .3rem 0 .8rem; }
+span.read { background: var(--read); } span.kept { background: var(--kept); }
+span.other { background: var(--other); } span.dropped { background: var(--lost); }
+span.quarantined { background: var(--bad); }
+.wrong { color: var(--bad); font-weight: 600; }
+svg { width: 100%; max-width: 44rem; height: auto; font: 12px system-ui, sans-serif; }
+svg text { fill: currentColor; } .grid { stroke: var(--line); } .axis { stroke: var(--axis); }
+.curve { fill: none; stroke: var(--curve); stroke-width: 2; }
+.expected { fill: none; stroke: var(--curve); stroke-width: 1.5; }
+.measured { fill: var(--measured); stroke: var(--measured); stroke-width: 1.5; }
+.threshold { stroke: var(--axis); stroke-dasharray: 4 3; }
+@media print { body { max-width: none; margin: 0; font-size: 11px; } nav { display: none; }
+caption, p.note, thead th, td.text, td.place { font-size: 11px; }
+.wide { overflow: visible; } tr, svg { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
+"""
+)

@@ -1,24 +1,310 @@
 """The page: its sections in order, each a function of the card.
 
 No times, no folder names, no number of workers; one file without scripts and without anything to fetch.
+
+The funnel of a build, its sources and its languages.
+
+The part of the report that tells what the filters did: each rule in order and alone, cuts, excerpts.
+
+A function of the card's `filters` (filter_counts.filters_card), which is plain data:
+
+    sampled, one_in  documents that every rule judged alone, whatever else they fail: one in so many
+    rules      [{"rule": "<filter>/<rule>", "documents", "bytes", "alone", "excerpts"}] in the order they were
+               tried; documents and bytes as dropped by it first, `alone` among the sampled; excerpts
+               [{"file", "record", "text"}] of documents it dropped, as they were then
+    cut        [{"edit": "<filter>/<name>", "bytes"}] taken out of texts; negative where they grew
+    counts     [{"name": "<filter>/<name>", "count"}] of what editors counted, such as addresses redacted
+
+How long documents are, and how rows are filled: histograms with bins of powers of two.
+
+How long a build took, as a page of its own: a dataset's report knows no times, which are of one run.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardkit.card import Histogram, funnel_steps
 from shardkit.units import format_bytes
+from shardkit.writers.languages import add_languages
 from shardkit.writers.report.dedup import render_dedup
-from shardkit.writers.report.filters import render_filters
-from shardkit.writers.report.funnel import render_funnel, render_languages, render_sources
-from shardkit.writers.report.html import cell, facts, section, table, text
-from shardkit.writers.report.packing import render_lengths, render_packing
-from shardkit.writers.report.style import STYLE
+from shardkit.writers.report.html import (
+    STYLE,
+    bars,
+    cell,
+    facts,
+    name,
+    number,
+    percent,
+    section,
+    size,
+    table,
+    text,
+)
+from shardkit.writers.result import BuildResult
 
-__all__ = ["html_page", "render_report"]
+__all__ = [
+    "html_page",
+    "render_filters",
+    "render_funnel",
+    "render_languages",
+    "render_lengths",
+    "render_packing",
+    "render_report",
+    "render_sources",
+    "render_times",
+]
+
+_MOST_LANGUAGES = 30
+
+
+def render_funnel(card: Mapping[str, Any]) -> str:
+    """What each step lost and what it left."""
+    steps = funnel_steps(card)
+    documents, whole = steps[0].documents, steps[0].bytes
+    rows = []
+    for step in steps:
+        colour = step.kind if step.kind in ("read", "kept") else "read"
+        rows.append(
+            [
+                cell(f"{step.kind}: {step.label}" if step.kind == "quarantined" else step.label),
+                number(f"−{step.lost_documents:,}" if step.lost_documents else ""),
+                number(step.documents),
+                number(percent(step.documents, documents)),
+                bars(documents, (colour, step.documents), (step.kind, step.lost_documents)),
+                number(_lost(step.lost_bytes)),
+                number(format_bytes(step.bytes)),
+                number(percent(step.bytes, whole)),
+                bars(whole, (colour, step.bytes), (step.kind, step.lost_bytes)),
+            ]
+        )
+    head = ("step", ">lost", ">left", ">of read", "|documents", ">lost", ">left", ">of read", "|text")
+    key = (
+        '<p class="note key">Bars: <span class="read"></span>what a step left <span class="dropped"></span>'
+        'what it lost <span class="quarantined"></span>could not be read <span class="kept"></span>kept</p>'
+    )
+    note = (
+        '<p class="note">Every record that was read is kept, dropped by a rule or quarantined as unreadable: '
+        "that the numbers add up was checked. Steps that lose text and no document cut parts out of "
+        "documents that stay. Text is in bytes of UTF-8. What each rule of a filter took is below.</p>"
+    )
+    return section("Funnel", table(head, rows, caption="Documents and text after each step"), key, note)
+
+
+def _lost(lost: int) -> str:
+    if not lost:
+        return ""
+    return f"−{format_bytes(lost)}" if lost > 0 else f"+{format_bytes(-lost)}"
+
+
+def render_sources(card: Mapping[str, Any]) -> str:
+    """What each input of the recipe came to."""
+    inputs = card["inputs"]
+    most = max((entry["tokens"] for entry in inputs), default=0)
+    rows = []
+    for entry in inputs:
+        read, kept = entry["funnel"]["read"]["documents"], entry["funnel"]["kept"]["documents"]
+        rows.append(
+            [
+                cell(entry["source"]),
+                number(entry["files"]),
+                number(format_bytes(entry["bytes"])),
+                number(read),
+                number(kept),
+                number(percent(kept, read)),
+                number(entry["tokens"]),
+                number(percent(entry["tokens"], card["tokens"])),
+                bars(most, ("other", entry["tokens"])),
+            ]
+        )
+    head = ("source", ">files", ">stored", ">read", ">kept", ">of read", ">tokens", ">of all", "|tokens")
+    return section("Sources", table(head, rows, caption="Documents and tokens by source"))
+
+
+def render_languages(card: Mapping[str, Any]) -> str:
+    """Documents and tokens by language, if a filter of the recipe knows languages."""
+    by_source = [entry["languages"] for entry in card["inputs"]]
+    if any(languages is None for languages in by_source):
+        return ""
+    languages = add_languages(by_source)
+    shown = list(languages.items())[:_MOST_LANGUAGES]
+    most = max((counts["tokens"] for counts in languages.values()), default=0)
+    documents = sum(counts["documents"] for counts in languages.values())
+    rows = [
+        _language(label, counts, documents, card["tokens"], most, _sources_of(label, card["inputs"]))
+        for label, counts in shown
+    ]
+    if rest := list(languages.values())[_MOST_LANGUAGES:]:
+        others = {name: sum(counts[name] for counts in rest) for name in ("documents", "tokens")}
+        rows.append(_language(f"{len(rest):,} others", others, documents, card["tokens"], most, ""))
+    head = ("language", "mostly from", ">documents", ">of all", ">tokens", ">of all", "|tokens")
+    note = (
+        '<p class="note">The language that the language filter found most likely for each document that was '
+        "kept, when it judged it; short and mixed texts, tables and code are often taken for something else."
+        "</p>"
+    )
+    return section("Languages", table(head, rows, caption="Documents and tokens by language"), note)
+
+
+def _language(
+    label: str, counts: Mapping[str, int], documents: int, tokens: int, most: int, sources: str
+) -> list[str]:
+    return [
+        cell(label),
+        cell(sources),
+        number(counts["documents"]),
+        number(percent(counts["documents"], documents)),
+        number(counts["tokens"]),
+        number(percent(counts["tokens"], tokens)),
+        bars(most, ("other", counts["tokens"])),
+    ]
+
+
+def _sources_of(label: str, inputs: Sequence[Mapping[str, Any]]) -> str:
+    """The sources with most tokens in a language."""
+    tokens = [(entry["languages"].get(label, {"tokens": 0})["tokens"], entry["source"]) for entry in inputs]
+    shown = [(count, name) for count, name in sorted(tokens, key=lambda one: -one[0]) if count][:2]
+    whole = sum(count for count, _ in tokens)
+    return ", ".join(f"{name} {100 * count / whole:.0f}\u00a0%" for count, name in shown)
+
+
+def render_filters(filters: Mapping[str, Any], read: Mapping[str, int]) -> str:
+    """The section as HTML; `read` are the documents and bytes that came in."""
+    parts = []
+    if filters["rules"]:
+        parts += [_rules(filters, read), _note(filters)]
+    if filters["cut"]:
+        parts.append(_cut(filters["cut"], read["bytes"]))
+    if filters["counts"]:
+        parts.append(_counts(filters["counts"]))
+    if shown := [rule for rule in filters["rules"] if rule["excerpts"]]:
+        parts += ["<h3>Some of what was dropped</h3>", _excerpts(shown)]
+    return section("Filters", *parts)
+
+
+def _rules(filters: Mapping[str, Any], read: Mapping[str, int]) -> str:
+    most = max((rule["documents"] for rule in filters["rules"]), default=0)
+    most_alone = max((rule["alone"] for rule in filters["rules"]), default=0)
+    rows = [
+        [
+            name(rule["rule"]),
+            number(rule["documents"]),
+            number(percent(rule["documents"], read["documents"])),
+            bars(most, ("dropped", rule["documents"])),
+            number(format_bytes(rule["bytes"])),
+            number(percent(rule["alone"], filters["sampled"])),
+            bars(most_alone, ("dropped", rule["alone"])),
+        ]
+        for rule in filters["rules"]
+    ]
+    head = ("rule", ">documents", ">of read", "|dropped, in order", ">text", ">fail it", "|alone")
+    return table(head, rows, caption="What each rule dropped, in the order in which they were tried")
+
+
+def _note(filters: Mapping[str, Any]) -> str:
+    return (
+        '<p class="note">In order: by the first rule that a document fails. Alone: of a sample of '
+        f"{filters['sampled']:,} documents (one in {filters['one_in']:,}, drawn by hash), those that fail "
+        "the rule whatever else they fail.</p>"
+    )
+
+
+def _cut(cut: Sequence[Mapping[str, Any]], whole: int) -> str:
+    most = max((abs(one["bytes"]) for one in cut), default=0)
+    rows = [
+        [
+            name(one["edit"]),
+            number(size(one["bytes"])),
+            number(percent(abs(one["bytes"]), whole)),
+            bars(most, ("dropped", one["bytes"])),
+        ]
+        for one in cut
+    ]
+    return table(("edit", ">text", ">of read", "|"), rows, caption="Cut out of documents")
+
+
+def _counts(counts: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[name(one["name"]), number(one["count"])] for one in counts]
+    return table(("what", ">count"), rows, caption="Counted by editors")
+
+
+def _excerpts(rules: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for rule in rules:
+        for place, shown in enumerate(rule["excerpts"]):
+            found = f"<bdi>{text(shown['file'])}</bdi>, record&nbsp;{shown['record']:,}"
+            excerpt = f'<td class="text" dir="auto">{text(shown["text"])}</td>'
+            rows.append([name(rule["rule"] if not place else ""), f'<td class="place">{found}</td>', excerpt])
+    head = ("rule", "document", "its beginning, when it was dropped")
+    return table(head, rows, caption="Up to three documents of each rule, drawn by hash")
+
+
+def render_lengths(card: Mapping[str, Any]) -> str:
+    """Documents, and the tokens in them, by length."""
+    lengths = _histogram(card, "lengths")
+    bins = lengths.bins()
+    most = max((one.count for one in bins), default=0)
+    most_tokens = max((one.sum for one in bins), default=0)
+    rows = [
+        [
+            number(one.label),
+            number(one.count),
+            number(percent(one.count, lengths.count)),
+            bars(most, ("other", one.count)),
+            number(one.sum),
+            number(percent(one.sum, lengths.sum)),
+            bars(most_tokens, ("other", one.sum)),
+        ]
+        for one in bins
+    ]
+    head = (">tokens in it", ">documents", ">of all", "|", ">tokens", ">of all", "|")
+    caption = "Kept documents by their number of tokens, the eos included"
+    mean = f"{lengths.sum / max(1, lengths.count):,.1f} tokens a document on average."
+    return section("Document lengths", table(head, rows, caption=caption), f'<p class="note">{mean}</p>')
+
+
+def render_packing(card: Mapping[str, Any]) -> str:
+    """What rows are made of."""
+    packing, length = card["packing"], card["sequence_length"]
+    cells, pieces = card["tokens"] + card["padding"], _histogram(card, "row_pieces")
+    told = {
+        "Strategy": card["recipe"]["pack"]["strategy"],
+        "Partitions": f"{packing['partitions']:,}, packed each by itself",
+        "Padding": f"{card['padding']:,} tokens, {percent(card['padding'], cells)} of all",
+        "Documents cut": f"{packing['cut_documents']:,} of {packing['documents']:,} "
+        f"({percent(packing['cut_documents'], packing['documents'])}); {packing['needless_cuts']:,} of them "
+        "would have fitted into one row",
+        "Pieces": f"{pieces.sum:,}, {pieces.sum / max(1, pieces.count):.2f} in a row on average",
+    }
+    return section(
+        "Packing",
+        facts(told, caption=f"Rows of {length:,} tokens"),
+        _rows(_histogram(card, "row_padding"), ">tokens of padding", "Rows by their tokens of padding"),
+        _rows(pieces, ">pieces", "Rows by the documents, or parts of some, in them"),
+    )
+
+
+def _rows(histogram: Histogram, name: str, caption: str) -> str:
+    bins = histogram.bins()
+    most = max((one.count for one in bins), default=0)
+    rows = [
+        [
+            number(one.label),
+            number(one.count),
+            number(percent(one.count, histogram.count)),
+            bars(most, ("other", one.count)),
+        ]
+        for one in bins
+    ]
+    return table((name, ">rows", ">of all", "|"), rows, caption=caption)
+
+
+def _histogram(card: Mapping[str, Any], name: str) -> Histogram:
+    return Histogram.from_dict(card["histograms"].get(name, {"counts": [], "sums": []}))
+
 
 _SECTION = re.compile(r'<section id="([^"]+)">\n<h2>([^<]+)</h2>')
 
@@ -90,3 +376,35 @@ def _made_from(card: Mapping[str, Any]) -> str:
 
 def _code(digest: str) -> str:
     return f"<td><code>{text(digest)}</code></td>"
+
+
+def render_times(result: BuildResult) -> bytes:
+    """When each stage ran and what it did, as one HTML page in the style of `report.html`."""
+    rows = [
+        [
+            cell(stage.stage),
+            number(f"{stage.start:,.1f}"),
+            number(f"{stage.seconds:,.1f}"),
+            bars(result.total_seconds, ("gap", stage.start), ("other", stage.seconds)),
+            number(stage.tasks),
+            number(stage.tasks_reused),
+            number(f"{format_bytes(stage.bytes)}" if stage.bytes else ""),
+            number(f"{format_bytes(stage.bytes_per_second)}/s" if stage.bytes else ""),
+        ]
+        for stage in result.stages
+    ]
+    told = {
+        "Dataset": result.location,
+        "Fingerprint": result.fingerprint,
+        "In all": f"{result.total_seconds:,.1f} s, {format_bytes(result.text_bytes_per_second)}/s of text "
+        f"read, {result.tokens_per_second:,.0f} tokens/s written",
+        "Tasks": f"{result.tasks:,}, {result.tasks_reused:,} of them finished before this run",
+    }
+    head = ("stage", ">from s", ">for s", "|", ">tasks", ">reused", ">text", ">text/s")
+    note = (
+        '<p class="note">Stages may run side by side. Text is what this run read in a stage, not what tasks '
+        "that were reused had read.</p>"
+    )
+    found = table(head, rows, caption=f"Stages in {result.total_seconds:,.1f} s")
+    parts = [facts(told, caption="This run"), section("Stages", found, note)]
+    return html_page("Build times", ["<h1>Build times</h1>", *parts])

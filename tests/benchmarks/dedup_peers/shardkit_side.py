@@ -22,7 +22,7 @@ def prepare(table: pa.Table) -> list[pa.LargeStringArray]:
 
 def signatures(batches: list[pa.LargeStringArray], request: Request) -> int:
     from shardkit.writers.dedup.config import MinHashConfig
-    from shardkit.writers.dedup.minhash import sign_batch
+    from shardkit.writers.dedup.signatures import sign_batch
 
     config = MinHashConfig(ngram=NGRAM, permutations=request["permutations"])
     return sum(len(sign_batch(batch, config).values) for batch in batches)

@@ -1,0 +1,259 @@
+"""What a loader works out when it is made: the shuffle's sizes, the id that ends documents, its figures.
+
+Which of how many processes this is.
+
+The arguments say it, or torch.distributed, or torchrun's environment, in this order; otherwise it is 0 of 1.
+Both numbers come from the same place, because a rank from one source and a world size from another would
+silently train on wrong parts. torch is asked only if something else has imported it already.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
+from shardkit.errors import warn_user
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.metrics import Source
+from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.streams import Streams
+from shardkit.order.order import default_lanes, default_window
+from shardkit.order.residency import lanes_of_part
+from shardkit.units import format_bytes, parse_bytes
+
+__all__ = ["Place", "find_eos_id", "find_place", "shuffle_sizes", "stream_sizes", "telemetry_sources"]
+
+DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
+
+MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory, nobody having said how much of it
+
+
+def stream_sizes(
+    streams: Streams, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
+) -> tuple[int, int]:
+    """(lanes, window) for all streams: as configured, else what suits each of them and all together."""
+    found = [shuffle_sizes(dataset, plan, config, nodes, row_bytes) for dataset in streams.once.datasets]
+    lanes, window = (min(sizes) for sizes in zip(*found, strict=True))
+    # Streams of one dataset pass through its shards in orders of their own: of many, all shards are in use
+    # whatever the window. It is divided among them only where a cache must do with less than the dataset.
+    parts = sum(
+        len(who) if _is_larger(dataset, config) else 1
+        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True)
+    )
+    return lanes, config.window or max(1, window // parts)
+
+
+def _is_larger(dataset: Dataset, config: LoaderConfig) -> bool:
+    """Whether a dataset is larger than the cache that was given for it."""
+    if dataset.shards is None or config.cache_bytes is None:
+        return False
+    return int(dataset.manifest.raw_bytes.clip(0).sum()) > parse_bytes(config.cache_bytes)
+
+
+def shuffle_sizes(
+    dataset: Dataset, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
+) -> tuple[int, int]:
+    """(lanes, window): as configured, else from the batch over all ranks and what fits in memory."""
+    lanes = config.lanes or default_lanes(plan.global_batch, nodes)
+    budget = DEFAULT_WINDOWS_BYTES
+    if dataset.shards is not None:
+        caches = nodes if dataset.shards.cache.is_shared else plan.world_size
+        budget = _cache_budget(dataset, config, lanes, _lanes_served(plan, lanes, caches))
+    if dataset.shards is None and any(kind.compression for kind in dataset.manifest.kinds):
+        # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
+        budget = MAX_RESIDENT_BYTES
+        most = max(1, budget // (4 * max(1, int(dataset.manifest.raw_bytes.max()))))
+        if config.lanes is None and lanes > most:
+            lanes = default_lanes(_largest_divisor(plan.global_batch, most))
+    window = config.window or default_window(lanes, row_bytes, budget)
+    return lanes, window
+
+
+def _lanes_served(plan: BatchPlan, lanes: int, caches: int) -> int:
+    """Lanes that the ranks of one of `caches` caches read, at most."""
+    batch = plan.global_batch
+    parts = [slice(batch * cache // caches, batch * (cache + 1) // caches) for cache in range(caches)]
+    return max(len(lanes_of_part(batch, lanes, part)) for part in parts)
+
+
+def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int, served: int) -> int:
+    """Bytes for two windows of all lanes, such that a cache holds its own and the shards at their edges.
+
+    A capacity counts only if it was given: what is free differs from one machine and moment to the next, and
+    all ranks, and a run started again, must shuffle alike.
+    """
+    assert dataset.shards is not None
+    cache, given = dataset.shards.cache, config.cache_bytes
+    sizes = dataset.manifest.raw_bytes.clip(0)
+    total, largest = int(sizes.sum()), int(sizes.max(initial=0))
+    needed = 2 * served * largest  # a window begins and ends inside of shards
+    if given is None:
+        budget = DEFAULT_WINDOWS_BYTES if cache.is_shared else MEMORY_WINDOWS_BYTES
+        if config.window is None:
+            needed += budget * served // lanes
+    elif (capacity := parse_bytes(given)) < total:
+        budget = min(DEFAULT_WINDOWS_BYTES, max((capacity - needed) * lanes // served, largest * lanes))
+    else:
+        budget = DEFAULT_WINDOWS_BYTES
+    needed = min(needed, total)
+    if cache.capacity < needed:
+        warn_user(
+            f"cache_bytes of {format_bytes(cache.capacity)} is below {format_bytes(needed)}, what {served} "
+            "lanes have in use at a time: rows will be read one by one; give more, a smaller window, "
+            "fewer lanes, or smaller shards"
+        )
+    return budget
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+
+
+def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -> int | None:
+    """The id that ends documents; ValueError if something asked for needs it and nothing states it.
+
+    Streams whose tokens mean different things are refused.
+    """
+    known = {}
+    for dataset, name in zip(streams.datasets, streams.names, strict=True):
+        tokenizer = (dataset.card or {}).get("tokenizer")
+        if isinstance(tokenizer, dict) and tokenizer.get("digest") is not None:
+            known[str(tokenizer["digest"])] = name
+    if len(known) > 1:
+        raise ValueError(
+            f"streams {' and '.join(map(repr, known.values()))} were made by different tokenizers: the same "
+            "ids would mean different text"
+        )
+    found = [_eos_id_of(dataset, config, token_key) for dataset in streams.datasets]
+    stated = sorted({eos_id for eos_id in found if eos_id is not None})
+    if len(stated) > 1:
+        raise ValueError(f"streams end documents with different ids, {stated}: give eos_id=…")
+    return stated[0] if stated else None
+
+
+def _eos_id_of(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
+    tokenizer = (dataset.card or {}).get("tokenizer")
+    stated = tokenizer.get("eos_id") if isinstance(tokenizer, dict) else None
+    eos_id = config.eos_id if config.eos_id is not None else stated
+    if not config.document_extras:
+        return eos_id if isinstance(eos_id, int) else None
+    if token_key is None:
+        raise ValueError(
+            "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
+            f"{dataset.location} gives none among {', '.join(column.name for column in dataset.columns)}"
+        )
+    if isinstance(eos_id, bool) or not isinstance(eos_id, int):
+        raise ValueError(
+            "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
+            f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
+        )
+    return eos_id
+
+
+def telemetry_sources(streams: Streams) -> dict[str, Source]:
+    """Where the figures of remote streams' caches and stores come from, all together; none for local ones."""
+    remote = [dataset.shards for dataset in streams.datasets if dataset.shards is not None]
+    if not remote:
+        return {}
+
+    def cache() -> dict[str, float | None]:
+        counted = [shards.counters() for shards in remote]
+        total: dict[str, float | None] = {name: sum(each[name] for each in counted) for name in counted[0]}
+        if remote[0].cache.is_shared:  # by the streams: each sees all of it
+            total |= {name: counted[0][name] for name in ("used_bytes", "capacity_bytes")}
+        return total
+
+    def store() -> dict[str, float | None]:
+        seen = [shards.store.metrics.snapshot() for shards in remote]
+        slowest = {
+            f"first_byte_p{round(100 * part)}_seconds": max(
+                (t for each in seen if (t := each.first_byte_seconds(part)) is not None), default=None
+            )
+            for part in (0.5, 0.99)
+        }
+        return slowest | {
+            "requests": sum(sum(each.requests.values()) for each in seen),
+            "errors": sum(sum(each.errors.values()) for each in seen),
+            "read_bytes": sum(each.bytes_read for each in seen),
+            "retries": sum(each.retries for each in seen),
+            "outages": sum(each.outages for each in seen),
+            "throttled": sum(each.throttled for each in seen),
+            "hedges": sum(each.hedges for each in seen),
+            "resumed_bodies": sum(each.resumed_bodies for each in seen),
+        }
+
+    return {"cache": cache, "store": store}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rank `rank` of `world_size` processes, `local_world_size` of them on each machine.
+
+    Ranks of a machine are consecutive, as torchrun numbers them.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.world_size // self.local_world_size
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, not {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be between 0 and {self.world_size - 1}, not {self.rank}")
+
+
+def find_place(rank: int | None, world_size: int | None) -> Place:
+    """The place of this process; ValueError when only one of the two is given or a number is out of range."""
+    if (rank is None) != (world_size is None):
+        missing = "world_size" if world_size is None else "rank"
+        raise ValueError(f"give rank and world_size together, or neither: {missing} is missing")
+    if rank is None or world_size is None:
+        rank, world_size = _from_torch() or _from_environment() or (0, 1)
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} must be an int, not {value!r}")
+    return Place(rank, world_size, _local_world_size(world_size))
+
+
+def _from_torch() -> tuple[int, int] | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return int(torch.distributed.get_rank()), int(torch.distributed.get_world_size())
+
+
+def _from_environment() -> tuple[int, int] | None:
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        missing = "RANK" if rank is None else "WORLD_SIZE"
+        raise ValueError(f"the environment has only one of RANK and WORLD_SIZE: {missing} is missing")
+    return rank, world_size
+
+
+def _local_world_size(world_size: int) -> int:
+    """As torchrun, Open MPI or Slurm say, if it divides the world size; else all are on one machine."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        local = _number(name)
+        if local and local > 0 and world_size % local == 0:
+            return local
+    return world_size
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be a whole number, not {text!r}") from None

@@ -1,0 +1,415 @@
+"""How long training waits for data, counted at every step for half a microsecond.
+
+The loader reports each wait, which costs a few additions and one entry of a histogram. Cache and store are
+asked for their running totals only when someone wants `stats`. One thread counts (the training loop's), any
+thread may ask: without a lock, so that an answer may lack the figures of the step that is being counted.
+
+Time runs from the moment the first batch was asked for: what a script does before is not the loader's.
+
+What a loader did in a stretch of time, as plain numbers, and the one line that sums it up.
+
+`verdict` says whether training waited for data and, if it did, the likeliest reason: the rules are the list
+`_CAUSES`, tried in its order, each from figures alone. The wait for the first batch (shards being opened, a
+cold cache) is told apart: a run that lost a second once, at its start, is not input-bound.
+
+Costs nothing while training: figures are put together when someone asks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.loaders.producer import BUSY_SECONDS
+from shardkit.units import format_bytes
+
+__all__ = ["CacheStats", "LoaderStats", "Mark", "Source", "StoreStats", "Telemetry", "verdict"]
+
+FED_SHARE = 0.01  # of the time lost in steps that waited: below, nothing is worth changing
+
+REFETCHED_SHARE = 0.1  # of what was fetched had been in the cache before: it is too small
+
+THROTTLED_SHARE = 0.01  # of requests answered 503: clients slow themselves down after each
+
+RETRIED_SHARE = 0.05  # of requests made again
+
+SLOW_FIRST_BYTE_SECONDS = 0.5  # S3 answers most requests within 0.2 s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheStats:
+    """What the shard cache did. Counts and bytes are of the stretch; used and capacity are of now."""
+
+    hits: float = 0
+    misses: float = 0
+    evictions: float = 0
+    fetched_bytes: float = 0
+    refetched_bytes: float = 0
+    """Of these, bytes that had been in the cache before and were evicted."""
+    decompressed_bytes: float = 0
+    row_reads: float = 0
+    """Rows read by themselves because their shard was not there yet."""
+    bypassed: float = 0
+    """Shards read without being kept: the cache had no room."""
+    quarantined: float = 0
+    """Shards whose bytes were wrong."""
+    used_bytes: float = 0
+    capacity_bytes: float = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreStats:
+    """What the object store was asked. Counts and bytes are of the stretch; percentiles as the store says."""
+
+    requests: float = 0
+    read_bytes: float = 0
+    retries: float = 0
+    outages: float = 0
+    """Times that requests failed for more than a few seconds."""
+    throttled: float = 0
+    """Answers "slow down" (503)."""
+    hedges: float = 0
+    """Requests made a second time because the first took long."""
+    resumed_bodies: float = 0
+    errors: float = 0
+    first_byte_p50_seconds: float | None = None
+    first_byte_p99_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderStats:
+    """The figures of one rank over `seconds`. A step is a batch handed over; a wait is the loop's for it.
+
+    Percentiles come from a histogram of 8 classes per doubling: at most 9 % too high. `slow_steps` are those
+    that waited longer than `slow_step_seconds`. `cache` and `store` are None where there is none.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    first_wait_seconds: float = 0.0
+    """The wait for the first batch; 0 in a stretch that does not hold it."""
+    wait_seconds: float = 0.0
+    wait_last_seconds: float = 0.0
+    wait_p50_seconds: float = 0.0
+    wait_p99_seconds: float = 0.0
+    wait_max_seconds: float = 0.0
+    slow_step_seconds: float = 1e-3
+    slow_steps: int = 0
+    slow_wait_seconds: float = 0.0
+    """What the slow steps waited together."""
+    queue_depth: float = 0.0
+    queue_depth_mean: float = 0.0
+    cache: CacheStats | None = None
+    store: StoreStats | None = None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of this rank."""
+        return _share(self.samples, self.seconds)
+
+    @property
+    def slow_steps_share(self) -> float:
+        return _share(self.slow_steps, self.steps)
+
+    @property
+    def waited_share(self) -> float:
+        """Of the time: how much of it the loop spent waiting for batches."""
+        return min(1.0, _share(self.wait_seconds, self.seconds))
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether training waited for data, and why."""
+        return verdict(self)
+
+    def to_dict(self) -> dict[str, object]:
+        """All figures as plain data, what is derived from them included; for JSON and loggers."""
+        derived = ("samples_per_second", "slow_steps_share", "waited_share", "verdict")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+def verdict(stats: LoaderStats) -> str:
+    """ "fed: …" or "input-bound: …; what to do", with damaged shards named in either."""
+    if not stats.steps:
+        return "no steps yet"
+    bad = f"; {stats.cache.quarantined:.0f} damaged shards" if stats.cache and stats.cache.quarantined else ""
+    first = stats.first_wait_seconds
+    first_is_slow = first > stats.slow_step_seconds
+    slow = stats.slow_steps - first_is_slow
+    lost = stats.slow_wait_seconds - (first if first_is_slow else 0.0)
+    lost_share = min(1.0, _share(lost, stats.seconds - first))
+    waited = f"{_percent(_share(slow, stats.steps))} of steps waited"
+    if slow <= 0 or lost_share < FED_SHARE:
+        return f"fed: {waited}{bad}"
+    cause = next(found for rule in _CAUSES if (found := rule(stats)))
+    return f"input-bound: {waited}, {_percent(lost_share)} of the time{bad}; {cause}"
+
+
+def _cache_too_small(stats: LoaderStats) -> str | None:
+    # First: fetching again what was there is also what makes a store throttle.
+    cache = stats.cache or CacheStats()
+    again = _share(cache.refetched_bytes, cache.fetched_bytes)
+    if again >= REFETCHED_SHARE:
+        why = f"{_percent(again)} of the bytes fetched had been evicted before they were needed"
+    elif cache.bypassed and cache.bypassed >= REFETCHED_SHARE * cache.misses:
+        why = f"{cache.bypassed:.0f} shards found no room"
+    else:
+        return None
+    return f"the cache of {format_bytes(cache.capacity_bytes)} is too small ({why}): raise cache_bytes"
+
+
+def _throttled(stats: LoaderStats) -> str | None:
+    store = stats.store or StoreStats()
+    if not store.throttled or store.throttled < THROTTLED_SHARE * store.requests:
+        return None
+    why = f"{store.throttled:.0f} answers 503 to {store.requests:.0f} requests"
+    return f"the store throttles ({why}): lower connections, use more prefixes or raise cache_bytes"
+
+
+def _failing_store(stats: LoaderStats) -> str | None:
+    store = stats.store or StoreStats()
+    if not store.retries or store.retries < RETRIED_SHARE * store.requests:
+        return None
+    why = f"{store.retries:.0f} retries, {store.errors:.0f} errors, {store.requests:.0f} requests"
+    return f"the store fails ({why}): check the network and the endpoint"
+
+
+def _slow_store(stats: LoaderStats) -> str | None:
+    # A prefetcher that keeps up hides a slow store: it is to blame only if shards were missing when needed.
+    store = stats.store or StoreStats()
+    if not _missed(stats):
+        return None
+    first_byte = store.first_byte_p99_seconds
+    if first_byte is not None and first_byte >= SLOW_FIRST_BYTE_SECONDS:
+        return f"the store is slow (GET p99 {_seconds(first_byte)}): raise connections or cache_bytes"
+    rate = format_bytes(_share(store.read_bytes, stats.seconds))
+    return f"the store delivers {rate}/s, less than is used: raise connections or cache_bytes"
+
+
+def _decompression(stats: LoaderStats) -> str | None:
+    cache = stats.cache or CacheStats()
+    if not cache.decompressed_bytes:
+        return None
+    rate = format_bytes(_share(cache.decompressed_bytes, stats.seconds))
+    return f"decompression ({rate}/s) is too slow here: give it more CPU cores or store shards uncompressed"
+
+
+def _only_reading(stats: LoaderStats) -> str | None:
+    busy_seconds = _share(stats.seconds - stats.wait_seconds, stats.steps)
+    if busy_seconds >= BUSY_SECONDS:
+        return None
+    return "the loop does nothing but read: this is as fast as batches are made here"
+
+
+def _processor(stats: LoaderStats) -> str | None:
+    return "batches are made too slowly on this machine: look for busy CPU cores or a slow local disk"
+
+
+_Cause = Callable[[LoaderStats], str | None]
+
+_CAUSES: tuple[_Cause, ...] = (
+    _cache_too_small,
+    _throttled,
+    _failing_store,
+    _slow_store,
+    _decompression,
+    _only_reading,
+    _processor,
+)
+
+
+def _missed(stats: LoaderStats) -> bool:
+    """Whether readers had to wait for the store; without a cache, every read is such a wait."""
+    if stats.cache is None:
+        return stats.store is not None and stats.store.read_bytes > 0
+    return stats.cache.misses + stats.cache.row_reads > 0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+
+Source = Callable[[], Mapping[str, float | None]]
+
+"""Gives running totals since its start by name, e.g. {"hits": 812, "misses": 3}; None: not known yet."""
+
+CLASSES_PER_DOUBLING = 8
+
+_FIRST_CLASS_SECONDS = 1e-6  # what is not longer counts as no wait
+
+_CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # up to 1.2 hours; longer waits are in the last class
+
+_OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)  # class 0 is for no wait at all
+
+_OF_NOW = {"used_bytes", "capacity_bytes", "first_byte_p50_seconds", "first_byte_p99_seconds"}
+
+_KINDS: dict[str, type[CacheStats | StoreStats]] = {"cache": CacheStats, "store": StoreStats}
+
+T = TypeVar("T", CacheStats, StoreStats)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The running totals at a moment: what `Telemetry.stats(since=…)` counts from."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+    slow_steps: int = 0
+    slow_wait_seconds: float = 0.0
+    queue_depths: float = 0.0
+    histogram: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_CLASSES, np.int64))
+    sources: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+
+
+class Telemetry:
+    """Counts a loader's steps and waits, and shows them beside what its cache and its store did.
+
+    `batch_size`: samples of a step on this rank. `sources`: running totals of "cache" and "store", with the
+    names of `CacheStats` and `StoreStats`; missing names are 0, others are ignored. A step that waited longer
+    than `slow_step_seconds` is a slow one.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        sources: Mapping[str, Source] | None = None,
+        slow_step_seconds: float = 1e-3,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if unknown := sorted(set(sources or {}) - set(_KINDS)):
+            raise ValueError(f"unknown sources {', '.join(unknown)}: known are {', '.join(_KINDS)}")
+        self._batch_size = batch_size
+        self._sources = dict(sources or {})
+        self._slow_step_seconds = slow_step_seconds
+        self._clock = clock
+        self._started: float | None = None
+        self._first_wait_seconds = self._last_wait_seconds = self._max_wait_seconds = 0.0
+        self._steps = self._waits = self._slow_steps = 0
+        self._wait_seconds = self._slow_wait_seconds = 0.0
+        self._queue_depth = self._queue_depths = 0.0
+        self._histogram = [0] * _CLASSES
+        self._interval = Mark()
+
+    def step(self, wait_seconds: float, queue_depth: float = 0) -> None:
+        """A batch was handed over after `wait_seconds`; `queue_depth` batches were ready behind it."""
+        self.steps(1, wait_seconds, queue_depth)
+
+    def steps(self, count: int, wait_seconds: float, queue_depth: float = 0) -> None:
+        """`count` batches came out of one wait: the first of them waited, the others did not."""
+        if self._started is None:
+            self._started = self._clock() - wait_seconds
+            self._first_wait_seconds = wait_seconds
+        self._steps += count
+        self._waits += 1
+        self._queue_depth = queue_depth
+        self._queue_depths += queue_depth
+        self._last_wait_seconds = wait_seconds
+        self._wait_seconds += wait_seconds
+        if wait_seconds <= _FIRST_CLASS_SECONDS:
+            return
+        self._histogram[min(int(math.log2(wait_seconds) * CLASSES_PER_DOUBLING + _OFFSET), _CLASSES - 1)] += 1
+        if wait_seconds > self._max_wait_seconds:
+            self._max_wait_seconds = wait_seconds
+        if wait_seconds > self._slow_step_seconds:
+            self._slow_steps += 1
+            self._slow_wait_seconds += wait_seconds
+
+    def more(self, count: int = 1) -> None:
+        """`count` more batches of the latest wait: for a loader that counts as it hands them out."""
+        self._steps += count
+
+    def mark(self) -> Mark:
+        """The totals of now."""
+        sources = {name: dict(source()) for name, source in self._sources.items()}
+        histogram = np.array(self._histogram, np.int64)
+        histogram[0] = self._steps - histogram.sum()
+        return Mark(
+            seconds=0.0 if self._started is None else self._clock() - self._started,
+            steps=self._steps,
+            waits=self._waits,
+            wait_seconds=self._wait_seconds,
+            slow_steps=self._slow_steps,
+            slow_wait_seconds=self._slow_wait_seconds,
+            queue_depths=self._queue_depths,
+            histogram=histogram,
+            sources=sources,
+        )
+
+    def stats(self, since: Mark | None = None) -> LoaderStats:
+        """The figures since `since`; without it, since the first batch was asked for."""
+        return self._between(since or Mark(), self.mark())
+
+    def interval(self) -> LoaderStats:
+        """The figures since the last call of this method: one caller's; others keep a `mark` of their own."""
+        now = self.mark()
+        before, self._interval = self._interval, now
+        return self._between(before, now)
+
+    def _between(self, before: Mark, now: Mark) -> LoaderStats:
+        steps = now.steps - before.steps
+        histogram = now.histogram - before.histogram
+        p50, p99, longest = (_quantile(histogram, part, self._max_wait_seconds) for part in (0.5, 0.99, 1.0))
+        waits = now.waits - before.waits
+        return LoaderStats(
+            steps=steps,
+            samples=steps * self._batch_size,
+            seconds=now.seconds - before.seconds,
+            first_wait_seconds=0.0 if before.steps else self._first_wait_seconds,
+            wait_seconds=now.wait_seconds - before.wait_seconds,
+            wait_last_seconds=self._last_wait_seconds,
+            wait_p50_seconds=p50,
+            wait_p99_seconds=p99,
+            wait_max_seconds=longest,
+            slow_step_seconds=self._slow_step_seconds,
+            slow_steps=now.slow_steps - before.slow_steps,
+            slow_wait_seconds=now.slow_wait_seconds - before.slow_wait_seconds,
+            queue_depth=self._queue_depth,
+            queue_depth_mean=(now.queue_depths - before.queue_depths) / waits if waits else 0.0,
+            cache=_difference(CacheStats, "cache", before, now),
+            store=_difference(StoreStats, "store", before, now),
+        )
+
+
+def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> float:
+    """The upper edge of the class that holds the quantile, and never more than the longest wait."""
+    total = int(histogram.sum())
+    if not total:
+        return 0.0
+    found = int(np.searchsorted(np.cumsum(histogram), part * total))
+    if found == 0:
+        return 0.0
+    edge = _FIRST_CLASS_SECONDS * 2.0 ** (found / CLASSES_PER_DOUBLING)
+    return longest if found == _CLASSES - 1 else min(edge, longest)
+
+
+def _difference(kind: type[T], name: str, before: Mark, now: Mark) -> T | None:
+    """What a source counted between two marks; None without that source."""
+    if name not in now.sources:
+        return None
+    new, old = now.sources[name], before.sources.get(name, {})
+    found: dict[str, float] = {}
+    for entry in fields(kind):
+        value = new.get(entry.name)
+        if value is None:
+            continue
+        # A total that went down started anew (a cache reopened): all of it is new.
+        earlier = 0 if entry.name in _OF_NOW else old.get(entry.name) or 0
+        found[entry.name] = value - earlier if value >= earlier else value
+    return kind(**found)

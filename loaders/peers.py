@@ -1,0 +1,247 @@
+"""An error on one rank reaches the others, whose loaders raise it as `PeerError` at their next batch.
+
+The failing rank writes its error to the store of the process group. On each rank a thread reads that store
+every `poll_seconds` through a connection of its own, because the group's may be blocked in a wait. A loop
+that waits for data is interrupted at once. A loop that hangs in a collective is left to the timeout of its
+process group, unless the user sets `grace_seconds`: then a loop that has not returned to its loader for so
+long has its stacks printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
+
+An error stands for as long as the process group does. A rank that ends without an error writes nothing, and
+a store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or
+with one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends with `close`, and
+does not keep the loader alive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+from shardkit.errors import PeerError
+
+__all__ = ["StopTogether", "Store", "group_store", "rendezvous_store"]
+
+END_SECONDS = 10.0  # from SIGTERM to the end: enough to unwind, short compared with a lost run
+
+MESSAGE_CHARACTERS = 2000  # of an error: the store of rank 0 holds it and every rank prints it
+
+_CONNECT_SECONDS = 10.0  # the store exists already: the ranks have met through it
+
+_JOIN_SECONDS = 2.0
+
+_SLACK_SECONDS = 1.0  # for busy machines
+
+_POLL_SECONDS_MOST = 60.0
+
+Owner = TypeVar("Owner")
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` in use; all of it raises RuntimeError when the store is gone."""
+
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class StopTogether(Generic[Owner]):
+    """Reports errors of `owner`, a loader of this rank, to the other ranks, and theirs to it."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        on_peer_error: Callable[[Owner, PeerError], None] = lambda owner, error: None,
+        grace_seconds: float | None = None,
+        poll_seconds: float = 1.0,
+        end_seconds: float = END_SECONDS,
+        connect: Callable[[], Store | None] | None = None,
+    ) -> None:
+        """`on_peer_error` is called in the thread; `connect` opens the store of the ranks (`group_store`)."""
+        if grace_seconds is not None and not grace_seconds > 0:
+            raise ValueError(f"grace_seconds must be above 0, or None for never, not {grace_seconds}")
+        if not 0 < poll_seconds <= _POLL_SECONDS_MOST:
+            raise ValueError(f"poll_seconds must be above 0 and at most 60, not {poll_seconds}")
+        self._owner, self._on_peer_error = weakref.ref(owner), on_peer_error
+        self._grace_seconds, self._poll_seconds, self._end_seconds = grace_seconds, poll_seconds, end_seconds
+        self._connect = connect or group_store
+        self._heard: PeerError | None = None
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    @property
+    def watching(self) -> bool:
+        """Whether the thread runs: not without torch.distributed, with one rank, or after `close`."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def watch(self, rank: int, world_size: int) -> None:
+        """Start to listen, unless that is done, an error was heard, or there is no other rank."""
+        if self._thread is not None or self._heard is not None or world_size == 1:
+            return
+        if (store := self._connect()) is None:
+            return
+        self._rank, self._process = rank, os.getpid()
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        names = (
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_RESTART_COUNT",
+        )  # torchrun's store outlives a failed run
+        self._key = "/".join(["shardkit/stop", *(os.environ.get(name, "") for name in names)])
+        self._outgoing: str | None = None
+        self._closed = False
+        self._wake = threading.Event()  # set after each change of the two above
+        self._sent = threading.Event()  # or given up
+        self._returned = threading.Event()  # the loop has the error, or closed its loader
+        # The thread alone holds the connection, so that its end closes it.
+        self._thread = threading.Thread(target=self._run, args=(store,), name="shardkit-stop", daemon=True)
+        _watching.add(self)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise PeerError if a peer has stopped; cheap enough for every step."""
+        if self._heard is not None:
+            for each in list(_watching):  # the loop hangs in no collective, whichever loader it came to
+                each._returned.set()
+            raise PeerError(self._heard.rank, self._heard.step, self._heard.problem)
+
+    def report(self, error: BaseException, step: int | None = None) -> None:
+        """Tell the peers that this rank stops because of `error`; the first error of a run is the one kept.
+
+        Returns when they have read it, after a few seconds at most. A peer's own error is not sent again.
+        """
+        if not self.watching or os.getpid() != self._process or isinstance(error, PeerError):
+            return
+        if self._outgoing is None and self._heard is None:
+            problem = f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+            self._outgoing = json.dumps({"rank": self._rank, "step": step, "problem": problem})
+            self._wake.set()
+            self._sent.wait(self._hear_seconds + _SLACK_SECONDS)
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice, and from a forked child; `watch` may start another.
+
+        An error that was heard stays: `check` raises it again.
+        """
+        thread = self._thread
+        if thread is None or os.getpid() != self._process:
+            return
+        self._finish()
+        self._thread = None
+        if thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
+
+    def _finish(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._closed = True
+        self._wake.set()
+        self._returned.set()
+
+    def _at_exit(self) -> None:
+        """Report the error that ended the script, at the end of the interpreter."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
+            self.report(error)
+        self._finish()
+
+    @property
+    def _hear_seconds(self) -> float:
+        return 2 * self._poll_seconds + _SLACK_SECONDS  # a peer reads once in every `poll_seconds`
+
+    def _run(self, store: Store) -> None:
+        # RuntimeError is how torch's stores fail: rank 0 has ended, and its peers cannot know whether well.
+        with suppress(RuntimeError):
+            self._listen(store)
+        self._sent.set()
+        del store
+        atexit.unregister(self._at_exit)  # which has nothing left to send, and keeps this object alive
+        if self._heard is None:
+            return
+        if (owner := self._owner()) is not None:
+            self._on_peer_error(owner, self._heard)
+        del owner  # must not keep the loader alive while its loop is away
+        if self._grace_seconds is not None and not self._returned.wait(self._grace_seconds):
+            self._end_process(self._heard, self._grace_seconds)
+
+    def _listen(self, store: Store) -> None:
+        """Return when this rank has sent an error or wants no more, or a peer's error was `_heard`."""
+        while not self._closed and self._owner() is not None:
+            if self._outgoing is not None:
+                return self._send(store, self._outgoing)
+            if store.check([self._key]):
+                self._heard = PeerError(**json.loads(store.get(self._key)))
+                return store.set(f"{self._key}/heard/{self._rank}", "1")
+            self._wake.wait(self._poll_seconds)
+            self._wake.clear()
+        return None
+
+    def _send(self, store: Store, error: str) -> None:
+        """Store the error, and stay until all peers have it: the store may end with this process."""
+        store.compare_set(self._key, "", error)
+        heard = [f"{self._key}/heard/{peer}" for peer in self._peers]
+        deadline = time.monotonic() + self._hear_seconds
+        while not store.check(heard) and time.monotonic() < deadline:
+            time.sleep(min(0.05, self._poll_seconds))
+
+    def _end_process(self, heard: PeerError, seconds: float) -> None:
+        sys.stderr.write(
+            f"shardkit: {heard}; the loop of rank {self._rank} has not returned to its loader for "
+            f"{seconds:g} s, as if it waited for that rank: ending this process (stop_grace_seconds)\n"
+        )
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # stderr may be replaced by something without a file
+            faulthandler.dump_traceback(sys.stderr)
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Over already, unless something handles the signal: in Python, only once the loop runs again.
+        if not self._returned.wait(self._end_seconds):
+            os._exit(1)
+
+
+_watching: weakref.WeakSet[StopTogether[Any]] = weakref.WeakSet()
+
+
+def group_store() -> Store | None:
+    """Return a connection to the store of the default process group; None without torch.distributed."""
+    distributed = _distributed()
+    if distributed is None:
+        return None
+    if not hasattr(distributed.Store, "clone"):  # torch before 2.8
+        return rendezvous_store()
+    connection = distributed.group.WORLD.get_group_store().clone()
+    connection.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
+    return connection  # type: ignore[no-any-return]
+
+
+def rendezvous_store() -> Store | None:
+    """Return a connection to the store at MASTER_ADDR, which ranks meet over by default; None without one."""
+    distributed = _distributed()
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if distributed is None or not host or not port:
+        return None
+    timeout = timedelta(seconds=_CONNECT_SECONDS)
+    try:
+        store = distributed.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+    except RuntimeError:
+        return None  # the ranks have met elsewhere: init_process_group was given another address
+    return store  # type: ignore[no-any-return]
+
+
+def _distributed() -> Any:
+    """Return torch.distributed if it is in use. Not imported here: who uses it has done so."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed

@@ -1,0 +1,422 @@
+"""Columns of constant size, gathered from memory maps with no Python per sample.
+
+Every row of such a column is one run of bytes at (start of its shard) + (row) * (stride of its shard). So all
+mapped shards are read through one array: element i is the row that begins i bytes after the lowest map.
+Indexing it with byte offsets gathers rows of any shards, in any order, in one call that copies each row once,
+however many shards a batch draws on. Grouping rows by shard first costs a call for each shard and a second
+copy (measured: 0.65 of a plain gather's rate; this: 1.0 to 1.1).
+
+What makes it safe: offsets are computed from (shard, row) here and nowhere else; when a shard is mapped, the
+shape and type of its rows are checked against the manifest, from which all row numbers come; and a `Reader`
+holds the arrays it draws from, so that their maps outlive it whatever is closed meanwhile.
+
+Output memory that is used again, but never while anyone can still see it.
+
+Fresh memory costs a page fault for every 4 KiB, as much as copying a row into it, and scattered small pages
+evict one another from a core's cache: on large pages used again, converting rows is up to 1.4 times as fast.
+`OutputMemory.lend` gives an array whose bytes are taken back when it and everything made from it (views,
+tensors, batches) have died, and not before: NumPy and torch keep the lent array alive as the base of whatever
+shows its memory.
+
+Copying rows from anywhere in memory into one array, by one core or by several, whichever is quicker now.
+
+One core copies random rows of 8 KiB at about half of what memory gives. torch's `index_select` spreads a
+gather over torch's threads without Python's lock, which doubles the rate on two idle cores, but takes many
+times longer where those threads must wait for a core. So both ways are timed and the quicker one is used; the
+other is tried again, the more rarely the more often it lost. Both copy the same bytes. (Python threads are no
+third way: they hand Python's lock to and fro, and two of them gather more slowly than one.)
+
+Several cores are used only by a training loop that does nothing but read; in a background thread and in a
+forked child, where torch's threads would be in the way or missing, it is always one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardkit.cache.rows import FetchedRows
+from shardkit.errors import ShardError
+from shardkit.loaders.streams import Streams
+
+__all__ = ["Columns", "FixedColumn", "FixedRows", "Gather", "OutputMemory", "Reader"]
+
+_KEPT = 8  # free pieces kept: those beyond were a peak
+
+_LARGE_PAGE = 2 << 20
+
+_SLAB_BYTES = 8 << 20  # carved into pieces
+
+_MIN_BYTES, _MAX_BYTES = 64 << 10, _SLAB_BYTES  # below, malloc reuses memory by itself; above, faults are few
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class OutputMemory:
+    """Lends arrays. Threads may share it."""
+
+    def __init__(self) -> None:
+        # Every change is one atomic step of a dict or deque: the garbage collector may come in between.
+        self._free: deque[_Bytes] = deque(maxlen=_KEPT)
+        self._lent: dict[int, tuple[weakref.ref[_Bytes], _Bytes]] = {}
+        self._slab: _Bytes = np.empty(0, dtype=np.uint8)
+
+    def lend(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        """An array of arbitrary content that belongs to the caller until it dies."""
+        count = prod(shape) * dtype.itemsize
+        if not _MIN_BYTES <= count <= _MAX_BYTES:
+            return np.empty(shape, dtype)
+        piece = self._take(count)
+        # Through a memoryview: what is made from `lent` then refers to `lent`, not to the piece under it.
+        lent = np.frombuffer(piece.data, dtype=np.uint8)
+        reference = weakref.ref(lent, self._took_back)
+        self._lent[id(reference)] = (reference, piece)
+        return lent[:count].view(dtype).reshape(shape)
+
+    def _took_back(self, died: weakref.ref[_Bytes]) -> None:
+        self._free.append(self._lent.pop(id(died))[1])
+
+    def _take(self, count: int) -> _Bytes:
+        try:
+            piece = self._free.pop()
+        except IndexError:
+            return self._carve(count)
+        return piece if len(piece) >= count else self._carve(count)
+
+    def _carve(self, count: int) -> _Bytes:
+        slab = self._slab
+        if len(slab) < count:
+            slab = _large_pages(_SLAB_BYTES)
+        rounded = min(len(slab), -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._slab = slab[rounded:]
+        return slab[:rounded]
+
+
+def _large_pages(count: int) -> _Bytes:
+    """`count` bytes of zeros, on large pages if the system has them."""
+    memory = mmap.mmap(-1, count + _LARGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    start = -int(whole.__array_interface__["data"][0]) % _LARGE_PAGE
+    return whole[start : start + count]
+
+
+_CAST_BYTES = 256 << 10  # gathered, then converted: both fit a core's second-level cache
+
+_SHARED_BYTES = 256 << 10  # smaller gathers end before a second thread has begun
+
+_TRIAL = 6
+
+_HOPELESS = 4
+
+_PATIENCE = 256  # gathers until the slower way is tried again
+
+_MOST_PATIENCE = 1 << 16
+
+_PROCESS = os.getpid()
+
+_Rows = npt.NDArray[np.generic]
+
+
+class Gather:
+    """Gathers rows of one shape and type and converts them to another type."""
+
+    def __init__(
+        self, shape: tuple[int, ...], stored: np.dtype[np.generic], delivered: np.dtype[np.generic]
+    ) -> None:
+        self._shape, self._stored, self._delivered = shape, stored, delivered
+        self._row_bytes = stored.itemsize * prod(shape)
+        self._output = OutputMemory()
+        self._choice = _Choice()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._torch_type = getattr(torch, stored.name, None) if stored.isnative else None
+
+    def bind(
+        self, lowest: int, span: int, held: list[npt.NDArray[np.generic]]
+    ) -> Callable[[npt.NDArray[np.int64]], _Rows]:
+        """A function from byte offsets to rows within `span` bytes from address `lowest`.
+
+        The function keeps `held`, the arrays that own the memory, alive.
+        """
+        places = span - self._row_bytes + 1
+        memory = np.asarray(_Stretch(lowest, (places,), (1,), f"|V{self._row_bytes}", held))
+        shared = np.asarray(_Stretch(lowest, (places, self._row_bytes), (1, 1), "|u1", held))
+        tensor = torch.from_numpy(shared)
+
+        def gather(offsets: npt.NDArray[np.int64]) -> _Rows:
+            if not self._may_share(len(offsets)):
+                return self._by_one(memory, offsets)
+            by_several = self._choice.next()
+            start = time.perf_counter()
+            rows = self._by_several(tensor, offsets) if by_several else self._by_one(memory, offsets)
+            self._choice.took(by_several, (time.perf_counter() - start) / len(offsets))
+            return rows
+
+        return gather
+
+    def _may_share(self, rows: int) -> bool:
+        return (
+            rows * self._row_bytes >= _SHARED_BYTES
+            and self._torch_type is not None
+            and threading.current_thread() is threading.main_thread()
+            and os.getpid() == _PROCESS
+            and torch.get_num_threads() > 1
+        )
+
+    def _by_one(self, memory: npt.NDArray[np.void], offsets: npt.NDArray[np.int64]) -> _Rows:
+        if self._stored == self._delivered:
+            return memory[offsets].view(self._stored).reshape(-1, *self._shape)
+        rows = self._output.lend((len(offsets), *self._shape), self._delivered)
+        step = max(1, _CAST_BYTES // self._row_bytes)
+        for start in range(0, len(offsets), step):
+            piece = memory[offsets[start : start + step]]
+            rows[start : start + step] = piece.view(self._stored).reshape(-1, *self._shape)
+        return rows
+
+    def _by_several(self, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> _Rows:
+        shape = (len(offsets), *self._shape)
+        rows = self._output.lend(shape, self._delivered)
+        if self._stored == self._delivered:
+            raw = rows.reshape(len(offsets), -1).view(np.uint8)
+            torch.index_select(memory, 0, torch.from_numpy(offsets), out=torch.from_numpy(raw))
+            return rows
+        assert self._torch_type is not None
+        if len(self._scratch) < len(offsets):
+            self._scratch = torch.empty((len(offsets), self._row_bytes), dtype=torch.uint8)
+        scratch = self._scratch[: len(offsets)]
+        torch.index_select(memory, 0, torch.from_numpy(offsets), out=scratch)
+        torch.from_numpy(rows).copy_(scratch.view(self._torch_type).reshape(shape))
+        return rows
+
+
+class _Choice:
+    """Whether several cores are quicker than one, by what both took lately.
+
+    A trial of the other way is a few gathers in a row, because sleeping threads wake slowly; it ends at once
+    when one takes `_HOPELESS` times as long.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]
+        self._quicker = 0
+        self._patience = _PATIENCE
+        self._until_trial = 8
+        self._trial: list[float] = []
+
+    def next(self) -> int:
+        """0: one core, 1: several."""
+        if self._until_trial > 0:
+            self._until_trial -= 1
+            return self._quicker
+        return 1 - self._quicker
+
+    def took(self, way: int, seconds: float) -> None:
+        usual = self._seconds[self._quicker]
+        if way == self._quicker:
+            self._seconds[way] = 0.75 * usual + 0.25 * seconds if usual else seconds
+            if self._seconds[1 - way] and self._seconds[way] > 2 * self._seconds[1 - way]:
+                self._until_trial = 0  # it has become slow: is the other still quicker?
+            return
+        self._trial.append(seconds)
+        is_hopeless = seconds > _HOPELESS * usual and (way == 0 or len(self._trial) > 1)
+        if len(self._trial) < _TRIAL and not is_hopeless:
+            return
+        self._seconds[way] = seconds if is_hopeless else min(self._trial)
+        won = self._seconds[way] < usual
+        self._patience = _PATIENCE if won else min(2 * self._patience, _MOST_PATIENCE)
+        self._until_trial = self._patience
+        self._quicker = way if won else self._quicker
+        self._trial = []
+
+
+class _Stretch:
+    """Lets NumPy see a stretch of address space, as rows that overlap: one starts at every byte."""
+
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str, held: list[Any]
+    ) -> None:
+        self._held = held  # the arrays that own the memory; NumPy keeps this object as the view's base
+        # "Writable", because torch warns of arrays that are not; nothing here writes to it.
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": kind,
+        }
+
+
+Columns = dict[str, npt.NDArray[np.generic] | list[object]]
+
+Reader = Callable[[int, int], Columns]
+
+"""Reader(low, high): the columns of the planned samples low to high."""
+
+_MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FixedColumn:
+    """A column of constant size: name in each stream, shape of a row, types as stored and delivered."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stored: np.dtype[np.generic]
+    delivered: np.dtype[np.generic]
+
+
+class FixedRows:
+    """Reads streams of which only columns of constant size are wanted, the same of all."""
+
+    def __init__(self, streams: Streams, columns: Mapping[str, FixedColumn]) -> None:
+        """`columns`: by the name under which a batch has them."""
+        self._streams = streams
+        self._columns = {name: _MappedColumn(streams, column) for name, column in columns.items()}
+
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """As `Source.reader`; maps the shards that are needed, ShardError if one is damaged."""
+        # Offsets become addresses: a row that its shard does not have must never get that far.
+        if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
+            raise IndexError("a row was asked for that its shard does not have")
+        used = np.unique(shard)
+        fetched, is_late = self._first_rows(used, shard, row)
+        readers = {name: column.reader(shard, row, used, fetched) for name, column in self._columns.items()}
+        return lambda low, high: {name: read(low, high) for name, read in readers.items()}, is_late
+
+    def _first_rows(
+        self, used: npt.NDArray[np.int32], shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]
+    ) -> tuple[dict[int, FetchedRows], bool]:
+        """(rows that were fetched one by one, by shard; whether shards were not here) of remote streams."""
+        streams, is_late = self._streams, False
+        found: dict[int, FetchedRows] = {}
+        if not any(streams.readers):
+            return found, is_late
+        for stream, _, numbers in streams.split(used):
+            if (reader := streams.readers[stream]) is not None:
+                first = streams.first_shard(stream)
+                missing = streams.use(stream, numbers.tolist())
+                rows = reader.first_rows(missing, partial(_rows_of, shard, row, first))
+                found |= {first + number: fetched for number, fetched in rows.items()}
+                is_late |= bool(missing)
+        return found, is_late
+
+
+def _rows_of(
+    shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64], first: int, number: int
+) -> npt.NDArray[np.int64]:
+    rows: npt.NDArray[np.int64] = row[shard == first + number]
+    return rows
+
+
+class _MappedColumn:
+    """The maps of one column and where in memory their rows are."""
+
+    def __init__(self, streams: Streams, column: FixedColumn) -> None:
+        self._streams = streams
+        self._column = column
+        self._row_bytes = column.stored.itemsize * prod(column.shape)
+        self._gather = Gather(column.shape, column.stored, column.delivered)
+        shards = len(streams.infos)
+        self._starts = np.zeros(shards, dtype=np.int64)
+        self._strides = np.zeros(shards, dtype=np.int64)
+        # Of the last plan, to be used again by the next. Weak, so that maps end with the readers that hold
+        # them: a loader that is closed leaves none behind.
+        self._maps: WeakValueDictionary[int, npt.NDArray[np.generic]] = WeakValueDictionary()
+        self._partial: set[int] = set()  # of the maps, those that hold some rows only
+
+    def reader(
+        self,
+        shard: npt.NDArray[np.int32],
+        row: npt.NDArray[np.int64],
+        used: npt.NDArray[np.int32],
+        fetched: Mapping[int, FetchedRows],
+    ) -> Callable[[int, int], npt.NDArray[np.generic]]:
+        """A reader of checked rows; `used` are their shards, of which some have their rows in `fetched`."""
+        numbers = used.tolist()
+        # Shards that this plan does not touch are let go; their dataset keeps the recent ones open.
+        maps = {n: self._fetched(n, fetched[n]) if n in fetched else self._map(n) for n in numbers}
+        self._maps = WeakValueDictionary(maps)
+        held = list(maps.values())
+        if fetched:
+            row = row.copy()
+        for number, some in fetched.items():
+            which = shard == number
+            row[which] = np.searchsorted(some.rows, row[which])
+        if not held:
+            return lambda low, high: np.empty((0, *self._column.shape), self._column.delivered)
+        lowest = int(self._starts[used].min())
+        highest = max(int(self._starts[n]) + len(m) * int(self._strides[n]) for n, m in maps.items())
+        offsets = self._starts[shard] - lowest + row * self._strides[shard]
+        span = highest - lowest
+        if span * self._row_bytes >= _MAX_SPAN:
+            return _reader_by_shard(maps, self._column, shard, row)
+        gather = self._gather.bind(lowest, span, held)
+        return lambda low, high: gather(offsets[low:high])
+
+    def _fetched(self, number: int, some: FetchedRows) -> npt.NDArray[np.generic]:
+        """The column in the rows that were fetched one by one: never taken for the shard's map later."""
+        before, name = 0, self._column.names[self._streams.stream_of(number)]
+        for column in self._streams.infos[number].columns:
+            if column.name == name:
+                break
+            before += column.size or 0
+        values = some.data[:, before : before + self._row_bytes].view(self._column.stored)
+        self._starts[number] = values.__array_interface__["data"][0]
+        self._strides[number] = values.strides[0]
+        self._partial.add(number)
+        return values.reshape(len(values), *self._column.shape)
+
+    def _map(self, number: int) -> npt.NDArray[np.generic]:
+        mapped = self._maps.get(number)
+        if mapped is not None and number not in self._partial:
+            return mapped
+        self._partial.discard(number)
+        info, name = self._streams.infos[number], self._column.names[self._streams.stream_of(number)]
+        rows = self._streams.shard(number).fixed_rows(name)
+        expected = (info.samples, *self._column.shape)
+        if rows is None or rows.shape != expected or rows.dtype != self._column.stored:
+            found = "none of constant size" if rows is None else f"{rows.dtype}{list(rows.shape)}"
+            raise ShardError(
+                self._streams.where(number),
+                f"column {name!r} is {found}, expected {self._column.stored}{list(expected)}",
+            )
+        # Of one row, not of none: NumPy gives all arrays without elements the strides 0.
+        inner = np.empty((1, *self._column.shape), dtype=rows.dtype).strides[1:]
+        if rows.strides[1:] != inner or rows.strides[0] < 0:
+            rows = np.ascontiguousarray(rows)
+        self._starts[number] = rows.__array_interface__["data"][0]
+        self._strides[number] = rows.strides[0]
+        return rows
+
+
+def _reader_by_shard(
+    maps: Mapping[int, npt.NDArray[np.generic]],
+    column: FixedColumn,
+    shard: npt.NDArray[np.int32],
+    row: npt.NDArray[np.int64],
+) -> Callable[[int, int], npt.NDArray[np.generic]]:
+    """The plain way, for maps that lie too far apart in memory for one array."""
+
+    def read(low: int, high: int) -> npt.NDArray[np.generic]:
+        rows = np.empty((high - low, *column.shape), dtype=column.delivered)
+        for number in np.unique(shard[low:high]).tolist():
+            which = np.flatnonzero(shard[low:high] == number)
+            rows[which] = maps[number][row[low:high][which]]
+        return rows
+
+    return read

@@ -1,0 +1,295 @@
+"""How wanted columns are read: gathered from maps if all have constant size, decoded otherwise.
+
+Columns of any kind, decoded sample by sample.
+
+Numbers and arrays of constant shape become one array; everything else (text, images, arrays of any length)
+becomes a list with one entry per sample. Which columns are stacked is decided once, from what the index says
+of their encoding, so that a key never changes its type from one batch to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardError
+from shardkit.formats.mds.encodings import encoding_of
+from shardkit.loaders.config import TokenDtype, output_dtype
+from shardkit.loaders.readers.fixed import Columns, FixedColumn, FixedRows, Reader
+from shardkit.loaders.streams import Streams
+from shardkit.manifest import Column
+
+__all__ = ["DecodedSamples", "Source", "SourceInfo", "constant_layout", "open_source"]
+
+
+def constant_layout(column: Column) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
+    """(type, shape) of every value of a column of equal numbers or arrays; None for any other column."""
+    try:
+        encoding = encoding_of(column.encoding)
+    except ValueError:
+        return None  # an extension that only tars know
+    return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
+
+
+class DecodedSamples:
+    """Reads the wanted columns of any dataset."""
+
+    def __init__(
+        self, streams: Streams, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
+    ) -> None:
+        """`streams`: a single one; `names`: dataset's column name by the batch's.
+
+        `delivered`: types of columns that are converted.
+        """
+        (dataset,) = streams.datasets
+        self._streams = streams
+        self._names = dict(names)
+        self._wanted = frozenset(names.values())
+        self._delivered = dict(delivered)
+        by_name = {column.name: column for column in dataset.columns}
+        layouts = {
+            name: constant_layout(by_name[column]) for name, column in names.items() if column in by_name
+        }
+        self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
+
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """As `Source.reader`."""
+        is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
+        if (reader := self._streams.readers[0]) is not None:
+            reader.follow()  # whole shards are needed from the first sample on
+
+        def read(low: int, high: int) -> Columns:
+            places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
+            # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
+            by_shard = np.argsort(shard[low:high], kind="stable").tolist()
+            found = {
+                i: self._streams.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
+            }
+            samples = [found[i] for i in range(len(places))]
+            return {name: self._column(name, samples, places) for name in self._names}
+
+        return read, is_late
+
+    def _column(
+        self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
+    ) -> npt.NDArray[np.generic] | list[object]:
+        column = self._names[name]
+        for sample, place in zip(samples, places, strict=True):
+            if column not in sample:
+                problem = f"has no column {column!r}; name those that all samples have with columns=[...]"
+                raise self._error(place, problem)
+        values = [sample[column] for sample in samples]
+        if name not in self._stacked:
+            return values
+        dtype = self._delivered.get(name, self._stacked[name])
+        arrays = [np.asarray(value) for value in values]
+        for array, place in zip(arrays, places, strict=True):
+            if array.shape != arrays[0].shape:
+                found = f"has shape {array.shape} in column {column!r}, others {arrays[0].shape}"
+                raise self._error(place, found)
+        return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+
+    def _error(self, place: tuple[int, int], problem: str) -> ShardError:
+        return ShardError(self._streams.where(place[0]), f"sample {place[1]} {problem}")
+
+
+PLAN_BYTES = 1 << 30
+
+_UNKNOWN_BYTES = 1 << 16  # of a sample, where a list does not state the sizes of its tars
+
+_PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
+
+
+class Source(Protocol):
+    """Gives readers of planned samples."""
+
+    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
+        """(a reader of samples (shard[i], row[i]), whether some of their shards had not been here yet).
+
+        Shards are numbered as in `Streams.once`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInfo:
+    """A source and what the loader must know of it."""
+
+    source: Source
+    token_key: str | None  # the batch's name of the column that holds tokens, if it is delivered
+    stored_bytes: int  # of a sample, on average
+    delivered_bytes: int | None  # of a sample, if constant
+    plan_bytes: int = PLAN_BYTES  # of stored samples, at most, in a plan: its shards are open together
+
+
+def open_source(
+    streams: Streams,
+    columns: Sequence[str] | None,
+    dtype: TokenDtype,
+    *,
+    mixed_lengths: bool = False,
+) -> SourceInfo:
+    """The source of `columns` (None: all); tokens are converted to `dtype`.
+
+    In tars, tokens lie in members called `tokens.npy`; batches call them `tokens` as for MDS. ValueError for
+    unknown names, and for streams whose columns could not be in one batch.
+    """
+    once = streams.once
+    each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
+    first = each[0]
+    for number, other in enumerate(each[1:], 1):
+        _check_alike(once, number, first, other, mixed_lengths)
+    return SourceInfo(
+        source=_one_source(once, each),
+        token_key=first.token_key,
+        stored_bytes=sum(part.stored_bytes for part in each) // len(each),
+        delivered_bytes=first.delivered_bytes
+        if all(part.delivered_bytes == first.delivered_bytes for part in each)
+        else None,
+        plan_bytes=min(part.plan_bytes for part in each),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is read of one stream, and how."""
+
+    dataset: Dataset
+    names: dict[str, str]  # the dataset's by the batch's
+    token_key: str | None
+    delivered: dict[str, np.dtype[np.generic]]  # types of columns that are converted
+    fixed: dict[str, FixedColumn] | None  # all of them, if all have constant size
+    stored_bytes: int
+    plan_bytes: int
+
+    @property
+    def delivered_bytes(self) -> int | None:
+        if self.fixed is None:
+            return None
+        return sum(prod(column.shape) * column.delivered.itemsize for column in self.fixed.values())
+
+
+def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype) -> _Part:
+    token_column = dataset.token_column
+    names = _batch_names(dataset, columns)
+    token_key = next((key for key, name in names.items() if name == token_column), None)
+    delivered: dict[str, np.dtype[np.generic]] = {}
+    if token_key is not None and dataset.token_dtype is not None:
+        delivered[token_key] = output_dtype(dtype, dataset.token_dtype)
+    plan_bytes = PLAN_BYTES
+    if dataset.shards is not None:
+        plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // _PLANS_IN_CACHE)
+    fixed = _fixed_columns(dataset, names, delivered)
+    if fixed is None:
+        sizes = dataset.manifest.raw_bytes
+        mean = int(sizes.sum()) // max(1, len(dataset))
+        stored_bytes = _UNKNOWN_BYTES if (sizes < 0).any() else max(1, mean)
+    else:
+        stored_bytes = sum(prod(column.shape) * column.stored.itemsize for column in fixed.values())
+    return _Part(dataset, names, token_key, delivered, fixed, stored_bytes, plan_bytes)
+
+
+def _one_source(streams: Streams, parts: list[_Part]) -> Source:
+    """One reader for all if their rows look the same in memory, one for each and a copy otherwise."""
+    layouts = [
+        None if part.fixed is None else {k: (c.shape, c.stored, c.delivered) for k, c in part.fixed.items()}
+        for part in parts
+    ]
+    if layouts[0] is not None and all(layout == layouts[0] for layout in layouts):
+        assert parts[0].fixed is not None
+        merged = {
+            key: replace(column, names=tuple(part.names[key] for part in parts))
+            for key, column in parts[0].fixed.items()
+        }
+        return FixedRows(streams, merged)
+    if len(parts) == 1:
+        return DecodedSamples(streams, parts[0].names, parts[0].delivered)
+    from shardkit.loaders.readers.mixed import MixedSource
+
+    alone = [
+        Streams([part.dataset], [name], readers=[reader])
+        for part, name, reader in zip(parts, streams.names, streams.readers, strict=True)
+    ]
+    return MixedSource(streams, [_one_source(own, [part]) for own, part in zip(alone, parts, strict=True)])
+
+
+def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixed_lengths: bool) -> None:
+    """ValueError unless samples of both can be in one batch, or their lengths alone differ and may."""
+    names = f"streams {streams.names[0]!r} and {streams.names[number]!r}"
+    if first.names.keys() != other.names.keys():
+        raise ValueError(
+            f"{names} have different columns, {', '.join(first.names)} and {', '.join(other.names)}: "
+            "name those that both have with columns=[...]"
+        )
+    if first.token_key != other.token_key:
+        raise ValueError(f"{names} have their tokens in different columns: name one with columns=[...]")
+    if first.delivered != other.delivered:
+        raise ValueError(f"{names} store tokens in different types: give dtype=torch.int64")
+    for key, name in first.names.items():
+        mine, its = _layout(first.dataset, name), _layout(other.dataset, other.names[key])
+        if (mine is None) != (its is None) or (mine is not None and its is not None and mine[0] != its[0]):
+            if key in first.delivered:
+                continue
+            raise ValueError(
+                f"{names} have different types in column {key!r}: leave it out with columns=[...]"
+            )
+        if mine is not None and its is not None and mine[1] != its[1] and not mixed_lengths:
+            raise ValueError(
+                f"{names} have different shapes in column {key!r}, {list(mine[1])} and {list(its[1])}: build "
+                "them alike, or give mixed_lengths=True and a schedule that changes between them"
+            )
+
+
+def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
+    column = next((column for column in dataset.columns if column.name == name), None)
+    return None if column is None else constant_layout(column)
+
+
+def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:
+    """The dataset's name of each column, by the batch's."""
+    token_column = dataset.token_column
+    short = {"tokens": "tokens.npy"} if token_column == "tokens.npy" else {}
+    known = [column.name for column in dataset.columns]
+    is_tar = dataset.manifest.format == "tar"
+    if columns is None:
+        # A key names a sample of a foreign tar; that of a packed row is only its number again.
+        chosen = known if not is_tar or known == [token_column] else ["__key__", *known]
+    else:
+        chosen = [short.get(name, name) for name in columns]
+        unknown = [name for name in chosen if name not in known and not (is_tar and name == "__key__")]
+        if unknown:
+            raise ValueError(f"{dataset.location} has no column {unknown[0]!r}; it has {', '.join(known)}")
+    long = {name: key for key, name in short.items()}
+    return {long.get(name, name): name for name in chosen}
+
+
+def _fixed_columns(
+    dataset: Dataset, names: dict[str, str], delivered: dict[str, np.dtype[np.generic]]
+) -> dict[str, FixedColumn] | None:
+    """The columns as ones of constant size, None if one of them is not."""
+    by_name = {column.name: column for column in dataset.columns}
+    fixed = {}
+    for key, name in names.items():
+        column = by_name.get(name)
+        layout = None if column is None or column.size is None else constant_layout(column)
+        if column is None or layout is None:
+            return None
+        dtype, shape = layout
+        fixed[key] = FixedColumn((name,), shape, dtype, delivered.get(key, dtype.newbyteorder("=")))
+    return fixed if _has_stride(dataset, [by_name[name] for name in names.values()]) else None
+
+
+def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
+    """Whether every shard has these very columns, a constant distance apart from row to row."""
+    for columns in dataset.shard_columns():
+        if not set(wanted) <= set(columns):
+            return False
+        # In MDS, one column of varying size shifts all others; tars state sizes only of strided columns.
+        if dataset.manifest.format == "mds" and any(column.size is None for column in columns):
+            return False
+    return True

@@ -1,0 +1,378 @@
+"""The manifest of tars that no list describes: every tar is looked through once, in threads.
+
+A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened.
+Where there is a cache folder, `shardkit.cache.tar_scan` keeps what was found: each tar is scanned by one
+of the processes that open it at once, others wait for it (in bounded time), and later openings scan nothing.
+
+The members of a remote tar from its headers, while the tar streams by: nothing of it is kept.
+
+For tars that no cache has room for. Payloads that are longer than a request costs are passed over by opening
+the object anew behind them, so a tar of videos costs a request a video instead of its bytes.
+
+What scans of tars found, kept beside the cache, so that nobody on the machine scans a tar a second time.
+
+    CACHE_DIR/shardkit-cache-1/tars/NAME        one file a tar, see `shardkit.formats.tar.members`
+                                    NAME.lock   flocked by whoever scans it
+
+A file is named by the tar's URL and the version of the object (of a local file: its time, inode and size), so
+a tar that is replaced is scanned again. Files are checked when they are read and appear by rename; they are
+not synced, because what a power cut damages is recognised and made anew. The least recently used give way
+beyond `MAX_BYTES`. Without a folder nothing is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Semaphore
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.folder import SUBFOLDER, CacheFolderError, make_subfolders
+from shardkit.cache.locks import FileLock
+from shardkit.files import open_regular
+from shardkit.formats.tar.members import (
+    Member,
+    Scanned,
+    TarIndex,
+    group_members,
+    index_file_bytes,
+    read_head,
+    read_index,
+    split_name,
+    walk_members,
+)
+from shardkit.formats.tar.shard import shard_from_raw
+from shardkit.formats.tar.values import encoding_of
+from shardkit.manifest import Column, Manifest, ShardInfo
+from shardkit.progress import reading
+from shardkit.storage.store import Body, Store
+
+__all__ = ["TarIndexes", "scan_tars", "skim_tar"]
+
+SKIP_BYTES = 8 << 20  # what arrives in the time that another request takes to begin
+
+_PIECE_BYTES = 1 << 17
+
+
+def skim_tar(store: Store, info: ShardInfo, version: str) -> tuple[Scanned, TarIndex] | None:
+    """What a scan of a plain tar finds; None if only its bytes tell: it is compressed, or holds arrays.
+
+    ShardError if it is damaged; ObjectChangedError if it is not of `version`; StoreError.
+    """
+    if info.compression:
+        return None
+    where = f"{store.url}/{info.stored.basename}"
+    with _Passing(store, info.stored.basename, info.stored.bytes, version) as data:
+        try:
+            index = group_members(_without_arrays(walk_members(data, where)), where)
+        except _ArraysError:
+            return None
+    columns = tuple(Column(extension, encoding_of(extension)) for extension in index.extensions)
+    return Scanned(len(index), info.stored.bytes, columns), index
+
+
+class _ArraysError(Exception):
+    """A column of arrays is described by the headers of all of them."""
+
+
+def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
+    for member in members:
+        parts = split_name(member.name)
+        if parts is not None and parts[1].rpartition(".")[2] == "npy":
+            raise _ArraysError
+        yield member
+
+
+class _Passing:
+    """An object's bytes, each slice at or behind the start of the one before; nothing else is kept."""
+
+    def __init__(self, store: Store, key: str, size: int, version: str) -> None:
+        self._store, self._key, self._size, self._version = store, key, size, version
+        self._body: Body | None = None
+        self._buffer = memoryview(bytearray(_PIECE_BYTES))
+        self._begin = self._end = 0  # of what the buffer holds
+        self._last = (0, b"")  # the end marker is looked at twice
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, span: slice) -> bytes:
+        start, stop, _ = span.indices(self._size)
+        at, data = start, bytearray()
+        if start < self._end and start == self._last[0]:
+            data += self._last[1][: max(0, stop - start)]
+            at += len(data)
+        while at < stop:
+            if not self._begin <= at < self._end:
+                self._fill(at)
+                continue
+            data += self._buffer[at - self._begin : min(stop, self._end) - self._begin]
+            at = min(stop, self._end)
+        self._last = (start, bytes(data))
+        return self._last[1]
+
+    def _fill(self, at: int) -> None:
+        """Read the next piece, or skip to where it begins."""
+        assert at >= self._end
+        if self._body is not None and at - self._end > SKIP_BYTES:
+            self._close()
+        if self._body is None:
+            self._body = self._store.open(self._key, at, version=self._version)
+            self._end = at
+        count = self._body.readinto(self._buffer)
+        assert count, "a body ends where its object does"
+        self._begin, self._end = self._end, self._end + count
+
+    def _close(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+
+    def __enter__(self) -> _Passing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+
+MAX_BYTES = 16 << 30  # 500 million members
+
+
+@dataclass(frozen=True, slots=True)
+class TarIndexes:
+    """The indexes of a dataset's tars, by number. Plain data: may be pickled."""
+
+    folder: Path | None
+    origins: Sequence[str]
+
+    @classmethod
+    def beside(
+        cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
+    ) -> TarIndexes:
+        """`objects`: (URL, version) of each tar; `cache_folder` as the user gave it."""
+        origins = [f"{url}\n{version}" for url, version in objects]
+        if cache_folder is None:
+            return cls(None, origins)
+        folder = Path(cache_folder).absolute()
+        try:
+            make_subfolders(folder, ["tars"])
+        except OSError as error:
+            problem = f"the cache folder cannot be used: {error.strerror or error}"
+            raise CacheFolderError(f"{cache_folder}: {problem}; give another cache_dir") from error
+        return cls(folder / SUBFOLDER / "tars", origins)
+
+    def scanned(self, number: int) -> Scanned | None:
+        """What a manifest states of a tar, if it was scanned before."""
+        file = self._file(number)
+        if file is None:
+            return None
+        try:
+            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
+                return read_head(handle, self.origins[number])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def index(self, number: int) -> TarIndex | None:
+        """The members of a tar, if it was scanned before."""
+        file = self._file(number)
+        if file is None:
+            return None
+        try:
+            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
+                _, index = read_index(handle, self.origins[number])
+                with contextlib.suppress(OSError):
+                    os.utime(handle.fileno())  # what is in use is removed last
+                return index
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, number: int, scanned: Scanned, index: TarIndex) -> None:
+        """Write down what a scan found; a disk that does not take it costs the next opening another scan."""
+        file = self._file(number)
+        if file is None:
+            return
+        temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
+            with os.fdopen(descriptor, "wb") as handle:
+                handle.write(index_file_bytes(self.origins[number], scanned, index))
+            temporary.replace(file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def claim(self, number: int, timeout_seconds: float) -> FileLock | None:
+        """The right to scan a tar while others wait; None if another has it for all of that time."""
+        file = self._file(number)
+        assert file is not None, "there is nobody to share with"
+        lock = FileLock(file.with_name(f"{file.name}.lock"))
+        try:
+            return lock if lock.acquire(timeout_seconds) else None
+        except OSError:
+            return None
+
+    def trim(self) -> None:
+        """Remove the least recently used files beyond the limit, of this dataset and of others."""
+        if self.folder is None:
+            return
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(size for _, size, _ in found) - MAX_BYTES
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                return
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+            excess -= size
+
+    def _file(self, number: int) -> Path | None:
+        if self.folder is None:
+            return None
+        origin = self.origins[number].encode("utf-8", "surrogateescape")
+        return self.folder / hashlib.blake2b(origin, digest_size=20).hexdigest()
+
+
+T = TypeVar("T")
+
+Load = Callable[[int], npt.NDArray[np.uint8]]
+
+Skim = Callable[[int], "tuple[Scanned, TarIndex] | None"]
+
+Tell = Callable[[int], None]
+
+# A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
+CLAIM_SECONDS = 30.0
+
+_FLOOR_BYTES_PER_SECOND = 10e6
+
+_HEAD_THREADS = 8
+
+
+def scan_tars(
+    manifest: Manifest,
+    load: Load,
+    where: Callable[[int], str],
+    indexes: TarIndexes,
+    *,
+    threads: int,
+    held: int | None = None,
+    skim: Skim = lambda number: None,
+) -> Manifest:
+    """`manifest` with the samples, sizes and columns of its tars.
+
+    `load` gives a tar's raw bytes; `skim`, which is tried first, may find what they hold without them. Up to
+    `threads` tars are scanned, and `held` of them loaded, at a time. ShardError names a tar that is damaged.
+    Scans of more than two seconds are shown on stderr (by the first process of a machine).
+    """
+    shards = manifest.shards
+    found: dict[int, Scanned] = {}
+    numbers = range(len(shards))
+    with ThreadPoolExecutor(min(_HEAD_THREADS, max(1, len(shards)))) as pool:
+        for number, scanned in zip(numbers, pool.map(indexes.scanned, numbers), strict=True):
+            if scanned is not None:
+                found[number] = scanned
+    missing = [number for number in numbers if number not in found]
+    if missing:
+        sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
+        with reading("scan tars", sizes) as tell:
+            scan = _Scan(shards, load, skim, where, indexes, Semaphore(held or threads))
+            found |= _scan_all(scan, missing, sizes, indexes, threads=threads, tell=tell)
+        indexes.trim()
+    return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """Looks into one tar, and keeps what is found; `room` is for tars that are held whole."""
+
+    infos: Sequence[ShardInfo]
+    load: Load
+    skim: Skim
+    where: Callable[[int], str]
+    indexes: TarIndexes
+    room: Semaphore
+
+    def __call__(self, number: int) -> Scanned:
+        found = self.skim(number) or self._read(number)
+        self.indexes.keep(number, *found)
+        return found[0]
+
+    def _read(self, number: int) -> tuple[Scanned, TarIndex]:
+        with self.room:
+            shard = shard_from_raw(self.where(number), self.infos[number], self.load(number))
+            return Scanned(len(shard), shard.info.raw.bytes, shard.columns), shard.index
+
+
+def _scan_all(
+    scan: Callable[[int], Scanned],
+    missing: list[int],
+    sizes: Mapping[int, int],
+    indexes: TarIndexes,
+    *,
+    threads: int,
+    tell: Tell,
+) -> dict[int, Scanned]:
+    if indexes.folder is None:
+        return _side_by_side(scan, missing, threads, tell)
+
+    def wait(number: int) -> Scanned | None:
+        seconds = CLAIM_SECONDS + sizes[number] / _FLOOR_BYTES_PER_SECOND
+        return _scan_claimed(scan, indexes, number, seconds)
+
+    # First those that nobody scans; then whatever others were at, most of which is done by then.
+    at_once = partial(_scan_claimed, scan, indexes, timeout_seconds=0.0)
+    first = _side_by_side(at_once, missing, threads, tell)
+    others = [number for number, scanned in first.items() if scanned is None]
+    rest = _side_by_side(wait, others, threads, tell)
+    done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
+    left = [number for number in missing if number not in done]  # their scanner hangs
+    return done | _side_by_side(scan, left, threads, tell)
+
+
+def _scan_claimed(
+    scan: Callable[[int], Scanned], indexes: TarIndexes, number: int, timeout_seconds: float
+) -> Scanned | None:
+    """None if another process is at this tar for all of that time."""
+    claim = indexes.claim(number, timeout_seconds)
+    try:
+        return indexes.scanned(number) or (None if claim is None else scan(number))
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, tell: Tell) -> dict[int, T]:
+    done: dict[int, T] = {}
+    if not numbers:
+        return done
+    pool = ThreadPoolExecutor(min(threads, len(numbers)), thread_name_prefix="shardkit-scan")
+    try:
+        running: dict[Future[T], int] = {pool.submit(work, number): number for number in numbers}
+        for future in as_completed(running):
+            number = running[future]
+            done[number] = future.result()
+            if done[number] is not None:
+                tell(number)
+    finally:
+        # After an error or Ctrl-C, what still loads is ended by whoever closes what it loads from.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return done
+
+
+def _described(info: ShardInfo, scanned: Scanned) -> ShardInfo:
+    raw = replace(info.raw, bytes=scanned.raw_bytes)
+    return replace(info, raw=raw, samples=scanned.samples, columns=scanned.columns)

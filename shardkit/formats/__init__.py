@@ -1,0 +1,1 @@
+"""File formats: MDS, WebDataset tar, compression, usage logs."""

@@ -1,0 +1,328 @@
+"""How one value of an MDS column becomes bytes and comes back.
+
+`encoding_of("ndarray:uint16:2048")` gives an `Encoding`: its fixed size (None when each sample states it) and
+two functions. All numbers are little-endian. `encode` raises ValueError or TypeError for a value that does
+not fit its column: nothing is rounded, wrapped or cut in silence (floats take the nearest value). `decode`
+raises ValueError for bytes that mean no value of the column; it never reads beyond its slice and
+allocates no more than a small multiple of it. Values come back as MosaicML gives them: `int` is a Python int,
+`uint16` a NumPy scalar; arrays are copies, so they can be written to.
+
+The `ndarray` encodings of MDS: what each array states about itself, and what its column states.
+
+    ndarray:dtype:shape   values
+    ndarray:dtype         byte ndim << 2 | c, dims, values      (c: 0, 1, 2, 3 for u8, u16, u32, u64 dims)
+    ndarray               byte dtype, byte ndim << 2 | c, dims, values
+
+Values are little-endian in C order. Sizes are computed with Python's integers and must come out exactly, so a
+header with absurd dimensions is refused before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.files import load_json
+from shardkit.formats.mds import images
+
+__all__ = ["ARRAY_DTYPES", "ArrayLayout", "Encoding", "encode_value", "encoding_of", "parse_array_layout"]
+
+# The byte that stands for a dtype.
+ARRAY_DTYPES = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+
+_DTYPE_BYTES = {name: byte for byte, name in ARRAY_DTYPES.items()}
+
+MAX_AXES = 32  # the header has room for 63; NumPy 1 stops at 32
+
+_MAX_COLUMN_BYTES = (1 << 32) - 1  # a sample lies inside a shard, which u32 offsets limit
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """What the column fixes: its dtype, or its dtype and shape, or nothing."""
+
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...] | None
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of every array, when the column fixes them."""
+        if self.dtype is None or self.shape is None:
+            return None
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def encode(self, value: object) -> bytes:
+        """Header and values; ValueError for another dtype or shape than the column's."""
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"ndarray takes a NumPy array, not {type(value).__name__}")
+        name = value.dtype.name
+        if name not in _DTYPE_BYTES:
+            raise ValueError(f"arrays of {name} cannot be stored; known: {', '.join(_DTYPE_BYTES)}")
+        if not 1 <= value.ndim <= MAX_AXES or value.size == 0:
+            raise ValueError(f"an array needs 1 to {MAX_AXES} axes and one element, not shape {value.shape}")
+        header = b""
+        if self.dtype is None:
+            header = bytes([_DTYPE_BYTES[name]])
+        elif name != self.dtype.name:
+            raise ValueError(f"array of {name} in a column of {self.dtype.name}")
+        if self.shape is None:
+            header += _encode_shape(value.shape)
+        elif value.shape != self.shape:
+            raise ValueError(f"array of shape {value.shape} in a column of shape {self.shape}")
+        return header + value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+
+    def decode(self, data: memoryview) -> npt.NDArray[Any]:
+        """A fresh array; ValueError if the header and the number of bytes disagree."""
+        start, dtype, shape = 0, self.dtype, self.shape
+        if dtype is None:
+            if len(data) < 1 or data[0] not in ARRAY_DTYPES:
+                raise ValueError(f"array with an unknown dtype byte: {data[0] if len(data) else 'none'}")
+            start, dtype = 1, _little(ARRAY_DTYPES[data[0]])
+        if shape is None:
+            start, shape = _decode_shape(data, start)
+        if math.prod(shape) * dtype.itemsize != len(data) - start:
+            raise ValueError(
+                f"array of {dtype.name} and shape {shape} does not fill {len(data) - start:,} bytes"
+            )
+        values: npt.NDArray[Any] = np.frombuffer(data[start:], dtype).reshape(shape).copy()
+        return values
+
+
+def parse_array_layout(details: str) -> ArrayLayout:
+    """The layout that stands behind `ndarray:` in an encoding; ValueError if it makes no sense."""
+    if not details:
+        return ArrayLayout(None, None)
+    dtype, colon, dims = details.partition(":")
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"unknown dtype {dtype!r} in ndarray:{details}; known: {', '.join(_DTYPE_BYTES)}")
+    if not colon:
+        return ArrayLayout(_little(dtype), None)
+    parts = dims.split(",")
+    if len(parts) > MAX_AXES or not all(p.isascii() and p.isdigit() and len(p) <= 10 for p in parts):
+        raise ValueError(f"bad shape {dims[:80]!r} in ndarray:{dtype}; write dimensions as 3,4")
+    layout = ArrayLayout(_little(dtype), tuple(int(part) for part in parts))
+    if not 1 <= (layout.size or 0) <= _MAX_COLUMN_BYTES:
+        raise ValueError(f"shape {dims!r} in ndarray:{dtype} must hold 1 byte to 4 GiB")
+    return layout
+
+
+def _little(name: str) -> np.dtype[Any]:
+    return np.dtype(name).newbyteorder("<")
+
+
+def _encode_shape(shape: tuple[int, ...]) -> bytes:
+    code = next(c for c in range(4) if max(shape) < 1 << (8 << c))
+    return bytes([len(shape) << 2 | code]) + np.array(shape, _little(f"uint{8 << code}")).tobytes()
+
+
+def _decode_shape(data: memoryview, start: int) -> tuple[int, tuple[int, ...]]:
+    """(where the values begin, shape)"""
+    if start >= len(data):
+        raise ValueError("array without a shape")
+    axes, code = data[start] >> 2, data[start] & 3
+    end = start + 1 + (axes << code)
+    if axes > MAX_AXES or end > len(data):
+        raise ValueError(f"array header states {axes} axes; it has room for {len(data) - start - 1:,} bytes")
+    dims = np.frombuffer(data[start + 1 : end], _little(f"uint{8 << code}"))
+    return end, tuple(int(dim) for dim in dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One column encoding. `dtype` and `shape` are set when every value is the same array or number."""
+
+    name: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[memoryview], object]
+    size: int | None = None
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+    safe: bool = True
+
+
+@lru_cache(maxsize=4096)
+def encoding_of(name: str) -> Encoding:
+    """The encoding called `name` in an index; ValueError with the known names when there is none."""
+    kind, colon, details = name.partition(":") if isinstance(name, str) else (str(name), "", "")
+    if kind == "ndarray":
+        return _array_encoding(name, parse_array_layout(details))
+    if colon or kind not in _ENCODINGS:
+        known = ", ".join(sorted([*_ENCODINGS, "ndarray[:dtype[:shape]]"]))
+        raise ValueError(f"unknown encoding {str(name)[:80]!r}; known: {known}")
+    return _ENCODINGS[kind]
+
+
+def encode_value(encoding: Encoding, value: object) -> bytes:
+    """The bytes of `value`; `bytes` given to any column count as already encoded, and are checked.
+
+    That is how MosaicML's users hand JPEG files to a `jpeg` column. Pickles are taken unchecked.
+    """
+    if not isinstance(value, bytes):
+        data = encoding.encode(value)
+    else:
+        data = value
+        if encoding.safe:
+            encoding.decode(memoryview(data))
+    if encoding.size is not None and len(data) != encoding.size:
+        raise ValueError(f"{len(data):,} bytes given, {encoding.name} takes {encoding.size:,}")
+    return data
+
+
+def _expect(value: object, kind: type, name: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} takes {kind.__name__}, not {type(value).__name__}")
+
+
+def _integer(value: object, name: str) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} takes whole numbers, not {type(value).__name__}") from None
+
+
+def _number_encoding(name: str, dtype_name: str, to_python: bool = False) -> Encoding:
+    dtype = np.dtype(dtype_name).newbyteorder("<")
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+
+    def encode(value: object) -> bytes:
+        if limits is None:
+            if not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{name} takes numbers, not {type(value).__name__}")
+            try:
+                number = value if isinstance(value, np.generic) else float(value)
+            except OverflowError:
+                raise ValueError(f"{name} cannot hold a number of this size") from None
+            with np.errstate(over="ignore"):
+                return np.asarray(number).astype(dtype).tobytes()
+        integer = _integer(value, name)
+        if not limits.min <= integer <= limits.max:
+            raise ValueError(f"{integer} is outside of {name}'s range {limits.min} to {limits.max}")
+        return np.array(integer, dtype).tobytes()
+
+    def decode(data: memoryview) -> object:
+        if len(data) != dtype.itemsize:
+            raise ValueError(f"{name} has {dtype.itemsize} bytes, not {len(data):,}")
+        number = np.frombuffer(data, dtype)[0]
+        return int(number) if to_python else number
+
+    return Encoding(name, encode, decode, size=dtype.itemsize, dtype=dtype)
+
+
+def _array_encoding(name: str, layout: ArrayLayout) -> Encoding:
+    fixed = layout.size is not None and layout.shape is not None
+    return Encoding(
+        name,
+        layout.encode,
+        layout.decode,
+        size=layout.size,
+        dtype=layout.dtype if fixed else None,
+        shape=layout.shape if fixed and layout.shape else (),
+    )
+
+
+def _encode_bytes(value: object) -> bytes:
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    _expect(value, bytes, "bytes")
+    assert isinstance(value, bytes)
+    return value
+
+
+def _encode_str(value: object) -> bytes:
+    _expect(value, str, "str")
+    return str(value).encode()
+
+
+def _text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
+def _encode_str_int(value: object) -> bytes:
+    return str(_integer(value, "str_int")).encode()
+
+
+def _encode_str_float(value: object) -> bytes:
+    _expect(value, float, "str_float")
+    return str(value).encode()
+
+
+def _encode_str_decimal(value: object) -> bytes:
+    _expect(value, Decimal, "str_decimal")
+    return str(value).encode()
+
+
+def _decode_str_decimal(data: memoryview) -> Decimal:
+    try:
+        return Decimal(_text(data))
+    except InvalidOperation:
+        raise ValueError("not a decimal number") from None
+
+
+def _encode_json(value: object) -> bytes:
+    try:
+        return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply for JSON") from None
+
+
+def _decode_json(data: memoryview) -> object:
+    try:
+        return load_json(_text(data))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _decode_pickle(data: memoryview) -> object:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # a pickle may raise anything
+        raise ValueError(f"pickle cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _table() -> dict[str, Encoding]:
+    plain = [
+        Encoding("bytes", _encode_bytes, bytes),
+        Encoding("str", _encode_str, _text),
+        Encoding("str_int", _encode_str_int, lambda data: int(_text(data))),
+        Encoding("str_float", _encode_str_float, lambda data: float(_text(data))),
+        Encoding("str_decimal", _encode_str_decimal, _decode_str_decimal),
+        Encoding("json", _encode_json, _decode_json),
+        Encoding("pkl", pickle.dumps, _decode_pickle, safe=False),
+        Encoding("pil", images.encode_raw, images.decode_raw),
+        Encoding("jpeg", images.encode_jpeg, images.decode_file),
+        Encoding("png", images.encode_png, images.decode_file),
+    ]
+    for name in ("jpeg_array", "jpegarray"):
+        plain.append(Encoding(name, images.encode_jpeg_array, images.decode_jpeg_array))
+    for item in ("pil", "jpeg", "png"):
+        one = next(e for e in plain if e.name == item)
+        encode, decode = images.list_functions(one.encode, one.decode)
+        plain.append(Encoding(f"list[{item}]", encode, decode))
+    numbers = [_number_encoding(name, name) for name in ARRAY_DTYPES.values()]
+    numbers.append(_number_encoding("int", "int64", to_python=True))
+    return {encoding.name: encoding for encoding in plain + numbers}
+
+
+_ENCODINGS: dict[str, Encoding] = _table()

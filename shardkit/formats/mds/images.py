@@ -1,0 +1,228 @@
+"""The image encodings of MDS, through Pillow.
+
+    pil          u32 width, u32 height, u32 bytes of the mode's name, mode, raw pixels
+    jpeg, png    the image file
+    jpeg_array   u32 count, u32 size of each, JPEG files
+    list[x]      u32 0, u32 count, u32 size of each, items in encoding x
+
+Images come back loaded, so that damage shows here and not in user code. Only the common file formats are
+opened, whatever the bytes claim to be, and only up to `PIL.Image.MAX_IMAGE_PIXELS` pixels.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from shardkit.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "decode_file",
+    "decode_jpeg_array",
+    "decode_raw",
+    "encode_jpeg",
+    "encode_jpeg_array",
+    "encode_png",
+    "encode_raw",
+    "list_functions",
+    "open_file",
+]
+
+# What people keep in jpeg and png columns. Pillow knows many more; some of those start other programs.
+_FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+
+_MORE_FORMATS = ("PPM", "TIFF")  # that folders of images, and tars made of them, have as well
+
+_UNREADABLE = "image cannot be read: "
+# Bytes of a pixel in each mode; mode "1" packs eight pixels of a row into a byte.
+_PIXEL_BYTES = {
+    "L": 1,
+    "P": 1,
+    "LA": 2,
+    "La": 2,
+    "PA": 2,
+    "I;16": 2,
+    "I;16B": 2,
+    "RGB": 3,
+    "YCbCr": 3,
+    "LAB": 3,
+}
+
+_PIXEL_BYTES |= {"HSV": 3, "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4}
+
+
+def encode_raw(image: object) -> bytes:
+    """The `pil` encoding; a palette image loses its palette, as with MosaicML."""
+    image = _checked(image)
+    mode = image.mode.encode()
+    return _u32(image.width, image.height, len(mode)) + mode + image.tobytes()
+
+
+def decode_raw(data: memoryview) -> Image:
+    """The image of a `pil` value; ValueError if pixels are missing or left over."""
+    width, height, mode_bytes = _read_u32(data, 0, 3)
+    pixels = 12 + mode_bytes
+    if pixels > len(data):
+        raise ValueError(f"image states a mode of {mode_bytes:,} bytes, beyond its end")
+    mode = str(data[12:pixels], "utf-8")
+    if mode == "1":
+        expected = (width + 7) // 8 * height
+    elif mode in _PIXEL_BYTES:
+        expected = width * height * _PIXEL_BYTES[mode]
+    else:
+        raise ValueError(f"image has an unknown mode {mode[:20]!r}")
+    if expected != len(data) - pixels:
+        raise ValueError(f"{width} x {height} pixels of {mode} do not fill {len(data) - pixels:,} bytes")
+    module = _pillow()
+    _check_pixels(width, height)
+    try:
+        return module.frombytes(mode, (width, height), bytes(data[pixels:]))  # type: ignore[no-any-return]
+    except Exception as error:  # Pillow documents no list of what it raises
+        raise ValueError(f"image cannot be read: {error}") from error
+
+
+def encode_jpeg(image: object) -> bytes:
+    """The file a JPEG image was opened from, when it is still there; otherwise a new encoding of it."""
+    image = _checked(image)
+    source = getattr(image, "filename", "")
+    if image.format == "JPEG" and source and Path(source).is_file():
+        with _pillow().open(source) as there:
+            unchanged = there.size == image.size
+        if unchanged:
+            return Path(source).read_bytes()
+    return _encode_file(image, "JPEG")
+
+
+def encode_png(image: object) -> bytes:
+    """A PNG file of the image."""
+    return _encode_file(_checked(image), "PNG")
+
+
+def decode_file(data: memoryview, *, more_formats: bool = False) -> Image:
+    """The loaded image of an image file; ValueError if it is damaged, too large or of a strange format."""
+    try:
+        image = open_file(data, more_formats=more_formats)
+        image.load()
+    except MissingExtraError:
+        raise
+    except Exception as error:  # Pillow documents no list of what its decoders raise
+        problem = str(error).removeprefix(_UNREADABLE) or type(error).__name__
+        raise ValueError(f"{_UNREADABLE}{problem}") from error
+    return image
+
+
+def open_file(data: memoryview, *, more_formats: bool = False) -> Image:
+    """An image whose header alone was read, for whoever loads it; ValueError if it should not be loaded."""
+    module = _pillow()
+    try:
+        image: Image = module.open(io.BytesIO(data), formats=_installed_formats(more_formats))
+        _check_pixels(*image.size)
+    except Exception as error:  # Pillow documents no list of what its decoders raise
+        raise ValueError(f"{_UNREADABLE}{error or type(error).__name__}") from error
+    return image
+
+
+def encode_jpeg_array(files: object) -> bytes:
+    """JPEG files (bytes) as one value."""
+    if not isinstance(files, Sequence) or not all(isinstance(f, (bytes, bytearray)) for f in files):
+        raise TypeError(f"jpeg_array takes a list of JPEG files as bytes, not {type(files).__name__}")
+    if not files:
+        raise ValueError("jpeg_array needs one image at least")
+    return _u32(len(files), *(len(file) for file in files)) + b"".join(files)
+
+
+def decode_jpeg_array(data: memoryview) -> list[Image]:
+    """The images of a `jpeg_array` value."""
+    (count,) = _read_u32(data, 0, 1)
+    if count == 0:
+        raise ValueError("jpeg_array without images")
+    return [decode_file(item) for item in _split(data, 4, count)]
+
+
+def list_functions(
+    encode: Callable[[Any], bytes], decode: Callable[[memoryview], object]
+) -> tuple[Callable[[Any], bytes], Callable[[memoryview], list[object]]]:
+    """(encode, decode) of `list[x]`, from those of x."""
+
+    def encode_list(values: object) -> bytes:
+        if not isinstance(values, list):
+            raise TypeError(f"a list column takes a list, not {type(values).__name__}")
+        items = [encode(value) for value in values]
+        return _u32(0, len(items), *(len(item) for item in items)) + b"".join(items)
+
+    def decode_list(data: memoryview) -> list[object]:
+        reserved, count = _read_u32(data, 0, 2)
+        if reserved:
+            raise ValueError(f"list with an unknown version word {reserved}")
+        return [decode(item) for item in _split(data, 8, count)]
+
+    return encode_list, decode_list
+
+
+def _split(data: memoryview, start: int, count: int) -> list[memoryview]:
+    """`count` items whose u32 sizes begin at `start`; together they must fill `data` exactly."""
+    sizes = _read_u32(data, start, count)
+    begin = start + 4 * count
+    if begin + sum(sizes) != len(data):
+        raise ValueError(f"the sizes of {count:,} items do not add up to {len(data):,} bytes")
+    items = []
+    for size in sizes:
+        items.append(data[begin : begin + size])
+        begin += size
+    return items
+
+
+def _u32(*numbers: int) -> bytes:
+    return np.array(numbers, "<u8").astype("<u4").tobytes()
+
+
+def _read_u32(data: memoryview, start: int, count: int) -> list[int]:
+    if start + 4 * count > len(data):
+        raise ValueError(f"{count:,} sizes do not fit into {len(data):,} bytes")
+    return [int(number) for number in np.frombuffer(data[start : start + 4 * count], "<u4")]
+
+
+def _checked(image: object) -> Image:
+    if not isinstance(image, _pillow().Image):
+        raise TypeError(f"image columns take a PIL image, not {type(image).__name__}")
+    return cast("Image", image)
+
+
+def _check_pixels(width: int, height: int) -> None:
+    limit = _pillow().MAX_IMAGE_PIXELS
+    if limit is not None and width * height > limit:
+        raise ValueError(f"{width} x {height} pixels exceed PIL.Image.MAX_IMAGE_PIXELS ({limit:,})")
+
+
+def _encode_file(image: Image, file_format: str) -> bytes:
+    out = io.BytesIO()
+    try:
+        image.save(out, format=file_format)
+    except OSError as error:  # "cannot write mode RGBA as JPEG"
+        raise ValueError(str(error)) from error
+    return out.getvalue()
+
+
+@cache
+def _installed_formats(more_formats: bool) -> tuple[str, ...]:
+    """Pillow may have been built without WebP; naming a format that it lacks is an error."""
+    module = _pillow()
+    module.init()
+    wanted = _FILE_FORMATS + (_MORE_FORMATS if more_formats else ())
+    return tuple(name for name in wanted if name in module.OPEN)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("Pillow", "formats", "an image column") from error
+    return Image

@@ -1,0 +1,245 @@
+"""One open MDS shard: a memory map (or what decompression gave) with every claim checked.
+
+    u32 n | u32 offsets[n + 1] | config JSON | samples          little-endian, offsets from the file's start
+    sample: u32 size of each variable column, in column order | values
+
+Opening compares the file with the index entry (size, hashes if asked, sample count, columns) and checks all
+offsets in one vectorised pass, so that no later read can leave its sample. When all columns have a fixed
+size, samples lie a constant stride apart and `fixed_rows` is a view on the map: one `view[rows]` builds a
+batch with no Python per sample. Views keep the map alive after `close`. The file must not be truncated by
+others while it is mapped; replace files by rename, as everything in shardkit does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.files import map_path
+from shardkit.formats.compression import decompress
+from shardkit.formats.mds.encodings import Encoding, encoding_of
+from shardkit.formats.mds.index import parse_columns
+from shardkit.hashing import hash_bytes
+from shardkit.manifest import Column, FileInfo, ShardInfo
+
+__all__ = ["MdsShard", "open_shard", "shard_from_raw"]
+
+_U32 = np.dtype("<u4")
+
+_MAX_CONFIG_BYTES = 1 << 22  # room for thousands of columns
+
+
+class MdsShard:
+    """Random access to the samples of one shard. Make one with `open_shard`; safe to share among threads."""
+
+    def __init__(self, file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]) -> None:
+        """`data` holds the raw shard; `file` is named in errors."""
+        self.info = info
+        self._file = file
+        self._data = data
+        self._encodings = [encoding_of(column.encoding) for column in info.columns]
+        sizes = [encoding.size for encoding in self._encodings]
+        self._variable_columns = sizes.count(None)
+        self._fixed_bytes = sum(size for size in sizes if size is not None)
+        self._offsets = _checked_offsets(file, info, data)
+        _check_config(file, info, data, int(self._offsets[0]))
+        if not self._variable_columns:
+            self._check_stride()
+
+    def __len__(self) -> int:
+        return self.info.samples
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Name, encoding and fixed size of each column, in the order of their bytes."""
+        return self.info.columns
+
+    def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
+        """{column: value} of one row; IndexError outside of 0 to len - 1, ShardError if it is damaged.
+
+        Only `columns` are decoded, if they are given.
+        """
+        values: dict[str, object] = {}
+        for column, encoding, position, data in self._values(row):
+            if columns is not None and column.name not in columns:
+                continue
+            try:
+                values[column.name] = encoding.decode(data)
+            except ValueError as error:
+                problem = f"column {column.name!r} ({column.encoding}): {error}"
+                raise self._damaged(row, position, problem) from error
+        return values
+
+    def payloads(self, row: int) -> dict[str, memoryview]:
+        """{column: its bytes as they are stored} of one row, not decoded; errors as of `sample`."""
+        return {column.name: data for column, _, _, data in self._values(row)}
+
+    def fixed_rows(self, column: str) -> npt.NDArray[Any] | None:
+        """Read-only view (samples, *shape) of a column, or None unless all columns have a fixed size.
+
+        No byte is copied. Numbers give one axis, `ndarray:dtype:shape` gives its own behind the first. It
+        is C-contiguous when the shard has no other column; it need not be aligned.
+        """
+        names = [c.name for c in self.info.columns]
+        if column not in names:
+            raise KeyError(f"{self._file}: no column {column!r}; columns: {', '.join(names)}")
+        number = names.index(column)
+        dtype, shape = self._encodings[number].dtype, self._encodings[number].shape
+        if self._variable_columns or dtype is None:
+            return None
+        before = sum(encoding.size or 0 for encoding in self._encodings[:number])
+        samples = self._data[int(self._offsets[0]) :].reshape(self.info.samples, self._fixed_bytes)
+        values = samples[:, before : before + math.prod(shape) * dtype.itemsize].view(dtype)
+        return values.reshape(self.info.samples, *shape)
+
+    def close(self) -> None:
+        """Let go of the file; views already handed out stay readable."""
+        self._data = np.empty(0, dtype=np.uint8)
+        self._offsets = np.zeros(1, dtype=_U32)
+
+    def _values(self, row: int) -> list[tuple[Column, Encoding, int, memoryview]]:
+        """(column, its encoding, byte in the file, bytes) of each value of one row."""
+        if not 0 <= row < self.info.samples:
+            raise IndexError(f"{self._file}: row {row} of {self.info.samples}")
+        begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
+        data = self._data.data[begin:end]
+        position = 4 * self._variable_columns
+        if position + self._fixed_bytes > len(data):
+            raise self._damaged(row, begin, f"{len(data):,} bytes are too few for its columns")
+        words = iter(np.frombuffer(data[:position], _U32).tolist())
+        values = []
+        for column, encoding in zip(self.info.columns, self._encodings, strict=True):
+            size = next(words) if encoding.size is None else encoding.size
+            if position + size > len(data):
+                raise self._damaged(
+                    row, begin, f"column {column.name!r} states {size:,} bytes, beyond its end"
+                )
+            values.append((column, encoding, begin + position, data[position : position + size]))
+            position += size
+        if position != len(data):
+            raise self._damaged(row, begin + position, f"{len(data) - position:,} bytes are left over")
+        return values
+
+    def _check_stride(self) -> None:
+        steps = np.diff(self._offsets)
+        if not np.all(steps == self._fixed_bytes):
+            row = int(np.flatnonzero(steps != self._fixed_bytes)[0])
+            problem = f"{int(steps[row]):,} bytes; its columns take {self._fixed_bytes:,}"
+            raise self._damaged(row, int(self._offsets[row]), problem)
+
+    def _damaged(self, row: int, offset: int, problem: str) -> ShardError:
+        return ShardError(self._file, f"sample {row:,}: {problem}; fetch the file again", offset=offset)
+
+
+def open_shard(
+    folder: Path, info: ShardInfo, *, allow_pickle: bool = False, verify: bool = False
+) -> MdsShard:
+    """Open the shard that `info` describes, below `folder`.
+
+    A raw file is memory-mapped. A compressed one is decompressed into memory, within the size the index
+    states, unless the raw file lies beside it (as in MosaicML's caches). `verify` checks every hash there is.
+    Columns of pickles can run any code when they are read: they are refused unless `allow_pickle`.
+    """
+    folder = Path(folder)
+    raw_file = folder / info.raw.basename
+    _refuse_pickles(raw_file, info, allow_pickle)
+    if info.zip is None or info.compression is None or raw_file.is_file():
+        raw = _map_file(raw_file, info.raw)
+        if verify:
+            _verify(raw_file, info.raw, raw)
+        return MdsShard(raw_file, info, raw)
+    file = folder / info.zip.basename
+    stored = _map_file(file, info.zip)
+    if verify:
+        _verify(file, info.zip, stored)
+    raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=file)
+    if verify:
+        _verify(file, info.raw, raw)
+    raw.flags.writeable = False
+    return MdsShard(file, info, raw)
+
+
+def shard_from_raw(
+    where: str | PathLike[str], info: ShardInfo, raw: npt.NDArray[np.uint8], *, allow_pickle: bool = False
+) -> MdsShard:
+    """The shard whose raw bytes are `raw`, wherever they came from; `where` is named in errors."""
+    _refuse_pickles(where, info, allow_pickle)
+    if len(raw) != info.raw.bytes:
+        raise ShardError(where, f"{len(raw):,} bytes, expected {info.raw.bytes:,}; fetch it again")
+    return MdsShard(where, info, raw)
+
+
+def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: bool) -> None:
+    pickled = [column.name for column in info.columns if not encoding_of(column.encoding).safe]
+    if pickled and not allow_pickle:
+        raise ShardError(
+            where,
+            f"column {pickled[0]!r} holds pickles, which can run any code; "
+            "if you trust whoever wrote this dataset, open it with allow_pickle=True",
+        )
+
+
+def _map_file(file: Path, expected: FileInfo) -> npt.NDArray[np.uint8]:
+    """A regular file's bytes, memory-mapped, if it has the expected size."""
+    try:
+        data = map_path(file)
+    except OSError as error:
+        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
+    if len(data) != expected.bytes:
+        raise ShardError(file, f"{len(data):,} bytes, expected {expected.bytes:,}; fetch it again")
+    return data
+
+
+def _verify(file: Path, expected: FileInfo, data: npt.NDArray[np.uint8]) -> None:
+    for name, digest in hash_bytes(data.data, expected.hashes).items():
+        if digest != expected.hashes[name].lower():
+            problem = f"{name} of {expected.basename} is {digest}, expected {expected.hashes[name]}"
+            raise ShardError(file, f"{problem}; fetch the file again")
+
+
+def _checked_offsets(
+    file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint32]:
+    """u32[samples + 1], non-decreasing, from behind the header to the end of the file."""
+    header_bytes = 4 * (info.samples + 2)
+    if len(data) < header_bytes:
+        raise ShardError(file, f"{len(data):,} bytes cannot hold the offsets of {info.samples:,} samples")
+    samples = int(np.frombuffer(data[:4], _U32)[0])
+    if samples != info.samples:
+        raise ShardError(file, f"has {samples:,} samples, the index states {info.samples:,}", offset=0)
+    offsets: npt.NDArray[np.uint32] = np.frombuffer(data[4:header_bytes], _U32)
+    if offsets[0] < header_bytes:
+        raise ShardError(file, f"samples begin at {offsets[0]:,}, inside of the header", offset=4)
+    decreasing = offsets[1:] < offsets[:-1]
+    if decreasing.any():
+        row = int(np.argmax(decreasing))
+        raise ShardError(file, f"sample {row:,} ends before it begins", offset=8 + 4 * row)
+    if offsets[-1] != len(data):
+        problem = f"the last sample ends at {offsets[-1]:,}, the file at {len(data):,}"
+        raise ShardError(file, problem, offset=header_bytes - 4)
+    return offsets
+
+
+def _check_config(file: str | PathLike[str], info: ShardInfo, data: npt.NDArray[np.uint8], end: int) -> None:
+    """The config repeats the columns: a shard that an index describes wrongly would read as nonsense."""
+    start = 4 * (info.samples + 2)
+    if start == end:
+        return  # MosaicML's reader does not look at it, so other writers may leave it out
+    if end - start > _MAX_CONFIG_BYTES:
+        raise ShardError(file, f"a config of {end - start:,} bytes", offset=start)
+    try:
+        config = json.loads(data[start:end].tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"the config is not JSON: {error}", offset=start) from error
+    if not isinstance(config, Mapping):
+        raise ShardError(file, "the config is not an object", offset=start)
+    if parse_columns(file, config) != info.columns:
+        raise ShardError(file, "the config has other columns than the index", offset=start)

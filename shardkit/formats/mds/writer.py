@@ -1,0 +1,301 @@
+"""Write MDS shards: whole arrays at once for a build, samples of any columns for everything else.
+
+Files are the bytes that MosaicML's MDSWriter writes for the same samples and settings, cut at the same
+samples. (Compressed ones decompress to the same bytes; zstd builds and gzip's time stamp differ.) A shard
+appears under its name only when it is whole. Hashes are taken while the pieces go to the file, so an array is
+read once and never copied. The same input gives the same bytes on every run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.formats.compression import compression_suffix, new_compressor
+from shardkit.formats.mds.encodings import encode_value, encoding_of
+from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
+from shardkit.hashing import Hasher, new_hash
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.units import parse_bytes
+
+__all__ = ["DEFAULT_SHARD_BYTES", "MdsWriter", "write_rows_shard"]
+
+DEFAULT_SHARD_BYTES = 1 << 26
+
+_PIECE_BYTES = 1 << 20  # stays in the CPU's cache between hashing and writing
+
+_OFFSET_BYTES = 4  # each sample has one
+
+
+def write_rows_shard(
+    folder: Path,
+    basename: str,
+    rows: npt.NDArray[Any],
+    *,
+    column: str = "tokens",
+    compression: str | None = None,
+    hashes: Sequence[str] = (),
+    size_limit: int | None = DEFAULT_SHARD_BYTES,
+) -> ShardInfo:
+    """Write `rows` (n, *shape) as one shard of one column `ndarray:dtype:shape`; returns its index entry.
+
+    `size_limit` is only recorded: cutting is the caller's business. ValueError if the rows exceed 4 GiB. The
+    file is not synced to disk; whoever publishes the dataset does that.
+    """
+    shape = ",".join(map(str, rows.shape[1:]))
+    if rows.ndim < 2:
+        raise ValueError(f"rows must be a matrix or higher, one sample a row, not of shape {rows.shape}")
+    columns = make_columns({column: f"ndarray:{rows.dtype.name}:{shape}"})
+    shard = _ShardFile(Path(folder), columns, compression, hashes, size_limit)
+    sizes = np.full(len(rows), columns[0].size, dtype=np.int64)
+    return shard.write(basename, sizes, [_as_bytes(rows)], sync=False)
+
+
+class MdsWriter:
+    """Writes a dataset of any columns: `write` samples, or `write_rows` whole arrays of one fixed column.
+
+    Use it in a `with` block, or call `finish` at the end; the index is written last, and not at all when the
+    block is left by an exception. Memory is one shard.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        columns: Mapping[str, str],
+        compression: str | None = None,
+        hashes: Sequence[str] = (),
+        shard_bytes: int | str | None = DEFAULT_SHARD_BYTES,
+    ) -> None:
+        """`columns`: {name: encoding}. `shard_bytes`: cut before a shard exceeds it; None cuts at 4 GiB only.
+
+        ValueError for bad settings; ShardError if `folder` exists and is not empty.
+        """
+        limit = None if shard_bytes is None else parse_bytes(shard_bytes)
+        if limit is not None and not 0 < limit <= MAX_SHARD_BYTES:
+            raise ValueError(f"shard_bytes must be below 4 GiB and not 0: {shard_bytes!r}")
+        self._folder = Path(folder)
+        self._columns = make_columns(columns)
+        self._encodings = [encoding_of(column.encoding) for column in self._columns]
+        self._file = _ShardFile(self._folder, self._columns, compression, hashes, limit)
+        self._limit = limit or MAX_SHARD_BYTES
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if any(self._folder.iterdir()):
+            raise ShardError(self._folder, "is not empty; write a dataset into a folder of its own")
+        self._shards: list[ShardInfo] = []
+        self._manifest: Manifest | None = None
+        self._start_shard()
+
+    def write(self, sample: Mapping[str, object]) -> None:
+        """Append {column: value}. ValueError or TypeError, with the column's name, for a bad value."""
+        if sample.keys() != {column.name for column in self._columns}:
+            names = ", ".join(column.name for column in self._columns)
+            raise ValueError(f"a sample needs exactly the columns {names}; it has {', '.join(sample)}")
+        encoded: dict[str, bytes] = {}
+        for column, encoding in zip(self._columns, self._encodings, strict=True):
+            try:
+                encoded[column.name] = encode_value(encoding, sample[column.name])
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"column {column.name!r} ({column.encoding}): {error}") from error
+        self.write_encoded(encoded)
+
+    def write_encoded(self, sample: Mapping[str, bytes | memoryview]) -> None:
+        """Append {column: value as it is stored}, from whoever has checked it: only sizes are looked at."""
+        words, values = [], []
+        for column, encoding in zip(self._columns, self._encodings, strict=True):
+            value = sample[column.name]
+            if encoding.size is None:
+                words.append(len(value))
+            elif encoding.size != len(value):
+                raise ValueError(
+                    f"column {column.name!r}: {len(value):,} bytes, {encoding.name} takes {encoding.size:,}"
+                )
+            values.append(value)
+        data = b"".join([np.array(words, "<u8").astype("<u4").tobytes(), *values])
+        self._make_room(len(data))
+        self._append(memoryview(data), np.array([len(data)], np.int64))
+
+    def write_rows(self, rows: npt.NDArray[Any]) -> None:
+        """Append rows (n, *shape), or numbers (n,), to a dataset whose single column is fixed.
+
+        The same files as `write` row by row; whole shards go to disk without a copy.
+        """
+        encoding = self._encodings[0]
+        if len(self._encodings) != 1 or encoding.size is None or encoding.dtype is None:
+            raise ValueError("write_rows takes datasets of one fixed-size column; use write")
+        if rows.dtype.name != encoding.dtype.name or rows.shape[1:] != encoding.shape:
+            given = f"{rows.dtype.name} of shape {rows.shape}"
+            raise ValueError(f"rows of column {self._columns[0].name!r} ({encoding.name}) given as {given}")
+        data, size, start = _as_bytes(rows), encoding.size, 0
+        if len(rows):
+            self._make_room(size)
+        while start < len(rows):
+            room = self._limit - self._shard_bytes
+            count = min(len(rows) - start, max(1, room // (size + _OFFSET_BYTES)))
+            piece = data[start * size : (start + count) * size]
+            start += count
+            last = start == len(rows)
+            # What stays pending is copied: the caller may change the array. Full shards go straight to disk.
+            self._append(memoryview(bytes(piece)) if last else piece, np.full(count, size, np.int64))
+            if not last:
+                self._flush()
+
+    def finish(self) -> Manifest:
+        """Write what is pending, then the index. Calling it again gives the same manifest."""
+        if self._manifest is None:
+            if self._pending:
+                self._flush()
+            write_index(self._folder, self._shards)
+            self._manifest = Manifest("mds", self._shards)
+        return self._manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+
+    def _start_shard(self) -> None:
+        self._pending: list[memoryview] = []
+        self._sizes: list[npt.NDArray[np.int64]] = []
+        # MosaicML counts u32 n, the first offset, the config, and an offset for each sample.
+        self._shard_bytes = 2 * _OFFSET_BYTES + len(self._file.config)
+
+    def _make_room(self, size: int) -> None:
+        """Cut where MosaicML cuts: before the sample that would exceed the limit, even in an empty shard."""
+        if self._manifest is not None:
+            raise ValueError(
+                f"{self._folder / INDEX_NAME} is written; a finished dataset takes no more samples"
+            )
+        after = self._shard_bytes + size + _OFFSET_BYTES
+        if after > self._limit:
+            self._flush()
+
+    def _append(self, data: memoryview, sizes: npt.NDArray[np.int64]) -> None:
+        self._pending.append(data)
+        self._sizes.append(sizes)
+        self._shard_bytes += len(data) + _OFFSET_BYTES * len(sizes)
+
+    def _flush(self) -> None:
+        sizes = np.concatenate([*self._sizes, np.zeros(0, np.int64)])
+        basename = f"shard.{len(self._shards):05}.mds"
+        self._shards.append(self._file.write(basename, sizes, self._pending, sync=True))
+        self._start_shard()
+
+
+class _ShardFile:
+    """Writes whole shard files with one set of columns and settings."""
+
+    def __init__(
+        self,
+        folder: Path,
+        columns: tuple[Column, ...],
+        compression: str | None,
+        hashes: Sequence[str],
+        size_limit: int | None,
+    ) -> None:
+        self._folder, self._columns, self._size_limit = folder, columns, size_limit
+        self._compression = compression or None
+        self._suffix = compression_suffix(compression) if compression else ""
+        self._hashes = sorted(set(hashes))
+        for name in self._hashes:
+            new_hash(name)  # refuses an unknown one here, not after the first shard
+        self.config = config_bytes(columns, self._compression, self._hashes, size_limit)
+
+    def write(
+        self, basename: str, sizes: npt.NDArray[np.int64], samples: Iterable[memoryview], *, sync: bool
+    ) -> ShardInfo:
+        """`sizes` int64[n]: bytes of each sample; `samples`: their bytes in a row, in any pieces."""
+        header = self._header(sizes)
+        raw_bytes = len(header) + int(sizes.sum())
+        stored_name = f"{basename}.{self._suffix}" if self._compression else basename
+        final = self._folder / stored_name
+        temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
+        raw, stored = _Digests(self._hashes), _Digests(self._hashes)
+        try:
+            with temporary.open("wb") as file:
+                if self._compression:
+                    self._write_compressed(file, [header, *samples], raw_bytes, raw, stored)
+                else:
+                    for piece in _pieces([header, *samples]):
+                        raw.update(piece)
+                        file.write(piece)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(final)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        assert raw.bytes == raw_bytes
+        return ShardInfo(
+            raw=raw.info(basename),
+            samples=len(sizes),
+            columns=self._columns,
+            zip=stored.info(stored_name) if self._compression else None,
+            compression=self._compression,
+            size_limit=self._size_limit,
+        )
+
+    def _header(self, sizes: npt.NDArray[np.int64]) -> memoryview:
+        offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        offsets += _OFFSET_BYTES * (len(sizes) + 2) + len(self.config)
+        if offsets[-1] > MAX_SHARD_BYTES:
+            size = f"{len(sizes):,} samples of {int(sizes.sum()):,} bytes"
+            raise ValueError(f"{size} exceed the 4 GiB of an MDS shard; write smaller shards")
+        count = np.array([len(sizes)], "<u4")
+        return memoryview(count.tobytes() + offsets.astype("<u4").tobytes() + self.config)
+
+    def _write_compressed(
+        self, file: BinaryIO, parts: list[memoryview], raw_bytes: int, raw: _Digests, stored: _Digests
+    ) -> None:
+        assert self._compression is not None
+        compressor = new_compressor(self._compression, raw_bytes)
+        for piece in _pieces(parts):
+            raw.update(piece)
+            packed = compressor.compress(piece)
+            stored.update(packed)
+            file.write(packed)
+        packed = compressor.flush()
+        stored.update(packed)
+        file.write(packed)
+
+
+class _Digests:
+    """Size and hashes of a file in the making."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.bytes = 0
+        self._hashers: dict[str, Hasher] = {name: new_hash(name) for name in names}
+
+    def update(self, piece: bytes | memoryview) -> None:
+        self.bytes += len(piece)
+        for hasher in self._hashers.values():
+            hasher.update(piece)
+
+    def info(self, basename: str) -> FileInfo:
+        return FileInfo(basename, self.bytes, {name: h.hexdigest() for name, h in self._hashers.items()})
+
+
+def _pieces(parts: Iterable[memoryview]) -> Iterable[memoryview]:
+    for part in parts:
+        for start in range(0, len(part), _PIECE_BYTES):
+            yield part[start : start + _PIECE_BYTES]
+
+
+def _as_bytes(rows: npt.NDArray[Any]) -> memoryview:
+    """The little-endian bytes of an array in C order; no copy when it has them already."""
+    array = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
+    return array.reshape(-1).view(np.uint8).data

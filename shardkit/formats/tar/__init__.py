@@ -1,0 +1,30 @@
+"""WebDataset tars: shardkit's own and any made by others, read in place; constant-stride tars written.
+
+One name for the format: `shard` (one open tar), `headers` and `index` (members and samples), `stride` (tars
+as matrices), `npy` and `decode` (values), `compressed`, `shard_list` (shards.json), `writer`; `names` and
+`find` (tars by name), `scan`, `skim` and `index_file` (what they hold, found once). Whatever is damaged or
+hostile raises ShardError with the file and, where known, the byte.
+"""
+
+from shardkit.formats.tar.shard import TarShard, load_raw, open_shard, scan_folder, shard_from_raw, unpack
+from shardkit.formats.tar.shard_list import (
+    parse_shard_list,
+    read_shard_list,
+    shard_list_bytes,
+    write_shard_list,
+)
+from shardkit.formats.tar.writer import write_rows_shard
+
+__all__ = [
+    "TarShard",
+    "load_raw",
+    "open_shard",
+    "parse_shard_list",
+    "read_shard_list",
+    "scan_folder",
+    "shard_from_raw",
+    "shard_list_bytes",
+    "unpack",
+    "write_rows_shard",
+    "write_shard_list",
+]

@@ -1,0 +1,199 @@
+"""Tars by name: which files or objects brace lists, patterns, folders and lists of them stand for.
+
+Their order is the dataset's: as written, and sorted where a folder or a pattern stands for several. All tars
+of one dataset lie below one folder, or in one bucket; their names are relative to the deepest folder they
+share. A tar named twice is an error: its samples would be delivered twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+from shardkit.errors import ShardError
+from shardkit.formats.tar.compressed import is_tar_name
+from shardkit.formats.tar.shard_list import (
+    common_folder,
+    describe_tar,
+    fixed_folder,
+    is_pattern,
+    matches,
+    split_names,
+    tar_files,
+)
+from shardkit.manifest import Manifest
+from shardkit.storage.resilient import ResilientStore, connect
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+
+__all__ = ["expand", "folder_tars", "local_objects", "local_tars", "remote_tars", "unscanned"]
+
+MAX_LISTED = 1 << 20  # objects looked through for tars: a listing of a whole bucket should end
+
+_MAX_HEADS = 64  # objects asked for one by one; more are cheaper to list, a thousand a request
+
+_THREADS = 16
+
+_FORBIDDEN = 403
+
+_OTHER_DATASET = "is an MDS dataset of its own; give several datasets as streams: [Stream(…), Stream(…)]"
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """`names` with brace lists and "::" worked out; ShardError if there is nothing, or braces do not pair."""
+    try:
+        found = [part for name in names for part in split_names(name)]
+    except ValueError as error:
+        raise ShardError(names[0], f"names no tars: {error}") from error
+    if not found or not all(found):
+        raise ShardError("::".join(names), "names no tars: a name is empty")
+    return found
+
+
+def unscanned(objects: Sequence[ObjectInfo]) -> Manifest:
+    """The manifest of tars of which only names and sizes are known."""
+    return Manifest("tar", tuple(describe_tar(info.key, stored_bytes=info.bytes) for info in objects))
+
+
+def local_tars(names: Sequence[str]) -> tuple[Path, list[ObjectInfo]]:
+    """(folder, its tars) that these paths stand for; ShardError says which stands for none."""
+    paths = [Path(name) for name in names]
+    if len({path.is_absolute() for path in paths}) > 1 or any(".." in path.parts for path in paths):
+        paths = [Path(os.path.normpath(path.absolute())) for path in paths]
+    found = [_local_files(path) for path in paths]
+    folder = Path(os.path.commonpath([top for top, _ in found]))
+    files = [file for _, some in found for file in some]
+    return folder, local_objects(folder, [file.relative_to(folder).as_posix() for file in files])
+
+
+def local_objects(folder: Path, names: Sequence[str]) -> list[ObjectInfo]:
+    """What tells the contents of these files apart; ShardError for one that is missing or named twice."""
+    _refuse_repeated(str(folder), names)
+    objects = []
+    for name in names:
+        try:
+            status = (folder / name).stat()
+        except OSError as error:
+            raise ShardError(folder / name, f"cannot be opened: {error.strerror or error}") from error
+        version = f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
+        objects.append(ObjectInfo(name, status.st_size, version))
+    return objects
+
+
+def _local_files(path: Path) -> tuple[Path, list[Path]]:
+    """(a folder above them, the tars) that a path stands for."""
+    if path.is_dir():
+        files = [path / name for name in tar_files(path)]
+        if (path / "index.json").is_file():
+            raise ShardError(path, _OTHER_DATASET)
+        if not files:
+            raise ShardError(path, "holds no tars")
+        return path, files
+    if path.exists() or not is_pattern(str(path)):
+        if not path.is_file():
+            raise ShardError(path, "there is no such file or folder")
+        if not is_tar_name(path.name):
+            raise ShardError(path, "is no tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
+        return path.parent, [path]
+    folder = Path(fixed_folder(path.as_posix()) or ("/" if path.is_absolute() else "."))
+    pattern = path.relative_to(folder).as_posix()
+    files = sorted((file for file in folder.glob(pattern) if file.is_file()), key=lambda f: f.as_posix())
+    _refuse_others(str(path), [file.name for file in files])
+    return folder, files
+
+
+def remote_tars(
+    names: Sequence[str], storage: StorageOptions | None = None
+) -> tuple[ResilientStore, list[ObjectInfo]]:
+    """(store, its tars) that these URLs stand for; ShardError if one stands for none, StoreError."""
+    # A URL that is neither a tar's nor a pattern is a folder's.
+    urls = [name if is_tar_name(name) or is_pattern(name) else f"{name.rstrip('/')}/*" for name in names]
+    folder = common_folder([fixed_folder(url) for url in urls])
+    if folder.count("/") < 2 or folder.endswith("://"):
+        raise ShardError(
+            names[0], f"and {names[-1]} lie in different stores; open each, as a stream of its own"
+        )
+    store = connect(folder, storage)
+    keys = [url[len(folder) + 1 :] for url in urls]
+    listed = _listing(store, keys)
+    objects: list[ObjectInfo] = []
+    for name, key in zip(names, keys, strict=True):
+        if is_pattern(key):
+            is_folder = is_pattern(key) and not is_pattern(name)
+            some = [
+                i for i in listed.values() if matches(i.key, key) and (not is_folder or is_tar_name(i.key))
+            ]
+            _refuse_others(name, [info.key for info in some])
+            objects += some
+        elif key in listed:
+            objects.append(listed[key])
+        else:
+            raise ShardError(f"{store.url}/{key}", "there is no such object")
+    _refuse_repeated(store.url, [info.key for info in objects])
+    return store, objects
+
+
+def folder_tars(store: Store) -> list[ObjectInfo]:
+    """The tars directly in a store's folder, sorted; ShardError if they all lie in folders below."""
+    tars = [info for info in _list(store, "") if is_tar_name(info.key)]
+    direct = [info for info in tars if "/" not in info.key]
+    if tars and not direct:
+        raise ShardError(
+            store.url, f"has tars in sub-folders only: open {store.url}/**/*.tar to use them all"
+        )
+    return direct
+
+
+def _listing(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
+    """The objects that `keys` name, and all that their patterns may stand for, in order."""
+    plain = [key for key in keys if not is_pattern(key)]
+    if len(plain) == len(keys) <= _MAX_HEADS:
+        return _heads(store, plain)
+    prefix = os.path.commonprefix([_fixed_prefix(key) for key in keys])  # noqa: RUF071 (of keys, not folders)
+    try:
+        return {info.key: info for info in _list(store, prefix)}
+    except StoreError as error:
+        if error.status != _FORBIDDEN or len(plain) < len(keys):
+            raise
+        return _heads(store, plain)  # of a bucket that may be read but not listed
+
+
+def _heads(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
+    def head(key: str) -> ObjectInfo | None:
+        try:
+            return store.head(key)
+        except ObjectNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-open") as pool:
+        return {info.key: info for info in pool.map(head, keys) if info is not None}
+
+
+def _list(store: Store, prefix: str) -> list[ObjectInfo]:
+    objects = [*islice(store.list(prefix), MAX_LISTED + 1)]
+    if len(objects) > MAX_LISTED:
+        problem = f"holds more than {MAX_LISTED:,} objects; name the tars by a longer pattern, or by a list"
+        raise ShardError(f"{store.url}/{prefix}", problem)
+    return objects
+
+
+def _fixed_prefix(key: str) -> str:
+    return key[: next((at for at, character in enumerate(key) if is_pattern(character)), len(key))]
+
+
+def _refuse_others(where: str, names: Sequence[str]) -> None:
+    """ShardError unless all that a pattern matches are tars, and there is one."""
+    other = next((name for name in names if not is_tar_name(name)), None)
+    if not names or other is not None:
+        found = "no file matches" if other is None else f"it matches {other}, which is no tar"
+        raise ShardError(where, f"a pattern must name .tar files: {found}")
+
+
+def _refuse_repeated(where: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ShardError(f"{where}/{name}", "is named twice: its samples would be delivered twice")
+        seen.add(name)

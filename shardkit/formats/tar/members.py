@@ -1,0 +1,468 @@
+"""Tar headers, from a buffer: which members a tar has and where their payloads lie.
+
+Reads v7, ustar, PAX (`x`, `g`: path and size overrides) and GNU (`L`, `K`, base-256 numbers) headers.
+Nothing is trusted: checksums, lengths and ends are checked before use, every extension has a limit, and
+whatever does not fit is a `ShardError` with the byte offset. Stricter than `tarfile` and GNU tar on purpose,
+because both lose samples in silence: a damaged header in mid-file is an error, not the end of the archive,
+and so is anything but zeros after the end marker. Member names are only keys; nothing is ever written under
+them, so absolute names and `..` are harmless. Costs a few microseconds a member.
+
+Which samples a tar holds: members grouped by key, as WebDataset groups them.
+
+A key is the path up to the first dot of its last component, the extension is the rest in lower case.
+Consecutive members with one key are one sample. Members under a `__name__` at the top level are metadata and
+names without an extension are not data: both are skipped, as `webdataset` does. A repeated extension inside a
+sample is an error. The index is a few arrays: about 20 bytes a member, and the keys.
+
+What a scan of a tar found, as one small file, so that it is scanned once.
+
+    magic (8) | u32 bytes of the head | head JSON | xxh3_128 of all before | body | xxh3_128 of the body
+    body: i64 starts[samples + 1] | i64 offsets[members] | i64 sizes[members] | i64 key ends[samples]
+          | i32 kinds[members] | keys, UTF-8
+
+The head says of which object, of which version, the file speaks, and all that a manifest states of a tar:
+opening a dataset reads heads only, opening a shard one body. About 30 bytes a member, and the keys. Whatever
+is cut, damaged or about something else is no index (ValueError): the tar is scanned again.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, BinaryIO, NamedTuple, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardkit.errors import ShardError
+from shardkit.files import load_json
+from shardkit.manifest import Column
+
+__all__ = [
+    "BLOCK",
+    "Bytes",
+    "Member",
+    "Scanned",
+    "TarIndex",
+    "check_end",
+    "group_members",
+    "index_file_bytes",
+    "padded",
+    "read_head",
+    "read_index",
+    "split_name",
+    "walk_members",
+]
+
+BLOCK = 512
+
+MAX_EXTENSION_HEADERS = 16  # before one member; honest writers use at most x + L + K + g
+
+MAX_EXTENSION_BYTES = 1 << 20  # PAX records of one header; honest ones hold a path and a few times
+
+MAX_NAME_BYTES = 1 << 16  # PATH_MAX is 4,096
+
+_ZEROS = bytes(BLOCK)
+
+_END_PIECE = 1 << 20
+
+_REGULAR = frozenset(b"0\x007")  # 7: contiguous file, stored like a regular one
+
+_NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders, pipes: their size field means nothing
+
+_EXTENSIONS = frozenset(b"xgXLK")  # X: Solaris' name for x
+
+Path = str | PathLike[str]
+
+
+class Member(NamedTuple):
+    """A regular member: where its headers start (extensions included), its own header, its payload."""
+
+    start: int
+    header: int
+    offset: int
+    size: int
+    name: str
+
+
+class _Header(NamedTuple):
+    kind: int
+    size: int
+    name: bytes
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+class Bytes(Protocol):
+    """What a walk needs of a tar's bytes: slices, each at or behind the start of the one before."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, span: slice, /) -> bytes | memoryview: ...
+
+
+def walk_members(data: Bytes, file: Path) -> Iterator[Member]:
+    """The regular members of a tar in order; folders, links and devices are passed over.
+
+    `file` is for messages. Stops at the end marker or, where a tar has none, at the end of the data.
+    """
+    if len(data) == 0:
+        raise ShardError(file, "is empty; a tar without members still has an end marker")
+    position, shared = 0, dict[bytes, bytes]()
+    while position < len(data):
+        start, own, long_name, pending = position, dict[bytes, bytes](), b"", False
+        for _ in range(MAX_EXTENSION_HEADERS + 1):
+            header = _read_header(data, position, file)
+            if header is None or header.kind not in _EXTENSIONS:
+                break
+            body = _extension_body(data, position, header, file)
+            if header.kind == ord("L"):
+                long_name = _up_to_nul(body)
+            elif header.kind in b"xX":
+                own = _pax_records(body, file, position + BLOCK)
+            elif header.kind == ord("g"):
+                shared |= _pax_records(body, file, position + BLOCK)
+            pending = pending or header.kind != ord("g")
+            position += BLOCK + padded(header.size)
+        else:
+            raise ShardError(
+                file, f"more than {MAX_EXTENSION_HEADERS} extension headers in a row", offset=start
+            )
+        if header is None:
+            if pending:
+                raise ShardError(file, "an extension header without a member", offset=start)
+            check_end(data, position, file)
+            return
+        overrides = {**shared, **own} if shared else own
+        size = _payload_size(header, overrides, file, position)
+        offset = position + BLOCK
+        if offset + padded(size) > len(data):
+            problem = (
+                f"a member of {size:,} bytes ends after the file ({len(data):,} bytes); the file is cut short"
+            )
+            raise ShardError(file, problem, offset=position)
+        if header.kind in _REGULAR and not (header.kind == 0 and header.name.endswith(b"/")):
+            path = overrides.get(b"path", b"").rstrip(b"/")
+            name = (path or long_name or header.name).decode("utf-8", "surrogateescape")
+            yield Member(start, position, offset, size, name)
+        position = offset + padded(size)
+
+
+def check_end(data: Bytes, position: int, file: Path) -> None:
+    """ShardError unless everything from the end marker at `position` on is zeros."""
+    for at in range(position, len(data), _END_PIECE):
+        piece = bytes(data[at : at + _END_PIECE])
+        if piece.count(0) != len(piece):
+            problem = (
+                "data after the end-of-archive marker; readers would drop it in silence. If tars were "
+                "concatenated, keep them as separate shards"
+            )
+            raise ShardError(file, problem, offset=at + len(piece) - len(piece.lstrip(b"\0")))
+
+
+def _read_header(data: Bytes, position: int, file: Path) -> _Header | None:
+    """The header at `position`, or None at the end of the archive."""
+    block = bytes(data[position : position + BLOCK])
+    if not block or block == _ZEROS:
+        return None
+    if len(block) < BLOCK:
+        if not any(block):
+            return None
+        raise ShardError(file, "the file ends inside a tar header; it is cut short", offset=position)
+    _check_sum(block, file, position)
+    kind = block[156]
+    name = _up_to_nul(block[:100])
+    if block[257:263] == b"ustar\0" and block[345]:
+        name = _up_to_nul(block[345:500]) + b"/" + name
+    return _Header(kind, _number(block[124:136], "size", file, position), name)
+
+
+def _check_sum(block: bytes, file: Path, position: int) -> None:
+    """ShardError unless the checksum is that of the header, summed without or with signs."""
+    field = block[148:156]
+    stored = _number(field, "checksum", file, position)
+    instead = sum(field) - 8 * 32  # the field counts as spaces
+    # The low half of adler32 is 1 + the sum of all bytes modulo 65,521: the sum itself where at least half of
+    # the bytes are zero, and five times faster than `sum`.
+    if 2 * block.count(0) >= BLOCK and 1 + stored + instead == zlib.adler32(block) & 0xFFFF:
+        return
+    unsigned = sum(block) - instead
+    if stored != unsigned and stored != unsigned - 256 * sum(1 for c in block[:148] + block[156:] if c > 127):
+        raise ShardError(file, f"tar header checksum is {unsigned}, stated {stored}", offset=position)
+
+
+def _number(field: bytes, what: str, file: Path, position: int) -> int:
+    """An octal or base-256 number that is not negative."""
+    digits = field.rstrip(b"\0 ")
+    if digits.isdigit() and b"8" not in digits and b"9" not in digits:
+        return int(digits, 8)
+    if field[0] & 0x80:
+        value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+        if field[0] & 0x40:  # two's complement: a negative number
+            raise ShardError(file, f"tar header has a negative {what}", offset=position)
+        return value
+    text = _up_to_nul(field).strip(b" ")
+    if not text:
+        return 0
+    if not text.isdigit() or b"8" in text or b"9" in text:
+        raise ShardError(
+            file, f"tar header has no readable {what}: {text!r}; not a tar file?", offset=position
+        )
+    return int(text, 8)
+
+
+def _up_to_nul(field: bytes) -> bytes:
+    return field.split(b"\0", 1)[0]
+
+
+def _extension_body(data: Bytes, position: int, header: _Header, file: Path) -> bytes:
+    limit = MAX_NAME_BYTES if header.kind in b"LK" else MAX_EXTENSION_BYTES
+    if header.size > limit:
+        problem = f"an extension header of {header.size:,} bytes; the limit is {limit:,}"
+        raise ShardError(file, problem, offset=position)
+    if position + BLOCK + padded(header.size) > len(data):
+        raise ShardError(file, "an extension header ends after the file; it is cut short", offset=position)
+    return bytes(data[position + BLOCK : position + BLOCK + header.size])
+
+
+def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
+    """The records that matter here: `path` and `size`. An empty value withdraws a record (POSIX)."""
+    records: dict[bytes, bytes] = {}
+    at = 0
+    while at < len(body) and body[at]:
+        space = body.find(b" ", at, at + 8)
+        length = int(body[at:space]) if space > at and body[at:space].isdigit() else 0
+        stop = at + length
+        if not space + 1 < stop <= len(body) or body[stop - 1] != 0x0A:  # also: every record moves on
+            raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
+        keyword, equals, value = body[space + 1 : stop - 1].partition(b"=")
+        if not keyword or not equals:
+            raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
+        if keyword.startswith(b"GNU.sparse"):
+            raise ShardError(file, "a sparse member: write it without --sparse", offset=offset + at)
+        if keyword == b"path" and len(value) > MAX_NAME_BYTES:
+            raise ShardError(file, f"a member name of {len(value):,} bytes", offset=offset + at)
+        if keyword in (b"path", b"size"):
+            records[keyword] = value
+        at = stop
+    return records
+
+
+def _payload_size(header: _Header, overrides: dict[bytes, bytes], file: Path, position: int) -> int:
+    """Bytes of payload after a header, PAX override applied."""
+    if header.kind == ord("S"):
+        raise ShardError(file, "a sparse member: write it without --sparse", offset=position)
+    if header.kind in _NO_PAYLOAD or (header.kind == 0 and header.name.endswith(b"/")):
+        return 0
+    stated = overrides.get(b"size", b"")
+    if not stated:
+        return header.size
+    if not stated.isdigit() or len(stated) > 20:
+        raise ShardError(file, f"a PAX size that is no number: {stated[:40]!r}", offset=position)
+    return int(stated)
+
+
+MAX_MEMBERS = 1 << 23  # of one shard: 8 million members are an index of about a gigabyte
+
+
+@dataclass(frozen=True, slots=True)
+class TarIndex:
+    """Samples of one tar: sample i has the members `starts[i]` up to `starts[i + 1]`.
+
+    `offsets` and `sizes` are the members' payloads, `kinds` number their extensions.
+    """
+
+    keys: Sequence[str]
+    starts: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.int32]
+    extensions: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def fits(self, size: int) -> bool:
+        """Whether all payloads lie in a file of `size` bytes."""
+        ends = self.offsets + self.sizes
+        return not len(ends) or (int(self.offsets.min()) >= 0 and int(ends.max()) <= size)
+
+    def members_of(self, extension: str) -> npt.NDArray[np.int64] | None:
+        """The member of each sample that has `extension`, or None unless every sample has one."""
+        if extension not in self.extensions:
+            return None
+        members = np.flatnonzero(self.kinds == self.extensions.index(extension))
+        # An extension occurs at most once in a sample, so as many members as samples means one in each.
+        return members if len(members) == len(self) else None
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(key, extension) of a member's name, or None if it is no part of any sample."""
+    first = name.split("/", 1)[0]
+    if len(first) >= 4 and first.startswith("__") and first.endswith("__"):
+        return None
+    folder = name.rfind("/") + 1
+    dot = name.find(".", folder)
+    if dot < 0:
+        return None
+    if dot == folder:
+        # A hidden file: its folder is the key, as in webdataset, unless that has a dot in its name too.
+        parent = name.rfind("/", 0, max(folder - 1, 0)) + 1
+        if folder == 0 or "." in name[parent:folder]:
+            return None
+    return name[:dot], name[dot + 1 :].lower()
+
+
+def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIndex:
+    """The index of a tar from its members; ShardError on a repeated extension."""
+    keys: list[str] = []
+    starts, offsets, sizes, kinds = array("q"), array("q"), array("q"), array("i")
+    numbers: dict[str, int] = {}
+    present: set[int] = set()
+    for member in members:
+        parts = split_name(member.name)
+        if parts is None:
+            continue
+        key, extension = parts
+        if not keys or key != keys[-1]:
+            keys.append(key)
+            starts.append(len(offsets))
+            present.clear()
+        number = numbers.setdefault(extension, len(numbers))
+        if number in present or extension == "__key__":
+            problem = f"member {member.name[:200]!r}: its sample already has {extension!r}"
+            raise ShardError(file, problem, offset=member.header)
+        present.add(number)
+        offsets.append(member.offset)
+        sizes.append(member.size)
+        kinds.append(number)
+        if len(offsets) > MAX_MEMBERS:
+            raise ShardError(file, f"more than {MAX_MEMBERS:,} members; write smaller shards")
+    starts.append(len(offsets))
+    return TarIndex(
+        keys=keys,
+        starts=np.array(starts, dtype=np.int64),
+        offsets=np.array(offsets, dtype=np.int64),
+        sizes=np.array(sizes, dtype=np.int64),
+        kinds=np.array(kinds, dtype=np.int32),
+        extensions=tuple(numbers),
+    )
+
+
+_MAGIC = b"shardtx1"
+
+_PREFIX = struct.Struct("<8sI")
+
+_DIGEST_BYTES = 16
+
+_MAX_HEAD_BYTES = 1 << 22
+
+_I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What a manifest states of a tar, found by looking: `raw_bytes` once decompressed."""
+
+    samples: int
+    raw_bytes: int
+    columns: tuple[Column, ...]
+
+
+def index_file_bytes(origin: str, scanned: Scanned, index: TarIndex) -> bytes:
+    """The file that keeps `scanned` and `index` for the object that `origin` names."""
+    keys = [key.encode("utf-8", "surrogateescape") for key in index.keys]
+    ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
+    body = b"".join(
+        [
+            *(array.astype(_I64).tobytes() for array in (index.starts, index.offsets, index.sizes, ends)),
+            index.kinds.astype(_I32).tobytes(),
+            *keys,
+        ]
+    )
+    head = {
+        "origin": origin,
+        "samples": scanned.samples,
+        "members": len(index.offsets),
+        "key_bytes": int(ends[-1]) if len(ends) else 0,
+        "raw_bytes": scanned.raw_bytes,
+        "columns": [[column.name, column.encoding, column.size] for column in scanned.columns],
+        "extensions": list(index.extensions),
+    }
+    text = json.dumps(head, separators=(",", ":")).encode()
+    front = _PREFIX.pack(_MAGIC, len(text)) + text
+    return front + xxhash.xxh3_128_digest(front) + body + xxhash.xxh3_128_digest(body)
+
+
+def read_head(file: BinaryIO, origin: str) -> Scanned:
+    """What the file at hand says of `origin`; ValueError if it is not a whole one that speaks of it."""
+    return _scanned(_read_head(file, origin))
+
+
+def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
+    """The same, with the index of the members."""
+    head = _read_head(file, origin)
+    samples, members, key_bytes = head["samples"], head["members"], head["key_bytes"]
+    counts = [samples + 1, members, members, samples]
+    size = 8 * sum(counts) + 4 * members + key_bytes
+    data = file.read(size + _DIGEST_BYTES + 1)
+    if len(data) != size + _DIGEST_BYTES or xxhash.xxh3_128_digest(data[:size]) != data[size:]:
+        raise ValueError("the members are cut or damaged")
+    arrays, at = [], 0
+    for count in counts:
+        arrays.append(np.frombuffer(data, _I64, count, at).astype(np.int64, copy=False))
+        at += 8 * count
+    starts, offsets, sizes, ends = arrays
+    kinds = np.frombuffer(data, _I32, members, at).astype(np.int32, copy=False)
+    keys = _PackedKeys(data[at + 4 * members : size], ends)
+    return _scanned(head), TarIndex(keys, starts, offsets, sizes, kinds, tuple(head["extensions"]))
+
+
+def _read_head(file: BinaryIO, origin: str) -> dict[str, Any]:
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise ValueError("the file is cut")
+    magic, size = _PREFIX.unpack(prefix)
+    if magic != _MAGIC or size > _MAX_HEAD_BYTES:
+        raise ValueError("no index of a tar")
+    text = file.read(size)
+    if xxhash.xxh3_128_digest(prefix + text) != file.read(_DIGEST_BYTES):
+        raise ValueError("the head is cut or damaged")
+    head: dict[str, Any] = load_json(text)
+    if head["origin"] != origin or not 0 <= head["members"] <= MAX_MEMBERS:
+        raise ValueError("the index of another tar")
+    return head
+
+
+def _scanned(head: dict[str, Any]) -> Scanned:
+    columns = tuple(Column(name, encoding, size) for name, encoding, size in head["columns"])
+    return Scanned(head["samples"], head["raw_bytes"], columns)
+
+
+class _PackedKeys(Sequence[str]):
+    """Keys in one piece of memory, decoded when asked for."""
+
+    def __init__(self, data: bytes, ends: npt.NDArray[np.int64]) -> None:
+        self._data, self._ends = data, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        start = int(self._ends[number - 1]) if number else 0
+        return self._data[start : int(self._ends[number])].decode("utf-8", "surrogateescape")

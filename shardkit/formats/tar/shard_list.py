@@ -1,0 +1,355 @@
+"""shards.json: the list of a dataset's tars, in the form that `wids` reads, with our hashes beside.
+
+    {"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": …,
+     "shardlist": [{"url": "shard-00000.tar", "nsamples": 512, "filesize": 2631680,
+                    "hashes": {"xxh64": …}, "columns": {"tokens.npy": "ndarray:uint16:2048"}}, …]}
+
+`url`, `nsamples`, `filesize` and `md5sum` are wids' words; `hashes`, `columns` and `raw_bytes` (of a
+compressed tar) are ours and optional, so lists made by `wids-index` are readable too. URLs are relative to
+the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
+The list is published last: its presence means that the dataset is complete.
+
+Which tars a user names, as text: brace lists, "::", patterns. Nothing here looks at a disk or a store.
+
+    part-{000..099}.tar    {train,extra}/*.tar    a.tar::b.tar
+
+Braces mean what they mean to bash and to webdataset: comma lists, ranges of numbers (a leading zero pads) or
+of letters with an optional step, nested; what they name keeps the order in which it is written. "*", "?" and
+"[...]" stay within one folder, "**" stands for any folders; what a pattern matches is sorted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkit.errors import ShardError
+from shardkit.files import publish_bytes
+from shardkit.formats.tar.compressed import is_tar_name, tar_compression
+from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_basename
+from shardkit.storage.url import is_remote
+
+__all__ = [
+    "LIST_NAME",
+    "UNKNOWN",
+    "common_folder",
+    "describe_tar",
+    "expand_braces",
+    "fixed_folder",
+    "fixed_size",
+    "is_pattern",
+    "matches",
+    "parse_listing",
+    "parse_shard_list",
+    "read_shard_list",
+    "shard_list_bytes",
+    "split_names",
+    "tar_files",
+    "write_shard_list",
+]
+
+MAX_NAMES = 1 << 20  # of one brace list: a million tars; a typing mistake should not fill the memory
+
+_MAGIC = frozenset("*?[")
+
+_RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d{1,18}))?")
+
+
+def split_names(text: str) -> list[str]:
+    """The names and patterns in `text`, "::" and braces worked out; ValueError if braces do not pair."""
+    return [name for part in text.split("::") for name in expand_braces(part)]
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name has to be looked up, because it may stand for several."""
+    return not _MAGIC.isdisjoint(name)
+
+
+def expand_braces(text: str) -> list[str]:
+    """All that a brace list names, in its order; ValueError if braces do not pair, or name too many."""
+    try:
+        return _expand(text)
+    except RecursionError as error:
+        raise ValueError(f"{text[:60]!r}… has too many braces") from error
+
+
+def _expand(text: str) -> list[str]:
+    start = text.find("{")
+    if "}" in (text if start < 0 else text[:start]):
+        raise ValueError(f"{text!r} has a '}}' without its '{{'")
+    if start < 0:
+        return [text]
+    stop = _closing(text, start)
+    head, inner = text[:start], text[start + 1 : stop]
+    tails = _expand(text[stop + 1 :])
+    middles = _alternatives(inner)
+    if len(middles) * len(tails) > MAX_NAMES:
+        raise ValueError(f"{text!r} names more than {MAX_NAMES:,} files")
+    return [head + middle + tail for middle in middles for tail in tails]
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if not depth:
+            return at
+    raise ValueError(f"{text!r} has a '{{' without its '}}'")
+
+
+def _alternatives(inner: str) -> list[str]:
+    found = _RANGE.fullmatch(inner)
+    if found:
+        return _range(found)
+    parts, depth, start = [], 0, 0
+    for at, character in enumerate(inner):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if character == "," and not depth:
+            parts.append(inner[start:at])
+            start = at + 1
+    parts.append(inner[start:])
+    if len(parts) == 1:  # no list: bash leaves the braces where they are
+        return [f"{{{name}}}" for name in _expand(inner)]
+    return [name for part in parts for name in _expand(part)]
+
+
+def _range(found: re.Match[str]) -> list[str]:
+    low, high = found[1] or found[3], found[2] or found[4]
+    numbers = found[1] is not None
+    first, last = (int(low), int(high)) if numbers else (ord(low), ord(high))
+    step = abs(int(found[5] or 1)) or 1
+    if abs(last - first) // step >= MAX_NAMES:
+        raise ValueError(f"{{{found[0]}}} names more than {MAX_NAMES:,} files")
+    values = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    if not numbers:
+        return [chr(value) for value in values]
+    padded = any(end.lstrip("-").startswith("0") and len(end.lstrip("-")) > 1 for end in (low, high))
+    width = max(len(low), len(high)) if padded else 0
+    return [f"{value:0{width}d}" for value in values]
+
+
+def fixed_folder(name: str) -> str:
+    """The folder of a name, or the one above everything that its pattern may match ("" if there is none)."""
+    parts = name.split("/")
+    count = next((i for i, part in enumerate(parts) if is_pattern(part)), len(parts) - 1)
+    return "/".join(parts[: min(count, len(parts) - 1)])
+
+
+def common_folder(folders: Sequence[str]) -> str:
+    """The deepest folder that all `folders` are, or lie in."""
+    split = [folder.split("/") for folder in folders]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern stands for `name`, folder by folder."""
+    return _matches(name.split("/"), pattern.split("/"))
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    if not pattern or not name:
+        return not pattern and not name
+    if pattern[0] == "**":
+        return any(_matches(name[i:], pattern[1:]) for i in range(len(name)))
+    return fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
+
+
+LIST_NAME = "shards.json"
+
+UNKNOWN = -1  # where a list does not state a size or a count
+
+MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes are about 150 MB
+
+_MAX_COUNT = 1 << 53  # what JSON readers everywhere hold exactly
+
+
+def describe_tar(
+    basename: str,
+    *,
+    stored_bytes: int = UNKNOWN,
+    raw_bytes: int = UNKNOWN,
+    samples: int = UNKNOWN,
+    hashes: Mapping[str, str] | None = None,
+    columns: tuple[Column, ...] = (),
+) -> ShardInfo:
+    """A ShardInfo for a tar, compressed or not, from its name; ValueError if the name is not a tar's."""
+    found = tar_compression(basename)
+    if found is None:
+        raise ValueError(f"{basename!r} is not named like a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
+    algorithm, inner = found
+    stored = FileInfo(basename, stored_bytes, dict(hashes or {}))
+    if not algorithm:
+        return ShardInfo(stored, samples, columns)
+    return ShardInfo(FileInfo(inner, raw_bytes), samples, columns, zip=stored, compression=algorithm)
+
+
+def fixed_size(encoding: str) -> int | None:
+    """Bytes of one row of `ndarray:dtype:shape`, None for encodings of variable size."""
+    parts = encoding.split(":")
+    if len(parts) != 3 or parts[0] != "ndarray":
+        return None
+    try:
+        dims = [int(d) for d in parts[2].split(",")] if parts[2] else []
+        return int(np.dtype(parts[1]).itemsize * prod(dims))
+    except (TypeError, ValueError):
+        return None
+
+
+def tar_files(folder: Path) -> list[str]:
+    """Names of the tars directly in `folder`, sorted."""
+    try:
+        return sorted(p.name for p in folder.iterdir() if is_tar_name(p.name) and p.is_file())
+    except OSError as error:
+        raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
+
+
+def read_shard_list(path: Path) -> Manifest:
+    """The manifest of a folder with shards.json, or of that file; ShardError if it is not sound."""
+    file = path / LIST_NAME if path.is_dir() else path
+    return parse_shard_list(file, read_list(file))
+
+
+def read_list(file: Path) -> bytes:
+    """The bytes of a list; ShardError if it cannot be read, or is too large to be one."""
+    try:
+        if file.stat().st_size > MAX_LIST_BYTES:
+            raise ShardError(file, f"larger than {MAX_LIST_BYTES:,} bytes; split the dataset")
+        return file.read_bytes()
+    except OSError as error:
+        raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+
+
+def parse_shard_list(file: str | PathLike[str], text: bytes) -> Manifest:
+    """The manifest in the bytes of a list of one folder's tars; ShardError, naming `file`, if it is none."""
+    base, manifest = parse_listing(file, text)
+    if base is not None:
+        raise ShardError(file, f"lists tars elsewhere, at {base}; list those of its own folder")
+    return manifest
+
+
+def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, Manifest]:
+    """(URL that names are relative to, manifest) in the bytes of any list; None: the list's own folder.
+
+    ShardError, naming `file`, if it is not sound.
+    """
+    try:
+        listing = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"is no JSON: {error}") from error
+    if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
+        raise ShardError(file, 'is no list of tar shards: an object with a "shardlist" is expected')
+    if listing.get("wids_version", 1) != 1:
+        raise ShardError(file, "is a list of another version than 1")
+    entries = _rebased(listing, listing.get("base"), file)
+    parts = listing.get("datasets") or []
+    for part in parts if isinstance(parts, list) else [parts]:
+        if not isinstance(part, dict) or not isinstance(part.get("shardlist"), list):
+            raise ShardError(file, 'has a dataset without a "shardlist"; open the lists that it names')
+        entries += _rebased(part, part.get("base", listing.get("base")), file)
+    base = _common_base([url for entry in entries if isinstance(url := entry.get("url"), str)], file)
+    if base is not None:
+        entries = [entry | {"url": str(entry.get("url"))[len(base) + 1 :]} for entry in entries]
+    return base, Manifest("tar", tuple(_read_entry(entry, file) for entry in entries))
+
+
+def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The entries of a part of a list, with whole URLs if they have a base."""
+    if base is not None and not isinstance(base, str):
+        raise ShardError(file, f"a base that is no URL: {str(base)[:80]!r}")
+    entries = []
+    for entry in part["shardlist"]:
+        if not isinstance(entry, dict):
+            raise ShardError(file, f"an entry that is no object: {str(entry)[:80]!r}")
+        url = entry.get("url")
+        if base and isinstance(url, str) and not is_remote(url):
+            entry = entry | {"url": f"{base.rstrip('/')}/{url}"}
+        entries.append(entry)
+    return entries
+
+
+def _common_base(urls: list[str], file: str | PathLike[str]) -> str | None:
+    """The folder that whole URLs share; None if all are relative."""
+    remote = [url for url in urls if is_remote(url)]
+    if not remote:
+        return None
+    base = common_folder([fixed_folder(url) for url in urls])
+    if base.count("/") < 2 or base.endswith("://"):
+        other = next((url for url in urls if not is_remote(url)), urls[-1])
+        raise ShardError(file, f"lists tars of different places, {remote[0]} and {other}; list one bucket's")
+    return base
+
+
+def _read_entry(entry: dict[str, Any], file: str | PathLike[str]) -> ShardInfo:
+    name = checked_basename(entry.get("url"), file)
+    hashes, columns = entry.get("hashes", {}), entry.get("columns", {})
+    for what, table in (("hashes", hashes), ("columns", columns)):
+        if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+            raise ShardError(file, f"{name}: {what} must map names to strings")
+    if isinstance(entry.get("md5sum"), str):
+        hashes = {"md5": entry["md5sum"], **hashes}
+    if not is_tar_name(name):
+        raise ShardError(file, f"{name!r} is not named like a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
+    return describe_tar(
+        name,
+        stored_bytes=_count(entry, "filesize", name, file, UNKNOWN),
+        raw_bytes=_count(entry, "raw_bytes", name, file, UNKNOWN),
+        samples=_count(entry, "nsamples", name, file, None),
+        hashes=hashes,
+        columns=tuple(Column(c, encoding, fixed_size(encoding)) for c, encoding in columns.items()),
+    )
+
+
+def _count(
+    entry: dict[str, object], key: str, name: str, file: str | PathLike[str], default: int | None
+) -> int:
+    value = entry.get(key, default)
+    if default is not None and key not in entry:
+        return default
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ShardError(file, f"{name}: {key} must be a count, not {str(value)[:40]!r}")
+    return value
+
+
+def write_shard_list(folder: Path, shards: Sequence[ShardInfo]) -> None:
+    """Publish shards.json for `shards`, whole or not at all."""
+    publish_bytes(folder / LIST_NAME, shard_list_bytes(shards))
+
+
+def shard_list_bytes(shards: Sequence[ShardInfo]) -> bytes:
+    """shards.json for `shards`."""
+    # wids caches shards under this name: it must differ between datasets.
+    name = f"shardkit-{Manifest('tar', shards).fingerprint}"
+    listing = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "name": name,
+        "shardlist": [_entry(shard) for shard in shards],
+    }
+    return json.dumps(listing, separators=(",", ":")).encode() + b"\n"
+
+
+def _entry(shard: ShardInfo) -> dict[str, object]:
+    stored = shard.stored
+    entry: dict[str, object] = {"url": stored.basename, "nsamples": shard.samples, "filesize": stored.bytes}
+    if "md5" in stored.hashes:
+        entry["md5sum"] = stored.hashes["md5"]
+    if stored.hashes:
+        entry["hashes"] = dict(sorted(stored.hashes.items()))
+    if shard.columns:
+        entry["columns"] = {c.name: c.encoding for c in shard.columns}
+    if shard.zip is not None:
+        entry["raw_bytes"] = shard.raw.bytes
+    return entry

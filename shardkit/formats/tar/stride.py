@@ -1,0 +1,207 @@
+"""The quick way into a tar whose samples all look alike: check every header at once, walk none.
+
+Packed shards (ours, and what `webdataset`'s writer makes of fixed-size samples) repeat one pattern of blocks
+with a constant stride. The first sample is walked; all others must have the same header bytes except key,
+time and checksum, and those three are verified for all samples with whole-array operations. So the result
+is exactly the walk's, without a Python step per sample: a few milliseconds for 8,192 samples.
+Whatever differs in any way gives None and is left to the walk, which also words the errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.formats.tar.members import BLOCK, Member, TarIndex, padded, split_name, walk_members
+
+__all__ = ["index_constant_stride"]
+
+MIN_SAMPLES = 8  # below, a walk costs less
+
+MAX_SAMPLE_MEMBERS = 64
+
+_CHUNK = 4096  # samples checked at a time: 2 MiB of header blocks
+
+_RECORD_BYTES = 64  # one PAX record of a time
+
+_SIZE, _TIME, _CHECKSUM = slice(124, 136), slice(136, 148), slice(148, 156)
+
+Blocks = npt.NDArray[np.uint8]  # (samples, 512)
+
+
+def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]) -> TarIndex | None:
+    """The index of a tar of equal samples, or None if it must be walked."""
+    try:
+        first = _first_sample(data.data, file)
+    except ShardError:
+        return None  # the walk meets the same error again
+    if first is None:
+        return None
+    members, stride = first
+    names = [split_name(m.name) for m in members]
+    key_bytes = len(names[0][0]) if names[0] else 0
+    samples = _count_samples(data, stride)
+    if samples < MIN_SAMPLES:
+        return None
+    rest = data[samples * stride :]
+    if rest[:BLOCK].any() or rest.any():
+        return None
+    keys = _strided(data, members[0].header, samples, stride)[:, :key_bytes]
+    if not _keys_are_plain(keys):
+        return None
+    for member in members:
+        blocks = _strided(data, member.header, samples, stride)
+        if member.header - member.start == 2 * BLOCK:
+            if not _times_only(data, member.start, samples, stride):
+                return None
+        elif member.header != member.start:
+            return None
+        if not _alike(blocks, [slice(0, key_bytes), _TIME]) or not _equal(blocks[:, :key_bytes], keys):
+            return None
+    rows = np.arange(samples, dtype=np.int64)[:, None] * stride
+    return TarIndex(
+        keys=_FixedKeys(keys),
+        starts=np.arange(samples + 1, dtype=np.int64) * len(members),
+        offsets=(rows + np.array([m.offset for m in members], dtype=np.int64)).ravel(),
+        sizes=np.tile(np.array([m.size for m in members], dtype=np.int64), samples),
+        kinds=np.tile(np.arange(len(members), dtype=np.int32), samples),
+        extensions=tuple(n[1] for n in names if n),
+    )
+
+
+def _first_sample(data: memoryview, file: str | PathLike[str]) -> tuple[list[Member], int] | None:
+    """Members of the first sample and the stride to the second, if they are as plain as the checks need."""
+    members: list[Member] = []
+    key = None
+    for member in walk_members(data, file):
+        parts = split_name(member.name)
+        # Every header must carry the whole name itself: no prefix, no long name, no path override.
+        stated = bytes(data[member.header : member.header + 100]).rstrip(b"\0")
+        if parts is None or stated != member.name.encode("utf-8", "surrogateescape"):
+            return None
+        if key is not None and parts[0] != key:
+            extensions = {member.name[len(key) :].lower() for member in members}
+            plain = len(extensions) == len(members) and _gapless(members, member.start)
+            return (members, member.start) if plain else None
+        key = parts[0]
+        members.append(member)
+        if len(members) > MAX_SAMPLE_MEMBERS or parts[1] == "__key__":
+            return None
+    return None
+
+
+def _gapless(members: list[Member], stride: int) -> bool:
+    """The members fill the stride: nothing was passed over (a folder, a link)."""
+    ends = [0, *(m.offset + padded(m.size) for m in members)]
+    return ends == [*(m.start for m in members), stride]
+
+
+def _strided(data: npt.NDArray[np.uint8], offset: int, samples: int, stride: int) -> Blocks:
+    return np.ndarray((samples, BLOCK), dtype=np.uint8, buffer=data, offset=offset, strides=(stride, 1))
+
+
+def _count_samples(data: npt.NDArray[np.uint8], stride: int) -> int:
+    """How many samples start, one stride apart, with a block that looks like the first."""
+    blocks = _strided(data, 0, len(data) // stride, stride)
+    different = np.flatnonzero((blocks[:, 257:265] != blocks[0, 257:265]).any(axis=1))
+    return int(different[0]) if len(different) else len(blocks)
+
+
+def _keys_are_plain(keys: Blocks) -> bool:
+    """Printable ASCII, folders cut at the same places, no dot in the last part, neighbours differ."""
+    slash = keys == ord("/")
+    last = int(np.flatnonzero(slash[0])[-1]) + 1 if slash[0].any() else 0
+    return (
+        keys.shape[1] > last
+        and bool(((keys > 32) & (keys < 127)).all())
+        and _equal(slash, np.broadcast_to(slash[0], slash.shape))
+        and not bool((keys[:, last:] == ord(".")).any())
+        and not bool((keys[:, 0] == ord("_")).any())
+        and bool((keys[1:] != keys[:-1]).any(axis=1).all())
+    )
+
+
+def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
+    return bool((a == b).all())
+
+
+def _alike(blocks: Blocks, free: list[slice]) -> bool:
+    """All header blocks equal the first outside `free` and the checksum, and every checksum is right.
+
+    The first block is known to be valid, so a sum over the free bytes decides the others.
+    """
+    first = blocks[0]
+    fixed = np.ones(BLOCK, dtype=bool)
+    fixed[_CHECKSUM] = False
+    for part in free:
+        fixed[part] = False
+    mask = (fixed * np.uint8(255)).view(np.uint64)
+    base = int(first[fixed].sum(dtype=np.int64)) + 8 * 32
+    # "%06o\0 ", as every common writer spells it.
+    place = 8 ** np.arange(5, -1, -1, dtype=np.int64)
+    for at in range(0, len(blocks), _CHUNK):
+        chunk = np.ascontiguousarray(blocks[at : at + _CHUNK])
+        if ((chunk.view(np.uint64) ^ first.view(np.uint64)) & mask).any():
+            return False
+        digits = chunk[:, 148:154].astype(np.int64) - ord("0")
+        if (digits < 0).any() or (digits > 7).any() or not _equal(chunk[:, 154:156], first[154:156]):
+            return False
+        sums = base + sum(chunk[:, part].sum(axis=1, dtype=np.int64) for part in free)
+        if not _equal(digits @ place, sums):
+            return False
+    return bytes(first[154:156]) == b"\0 "
+
+
+def _times_only(data: npt.NDArray[np.uint8], start: int, samples: int, stride: int) -> bool:
+    """Every sample's PAX header at `start` holds one `mtime` record and nothing else.
+
+    This is what Python's tarfile writes for a fractional time: "28 mtime=1700000000.123456\\n".
+    """
+    headers = _strided(data, start, samples, stride)
+    records = _strided(data, start + BLOCK, samples, stride)
+    if headers[0, 156] != ord("x") or not _alike(headers, [_SIZE, _TIME]):
+        return False
+    octal = headers[:, 124:135].astype(np.int64) - ord("0")
+    if (octal < 0).any() or (octal > 7).any() or headers[:, 135].any():
+        return False
+    sizes = octal @ (8 ** np.arange(10, -1, -1, dtype=np.int64))
+    if (sizes < 11).any() or (sizes > _RECORD_BYTES).any() or records[:, _RECORD_BYTES:].any():
+        return False
+    column = np.arange(_RECORD_BYTES)
+    length = records[:, :2].astype(np.int64) - ord("0")
+    prefix = np.frombuffer(b" mtime=", dtype=np.uint8)
+    if (length < 0).any() or (length > 9).any() or not _equal(length @ np.array([10, 1]), sizes):
+        return False
+    if not _equal(records[:, 2:9], prefix):
+        return False
+    for at in range(0, samples, _CHUNK):
+        rows, size = records[at : at + _CHUNK, :_RECORD_BYTES], sizes[at : at + _CHUNK, None]
+        digit = ((rows >= ord("0")) & (rows <= ord("9"))) | (rows == ord("."))
+        good = np.where(column < size - 1, digit, np.where(column == size - 1, rows == ord("\n"), rows == 0))
+        if not good[:, 9:].all():
+            return False
+    return True
+
+
+class _FixedKeys(Sequence[str]):
+    """Keys of one length, read from the headers when asked for."""
+
+    def __init__(self, keys: Blocks) -> None:
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return str(self._keys[index].tobytes(), "ascii")

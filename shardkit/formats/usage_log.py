@@ -1,0 +1,240 @@
+"""The format of usage logs: what one rank gave to its training loop, appended step by step.
+
+    magic "SKUSAGE1", then records: u32 length, u32 crc32, payload; little endian
+    payload "R" + JSON          a run begins or goes on from a state: `RunHead`
+    payload "S" + u64 position + ids    a step: where it begins, and the id of each sample, u32 or u64; all
+                                        ones is padding
+    payload "E" + u64 position  closed in order, at this position
+
+Ids count the rows of all streams' datasets, one after another. A record is one write, so a process that is
+killed leaves at most its last record cut short; `scan` leaves that out and says so. Ids cost 4 bytes a
+sample (8 in runs of more than 2**32 - 2 rows): 0.1 % of rows of 2,048 two-byte tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError, StateError
+from shardkit.files import load_json
+from shardkit.order.run_settings import RunSettings
+
+__all__ = [
+    "MAGIC",
+    "SUFFIX",
+    "RunHead",
+    "Section",
+    "UsageFile",
+    "end_record",
+    "id_type",
+    "scan",
+    "step_record",
+]
+
+MAGIC = b"SKUSAGE1"
+
+SUFFIX = ".usage"
+
+MAX_RECORD_BYTES = 1 << 28  # 2**24 sequences a rank and step, 8 bytes each, and room for a head
+
+_FRAME = struct.Struct("<II")
+
+_STEP = struct.Struct("<cQ")
+
+_READ_BYTES = 1 << 20
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """What holds for the steps that follow. `position`: where the state said that they begin."""
+
+    settings: RunSettings
+    rank: int
+    world_size: int
+    batch_size: int
+    position: int
+    id_bytes: int
+    time_ns: int
+    process: str
+    """Host and process id."""
+
+    def record(self) -> bytes:
+        data = {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
+        return _framed(b"R" + json.dumps(data | {"settings": self.settings.to_dict()}).encode())
+
+    @classmethod
+    def parse(cls, text: bytes) -> RunHead:
+        """StateError if it is not one."""
+        try:
+            data = load_json(text)
+            head = cls(**(data | {"settings": RunSettings.from_dict(data["settings"])}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"not the head of a run: {type(error).__name__}: {error}") from error
+        numbers = (head.rank, head.world_size, head.batch_size, head.position, head.time_ns)
+        if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or head.id_bytes not in (4, 8):
+            raise StateError(f"not the head of a run: {text!r:.300}")
+        if not 0 <= head.rank < head.world_size or head.batch_size < 1 or head.position < 0:
+            raise StateError(f"not the head of a run: {text!r:.300}")
+        return head
+
+
+def id_type(samples: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The type that ids below `samples` are stored in, with its largest value left over for padding."""
+    return np.dtype("<u4") if samples < (1 << 32) - 1 else np.dtype("<u8")
+
+
+def step_record(position: int, ids: bytes) -> bytes:
+    return _framed(_STEP.pack(b"S", position) + ids)
+
+
+def end_record(position: int) -> bytes:
+    return _framed(_STEP.pack(b"E", position))
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+@dataclass(slots=True)
+class Section:
+    """Steps of one rank behind one head: `count` records from byte `offset` on."""
+
+    path: Path
+    head: RunHead
+    offset: int
+    count: int = 0
+    first: int = 0
+    """Position of the first step; of none, the head's."""
+    last: int = -1
+    """Position of the last step."""
+    ended: bool = False
+    """Closed in order."""
+
+    def read(self, first: int, count: int) -> tuple[_Ints, _Ints]:
+        """(int64[count] positions, int64[count, batch] ids) of the steps from `first` on; -1 is padding."""
+        width = self.head.id_bytes
+        record = np.dtype(
+            [
+                ("frame", "V8"),
+                ("kind", "S1"),
+                ("position", "<u8"),
+                ("ids", f"<u{width}", (self.head.batch_size,)),
+            ]
+        )
+        with self.path.open("rb") as file:
+            file.seek(self.offset + first * record.itemsize)
+            data = file.read(count * record.itemsize)
+        steps = np.frombuffer(data, dtype=record)
+        if len(steps) != count:
+            raise ShardError(self.path, "has become shorter while it was read")
+        ids = steps["ids"].astype(np.int64)
+        if width == 4:
+            ids[ids == (1 << 32) - 1] = -1
+        return steps["position"].astype(np.int64), ids
+
+
+@dataclass(slots=True)
+class UsageFile:
+    """A log file, scanned: every record's checksum has been compared."""
+
+    path: Path
+    sections: list[Section] = field(default_factory=list)
+    cut: int = 0
+    """Bytes of a last record that was cut short by the end of its process."""
+    damage: str | None = None
+    """What is wrong with it; what comes before is in `sections`."""
+
+
+def scan(path: Path) -> UsageFile:
+    """Read a log file through; ShardError if it is none."""
+    found = UsageFile(path)
+    with path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+        if magic != MAGIC:
+            if MAGIC.startswith(magic):
+                found.cut = len(magic)
+                return found
+            raise ShardError(path, "is not a usage log of this version of shardkit")
+        offset = len(MAGIC)
+        for size, payload in _records(file, found, path.stat().st_size):
+            if not _take(found, payload, offset, size):
+                found.damage = f"byte {offset:,}: a record that does not follow from the ones before"
+                break
+            offset += size
+    return found
+
+
+def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """(bytes, payload) of each record that is whole; says in `found` why there are no more."""
+    buffer, at, offset = b"", 0, len(MAGIC)
+    while offset < file_bytes:
+        needed = _FRAME.size
+        if len(buffer) - at >= needed:
+            length, checksum = _FRAME.unpack_from(buffer, at)
+            needed += length
+        if len(buffer) - at < needed or needed == _FRAME.size:
+            if needed > _FRAME.size + MAX_RECORD_BYTES or (len(buffer) - at >= needed):
+                break
+            if offset + needed > file_bytes:
+                found.cut = file_bytes - offset
+                return
+            buffer, at = buffer[at:] + file.read(max(_READ_BYTES, needed)), 0
+            if len(buffer) < needed:
+                found.cut = len(buffer)
+                return
+            continue
+        payload = memoryview(buffer)[at + _FRAME.size : at + needed]
+        if zlib.crc32(payload) != checksum:
+            break
+        yield needed, payload
+        at += needed
+        offset += needed
+    else:
+        return
+    rest = file_bytes - offset
+    if needed == rest or not any(buffer[at:]):  # what a crash of the machine leaves of a last record
+        found.cut = rest
+    else:
+        found.damage = (
+            f"byte {offset:,}: the checksum of a record is wrong; {rest:,} bytes from there are left out"
+        )
+
+
+def _take(found: UsageFile, payload: memoryview, offset: int, size: int) -> bool:
+    """Add a record; False if it cannot be one."""
+    kind = payload[:1].tobytes()
+    if kind == b"R":
+        try:
+            head = RunHead.parse(payload[1:].tobytes())
+        except StateError:
+            return False
+        found.sections.append(Section(found.path, head, offset + size, first=head.position))
+        return True
+    if not found.sections or len(payload) < _STEP.size:
+        return False
+    section = found.sections[-1]
+    position = _STEP.unpack_from(payload)[1]
+    if kind == b"E" and len(payload) == _STEP.size:
+        section.ended = True
+        return True
+    ids = len(payload) - _STEP.size
+    if kind != b"S" or ids != section.head.batch_size * section.head.id_bytes:
+        return False
+    if section.ended or position <= section.last or position >= 1 << 62:
+        return False
+    if not section.count:
+        section.first = position
+    section.count += 1
+    section.last = position
+    return True

@@ -1,0 +1,338 @@
+"""The manifest: which shards a dataset has, in which order, and what each must contain.
+
+Both formats are described by one immutable `Manifest`; `shardkit.formats.mds` and `shardkit.formats.tar` read
+and write the files (`index.json`, `shards.json`) that carry it. Basenames are checked here, once, so that no
+reader can be led out of the dataset's folder. Memory is O(#shards).
+
+Many shards in a few arrays: what 450,000 `ShardInfo` say takes 25 MB instead of a gigabyte.
+
+Shards of one dataset differ in name, size, samples and hashes; columns, compression and limits repeat. A
+table keeps the former in arrays and the latter once, and makes a `ShardInfo` when asked for one. Only lists
+whose shards are alike in kind fit: the same hash names everywhere, plain file names. `table_of` says None
+for others, which stay lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import eq
+from pathlib import PurePosixPath
+from typing import Literal, Protocol, overload, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+
+__all__ = [
+    "Column",
+    "FileInfo",
+    "Files",
+    "Format",
+    "Manifest",
+    "ShardInfo",
+    "ShardTable",
+    "Summed",
+    "checked_basename",
+    "merge_columns",
+    "table_of",
+]
+
+Format = Literal["mds", "tar"]
+
+MAX_BASENAME_CHARS = 1024  # PATH_MAX is 4,096 on Linux; an honest shard name is far below
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file: name relative to the index's folder (POSIX separators), size, {hash name: hex digest}."""
+
+    basename: str
+    bytes: int
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One MDS column: its encoding (`str`, `ndarray:uint16:2048`, …), `size` in bytes or None if variable."""
+
+    name: str
+    encoding: str
+    size: int | None = None
+
+
+def merge_columns(columns_of_shards: Iterable[Sequence[Column]]) -> tuple[Column, ...]:
+    """All columns of shards that may differ, by first appearance.
+
+    Arrays of other types or lengths in another shard make theirs a column of any arrays.
+    """
+    merged: dict[str, Column] = {}
+    last: Sequence[Column] = ()
+    for columns in columns_of_shards:
+        if columns == last:
+            continue
+        last = columns
+        for column in columns:
+            known = merged.setdefault(column.name, column)
+            if known != column:
+                kind = known.encoding.partition(":")[0]
+                merged[column.name] = Column(column.name, kind)
+    return tuple(merged.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What the index says of one shard.
+
+    `raw` is the file that readers see; `zip` the stored one when `compression` is set (then `raw` is what
+    decompression must produce). `columns` may be empty for tars of others, whose samples describe themselves.
+    """
+
+    raw: FileInfo
+    samples: int
+    columns: tuple[Column, ...] = ()
+    zip: FileInfo | None = None
+    compression: str | None = None
+    size_limit: int | None = None
+
+    @property
+    def stored(self) -> FileInfo:
+        """The file that lies in the folder or bucket."""
+        return self.raw if self.zip is None else self.zip
+
+
+@runtime_checkable
+class Summed(Protocol):
+    """Shards that know what would take long to work out one by one (`shardkit.manifest`)."""
+
+    @property
+    def samples(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def raw_bytes(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def kinds(self) -> Sequence[ShardInfo]: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The ordered shards of a dataset."""
+
+    format: Format
+    shards: Sequence[ShardInfo]
+
+    @cached_property
+    def shard_samples(self) -> npt.NDArray[np.int64]:
+        """int64[K]: samples of each shard, in manifest order."""
+        if isinstance(self.shards, Summed):
+            return self.shards.samples
+        return np.fromiter((s.samples for s in self.shards), dtype=np.int64, count=len(self.shards))
+
+    @cached_property
+    def raw_bytes(self) -> npt.NDArray[np.int64]:
+        """int64[K]: size of each shard as readers see it; -1 where the index does not say."""
+        if isinstance(self.shards, Summed):
+            return self.shards.raw_bytes
+        return np.fromiter((s.raw.bytes for s in self.shards), dtype=np.int64, count=len(self.shards))
+
+    @cached_property
+    def kinds(self) -> Sequence[ShardInfo]:
+        """A shard of each kind: for any shard, one here has the same columns, compression and limit."""
+        if isinstance(self.shards, Summed):
+            return self.shards.kinds
+        return list({(s.columns, s.compression, s.size_limit): s for s in self.shards}.values())
+
+    @cached_property
+    def shard_starts(self) -> npt.NDArray[np.int64]:
+        """int64[K + 1]: sample id of each shard's first row; the last entry is the number of samples."""
+        starts = np.zeros(len(self.shards) + 1, dtype=np.int64)
+        np.cumsum(self.shard_samples, out=starts[1:])
+        return starts
+
+    @property
+    def samples(self) -> int:
+        """Samples in the whole dataset."""
+        return int(self.shard_starts[-1])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex blake2b-128 over the ordered (basename, bytes, samples, hash) of all raw shards.
+
+        `hash` is the first of the raw file's hashes by name (of the stored file's when the raw has none).
+        """
+        if isinstance(self.shards, Summed):
+            return self.shards.fingerprint
+        state = hashlib.blake2b(digest_size=16, person=b"shardkit-fp-v1")
+        for shard in self.shards:
+            hashes = shard.raw.hashes or shard.stored.hashes
+            digest = "{}:{}".format(*min(hashes.items())) if hashes else ""
+            state.update(f"{shard.raw.basename}\0{shard.raw.bytes}\0{shard.samples}\0{digest}\n".encode())
+        return state.hexdigest()
+
+
+def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
+    """`name` if it is a relative path that stays in the folder; ShardError otherwise.
+
+    Sub-folders are allowed (merged datasets use them); absolute paths, `..`, back-slashes, drive letters
+    and control characters are not.
+    """
+    if not isinstance(name, str) or not name or len(name) > MAX_BASENAME_CHARS:
+        raise ShardError(index_file, f"a shard's basename must be a non-empty string, not {str(name)[:80]!r}")
+    parts = PurePosixPath(name).parts
+    drive = bool(parts) and ":" in parts[0]
+    unsafe = name.startswith("/") or "\\" in name or drive or any(ord(c) < 32 for c in name)
+    if unsafe or not parts or any(p in ("..", ".") for p in name.split("/")):
+        raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; refuse this dataset")
+    return name
+
+
+_Ints = npt.NDArray[np.int64]
+
+_Bytes = npt.NDArray[np.uint8]
+
+_NEWLINE, _SLASH, _DOT = b"\n/."
+
+_MAX_NAME = 1024
+
+_IS_PLAIN = np.zeros(256, dtype=np.bool_)
+
+_IS_PLAIN[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-./\n")] = True
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of all shards: names, each with a newline behind it, sizes, digests of the same hashes."""
+
+    names: _Bytes
+    sizes: _Ints
+    hash_names: tuple[str, ...]
+    digests: tuple[_Bytes, ...]  # uint8[shards, bytes of the digest], for each hash
+
+    @cached_property
+    def _ends(self) -> _Ints:
+        return np.flatnonzero(self.names == _NEWLINE)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def file(self, number: int) -> FileInfo:
+        start = int(self._ends[number - 1]) + 1 if number else 0
+        name = self.names[start : int(self._ends[number])].tobytes().decode("ascii")
+        hashes = {
+            key: digests[number].tobytes().hex()
+            for key, digests in zip(self.hash_names, self.digests, strict=True)
+        }
+        return FileInfo(name, int(self.sizes[number]), hashes)
+
+    def are_sound(self) -> bool:
+        """Whether all names stay in their folder and differ, and nothing is missing."""
+        names, count = self.names, len(self.sizes)
+        if not count or len(self._ends) != count or int(self._ends[-1]) != len(names) - 1:
+            return False
+        if not _IS_PLAIN[names].all() or any(len(digests) != count for digests in self.digests):
+            return False
+        lengths = np.diff(self._ends, prepend=-1) - 1
+        if int(lengths.min()) < 1 or int(lengths.max()) > _MAX_NAME or int(self.sizes.min()) < 0:
+            return False
+        # No part of a path is empty or begins with a dot: each begins a name or follows a slash.
+        begins = np.concatenate([[0], self._ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])
+        if np.isin(names[begins], (_SLASH, _DOT, _NEWLINE)).any():
+            return False
+        if int(lengths.min()) == int(lengths.max()):  # as a rule; sorted in place of a million objects
+            ordered = np.sort(names.view(f"S{int(lengths[0]) + 1}"))
+            return not bool((ordered[1:] == ordered[:-1]).any())
+        return len(set(names.tobytes().split(b"\n"))) == count + 1
+
+
+class ShardTable(Sequence[ShardInfo]):
+    """The shards of a large dataset, in order."""
+
+    def __init__(
+        self,
+        kinds: Sequence[ShardInfo],
+        kind: npt.NDArray[np.int32],
+        samples: _Ints,
+        raw: Files,
+        packed: Files | None,
+        fingerprint: str,
+    ) -> None:
+        """`kinds`: shards as they differ in all but files and samples; `kind`: which of them each is."""
+        self.kinds, self.kind = tuple(kinds), kind
+        self.samples, self.raw, self.packed = samples, raw, packed
+        self.fingerprint = fingerprint
+
+    @property
+    def raw_bytes(self) -> _Ints:
+        """int64[shards]: sizes as readers see them."""
+        return self.raw.sizes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @overload
+    def __getitem__(self, number: int) -> ShardInfo: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ShardInfo]: ...
+    def __getitem__(self, number: int | slice) -> ShardInfo | list[ShardInfo]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        number = range(len(self))[number]  # negative ones, and IndexError
+        kind = self.kinds[int(self.kind[number])]
+        return ShardInfo(
+            self.raw.file(number),
+            int(self.samples[number]),
+            kind.columns,
+            None if self.packed is None else self.packed.file(number),
+            kind.compression,
+            kind.size_limit,
+        )
+
+    def __iter__(self) -> Iterator[ShardInfo]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def table_of(shards: Sequence[ShardInfo], fingerprint: str) -> ShardTable | None:
+    """The table of `shards`, which have that fingerprint; None if they do not fit into one."""
+    packed = [shard.zip for shard in shards if shard.zip is not None]
+    if not shards or len(packed) not in (0, len(shards)):
+        return None
+    raw_files, packed_files = _files([shard.raw for shard in shards]), _files(packed) if packed else None
+    if raw_files is None or (packed and packed_files is None):
+        return None
+    kinds: dict[tuple[object, ...], int] = {}
+    keys = ((shard.columns, shard.compression, shard.size_limit) for shard in shards)
+    kind = np.fromiter((kinds.setdefault(key, len(kinds)) for key in keys), np.int32, len(shards))
+    examples = [shards[int(number)] for number in np.unique(kind, return_index=True)[1]]
+    samples = np.fromiter((shard.samples for shard in shards), np.int64, len(shards))
+    return ShardTable(examples, kind, samples, raw_files, packed_files, fingerprint)
+
+
+def _files(infos: Sequence[FileInfo]) -> Files | None:
+    hash_names = tuple(sorted(infos[0].hashes))
+    if any(tuple(sorted(info.hashes)) != hash_names for info in infos):
+        return None
+    digests = []
+    for name in hash_names:
+        text = "".join(info.hashes[name] for info in infos)
+        width = len(infos[0].hashes[name])
+        same_width = all(len(info.hashes[name]) == width for info in infos)
+        if not same_width or width % 2 or not set(text) <= set("0123456789abcdef"):
+            return None  # a digest must come back as it was written
+        digests.append(np.frombuffer(bytes.fromhex(text), dtype=np.uint8).reshape(len(infos), -1))
+    try:
+        names = "".join(f"{info.basename}\n" for info in infos).encode("ascii")
+    except UnicodeEncodeError:
+        return None
+    sizes = np.fromiter((info.bytes for info in infos), np.int64, len(infos))
+    files = Files(np.frombuffer(names, dtype=np.uint8), sizes, hash_names, tuple(digests))
+    return files if files.are_sound() else None

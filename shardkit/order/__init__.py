@@ -1,0 +1,1 @@
+"""The order of training samples: pure arithmetic from a few integers to a shard and a row."""

@@ -1,0 +1,200 @@
+"""Rows of a dataset that are left out of training: sorted ranges, and the numbering of what is kept.
+
+Kept rows are numbered 0, 1, 2, … in dataset order: their kept ids. With the ranges [b_i, e_i), sorted and
+disjoint, and r_i the rows that the first i ranges leave out, range i comes after b_i - r_i kept rows. So
+
+    select(kept id k) = k + r_i    i = how many ranges have b_i - r_i <= k
+    rank(row x)       = x - r_i    i = how many ranges begin at or before x
+
+are one binary search each: 24 bytes a range, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.order.order import MAX_SAMPLES
+
+__all__ = ["Exclusions"]
+
+_LINE = re.compile(r"([0-9]+)(?:\s*:\s*([0-9]+))?")
+
+_FINGERPRINT = re.compile(r"#\s*fingerprint:\s*([0-9a-f]{32})\s*")
+
+_Ints = npt.NDArray[np.int64]
+
+_AnyInts = npt.NDArray[np.integer[Any]]
+
+
+class Exclusions:
+    """Immutable ranges of rows, [begin, end) in dataset order; those that touch or overlap become one.
+
+    ValueError for a range that is empty, negative or ends after row 2**60.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] | _AnyInts) -> None:
+        pairs = _pairs(ranges)
+        self.fingerprint: str | None = None
+        """Of the dataset whose rows these are, where a file states it."""
+        self._begins, self._ends = _merged(pairs[:, 0], pairs[:, 1])
+        self._removed = np.zeros(len(self._begins) + 1, dtype=np.int64)
+        np.cumsum(self._ends - self._begins, out=self._removed[1:])
+        self._kept_before = self._begins - self._removed[:-1]
+
+    @classmethod
+    def of(cls, rows: Iterable[int | tuple[int, int]] | _AnyInts) -> Exclusions:
+        """From row numbers and [begin, end) pairs, in any order; an array of rows is read as it is."""
+        if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in "iu":
+            begins = rows.astype(np.int64)
+            return cls(np.stack([begins, begins + 1], axis=1))
+        return cls([row if isinstance(row, tuple) else (row, row + 1) for row in rows])
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Exclusions:
+        """From a text file: on each line a row (17) or a range without its end (17:21), # before a comment.
+
+        A line "# fingerprint: HEX", which `shardkit trace --exclude` writes, says of which dataset they are.
+        ValueError names the file and the line that is neither; OSError if it cannot be read.
+        """
+        ranges, fingerprint = [], None
+        with Path(path).open(encoding="utf-8-sig", errors="backslashreplace") as file:
+            for number, line in enumerate(file, 1):
+                text = line.partition("#")[0].strip()
+                if not text:
+                    stated = _FINGERPRINT.fullmatch(line.strip())
+                    fingerprint = stated[1] if stated else fingerprint
+                    continue
+                try:
+                    ranges.append(_parsed(text))
+                except ValueError as error:
+                    raise ValueError(f"{os.fspath(path)}: line {number:,}: {error}") from None
+        found = cls(ranges)
+        found.fingerprint = fingerprint
+        return found
+
+    @property
+    def count(self) -> int:
+        """Rows left out."""
+        return int(self._removed[-1])
+
+    @property
+    def digest(self) -> str:
+        """Hex blake2b-128 of the merged ranges: equal for all ways to write the same rows."""
+        ranges = np.stack([self._begins, self._ends], axis=1).astype("<i8")
+        return hashlib.blake2b(ranges.tobytes(), digest_size=16, person=b"shardkit.excl.1").hexdigest()
+
+    def to_list(self) -> list[tuple[int, int]]:
+        """The merged ranges, ascending."""
+        return list(zip(self._begins.tolist(), self._ends.tolist(), strict=True))
+
+    def kept_of_shards(self, shard_samples: npt.ArrayLike) -> _Ints:
+        """int64[K]: how many samples of each shard are kept; ValueError if there are not so many rows."""
+        starts = np.concatenate([[0], np.cumsum(np.asarray(shard_samples, dtype=np.int64))])
+        if len(self._ends) and self._ends[-1] > starts[-1]:
+            raise ValueError(
+                f"rows up to {int(self._ends[-1]) - 1:,} are excluded, but the dataset has {starts[-1]:,} "
+                f"samples: row numbers count from 0, in dataset order"
+            )
+        return np.diff(starts - self._removed_before(starts))
+
+    def select(self, kept_ids: npt.ArrayLike) -> _Ints:
+        """The rows of kept ids, in their shape; IndexError for negative ones."""
+        ids = _numbers(kept_ids, "kept ids")
+        rows: _Ints = ids + self._removed[np.searchsorted(self._kept_before, ids, side="right")]
+        return rows
+
+    def rank(self, rows: npt.ArrayLike) -> _Ints:
+        """The kept ids of rows, in their shape: the inverse of `select`; IndexError for rows left out."""
+        array = _numbers(rows, "rows")
+        if array.size and (excluded := self.contains(array)).any():
+            raise IndexError(f"row {int(array[excluded].flat[0]):,} is excluded")
+        return array - self._removed_before(array)
+
+    def contains(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Whether each row is left out."""
+        array = _numbers(rows, "rows")
+        inside: npt.NDArray[np.bool_] = array < np.concatenate([[0], self._ends])[self._begun(array)]
+        return inside
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exclusions) and self.to_list() == other.to_list()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"<Exclusions: {self.count:,} rows in {len(self._begins):,} ranges, {self.digest}>"
+
+    def _begun(self, rows: _Ints) -> npt.NDArray[np.intp]:
+        """How many ranges begin at or before each row."""
+        return np.searchsorted(self._begins, rows, side="right")
+
+    def _removed_before(self, rows: _Ints) -> _Ints:
+        """How many rows before each of these are left out."""
+        begun = self._begun(rows)
+        # The last range that has begun may go on behind the row.
+        beyond = np.concatenate([[0], self._ends])[begun] - rows
+        removed: _Ints = self._removed[begun] - np.maximum(beyond, 0)
+        return removed
+
+
+def _parsed(text: str) -> tuple[int, int]:
+    match = _LINE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r:.80} is neither a row (17) nor a range without its end (17:21)")
+    begin = int(match[1])
+    end = begin + 1 if match[2] is None else int(match[2])
+    _check(begin, end)
+    return begin, end
+
+
+def _check(begin: int, end: int) -> None:
+    if not 0 <= begin < end:
+        raise ValueError(
+            f"{begin}:{end} is no range of rows: it must begin at 0 or later, and end behind that"
+        )
+    if end > MAX_SAMPLES:
+        raise ValueError(f"{begin}:{end} goes beyond {MAX_SAMPLES:,}, the most rows that a dataset may have")
+
+
+def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> _Ints:
+    """int64[n, 2], checked."""
+    if not isinstance(ranges, np.ndarray):
+        ranges = list(ranges)
+        for begin, end in ranges:
+            _check(begin, end)
+    pairs = np.asarray(ranges)
+    if not pairs.size:
+        return np.empty((0, 2), dtype=np.int64)
+    if pairs.dtype.kind not in "iu" or pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"ranges are pairs of whole numbers, not {pairs.dtype}{list(pairs.shape)}")
+    wrong = (pairs[:, 0] < 0) | (pairs[:, 1] <= pairs[:, 0]) | (pairs[:, 1] > MAX_SAMPLES)
+    if wrong.any():
+        _check(*pairs[wrong][0].tolist())
+    return pairs.astype(np.int64)
+
+
+def _merged(begins: _Ints, ends: _Ints) -> tuple[_Ints, _Ints]:
+    """(begins, ends) of the union, sorted, with a kept row between any two ranges."""
+    by_begin = np.argsort(begins, kind="stable")
+    begins, ends = begins[by_begin], np.maximum.accumulate(ends[by_begin])
+    opens = np.ones(len(begins), dtype=np.bool_)
+    opens[1:] = begins[1:] > ends[:-1]
+    return begins[opens], ends[np.roll(opens, -1)]
+
+
+def _numbers(values: npt.ArrayLike, what: str) -> _Ints:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{what} must be whole numbers, not {array.dtype}")
+    if array.size and int(array.min()) < 0:
+        raise IndexError(f"{what} go from 0 on, not {int(array.min()):,}")
+    return array.astype(np.int64, copy=False)

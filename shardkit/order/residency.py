@@ -1,0 +1,179 @@
+"""When each shard is needed: the positions of an epoch at which a sample of it may be read.
+
+A lane shuffles its samples inside windows, so a shard under a window may be read from the window's first
+position to its last. A shard lies under one run of consecutive windows of a lane (under several lanes, if it
+is large): `shard_uses` gives one interval for each pair of a shard and a lane, from the first position of
+that run to just behind its last. The intervals of one shard in several lanes stay apart and may overlap.
+
+Guarantees. Every sample's position lies in an interval of its shard. Each interval is tight: its first and
+last positions belong to windows that hold a sample of the shard. Shards without samples never appear. All of
+it is a function of the `Order`. With shuffle "none" an interval is the shard's own rows, with "global" the
+whole epoch.
+
+Costs: no more intervals than shards + lanes, 20 bytes each, whatever the window. 450,000 shards take 0.1 to
+0.25 s, most of it the sorting.
+
+When a shard is needed that several streams of a mixture draw on, by positions of the whole mixture.
+
+Each stream's uses (`shardkit.order.residency`) are intervals of its own positions. Between two places where
+the mixture's weights change, a stream's samples come at a constant rate, so an interval is carried over by
+linear interpolation of exact counts, and widened by what one block of the mixture may deviate. The uses of
+the dataset are those of all its streams together. They say when to fetch, and what to keep; no sample's place
+depends on them.
+
+A stream that begins anew more than a few times in an epoch of the mixture uses all of its shards throughout.
+So do all streams where their intervals would be more than four million: with so many classes, nearly all
+shards are in use at any time. A cache that has no room for all then keeps those that fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.order.mixture import Mixture
+from shardkit.order.order import Lanes, Order
+
+__all__ = ["MixedUses", "ShardUses", "lanes_of_part", "shard_uses"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardUses:
+    """Samples at global positions [begin, end) may read the shard. Sorted by (begin, shard)."""
+
+    shard: npt.NDArray[np.int32]
+    begin: _Ints
+    end: _Ints
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def take(self, which: slice | npt.NDArray[np.intp]) -> ShardUses:
+        """Some of the intervals; for a slice they are views."""
+        return ShardUses(self.shard[which], self.begin[which], self.end[which])
+
+
+def shard_uses(order: Order, epoch: int, lanes: range | None = None) -> ShardUses:
+    """All uses in one epoch; those of `lanes` only, if given (consecutive ones, as `lanes_of_part` gives)."""
+    if epoch < 0:
+        raise ValueError(f"epochs are numbered from 0, not {epoch}")
+    lane_count = order.spec.lanes
+    wanted = range(lane_count) if lanes is None else lanes
+    if wanted.step != 1 or wanted.start < 0 or wanted.stop > lane_count:
+        raise ValueError(f"lanes must be consecutive and in range({lane_count}), not {wanted}")
+    # "none" delivers the epoch as it lies: as one lane of windows of one sample.
+    geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
+    low, high = (_lane_start(geometry, lane) for lane in (wanted.start, max(wanted.start, wanted.stop)))
+    shards_of_epoch = order.epoch(epoch)
+    # Pieces of the span, cut where a shard or a lane begins: each is one shard in one lane.
+    cuts = np.union1d(shards_of_epoch.starts, geometry.starts)
+    cuts = np.union1d(cuts[(cuts >= low) & (cuts < high)], np.array([low, high], dtype=np.int64))
+    places, sizes = cuts[:-1], np.diff(cuts)
+    # Of shards that start at one place, all but the last are empty, and `right` finds the last.
+    slots = np.searchsorted(shards_of_epoch.starts, places, side="right") - 1
+    shards = slots.astype(np.int32) if shards_of_epoch.shards is None else shards_of_epoch.shards[slots]
+    first, last = _positions(geometry, places, sizes)
+    base = epoch * order.samples
+    by_begin = np.lexsort((shards, first))
+    return ShardUses(shards[by_begin], base + first[by_begin], base + last[by_begin] + 1)
+
+
+def lanes_of_part(global_batch: int, lanes: int, part: slice) -> range:
+    """The lanes that a part of each global batch (`rank_slice`, or a node's ranks together) draws from.
+
+    All lanes if the batch does not divide into them, since batches then begin in different lanes. For the
+    batch at an epoch's edge, alone, the answer may fall short: with a number of samples that is no multiple
+    of the lanes, or tail "pad", it takes a different number from each lane, and the parts shift by a few
+    lanes. What a part reads there of other lanes' shards is not foreseen: it is fetched when read.
+    """
+    if global_batch < 1 or lanes < 1:
+        raise ValueError(f"global_batch and lanes must be at least 1, not {global_batch} and {lanes}")
+    start, stop, step = part.indices(global_batch)
+    if step != 1:
+        raise ValueError(f"a part is a run of the batch, not {part}")
+    if start >= stop:
+        return range(0)
+    if global_batch % lanes:
+        return range(lanes)
+    from_each = global_batch // lanes
+    return range(start // from_each, (stop - 1) // from_each + 1)
+
+
+def _lane_start(geometry: Lanes, lane: int) -> int:
+    """Where the lane's span begins in the epoch's; for the lane behind the last, where the epoch ends."""
+    return int(geometry.starts[lane]) if lane < geometry.lanes else geometry.samples
+
+
+def _positions(geometry: Lanes, places: _Ints, sizes: _Ints) -> tuple[_Ints, _Ints]:
+    """First and last position, within the epoch, of the windows over runs of `sizes` places in a lane."""
+    lanes, rows = geometry.find(places)
+    first, _ = geometry.bounds(lanes, geometry.windows(lanes, rows))
+    last_first, last_size = geometry.bounds(lanes, geometry.windows(lanes, rows + sizes - 1))
+    last = last_first + last_size - 1
+    return first * geometry.lanes + lanes, last * geometry.lanes + lanes
+
+
+_MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
+
+_MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
+
+_SLACK = 1024  # positions: a block of the mixture, within which the streams come in any order
+
+
+class MixedUses:
+    """The uses of one dataset's shards by `orders`, {number of the stream in the mixture: its order}."""
+
+    def __init__(self, orders: Mapping[int, Order], mixture: Mixture, epoch_samples: int) -> None:
+        assert orders
+        self._orders, self._mixture = dict(orders), mixture
+        self.samples = epoch_samples
+        """Positions in an epoch of the mixture."""
+        self.shards = next(iter(orders.values())).shards
+        """Shards of the dataset."""
+
+    def uses(self, epoch: int, lanes: range | None = None) -> ShardUses:
+        """Those in an epoch of the mixture, by these lanes of each stream (None: all); they may overlap."""
+        begin = epoch * self.samples
+        knots = np.array([begin, *self._changes(begin), begin + self.samples], dtype=np.int64)
+        counts = np.stack([self._mixture.counts(knot) for knot in knots.tolist()])
+        coarse = len(self._orders) * self.shards > _MAX_INTERVALS
+        parts = [
+            _of_stream(order, knots, counts[:, stream], lanes, 0 if coarse else _MAX_PASSES)
+            for stream, order in self._orders.items()
+        ]
+        shard, first, last = (np.concatenate(each) for each in zip(*parts, strict=True))
+        if coarse:  # which are the same for all streams
+            _, kept = np.unique(shard, return_index=True)
+            shard, first, last = shard[kept], first[kept], last[kept]
+        by_begin = np.lexsort((shard, first))
+        return ShardUses(shard[by_begin], first[by_begin], last[by_begin])
+
+    def _changes(self, begin: int) -> list[int]:
+        """Where weights change inside of the epoch from `begin` on."""
+        starts = [start for start, _ in self._mixture.schedule.segments]
+        return starts[bisect_right(starts, begin) : bisect_left(starts, begin + self.samples)]
+
+
+def _of_stream(
+    order: Order, knots: _Ints, counts: _Ints, lanes: range | None, most_passes: int
+) -> tuple[npt.NDArray[np.int32], _Ints, _Ints]:
+    """(shard, begin, end) of a stream that has had `counts` samples when the mixture is at `knots`."""
+    low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
+    passes = range(low // size, -(-high // size)) if high > low else range(0)
+    if len(passes) > most_passes:
+        shard = np.flatnonzero(np.diff(order.shard_starts)).astype(np.int32)
+        return shard, np.full(len(shard), knots[0]), np.full(len(shard), knots[-1])
+    uses = [shard_uses(order, number, lanes) for number in passes]
+    shard = np.concatenate([np.empty(0, dtype=np.int32), *(each.shard for each in uses)])
+    begin = np.concatenate([np.empty(0, dtype=np.int64), *(each.begin for each in uses)])
+    end = np.concatenate([np.empty(0, dtype=np.int64), *(each.end for each in uses)])
+    own = (end > low) & (begin < high)
+    first = np.interp(begin[own], counts, knots).astype(np.int64) - _SLACK
+    last = np.interp(end[own], counts, knots).astype(np.int64) + 1 + _SLACK
+    return shard[own], np.maximum(first, knots[0]), np.minimum(last, knots[-1])

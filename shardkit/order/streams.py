@@ -1,0 +1,259 @@
+"""The order of training samples that come from several streams, or from a stream with rows left out.
+
+    position -> (stream s, index i) by `shardkit.order.mixture`; index i is position i in stream s's own
+    `Order` the stream's own epoch, lane, shard, row <- Order.locate(i); without exclusions that is all
+    shard and sample number over all streams: those of s follow those of s - 1
+
+A `StreamOrder` is an `Order` of the rows that are kept: each shard counts with its kept samples, and what the
+order finds are kept ids, which rank and select turn into rows of the real dataset. Without exclusions it is
+the order itself. A `MixedOrder` gives the loader what an `Order` gives.
+
+Guarantees. Each stream is delivered in its own order: every kept sample once in each of its own epochs,
+whatever the other streams, weights and schedule. A global batch is a set of consecutive positions, the same
+for any number of ranks. It is sorted by where in its stream's lanes a sample lies, floor(2**16 * lane / L) of
+the stream's L lanes, so that each rank keeps to the same part of every stream's lanes from batch to batch,
+as nearly as the mixture allows; with one lane in all streams it is sorted by position. A mixture of one
+stream is that stream's order.
+
+Costs. Of all of a global batch's positions a rank works out stream, index and lane, at 40-60 ns each; it
+locates only its own part. One rank plans a mixture of five streams at about twice the price of one stream,
+160-180 ns a sample against 80 (tests/benchmarks/bench_mixture.py). Threads and forked processes may share
+these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.mixture import MAX_POSITION, Mixture
+from shardkit.order.order import MAX_SAMPLES, MAX_SHARDS, Located, Order
+
+__all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
+
+_LANE_BITS = 16  # of a lane's place among its stream's
+
+_CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
+
+_Ints = npt.NDArray[np.int64]
+
+_Streams = npt.NDArray[np.int16]
+
+
+def stream_seed(seed: int, number: int) -> int:
+    """The seed of stream `number`'s own order in a mixture with `seed`: 64 bits."""
+    text = f"{seed}:stream:{number}".encode()
+    digest = hashlib.blake2b(text, digest_size=8, person=b"shardkit.mix.1").digest()
+    return int.from_bytes(digest, "little")
+
+
+class StreamOrder:
+    """An `Order` of the kept rows of a dataset with `shard_samples` samples in each shard.
+
+    `order` must be of `exclusions.kept_of_shards(shard_samples)`. Shards and sample ids are the real
+    dataset's.
+    """
+
+    def __init__(self, order: Order, exclusions: Exclusions | None, shard_samples: npt.ArrayLike) -> None:
+        sizes = np.asarray(shard_samples, dtype=np.int64)
+        kept = sizes if exclusions is None else exclusions.kept_of_shards(sizes)
+        if not np.array_equal(order.shard_starts, _starts(kept)):
+            raise ValueError(
+                f"the order is of {order.samples:,} samples, and not of those that the shards keep: "
+                f"{kept.sum():,} of {sizes.sum():,}"
+            )
+        self.order, self.exclusions = order, exclusions
+        self.shard_starts = _starts(sizes)
+        """int64[shards + 1]: the sample id at which each shard of the real dataset begins."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in an epoch: those that are kept."""
+        return self.order.samples
+
+    @property
+    def shards(self) -> int:
+        """Shards of the dataset, those without kept rows too."""
+        return len(self.shard_starts) - 1
+
+    @property
+    def dataset_samples(self) -> int:
+        """Samples of the dataset, those that are left out too."""
+        return int(self.shard_starts[-1])
+
+    def locate(self, positions: _Ints | tuple[int, int]) -> Located:
+        """As `Order.locate`."""
+        return self._real(self.order.locate(positions))
+
+    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> _Ints:
+        """As `Order.positions_of`; IndexError for a row that is left out."""
+        kept = np.asarray(sample_ids) if self.exclusions is None else self.exclusions.rank(sample_ids)
+        return self.order.positions_of(kept, epoch)
+
+    def global_batch(self, position: int, size: int) -> _Ints:
+        """As `Order.global_batch`."""
+        return self.order.global_batch(position, size)
+
+    def global_batches(
+        self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
+    ) -> Located:
+        """As `Order.global_batches`."""
+        return self._real(self.order.global_batches(position, size, count, part=part, every=every))
+
+    def _real(self, located: Located) -> Located:
+        """What the order has found, in the real dataset's numbers."""
+        if self.exclusions is None:
+            return located
+        rows = self.exclusions.select(located.sample_id)
+        return replace(located, row=rows - self.shard_starts[located.shard], sample_id=rows)
+
+
+class MixedOrder:
+    """The order of `streams` in a `mixture`; an epoch of `epoch_samples` positions is the caller's choice.
+
+    Shard numbers and sample ids count through all streams' datasets, one after another.
+    """
+
+    def __init__(self, streams: Sequence[StreamOrder], mixture: Mixture, epoch_samples: int) -> None:
+        if len(streams) != mixture.schedule.streams:
+            raise ValueError(
+                f"{len(streams)} streams need as many weights, not {mixture.schedule.streams} of them"
+            )
+        if not 1 <= epoch_samples <= MAX_SAMPLES:
+            raise ValueError(f"epoch_samples must be from 1 to {MAX_SAMPLES:,}, not {epoch_samples:,}")
+        for number, stream in enumerate(streams):
+            used = any(weights[number] for _, weights in mixture.schedule.segments)
+            if used and not stream.samples:
+                raise ValueError(f"stream {number} has weight, but no samples that are kept")
+        self.streams, self.mixture = tuple(streams), mixture
+        self._samples = epoch_samples
+        shards, samples = sum(one.shards for one in streams), sum(one.dataset_samples for one in streams)
+        if shards > MAX_SHARDS or samples > MAX_SAMPLES:
+            raise ValueError(
+                f"{shards:,} shards with {samples:,} samples are too many for a mixture: at most "
+                f"{MAX_SHARDS:,} and {MAX_SAMPLES:,} in all streams together"
+            )
+        self.first_shards = _starts([stream.shards for stream in streams])
+        self.first_samples = _starts([stream.dataset_samples for stream in streams])
+        self._lanes = np.array([stream.order.spec.lanes for stream in streams], dtype=np.int64)
+        self._sizes = np.array([max(stream.samples, 1) for stream in streams], dtype=np.int64)
+
+    @property
+    def samples(self) -> int:
+        """Positions in an epoch."""
+        return self._samples
+
+    def locate(self, positions: _Ints | tuple[int, int]) -> Located:
+        """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
+
+        Positions may be in any order and repeat; the result has their shape. `epoch` and `lane` are the
+        stream's own.
+        """
+        if isinstance(positions, tuple):
+            start, count = positions
+            stream, index = self.mixture.locate(start, count)
+            return self._located(np.arange(start, start + count, dtype=np.int64), stream, index)
+        array = np.asarray(positions)
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"positions must be integers, not {array.dtype}")
+        array = array.astype(np.int64)  # a copy: the result must not change with the caller's array
+        return self._located(array, *self.mixture.locate_at(array.ravel()))
+
+    def position_of(self, sample_id: int, epoch: int) -> int | None:
+        """Where the mixture delivers a sample in its stream's own `epoch`; None if it never does."""
+        if not 0 <= sample_id < self.first_samples[-1]:
+            raise IndexError(f"sample ids go from 0 to {self.first_samples[-1] - 1:,}, not {sample_id:,}")
+        number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
+        index = self.streams[number].positions_of(sample_id - self.first_samples[number], epoch)
+        return self.mixture.position_of(number, int(index))
+
+    def global_batch(self, position: int, size: int) -> _Ints:
+        """int64[size]: the positions from `position` on, sorted by lane; those that tie ascend."""
+        batch: _Ints = self._parts(position, size, 1, slice(None))[0][0]
+        return batch
+
+    def global_batches(
+        self, position: int, size: int, count: int, *, part: slice = slice(None), every: int = 1
+    ) -> Located:
+        """`count` global batches of `size`, located: arrays of shape (count, size).
+
+        Row i is `global_batch(position + i * every * size, size)`. `part`, as `rank_slice` gives it, cuts
+        each row before the samples are located.
+        """
+        return self._located(*self._parts(position, size, count, part, every))
+
+    def _parts(
+        self, position: int, size: int, count: int, part: slice, every: int = 1
+    ) -> tuple[_Ints, _Streams, _Ints]:
+        """(position, stream, index) of a part of each global batch: arrays of shape (count, len(part))."""
+        if size < 0 or count < 0:
+            raise ValueError(f"size and count must not be negative: {size}, {count}")
+        span = size * ((count - 1) * every + 1) if count else 0
+        if not 0 <= position <= MAX_POSITION - span:
+            raise ValueError(f"{span:,} positions from {position:,}: positions go from 0 to 2**62")
+        shape = (count, len(range(*part.indices(size))))
+        positions, indices = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        streams = np.empty(shape, dtype=np.int16)
+        rows = max(1, _CHUNK // max(size, 1))
+        for first in range(0, count, rows):
+            piece = slice(first, min(first + rows, count))
+            starts = position + np.arange(first, piece.stop, dtype=np.int64) * (size * every)
+            batches = len(starts)
+            if every == 1:
+                stream, index = self.mixture.locate(int(starts[0]), batches * size)
+            else:
+                stream, index = self.mixture.locate_at((starts[:, None] + np.arange(size)).ravel())
+            by_lane = self._by_lane(stream.reshape(batches, size), index.reshape(batches, size))[:, part]
+            own = by_lane + np.arange(batches)[:, None] * size
+            positions[piece], streams[piece], indices[piece] = (
+                starts[:, None] + by_lane,
+                stream[own],
+                index[own],
+            )
+        return positions, streams, indices
+
+    def _by_lane(self, stream: _Streams, index: _Ints) -> npt.NDArray[np.intp]:
+        """How to sort each row of samples: by lane over lanes of the stream, equals as they are."""
+        lanes = self._lanes
+        if (lanes == 1).all() or not index.size:
+            return np.broadcast_to(np.arange(index.shape[1]), index.shape)
+        keys = index % self._sizes[stream]
+        if (lanes == lanes[0]).all():
+            keys %= lanes[0]  # which sorts alike
+        else:
+            lanes = lanes[stream]
+            keys = (keys % lanes << _LANE_BITS) // lanes
+        # uint16 is what NumPy sorts stably by radix, in linear time.
+        return np.argsort(keys.astype(np.uint16), axis=1, kind="stable")
+
+    def _located(self, positions: _Ints, stream: _Streams, index: _Ints) -> Located:
+        """All of a mixture's `Located`, in the shape of these arrays."""
+        stream, index, count = stream.ravel(), index.ravel(), positions.size
+        epoch, row, sample_id = (np.empty(count, dtype=np.int64) for _ in range(3))
+        shard, lane = (np.empty(count, dtype=np.int32) for _ in range(2))
+        for number, which in _by_stream(stream):
+            found = self.streams[number].locate(index[which])
+            epoch[which], row[which], lane[which] = found.epoch, found.row, found.lane
+            shard[which] = found.shard + np.int32(self.first_shards[number])
+            sample_id[which] = found.sample_id + self.first_samples[number]
+        located = Located(positions.ravel(), epoch, shard, row, lane, sample_id)
+        return located.reshape(*positions.shape)
+
+
+def _starts(sizes: npt.ArrayLike) -> _Ints:
+    return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))])
+
+
+def _by_stream(stream: _Streams) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """(stream, which entries are of it), ascending."""
+    if not stream.size:
+        return
+    by_stream = np.argsort(stream, kind="stable")  # a radix sort, for 16 bits
+    edges = np.flatnonzero(np.diff(stream[by_stream])) + 1
+    for which in np.split(by_stream, edges):
+        yield int(stream[which[0]]), which

@@ -1,0 +1,326 @@
+"""Checks the usage logs of a real run: all ranks there, every step once, every sample once an epoch.
+
+The steps that count, over all runs and restarts, are given to one `Checker` in the order of their
+positions, so a run on 8 ranks that was killed and went on with 3 is checked as one. What is known to be
+missing is named and passed over; epochs that it touches are not proved.
+
+Which logs belong to one run, and which of its steps count.
+
+A run is what all ranks deliver between a start (or a state that is loaded) and the next one. Logs of one
+run have the same position, world size and batch size, and began at about the same time: clocks of machines
+must agree better than the time between a crash and the next start. A run that begins at position p
+supersedes all that earlier ones delivered from p on: those steps were lost with the crash, and are
+replayed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.formats.usage_log import SUFFIX, Section, scan
+from shardkit.order.run_settings import RunSettings
+from shardkit.tools.audit.checker import BLOCK_POSITIONS, Checker
+from shardkit.tools.audit.expectation import Expectation, StreamData
+from shardkit.tools.audit.findings import Finding, Findings, SampleHash
+from shardkit.tools.audit.report import AuditReport, Walk
+
+__all__ = ["Run", "audit_logs", "find_runs"]
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of all ranks: their logs, and the position from which a later one supersedes it."""
+
+    start: int
+    world_size: int
+    batch_size: int
+    time_ns: int
+    sections: dict[int, Section] = field(default_factory=dict)
+    stop: int | None = None
+    number: int = 0
+
+    @property
+    def settings(self) -> RunSettings:
+        """Those of its lowest rank."""
+        return self.sections[min(self.sections)].head.settings
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a log."""
+        return [rank for rank in range(self.world_size) if rank not in self.sections]
+
+    @property
+    def last(self) -> int:
+        """The position of the last step that any rank has."""
+        return max(section.last for section in self.sections.values())
+
+    @property
+    def fewest(self) -> int:
+        """Steps that all ranks have, at most."""
+        return min(section.count for section in self.sections.values())
+
+    @property
+    def most(self) -> int:
+        """Steps of the rank that has most."""
+        return max(section.count for section in self.sections.values())
+
+    def __str__(self) -> str:
+        return f"run {self.number} ({self.world_size} x {self.batch_size} from position {self.start:,})"
+
+
+def find_runs(folder: Path, findings: Findings) -> list[Run]:
+    """The runs of a folder's logs, in the order of time; ShardError if there are none."""
+    if not folder.is_dir():
+        raise ShardError(folder, "is no folder of usage logs")
+    files = [scan(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    for file in files:
+        if file.damage is not None:
+            findings.add(Finding(kind="log", problem=f"{file.path.name}: {file.damage}"))
+        if file.cut:
+            findings.notices.append(
+                f"{file.path.name}: its last record was cut short (a killed process): {file.cut:,} bytes are "
+                "left out"
+            )
+    runs = _grouped(section for file in files for section in file.sections if section.count)
+    if not runs:
+        raise ShardError(folder, f"holds no usage logs (rank-*{SUFFIX}) with a step in them")
+    stop: int | None = None
+    for run in reversed(runs):
+        run.stop = stop
+        stop = run.start if stop is None else min(stop, run.start)
+    return runs
+
+
+def _grouped(sections: Iterable[Section]) -> list[Run]:
+    runs: list[Run] = []
+    for section in sorted(sections, key=lambda section: section.head.time_ns):
+        head = section.head
+        key = (head.position, head.world_size, head.batch_size)
+        fitting = [
+            run
+            for run in runs
+            if (run.start, run.world_size, run.batch_size) == key and head.rank not in run.sections
+        ]
+        # After a crash at once, two runs start alike, and one may lack a rank: the nearest in time is meant.
+        run = min(fitting, key=lambda run: abs(run.time_ns - head.time_ns), default=None)
+        if run is None:
+            run = Run(*key, time_ns=head.time_ns)
+            runs.append(run)
+        run.sections[head.rank] = section
+    for number, run in enumerate(runs, 1):
+        run.number = number
+    return runs
+
+
+MAX_APART = 16  # steps that a killed run's ranks may be apart: more than any loop or prefetcher runs ahead
+
+_Ints = npt.NDArray[np.int64]
+
+
+def audit_logs(
+    folder: Path,
+    data: Sequence[StreamData],
+    *,
+    key: bytes | None = None,
+    progress: Callable[[int], None] = lambda samples: None,
+) -> AuditReport:
+    """Check the logs in `folder` of a run over `data`, the loader's streams in their order.
+
+    StateError if the logs are of other datasets; ShardError if there are none.
+    """
+    began = time.perf_counter()
+    findings = Findings()
+    runs = find_runs(folder, findings)
+    settings = runs[-1].settings
+    expected = Expectation(settings, data)
+    first = min(run.start for run in runs)
+    checker = Checker(expected, findings, SampleHash(key), position=first)
+    if first:
+        findings.notices.append(f"the logs begin at position {first:,}: what came before is not checked")
+    report = AuditReport("logs", str(folder), settings.to_dict(), findings)
+    superseded = 0
+    for run in runs:
+        before = checker.steps
+        if run.stop is not None and run.stop <= run.start:
+            findings.notices.append(f"{run} was begun anew at position {run.stop:,}: nothing of it counts")
+        else:
+            _check_settings(run, expected, findings)
+            _LogRun(run, checker, progress).check()
+        replayed = 0 if run.stop is None else max(_count_from(s, run.stop) for s in run.sections.values())
+        superseded += replayed
+        report.runs.append(_described(run, checker.steps - before, replayed))
+    checker.finish()
+    seconds = time.perf_counter() - began
+    report.walks.append(Walk.of("logs", checker, runs=len(runs), seconds=seconds, superseded=superseded))
+    report.add_shards(checker.shard_uses(), checker)
+    return report
+
+
+def _described(run: Run, steps: int, replayed: int) -> dict[str, object]:
+    return {
+        "run": run.number,
+        "start": run.start,
+        "stop": run.stop,
+        "world_size": run.world_size,
+        "batch_size": run.batch_size,
+        "ranks": len(run.sections),
+        "steps": steps,
+        "superseded": replayed,
+    }
+
+
+def _check_settings(run: Run, expected: Expectation, findings: Findings) -> None:
+    position = run.last if run.stop is None else min(run.last, run.stop)
+    for line in run.settings.differences(expected.settings, position):
+        findings.add(Finding(kind="settings", problem=f"{run}, against the last run: {line}"))
+    for rank, section in sorted(run.sections.items()):
+        for line in run.settings.differences(section.head.settings, run.start + 1):
+            problem = f"{run}: against rank {min(run.sections)}: {line}"
+            findings.add(Finding(kind="settings", problem=problem, rank=rank))
+
+
+def _count_from(section: Section, position: int) -> int:
+    """How many of its steps begin at `position` or later."""
+    low, high = 0, section.count
+    while low < high:
+        middle = (low + high) // 2
+        if int(section.read(middle, 1)[0][0]) < position:
+            low = middle + 1
+        else:
+            high = middle
+    return section.count - low
+
+
+class _LogRun:
+    """One run's steps, up to where a later one supersedes them."""
+
+    def __init__(self, run: Run, checker: Checker, progress: Callable[[int], None]) -> None:
+        self._run, self._checker, self._progress = run, checker, progress
+        self._batch = run.world_size * run.batch_size
+
+    def check(self) -> None:
+        """Give all steps that count to the checker."""
+        run, checker = self._run, self._checker
+        end = run.last if run.stop is None else run.stop
+        if run.missing:
+            names = ", ".join(map(str, run.missing[:8])) + ("…" if len(run.missing) > 8 else "")
+            problem = f"{run}: no log of rank {names}: its steps up to position {end:,} are not checked"
+            self._found("rank", problem, rank=run.missing[0])
+            checker.skip(max(checker.position, end))
+            return
+        if not self._is_begun():
+            return
+        firsts = {rank: s.count - _count_from(s, checker.position) for rank, s in run.sections.items()}
+        self._follow(firsts)
+        if run.stop is None:
+            self._check_ends()
+        elif checker.position < run.stop:
+            checker.skip(run.stop)
+        elif checker.position > run.stop:
+            problem = f"{run}: the next run begins at position {run.stop:,}, inside of a step of this one"
+            self._found("resume", problem)
+
+    def _is_begun(self) -> bool:
+        """Whether the first steps are where the state said, and follow what was before."""
+        run, checker = self._run, self._checker
+        due = checker.expected.tiling.settle(run.start, self._batch)
+        for rank, section in sorted(run.sections.items()):
+            if section.first != due:
+                problem = (
+                    f"{run}: its state said position {run.start:,}, its first step is at {section.first:,} "
+                    f"({'skipping' if section.first > due else 'repeating'} "
+                    f"{abs(section.first - due):,} samples)"
+                )
+                self._found("resume", problem, rank=rank, position=run.start)
+        start = max(section.first for section in run.sections.values())
+        if checker.expected.tiling.settle(checker.position, self._batch) < start:
+            problem = (
+                f"{run}: positions {checker.position:,} to {start - 1:,} "
+                f"({start - checker.position:,} samples) were delivered by no run"
+            )
+            lost = checker.expected.order.locate((checker.position, 1)).sample_id
+            self._found("gap", problem, position=checker.position, first=int(lost[0]))
+            checker.skip(start)
+        return run.stop is None or checker.position < run.stop
+
+    def _follow(self, firsts: dict[int, int]) -> None:
+        run, checker, tiling = self._run, self._checker, self._checker.expected.tiling
+        numbers = dict(firsts)
+        block = max(1, BLOCK_POSITIONS // self._batch)
+        left = min(section.count - numbers[rank] for rank, section in run.sections.items())
+        while left and (run.stop is None or checker.position < run.stop):
+            most = min(block, left)
+            if run.stop is not None:
+                most = min(most, -(-(run.stop - checker.position) // self._batch))
+            steps = tiling.steps(checker.position, self._batch, most)
+            due = steps.start + np.arange(steps.count, dtype=np.int64) * steps.size
+            ids = np.empty((steps.count, run.world_size, run.batch_size), dtype=np.int64)
+            good = steps.count
+            for rank, section in run.sections.items():
+                positions, ids[:, rank] = section.read(numbers[rank], steps.count)
+                wrong = np.flatnonzero(positions != due)
+                if len(wrong) and wrong[0] < good:
+                    good = int(wrong[0])
+                    problem = f"{run}: a step at position {positions[good]:,} where {due[good]:,} is due"
+                    self._found("steps", problem, rank=rank, position=int(due[good]))
+            if run.stop is not None:
+                good = min(good, int((due < run.stop).sum()))
+            if good:
+                checker.deliver(ids[:good])
+                self._progress(good * self._batch)
+            if good < steps.count:
+                return
+            left -= steps.count
+            for rank in numbers:
+                numbers[rank] += steps.count
+        if run.stop is not None and checker.position < run.stop:
+            self._name_short_logs()
+
+    def _name_short_logs(self) -> None:
+        """The ranks whose logs end before a later run takes over."""
+        run, checker = self._run, self._checker
+        for rank, section in sorted(run.sections.items()):
+            if section.last < checker.position:
+                problem = (
+                    f"{run}: its log ends with the step at position {section.last:,}, but the next run "
+                    f"begins at {run.stop:,}: what was delivered between is not known"
+                )
+                self._found("rank", problem, rank=rank, position=checker.position)
+
+    def _check_ends(self) -> None:
+        run = self._run
+        apart = run.most - run.fewest
+        if not apart:
+            return
+        short = [rank for rank, section in sorted(run.sections.items()) if section.count < run.most]
+        if apart > MAX_APART or all(section.ended for section in run.sections.values()):
+            problem = f"{run}: its log ends {apart:,} steps before that of other ranks"
+            self._found("rank", problem, rank=short[0], position=self._checker.position)
+            return
+        self._checker.findings.notices.append(
+            f"{run}: the last {apart:,} step{'s' if apart > 1 else ''} came to some ranks only (they were "
+            "stopped): left out"
+        )
+
+    def _found(
+        self,
+        kind: str,
+        problem: str,
+        *,
+        rank: int | None = None,
+        position: int | None = None,
+        first: int | None = None,
+    ) -> None:
+        """A finding; `first`: the sample that it begins with."""
+        place: dict[str, Any] = {} if first is None else self._checker.expected.place(first)
+        step = self._checker.steps
+        found = Finding(kind=kind, problem=problem, rank=rank, position=position, step=step, **place)
+        self._checker.findings.add(found)

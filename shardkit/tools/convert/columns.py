@@ -1,0 +1,266 @@
+"""What a column of MDS is called and holds as a member of a tar, and the other way round.
+
+| MDS encoding                       | extension (unless the column's name is one of this kind) | payload |
+|------------------------------------|----------------|-----------------------------------------------|
+| str                                | `name.txt`     | the same bytes                                |
+| json                               | `name.json`    | the same bytes                                |
+| jpeg, png                          | `name.jpg`, `name.png` | the same bytes                        |
+| bytes                              | `name.bin`     | the same bytes                                |
+| int, str_int                       | `name.cls`     | decimal digits                                |
+| int8 … uint64, float16 … float64   | `name.npy`     | an array without axes                         |
+| ndarray…                           | `name.npy`     | the array                                     |
+| str_float                          | `name.json`    | a JSON number                                 |
+| str_decimal                        | `name.txt`     | its digits: other readers see text            |
+| pil                                | `name.png`     | a PNG of the same pixels (modes PNG can hold) |
+| pkl, jpeg_array, list[…]           | refused        |                                               |
+
+A column `__key__` (str) names the samples; without one they are numbered. The card notes each column's name
+and encoding, so that converting back gives both again. Tars without such a card: `txt`, `text`, `transcript`
+become str; `cls`, `id`, `index` int; `json`; `npy` ndarray; `jpg`, `png`; all other members (`.gz` ones, too)
+bytes, unchanged. The column is named by the extension (`tokens.npy`: `tokens`), which the card notes, so that
+it comes back as well; pickles are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardkit.formats.mds.encodings import ARRAY_DTYPES, encoding_of
+from shardkit.formats.mds.images import decode_file, decode_raw, encode_raw
+from shardkit.formats.tar import values as members
+from shardkit.formats.tar.members import split_name
+from shardkit.formats.tar.values import decode_npy
+from shardkit.manifest import Column
+
+__all__ = ["KEY", "Mapped", "keep_columns", "npy_bytes", "to_members", "to_values"]
+
+KEY = "__key__"
+
+Payload = bytes | memoryview
+
+Convert = Callable[[memoryview], Payload]
+
+_NUMBERS = frozenset(ARRAY_DTYPES.values())
+
+_SUFFIX = {
+    "str": "txt",
+    "str_decimal": "txt",
+    "json": "json",
+    "str_float": "json",
+    "jpeg": "jpg",
+    "png": "png",
+    "pil": "png",
+    "bytes": "bin",
+    "int": "cls",
+    "str_int": "cls",
+    "ndarray": "npy",
+    **dict.fromkeys(_NUMBERS, "npy"),
+}
+
+_PNG_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "I;16"})
+
+_NAME = re.compile(r"[a-z0-9_.+-]{1,200}")
+
+_NPY_MAGIC = b"\x93NUMPY\x01\x00"
+
+_SHORT_LIST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """One column's way: what it is called before and after, its MDS encoding, and what becomes of a value.
+
+    `convert` raises ValueError for a value that is not what its column says.
+    """
+
+    source: str
+    target: str
+    encoding: str
+    convert: Convert
+
+
+def keep_columns(columns: Sequence[Column]) -> list[Mapped]:
+    """MDS to MDS: the same bytes, looked at where that is cheap. ValueError for pickles."""
+    return [Mapped(c.name, c.name, c.encoding, _checked(c.encoding)) for c in columns]
+
+
+def to_members(columns: Sequence[Column], noted: Mapping[str, str] | None = None) -> list[Mapped]:
+    """MDS columns to extensions; ValueError for what a member cannot hold, or names that clash.
+
+    `noted` is {column: extension} from the card of MDS that was converted from tars.
+    """
+    mapped = []
+    for column in columns:
+        if column.name == KEY:
+            if column.encoding != "str":
+                raise ValueError(f"column {KEY!r} is {column.encoding}: keys of a tar are str")
+            mapped.append(Mapped(KEY, KEY, "str", _checked("str")))
+            continue
+        kind = column.encoding.partition(":")[0]
+        if kind not in _SUFFIX:
+            raise ValueError(
+                f"column {column.name!r} is {column.encoding}, which has no member of its own in a tar; "
+                "choose others with --columns"
+            )
+        known = (noted or {}).get(column.name)
+        extension = _extension(column.name, kind) if known is None else _sound(column.name, known)
+        mapped.append(Mapped(column.name, extension, column.encoding, _to_member(kind, column.encoding)))
+    _refuse_clashes(mapped)
+    return mapped
+
+
+def to_values(columns: Sequence[Column], noted: Mapping[str, Mapping[str, str]]) -> list[Mapped]:
+    """Extensions to MDS columns; `noted` is {extension: {"column", "encoding"}} from the card of our tars."""
+    mapped = []
+    for column in columns:
+        note = noted.get(column.name)
+        if note is not None:
+            name, encoding = note["column"], note["encoding"]
+        else:
+            name, encoding = _name(column.name), _encoding(column)
+        kind = encoding.partition(":")[0]
+        if kind not in _SUFFIX:
+            raise ValueError(f"members .{column.name} are {encoding}; choose others with --columns")
+        mapped.append(Mapped(column.name, name, encoding, _to_value(column.name, kind, encoding)))
+    _refuse_clashes(mapped)
+    return mapped
+
+
+def _refuse_clashes(mapped: Sequence[Mapped]) -> None:
+    seen: dict[str, str] = {}
+    for column in mapped:
+        if column.target in seen:
+            first = seen[column.target]
+            raise ValueError(
+                f"{first!r} and {column.source!r} would both be {column.target!r}; leave one out"
+            )
+        seen[column.target] = column.source
+
+
+def _extension(name: str, kind: str) -> str:
+    """The column's name if readers take it for the same kind, else with a suffix that makes it so."""
+    suffix = _SUFFIX[kind]
+    last = name.rpartition(".")[2]
+    same = {"txt": "str", "json": "json", "cls": "int", "npy": "ndarray", "bin": "bytes"}.get(suffix)
+    if suffix in ("jpg", "png"):
+        fits = last in (("jpg", "jpeg") if suffix == "jpg" else ("png",))
+    else:
+        fits = members.encoding_of(name) == same and (suffix != "bin" or last == "bin")
+    return _sound(name, name if fits else f"{name}.{suffix}")
+
+
+def _sound(name: str, extension: str) -> str:
+    """`extension`, if readers find it as it is."""
+    if _NAME.fullmatch(extension) is None or split_name(f"0.{extension}") != ("0", extension):
+        raise ValueError(
+            f"column {name!r} cannot be an extension: use lower-case letters, digits, '_', '-' and '.'"
+        )
+    return extension
+
+
+def _name(extension: str) -> str:
+    front, _, last = extension.rpartition(".")
+    return front if front and last == "npy" else extension
+
+
+def _encoding(column: Column) -> str:
+    """The MDS encoding of a member's kind; ValueError for pickles."""
+    last = column.name.removesuffix(".gz").rpartition(".")[2]
+    if last in ("pyd", "pickle", "pkl", "pth"):
+        raise ValueError(f"members .{column.name} are pickles, which can run any code; leave them out")
+    if column.name.endswith(".gz"):
+        return "bytes"
+    if last in ("jpg", "jpeg"):
+        return "jpeg"
+    if last == "png":
+        return "png"
+    kind = column.encoding.partition(":")[0]
+    if kind == "ndarray":
+        return _array_encoding(column.encoding)
+    return kind if kind in ("str", "int", "json") else "bytes"
+
+
+def _array_encoding(encoding: str) -> str:
+    """ "ndarray:float32:" of arrays without axes is the number itself."""
+    kind, _, details = encoding.partition(":")
+    dtype, colon, shape = details.partition(":")
+    if colon and not shape:
+        return dtype
+    try:
+        encoding_of(encoding)
+    except ValueError:
+        return kind  # of another type: the values say which, and are refused by name
+    return encoding
+
+
+def _checked(encoding: str) -> Convert:
+    """The same bytes, if they are a value of the encoding; files of images are not decoded."""
+    found = encoding_of(encoding)
+    if not found.safe:
+        raise ValueError(f"{encoding} columns hold pickles, which can run any code; leave them out")
+
+    def convert(data: memoryview) -> Payload:
+        found.decode(data)
+        return data
+
+    return (lambda data: data) if encoding in ("jpeg", "png", "bytes", "list[jpeg]", "list[png]") else convert
+
+
+def _to_member(kind: str, encoding: str) -> Convert:
+    decode = encoding_of(encoding).decode
+    if kind == "int":
+        return lambda data: str(decode(data)).encode()
+    if kind == "ndarray" or kind in _NUMBERS:
+        return lambda data: npy_bytes(np.asarray(decode(data)))
+    if kind == "str_float":
+        return lambda data: json.dumps(decode(data)).encode()
+    if kind == "pil":
+        return _png_of_raw
+    return _checked(encoding)
+
+
+def _to_value(extension: str, kind: str, encoding: str) -> Convert:
+    encode = encoding_of(encoding).encode
+    if kind == "int":
+        return lambda data: encode(int(bytes(data)))
+    if kind == "ndarray":
+        return lambda data: encode(decode_npy(data))
+    if kind in _NUMBERS:
+        return lambda data: _number(data, encoding)
+    if kind == "str_float":
+        return lambda data: encode(float(json.loads(bytes(data))))
+    if kind == "pil":
+        return lambda data: encode_raw(decode_file(data))
+    return _checked(encoding)
+
+
+def _number(data: memoryview, encoding: str) -> bytes:
+    array = decode_npy(data)
+    if array.shape != () or array.dtype.name != encoding:
+        raise ValueError(f"is {array.dtype.name} of shape {array.shape}, not one {encoding}")
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def npy_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
+    """A .npy file whose header is the same from every NumPy version."""
+    little = array.dtype.newbyteorder("<")
+    text = f"{{'descr': '{little.str}', 'fortran_order': False, 'shape': {array.shape!r}, }}"
+    header_bytes = -(-(len(_NPY_MAGIC) + 2 + len(text) + 1) // 64) * 64
+    text = text.ljust(header_bytes - len(_NPY_MAGIC) - 3) + "\n"
+    values = np.ascontiguousarray(array, dtype=little).tobytes()
+    return _NPY_MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii") + values
+
+
+def _png_of_raw(data: memoryview) -> bytes:
+    image = decode_raw(data)
+    if image.mode not in _PNG_MODES:
+        raise ValueError(f"an image of mode {image.mode}, which PNG cannot hold")
+    stream = io.BytesIO()
+    image.save(stream, format="PNG")
+    return stream.getvalue()

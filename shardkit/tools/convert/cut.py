@@ -1,0 +1,201 @@
+"""Tokens of documents into rows: copied, cut to one length, or each document a row of its own.
+
+Every token is accounted for: tokens read + ends appended + padding = cells written + tokens dropped, which is
+checked at the end. An id that does not fit the rows' type stops the conversion and is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ConservationError, ShardError
+from shardkit.tools.convert.source import CutOptions, TokenBlock, TokenSource
+from shardkit.tools.convert.write import RowWriter
+
+__all__ = ["TokenCounts", "choose_dtype", "copy_rows", "cut_rows", "documents"]
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """What became of the tokens."""
+
+    documents: int = 0
+    tokens_read: int = 0
+    eos_added: int = 0
+    padding: int = 0
+    tokens_dropped: int = 0
+    documents_dropped: int = 0
+
+    def check(self, cells: int) -> None:
+        """ConservationError unless all tokens are in the `cells` that were written, or counted as dropped."""
+        if self.tokens_read + self.eos_added + self.padding != cells + self.tokens_dropped:
+            raise ConservationError(f"{cells:,} tokens were written for {self}; this is a bug in shardkit")
+
+
+def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
+    """The rows' type: as told, else the smaller one if all ids are known to fit it."""
+    if cut.dtype is not None:
+        return np.dtype(cut.dtype)
+    largest = source.max_token if source.max_token is not None else np.iinfo(source.dtype).max
+    largest = max([largest, *(token for token in (cut.eos, cut.pad) if token is not None)])
+    return np.dtype(np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32)
+
+
+def cut_rows(
+    blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, hear: Callable[[int], None]
+) -> TokenCounts:
+    """One stream of all documents, cut every `sequence_length` tokens."""
+    counts = TokenCounts()
+    last: int | None = None  # token of the document that goes on, which may need an end
+    pending = False
+    for block in blocks:
+        _check_range(block, writer.dtype)
+        tokens = block.tokens
+        counts.tokens_read += len(tokens)
+        counts.documents += len(block.ends)
+        if cut.eos is not None:
+            tokens = _with_eos(block, cut.eos, last if pending else None)
+            counts.eos_added += len(tokens) - len(block.tokens)
+            if len(block.tokens):
+                last = int(block.tokens[-1])
+                pending = not len(block.ends) or int(block.ends[-1]) < len(block.tokens)
+        writer.append(tokens)
+        if block.ends_file and cut.per_file:
+            _end_stream(writer, cut, counts)
+        hear(block.source_bytes)
+    _end_stream(writer, cut, counts)
+    return counts
+
+
+def _end_stream(writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None:
+    if cut.drop_tail:
+        counts.tokens_dropped += writer.drop()
+    else:
+        assert cut.fill is not None
+        counts.padding += writer.fill(cut.fill)
+
+
+def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
+    """The block's tokens with `eos` behind each document that has tokens and does not end in it.
+
+    `before` is the last token of the block before, if its document goes on in this one.
+    """
+    ends = block.ends
+    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    filled = ends > starts
+    if len(ends) and before is not None and ends[0] == 0:
+        filled[0] = True  # its tokens were in the block before
+    lasts = np.full(len(ends), eos, np.int64)
+    inside = ends > 0
+    lasts[inside] = block.tokens[ends[inside] - 1]
+    if len(ends) and ends[0] == 0 and before is not None:
+        lasts[0] = before
+    places = ends[filled & (lasts != eos)]
+    if not len(places):
+        return block.tokens
+    wide = np.result_type(block.tokens.dtype, np.min_scalar_type(eos))
+    return np.insert(block.tokens.astype(wide, copy=False), places, eos)
+
+
+def copy_rows(
+    blocks: Iterable[TokenBlock],
+    open_writer: Callable[[int], RowWriter],
+    dtype: np.dtype[Any],
+    hear: Callable[[int], None],
+) -> tuple[RowWriter | None, TokenCounts]:
+    """The rows as they are; ShardError names the first that has another length than the first row.
+
+    `open_writer(length)` makes the writer once the length is known; None comes back if there are no rows.
+    """
+    counts = TokenCounts()
+    writer: RowWriter | None = None
+    length = carried = 0
+    for block in blocks:
+        _check_range(block, dtype)
+        lengths = np.diff(block.ends, prepend=0)
+        if len(lengths):
+            lengths[0] += carried
+            carried = len(block.tokens) - int(block.ends[-1])
+            if writer is None:
+                length = int(lengths[0])
+                if not length:
+                    raise ShardError(block.file, "row 0 is empty: choose a sequence length, or keep lengths")
+            if (other := lengths != length).any():
+                number = int(other.argmax())
+                raise ShardError(
+                    block.file,
+                    f"document {block.document + number:,} has {lengths[number]:,} tokens, document 0 has "
+                    f"{length:,}: choose --sequence-length to cut them, or --keep-lengths",
+                )
+        else:
+            carried += len(block.tokens)
+        if writer is None and length:
+            writer = open_writer(length)
+        if writer is None:
+            raise ShardError(block.file, "its first document is too long for a row: choose --sequence-length")
+        counts.tokens_read += len(block.tokens)
+        counts.documents += len(block.ends)
+        writer.append(block.tokens)
+        hear(block.source_bytes)
+    if writer is not None and carried:
+        raise ShardError(block.file, f"{carried:,} tokens behind its last document")
+    return writer, counts
+
+
+def documents(
+    blocks: Iterable[TokenBlock],
+    dtype: np.dtype[Any],
+    cut: CutOptions,
+    counts: TokenCounts,
+) -> Iterator[tuple[str, Tokens, int]]:
+    """(where, tokens, bytes of the source) of each document, of its own length."""
+    held: list[Tokens] = []
+    for block in blocks:
+        _check_range(block, dtype)
+        start, read = 0, block.source_bytes
+        counts.tokens_read += len(block.tokens)
+        for number, end in enumerate(block.ends.tolist()):
+            held.append(block.tokens[start:end])
+            tokens = held[0] if len(held) == 1 else np.concatenate(held)
+            held, start = [], end
+            where = f"{block.file}: document {block.document + number:,}"
+            counts.documents += 1
+            if not len(tokens):
+                if not cut.drop_empty:
+                    raise ShardError(where, "is empty, and a row cannot be: use --drop-empty to leave it out")
+                counts.documents_dropped += 1
+                continue
+            tokens = tokens.astype(dtype)
+            if cut.eos is not None and tokens[-1] != cut.eos:
+                tokens = np.append(tokens, dtype.type(cut.eos))
+                counts.eos_added += 1
+            yield where, tokens, read
+            read = 0
+        if start < len(block.tokens):
+            held.append(block.tokens[start:].copy())
+    if held:
+        raise ShardError(block.file, f"{sum(map(len, held)):,} tokens behind its last document")
+
+
+def _check_range(block: TokenBlock, dtype: np.dtype[Any]) -> None:
+    """ShardError, naming the document and the token, if an id does not fit."""
+    tokens, given = block.tokens, block.tokens.dtype
+    limits = np.iinfo(dtype)
+    if not len(tokens) or (np.iinfo(given).min >= 0 and np.iinfo(given).max <= limits.max):
+        return
+    if int(tokens.max()) <= limits.max and int(tokens.min()) >= 0:
+        return
+    at = int(((tokens > limits.max) | (tokens < 0)).argmax())
+    document = int(np.searchsorted(block.ends, at, side="right"))
+    start = int(block.ends[document - 1]) if document else -block.token
+    token = f"document {block.document + document:,}, token {at - start:,}"
+    problem = "is no token" if tokens[at] < 0 else f"does not fit {dtype.name}"
+    advice = "; use --dtype uint32" if 0 <= tokens[at] < 1 << 32 else ""
+    raise ShardError(block.file, f"{token}: {tokens[at]:,} {problem}{advice}")

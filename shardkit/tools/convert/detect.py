@@ -1,0 +1,148 @@
+"""What a path holds, by the files that are there, and the source that reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+from shardkit.dataset import open_dataset
+from shardkit.errors import ShardError
+from shardkit.formats.tar.shard_list import is_pattern
+from shardkit.storage.store import StorageOptions
+from shardkit.storage.url import is_remote, local_path
+from shardkit.tools.convert.read_arrow import ArrowSource, saved_files
+from shardkit.tools.convert.read_dataset import DatasetRows, DatasetSamples, DatasetTokens, dataset_source
+from shardkit.tools.convert.read_litdata import LitdataSamples, LitdataTokens, is_litdata, litdata_source
+from shardkit.tools.convert.read_tokens import MegatronSource, NanogptSource, megatron_files
+from shardkit.tools.convert.source import CutOptions, OutputOptions
+
+__all__ = ["AnySource", "Kind", "find_kind", "open_source"]
+
+Kind = Literal["dataset", "huggingface", "litdata", "megatron", "nanogpt"]
+
+AnySource = (
+    DatasetRows | DatasetTokens | DatasetSamples | ArrowSource | LitdataSamples | LitdataTokens
+    | MegatronSource | NanogptSource
+)  # fmt: skip
+
+_ARROW = (".arrow", ".parquet")
+
+
+def find_kind(path: str) -> Kind:
+    """What a path, pattern or URL holds; whatever is none of the others is left to `open_dataset`."""
+    if is_remote(path):
+        return "dataset"
+    place = local_path(path)
+    if place.is_dir():
+        return _kind_of_folder(place)
+    suffixes = (
+        {file.suffix for file in _files(path)} if place.is_file() or is_pattern(path) else {place.suffix}
+    )
+    if suffixes and suffixes <= {*_ARROW}:
+        return "huggingface"
+    if megatron_files(place) is not None and not is_pattern(path):
+        return "megatron"
+    return "nanogpt" if suffixes == {".bin"} else "dataset"
+
+
+def _kind_of_folder(folder: Path) -> Kind:
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return "huggingface"
+    if is_litdata(folder):
+        return "litdata"
+    if (folder / "index.json").is_file() or (folder / "shards.json").is_file():
+        return "dataset"
+    suffixes = {file.suffix for file in folder.iterdir() if file.is_file()}
+    if ".tar" not in suffixes and suffixes & {*_ARROW}:
+        return "huggingface"
+    if ".idx" in suffixes and ".bin" in suffixes:
+        return "megatron"
+    return "nanogpt" if ".bin" in suffixes and ".tar" not in suffixes else "dataset"
+
+
+@contextmanager
+def open_source(
+    path: str,
+    kind: Kind | None,
+    output: OutputOptions,
+    cut: CutOptions,
+    columns: Sequence[str] | None,
+    storage: StorageOptions | None,
+) -> Iterator[AnySource]:
+    """The source at `path`, closed at the end. ShardError if it is damaged, or nothing that can be read."""
+    kind = kind or find_kind(path)
+    if kind not in get_args(Kind):
+        raise ValueError(f"source format {kind!r}: one of {', '.join(get_args(Kind))}")
+    if kind == "dataset":
+        # Pickles may lie beside the columns that are asked for; no reader here decodes a column of them.
+        with open_dataset(path, allow_pickle=True, decode=False, storage=storage) as dataset:
+            yield dataset_source(dataset, output.format, columns, cut)
+        return
+    if is_remote(path):
+        raise ShardError(path, f"{kind} files are read on this machine only: fetch them first")
+    yield _open_files(path, kind, output, cut, columns)
+
+
+def _open_files(
+    path: str, kind: Kind, output: OutputOptions, cut: CutOptions, columns: Sequence[str] | None
+) -> AnySource:
+    place = local_path(path)
+    if kind == "litdata":
+        _refuse_columns(path, kind, columns)
+        return litdata_source(place, output.format)
+    if kind == "huggingface":
+        saved = place.is_dir() and any((place / n).is_file() for n in ("state.json", "dataset_dict.json"))
+        return ArrowSource(saved_files(place) if saved else _named(path, _ARROW), columns)
+    _refuse_columns(path, kind, columns)
+    if kind == "megatron":
+        return MegatronSource(*_megatron_pair(place))
+    return NanogptSource(_nanogpt_files(path), cut.source_dtype)
+
+
+def _refuse_columns(path: str, kind: str, columns: Sequence[str] | None) -> None:
+    if columns is not None:
+        raise ShardError(path, f"--columns does not go with {kind}: all of it is converted")
+
+
+def _files(path: str) -> list[Path]:
+    """A file, or what a pattern matches, sorted."""
+    if os.path.exists(path) or not is_pattern(path):  # noqa: PTH110  a file may be called "a[1].bin"
+        return [local_path(path)]
+    return [Path(name) for name in sorted(glob(path, recursive=True)) if Path(name).is_file()]  # noqa: PTH207
+
+
+def _named(path: str, suffixes: Sequence[str]) -> list[Path]:
+    """The files of those kinds that a path means: itself, a folder's, or a pattern's."""
+    place = local_path(path)
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.suffix in suffixes)
+    else:
+        files = _files(path)
+    if not files:
+        raise ShardError(path, f"names no {' or '.join(suffixes)} files")
+    return files
+
+
+def _nanogpt_files(path: str) -> list[Path]:
+    files = _named(path, (".bin",))
+    words = ("train", "val")
+    if all(any(word in file.name for file in files) for word in words):
+        raise ShardError(path, "has both training and validation files: name one kind, such as 'train*.bin'")
+    return files
+
+
+def _megatron_pair(place: Path) -> tuple[Path, Path]:
+    if place.is_dir():
+        indexes = sorted(place.glob("*.idx"))
+        if len(indexes) != 1:
+            names = ", ".join(index.stem for index in indexes[:5])
+            raise ShardError(place, f"has {len(indexes)} Megatron indexes ({names}): name one")
+        place = indexes[0]
+    pair = megatron_files(place)
+    if pair is None:
+        raise ShardError(place, "has no .idx beside it, which a Megatron dataset needs")
+    return pair

@@ -1,0 +1,282 @@
+"""Hugging Face datasets of tokens: `save_to_disk` folders, .arrow files (streams or files), Parquet.
+
+A column of lists of integers (`input_ids` or `tokens`, or the only one there is) gives one document a row;
+other columns are left out, and the result says which. Nulls, nested lists and splits to choose from are
+refused with file and row. Files are read batch by batch and hashed once they are done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from shardkit.errors import MissingExtraError, ShardError
+from shardkit.hashing import hash_file
+from shardkit.manifest import FileInfo, checked_basename
+from shardkit.parquet_limits import column_limits
+from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["ArrowSource", "saved_files"]
+
+_MAX_STATE_BYTES = 64 << 20
+
+_ARROW_FILE_MAGIC = b"ARROW1"
+
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+_MAX_BATCH_ROWS = 1 << 16
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """The files of a `save_to_disk` folder in their order; ShardError if it is not whole, or has splits."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        names = ", ".join(map(str, splits))[:200] if isinstance(splits, list) else ""
+        raise ShardError(folder, f"has splits ({names}): name one, such as {folder}/train")
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        problem = "keeps its order in an indices file: flatten_indices() and save_to_disk() first"
+        raise ShardError(folder / "state.json", problem)
+    entries = state.get("_data_files")
+    if not isinstance(entries, list) or not entries:
+        raise ShardError(folder / "state.json", "names no data files: it is no dataset of save_to_disk")
+    found = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    return [folder / checked_basename(name, folder / "state.json") for name in found]
+
+
+class ArrowSource:
+    """The lists of one column of Arrow or Parquet files."""
+
+    kind: ClassVar[str] = "huggingface"
+    has_documents = True
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
+        """`columns`: the one to read. ShardError if there is no such column of token lists in every file."""
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError("pyarrow", "write", "reading Arrow and Parquet files") from error
+        self._paths = list(paths)
+        self.digests: list[FileInfo] = []
+        opened = [_open(path) for path in self._paths]
+        self.column = _choose_column(self._paths[0], opened[0].schema, columns)
+        types = []
+        for path, file in zip(self._paths, opened, strict=True):
+            types.append(_token_type(path, file.schema, self.column))
+        self.dtype: np.dtype[Any] = np.dtype(np.result_type(*types)) if len(set(types)) > 1 else types[0]
+        if self.dtype.kind == "f":  # of uint64 and int64 files together
+            raise ShardError(self._paths[0], f"and others have {self.column!r} of types that do not mix")
+        self.left_out = sorted({n for file in opened for n in file.schema.names} - {self.column})
+        limits = [file.max_token(self.column) for file in opened]
+        self.max_token = None if None in limits else max(m for m in limits if m is not None)
+        self.bytes = sum(path.stat().st_size for path in self._paths)
+        self.files = len(self._paths)
+        self.files_done = 0
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return {"column": self.column, "dtype": self.dtype.name}
+
+    def blocks(self) -> Iterator[TokenBlock]:
+        """All rows in order; a block is one batch of a file."""
+        document = 0
+        for path in self._paths:
+            first, size, seen = document, path.stat().st_size, 0
+            opened = _open(path)
+            held: TokenBlock | None = None  # one behind, so that the file's last block can say that it is
+            for array in _located(path, opened.arrays(self.column)):
+                if held is not None:
+                    yield held
+                held = _block(path, array, document, document - first)
+                seen += held.source_bytes
+                document += len(array)
+            if held is not None:
+                rest = max(0, size - seen)
+                yield TokenBlock(
+                    held.tokens, held.ends, held.file, held.document, 0, held.source_bytes + rest, True
+                )
+            self.digests.append(FileInfo(path.name, size, hash_file(path, [SOURCE_HASH])))
+            self.files_done += 1
+
+
+def _block(path: Path, array: Any, document: int, row: int) -> TokenBlock:
+    """A batch's lists as they lie in its buffers, without a copy where Arrow has none to make."""
+    import pyarrow as pa
+
+    if array.null_count:
+        at = row + int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise ShardError(path, f"row {at:,} is null; drop such rows first")
+    if pa.types.is_fixed_size_list(array.type):
+        width = array.type.list_size
+        ends = np.arange(1, len(array) + 1, dtype=np.int64) * width
+        values = array.values.slice(array.offset * width, len(array) * width)
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        ends = offsets[1:] - offsets[0]
+        values = array.values.slice(int(offsets[0]), int(ends[-1]) if len(ends) else 0)
+    if values.null_count:
+        token = int(values.is_null().to_numpy(zero_copy_only=False).argmax())
+        at = row + int(np.searchsorted(ends, token, side="right"))
+        raise ShardError(path, f"row {at:,} has a null among its tokens; drop such rows first")
+    return TokenBlock(values.to_numpy(), ends, str(path), document, 0, values.nbytes)
+
+
+def _located(path: Path, arrays: Iterator[Any]) -> Iterator[Any]:
+    """The arrays, once their offsets and sizes are found sound; ShardError instead of Arrow's errors."""
+    import pyarrow as pa
+
+    try:
+        for array in arrays:
+            array.validate(full=True)
+            yield array
+    except (pa.ArrowException, OSError) as error:
+        raise ShardError(path, f"is damaged or cut short: {error}") from error
+
+
+class _Stream:
+    """An .arrow file: a stream, as `datasets` writes it, or the file format."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self._path = path
+        with path.open("rb") as handle:
+            self._is_file = handle.read(6) == _ARROW_FILE_MAGIC
+            if not self._is_file:
+                # Arrow takes a stream that ends between two batches for whole.
+                handle.seek(-min(len(_END_OF_STREAM), handle.seek(0, os.SEEK_END)), os.SEEK_END)
+                if handle.read() != _END_OF_STREAM:
+                    raise ShardError(
+                        path, "ends without a stream's end mark: it is cut short, or no Arrow file"
+                    )
+        with pa.OSFile(str(path)) as source:
+            self.schema: pa.Schema = self._reader(source).schema
+
+    def max_token(self, column: str) -> int | None:
+        return None
+
+    def arrays(self, column: str) -> Iterator[Any]:
+        import pyarrow as pa
+
+        with pa.OSFile(str(self._path)) as source:
+            reader = self._reader(source)
+            number = reader.schema.get_field_index(column)
+            if self._is_file:
+                for batch in range(reader.num_record_batches):
+                    yield reader.get_batch(batch).column(number)
+            else:
+                for record_batch in reader:
+                    yield record_batch.column(number)
+
+    def _reader(self, source: Any) -> Any:
+        import pyarrow as pa
+
+        return pa.ipc.open_file(source) if self._is_file else pa.ipc.open_stream(source)
+
+
+class _Parquet:
+    """A Parquet file."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        self._path = path
+        with pq.ParquetFile(path) as file:
+            self.schema: pa.Schema = file.schema_arrow
+            self._metadata = file.metadata
+
+    def max_token(self, column: str) -> int | None:
+        """The largest token that the statistics of all row groups state, if they do."""
+        found = []
+        schema = self._metadata.schema
+        leaves = [n for n in range(len(schema)) if schema.column(n).path.split(".")[0] == column]
+        for group in range(self._metadata.num_row_groups):
+            row_group = self._metadata.row_group(group)
+            for leaf in leaves:
+                limits = column_limits(row_group, schema, leaf)
+                if limits is None or not isinstance(limits[1], int):
+                    return None
+                found.append(limits[1])
+        return max(found, default=None)
+
+    def arrays(self, column: str) -> Iterator[Any]:
+        import pyarrow.parquet as pq
+
+        rows = max(1, self._metadata.num_rows)
+        size = sum(self._metadata.row_group(g).total_byte_size for g in range(self._metadata.num_row_groups))
+        batch = max(1, min(_MAX_BATCH_ROWS, rows * BLOCK_BYTES // max(1, size)))
+        with pq.ParquetFile(self._path, buffer_size=1 << 20, pre_buffer=False) as file:
+            for record_batch in file.iter_batches(batch_size=batch, columns=[column], use_threads=False):
+                yield record_batch.column(record_batch.schema.get_field_index(column))
+
+
+def _open(path: Path) -> _Stream | _Parquet:
+    import pyarrow as pa
+
+    try:
+        file = _Parquet(path) if path.suffix == ".parquet" else _Stream(path)
+        _ = file.schema.names  # UTF-8, or nothing later could name a column
+        return file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ShardError(path, f"cannot be read as {path.suffix or 'Arrow'}: {error}") from error
+
+
+def _choose_column(path: Path, schema: pa.Schema, columns: Sequence[str] | None) -> str:
+    import pyarrow as pa
+
+    if columns is not None:
+        if len(columns) != 1:
+            raise ShardError(path, f"one column of tokens can be converted, not {', '.join(columns)}")
+        return columns[0]
+    lists = [
+        field.name for field in schema if _is_list(field.type) and pa.types.is_integer(field.type.value_type)
+    ]
+    known = [name for name in TOKEN_COLUMNS if name in schema.names]
+    if len(known) == 1 or (not known and len(lists) == 1):
+        return (known or lists)[0]
+    described = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    problem = "has several columns of lists of integers" if lists else "has no column of lists of integers"
+    raise ShardError(path, f"{problem}: {described[:500]}; name the tokens' with --columns")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    is_list: bool = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    return is_list
+
+
+def _token_type(path: Path, schema: pa.Schema, column: str) -> np.dtype[Any]:
+    import pyarrow as pa
+
+    number = schema.get_field_index(column)
+    if number < 0:
+        raise ShardError(path, f"has no column {column!r}; its columns: {', '.join(schema.names)[:500]}")
+    kind = schema.field(number).type
+    if not _is_list(kind) or not pa.types.is_integer(kind.value_type):
+        raise ShardError(path, f"column {column!r} is {kind}, not a list of integers a row")
+    return np.dtype(kind.value_type.to_pandas_dtype())
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _MAX_STATE_BYTES:
+            raise ShardError(file, f"is larger than {_MAX_STATE_BYTES:,} bytes")
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ShardError(file, "is no JSON object")
+    return content

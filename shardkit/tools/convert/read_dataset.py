@@ -1,0 +1,315 @@
+"""Datasets that `open_dataset` opens as sources: MDS and WebDataset tars, ours or made by others.
+
+One fixed column is read as whole arrays; a column of arrays can be cut anew; all else is read sample by
+sample, as bytes: a value is only taken apart where the two formats store it differently (see `columns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardError
+from shardkit.formats.mds.encodings import encoding_of
+from shardkit.formats.mds.shard import MdsShard
+from shardkit.formats.tar.shard import TarShard
+from shardkit.formats.tar.values import decode_npy
+from shardkit.formats.tar.writer import COLUMN_NAME, KEY_DIGITS
+from shardkit.manifest import Column, FileInfo
+from shardkit.tools.convert.columns import KEY, Mapped, keep_columns, to_members, to_values
+from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions, Sample, TokenBlock
+
+__all__ = ["DatasetRows", "DatasetSamples", "DatasetTokens", "dataset_source"]
+
+_KEY_COLUMN = Column(KEY, "str")
+
+
+class _DatasetSource:
+    """What all three say."""
+
+    kind: ClassVar[str] = "dataset"
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        shards = dataset.manifest.shards
+        self.files = len(shards)
+        self.bytes = sum(max(0, info.stored.bytes) for info in shards)
+        self.files_done = 0
+        self.digests: list[FileInfo] = []
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return {
+            "format": self._dataset.manifest.format,
+            "fingerprint": self._dataset.fingerprint,
+            "samples": len(self._dataset),
+        }
+
+    def _shards(self) -> Iterator[tuple[int, Any, str, int]]:
+        """(number, open shard, where, bytes of the source) of each; no more than one stays open."""
+        for number, info in enumerate(self._dataset.manifest.shards):
+            yield number, self._dataset.shard(number), self._dataset.where(number), max(0, info.stored.bytes)
+            self._dataset.keep_only(())
+            self.files_done += 1
+
+
+class DatasetRows(_DatasetSource):
+    """A dataset whose one column, or the one that is asked for, is of one fixed type and shape."""
+
+    def __init__(self, dataset: Dataset, column: Column, target: str) -> None:
+        super().__init__(dataset)
+        self._column, self.column = column, target
+        dtype, shape = _layout(column)
+        assert dtype is not None
+        self.dtype, self.shape = dtype, shape
+
+    def rows(self) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
+        """Rows in order, a few megabytes at a time."""
+        for _, shard, where, size in self._shards():
+            if not len(shard):
+                continue
+            matrix = shard.fixed_rows(self._column.name)
+            if matrix is None or matrix.shape[1:] != self.shape or matrix.dtype != self.dtype:
+                raise ShardError(
+                    where, f"its {self._column.name!r} is not {self._column.encoding} throughout"
+                )
+            step = max(1, BLOCK_BYTES // max(1, matrix[0].nbytes))
+            for start in range(0, len(matrix), step):
+                rows = matrix[start : start + step]
+                yield where, rows, size * len(rows) // len(matrix)
+
+
+class DatasetTokens(_DatasetSource):
+    """A column of one-axis arrays of integers, each one document."""
+
+    has_documents = True
+    max_token: int | None = None
+
+    def __init__(self, dataset: Dataset, column: Column, source_dtype: str | None = None) -> None:
+        """`source_dtype` of a column of bytes, which does not say."""
+        super().__init__(dataset)
+        self._column, self._bytes_dtype = column, None if source_dtype is None else np.dtype(source_dtype)
+        dtype = _layout(column)[0] if source_dtype is None else self._bytes_dtype
+        self.dtype = np.dtype(np.int64) if dtype is None else dtype
+        self._is_typed = dtype is not None
+        self.left_out = [c.name for c in dataset.columns if c.name not in (column.name, KEY)]
+
+    def blocks(self) -> Iterator[TokenBlock]:
+        """Samples in order, many at a time."""
+        document = 0
+        for _, shard, where, size in self._shards():
+            fixed = None if self._bytes_dtype is not None else shard.fixed_rows(self._column.name)
+            step = 1024 if fixed is None else max(1, BLOCK_BYTES // max(1, fixed[:1].nbytes))
+            for start in range(0, len(shard), step):
+                stop = min(start + step, len(shard))
+                if fixed is not None and fixed.ndim == 2:
+                    tokens = np.ascontiguousarray(fixed[start:stop]).reshape(-1)
+                    ends = np.arange(1, stop - start + 1, dtype=np.int64) * fixed.shape[1]
+                else:
+                    tokens, ends = self._gather(shard, start, stop, where)
+                read = size * (stop - start) // len(shard)
+                yield TokenBlock(tokens, ends, where, document, 0, read, stop == len(shard))
+                document += stop - start
+
+    def _gather(
+        self, shard: Any, start: int, stop: int, where: str
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        arrays = []
+        for row in range(start, stop):
+            value = self._value(shard, row, where)
+            if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "ui":
+                raise ShardError(
+                    where, f"sample {row:,}: {self._column.name!r} is no one-axis array of integers"
+                )
+            if not self._is_typed and value.dtype == np.uint64 and len(value) and value.max() >= 1 << 63:
+                raise ShardError(where, f"sample {row:,}: {value.max():,} is no token")
+            arrays.append(value.astype(self.dtype, copy=False))
+        ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
+        return np.concatenate(arrays) if arrays else np.zeros(0, self.dtype), ends
+
+    def _value(self, shard: Any, row: int, where: str) -> object:
+        value = shard.sample(row, (self._column.name,)).get(self._column.name)
+        if not isinstance(value, bytes):
+            return value
+        if self._bytes_dtype is not None:
+            if len(value) % self._bytes_dtype.itemsize:
+                problem = f"{len(value):,} bytes are no whole {self._bytes_dtype.name} tokens"
+                raise ShardError(where, f"sample {row:,}: {problem}")
+            return np.frombuffer(value, self._bytes_dtype.newbyteorder("<"))
+        try:  # a tar's member, as its bytes
+            return decode_npy(memoryview(value))
+        except ValueError as error:
+            raise ShardError(where, f"sample {row:,}: {self._column.name!r}: {error}") from error
+
+
+class DatasetSamples(_DatasetSource):
+    """Samples of any columns."""
+
+    def __init__(self, dataset: Dataset, mapped: Sequence[Mapped], *, has_keys: bool) -> None:
+        """`has_keys`: a tar's keys are data, not numbers."""
+        super().__init__(dataset)
+        self._mapped = [column for column in mapped if column.source != KEY]
+        self._key = next((column for column in mapped if column.source == KEY), None)
+        self._has_keys = has_keys
+        self.columns = {column.target: column.encoding for column in self._mapped}
+        self.has_keys = has_keys or self._key is not None
+        self.names = {column.target: column.source for column in self._mapped}
+
+    def samples(self) -> Iterator[Sample]:
+        """Samples in order; ShardError names the one that lacks a column or is damaged."""
+        for _, shard, where, size in self._shards():
+            for row in range(len(shard)):
+                payloads, key = self._raw(shard, row)
+                place = f"{where}: sample {row:,}" + (f" ({key[:200]!r})" if key else "")
+                values: dict[str, bytes | memoryview] = {}
+                for column in self._mapped:
+                    data = payloads.get(column.source)
+                    if data is None:
+                        raise ShardError(
+                            place, f"has no {column.source!r}; every row needs it: choose with --columns"
+                        )
+                    try:
+                        values[column.target] = column.convert(memoryview(data))
+                    except (ValueError, TypeError) as error:
+                        raise ShardError(place, f"{column.source!r}: {error}") from error
+                yield Sample(values, key, place, size // len(shard))
+
+    def _raw(self, shard: Any, row: int) -> tuple[Mapping[str, bytes | memoryview], str | None]:
+        if isinstance(shard, MdsShard):
+            found: Mapping[str, bytes | memoryview] = shard.payloads(row)
+            return found, None if self._key is None else str(found[KEY], "utf-8")
+        assert isinstance(shard, TarShard)
+        sample = shard.sample(row)
+        key = str(sample.pop(KEY))
+        if not self._has_keys and not (key.isdecimal() and len(key) == KEY_DIGITS):
+            problem = f"keys are numbers up to here, and {key[:200]!r} here: give the tars in another order"
+            raise ShardError(self._dataset.location, f"sample {row:,} of a shard: {problem}")
+        return sample, key if self._has_keys else None  # type: ignore[return-value]
+
+
+def dataset_source(
+    dataset: Dataset, target: Literal["mds", "wds"], columns: Sequence[str] | None, cut: CutOptions
+) -> DatasetRows | DatasetTokens | DatasetSamples:
+    """How to read a dataset for a target: as tokens to be cut, as whole rows, or sample by sample.
+
+    `columns` names those to convert, as they are called in the source; default all. ShardError for columns
+    that are not there, or have no place in the target.
+    """
+    chosen = _chosen(dataset, columns)
+    if not len(dataset):
+        raise ShardError(dataset.location, "has no samples: there is nothing to convert")
+    is_mds = dataset.manifest.format == "mds"
+    if cut.changes_rows or cut.dtype is not None or cut.source_dtype is not None:
+        return _tokens(dataset, chosen, cut)
+    if len(chosen) == 1 and _is_block(dataset, chosen[0], target):
+        return DatasetRows(
+            dataset, chosen[0], chosen[0].name.removesuffix(".npy") if not is_mds else chosen[0].name
+        )
+    try:
+        if not is_mds:
+            return _tar_samples(dataset, chosen, target)
+        mapped = keep_columns(chosen) if target == "mds" else to_members(chosen, _noted_members(dataset))
+    except ValueError as error:
+        raise ShardError(dataset.location, str(error)) from error
+    return DatasetSamples(dataset, mapped, has_keys=False)
+
+
+def _tokens(dataset: Dataset, chosen: Sequence[Column], cut: CutOptions) -> DatasetTokens:
+    """The one column of tokens: arrays, or bytes if their type is told."""
+    kind = "ndarray" if cut.source_dtype is None else "bytes"
+    tokens = [c for c in chosen if c.encoding.partition(":")[0] == kind]
+    preferred = [c for c in tokens if c.name.removesuffix(".npy").removesuffix(".bin") in TOKEN_COLUMNS]
+    if len(preferred or tokens) != 1:
+        names = ", ".join(f"{c.name} ({c.encoding})" for c in chosen)
+        advice = "name it with --columns; of a column of bytes, its type with --source-dtype"
+        raise ShardError(dataset.location, f"has not one column of tokens ({kind}) among {names}: {advice}")
+    return DatasetTokens(dataset, (preferred or tokens)[0], cut.source_dtype)
+
+
+def _tar_samples(dataset: Dataset, chosen: Sequence[Column], target: str) -> DatasetSamples:
+    noted = _noted(dataset)
+    if target == "mds":
+        mapped = to_values(chosen, noted)
+    else:
+        mapped = [Mapped(c.name, c.name, c.encoding, lambda data: data) for c in chosen]
+    return DatasetSamples(dataset, mapped, has_keys=not _is_counted(dataset))
+
+
+def _chosen(dataset: Dataset, columns: Sequence[str] | None) -> list[Column]:
+    there = {column.name: column for column in dataset.columns}
+    if columns is None:
+        return list(there.values())
+    chosen = []
+    for name in columns:
+        full = name if name in there else f"{name}.npy"
+        if full not in there:
+            raise ShardError(dataset.location, f"has no column {name!r}; its columns: {', '.join(there)}")
+        chosen.append(there[full])
+    return chosen
+
+
+def _is_block(dataset: Dataset, column: Column, target: str) -> bool:
+    """Whether all shards hold the column as one matrix of rows, and the target's fast writer takes it."""
+    if dataset.manifest.format == "mds" and any(c.size is None for c in dataset.columns):
+        return False
+    dtype, shape = _layout(column)
+    name = column.name if dataset.manifest.format == "mds" else column.name.removesuffix(".npy")
+    if dtype is None or column.size is None or not shape:
+        return False
+    if dataset.manifest.format == "tar" and not (_is_counted(dataset) and column.name.count(".") == 1):
+        return False
+    if any(column not in columns for columns in dataset.shard_columns()):
+        return False
+    takes_it = len(shape) == 1 and dtype.name in ("uint16", "uint32") and COLUMN_NAME.fullmatch(name)
+    return target == "mds" or bool(takes_it)
+
+
+def _is_counted(dataset: Dataset) -> bool:
+    """Whether the keys of a tar are the running numbers that our writer gives them, and mean nothing."""
+    first = next((n for n, info in enumerate(dataset.manifest.shards) if info.samples), None)
+    if first is None:
+        return True
+    shard = dataset.shard(first)
+    assert isinstance(shard, TarShard)
+    last = len(shard) - 1
+    return shard.key(0) == f"{0:0{KEY_DIGITS}d}" and shard.key(last) == f"{last:0{KEY_DIGITS}d}"
+
+
+def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
+    """What the card of tars that were converted from MDS says of their columns; {} if it is not sound."""
+    noted = (dataset.card or {}).get("columns")
+    if not isinstance(noted, dict):
+        return {}
+    sound: dict[str, Mapping[str, str]] = {}
+    for extension, note in noted.items():
+        if isinstance(note, dict) and all(isinstance(note.get(k), str) for k in ("column", "encoding")):
+            try:
+                encoding_of(note["encoding"])
+            except ValueError:
+                continue
+            sound[extension] = note
+    return sound
+
+
+def _noted_members(dataset: Dataset) -> Mapping[str, str]:
+    """What the card of MDS that was converted from tars says of their members; {} if it is not sound."""
+    noted = (dataset.card or {}).get("members")
+    if not isinstance(noted, dict) or not all(isinstance(name, str) for name in noted.values()):
+        return {}
+    return noted
+
+
+def _layout(column: Column) -> tuple[np.dtype[Any] | None, tuple[int, ...]]:
+    """(type, shape) of an ndarray column, as far as its encoding says."""
+    parts = column.encoding.split(":")
+    if parts[0] != "ndarray" or len(parts) < 2:
+        return None, ()
+    try:
+        dtype = np.dtype(parts[1]).newbyteorder("<")
+        return dtype, tuple(int(dim) for dim in parts[2].split(",")) if len(parts) > 2 and parts[2] else ()
+    except (TypeError, ValueError):
+        return None, ()

@@ -1,0 +1,349 @@
+"""litdata's chunk folders: an index.json and chunks, of tokens (TokensLoader) or any items (PyTreeLoader).
+
+    index.json  {"chunks": [{chunk_bytes, chunk_size (items), dim (tokens), filename}],
+                 "config": {data_format, data_spec, item_loader, compression, …}}
+    chunk       u32 items n | u32 offsets[n + 1] from the file's start | items
+    item        TokensLoader: the values of one array. PyTreeLoader: u32 size of each leaf, then the leaves
+
+Each item of a token dataset is a document. litdata's own blocks of a block size begin anew in each chunk and
+leave its last tokens out: `per_file` with `drop_tail` gives those very rows. A chunk is held in memory whole,
+as litdata writes them small. Leaves of plain kinds become MDS columns or members; others are refused by name,
+and so are encrypted chunks and compressions inside of chunks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.formats.mds.encodings import encoding_of
+from shardkit.hashing import hash_bytes
+from shardkit.manifest import Column, FileInfo, checked_basename
+from shardkit.tools.convert.columns import to_members
+from shardkit.tools.convert.source import SOURCE_HASH, Sample, TokenBlock
+
+__all__ = ["LitdataSamples", "LitdataTokens", "is_litdata", "litdata_source"]
+
+_MAX_INDEX_BYTES = 1 << 30
+
+_MAX_CHUNK_BYTES = 1 << 32  # offsets are u32
+
+_TORCH_DTYPES = {
+    0: "float32", 1: "float32", 2: "float64", 3: "float64", 8: "float16", 9: "float16", 11: "uint8",
+    12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64", 20: "uint16",
+}  # fmt: skip
+
+_NUMPY_DTYPES = (
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+# Leaves whose bytes are those of an MDS value.
+_SAME = {"str": "str", "bytes": "bytes", "int": "int", "jpeg": "jpeg", "float": "float64", "pil": "pil"}
+
+
+def is_litdata(folder: Path) -> bool:
+    """Whether index.json in the folder is litdata's, and not that of an MDS dataset."""
+    file = folder / "index.json"
+    if not file.is_file():
+        return False
+    with file.open("rb") as handle:
+        head = handle.read(1 << 16)
+    return b'"shards"' not in head and (b'"chunks"' in head or b'"data_spec"' in head)
+
+
+def litdata_source(folder: Path, target: str) -> LitdataTokens | LitdataSamples:
+    """The source in a folder; ShardError if its index is not sound, or states what cannot be converted."""
+    index = _Index(folder)
+    has_tokens = all(tokens is not None for _, _, _, tokens in index.chunks)
+    if index.loader == "TokensLoader" or (index.loader is None and has_tokens):  # older indexes name none
+        return LitdataTokens(index)
+    if index.loader in ("PyTreeLoader", None):
+        return LitdataSamples(index, target)
+    raise index.refused(
+        f"was written for {index.loader}: only TokensLoader and PyTreeLoader can be converted"
+    )
+
+
+class _Index:
+    """index.json, checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "index.json"
+        try:
+            if self.file.stat().st_size > _MAX_INDEX_BYTES:
+                raise self.refused(f"is larger than {_MAX_INDEX_BYTES:,} bytes")
+            content = json.loads(self.file.read_bytes())
+        except OSError as error:
+            raise self.refused(f"cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise self.refused(f"is not JSON: {error}") from error
+        config, chunks = (
+            content.get(key) if isinstance(content, dict) else None for key in ("config", "chunks")
+        )
+        if not isinstance(config, dict) or not isinstance(chunks, list) or not chunks:
+            raise self.refused("is no litdata index: it has no config, or no chunks")
+        self.config: dict[str, Any] = config
+        self.loader = config.get("item_loader")
+        if config.get("encryption"):
+            raise self.refused("is of encrypted chunks: decrypt them first")
+        for key in ("compression_level", "ipc_compression"):
+            if config.get(key):
+                raise self.refused(f"is of chunks with {key} {config[key]!r}: write them without compression")
+        compression = config.get("compression")
+        if compression is not None and not str(compression).startswith("zstd"):
+            raise self.refused(f"is of chunks compressed by {compression!r}: only zstd is known")
+        self.is_compressed = compression is not None
+        formats = config.get("data_format")
+        if not isinstance(formats, list) or not all(isinstance(f, str) for f in formats):
+            raise self.refused("states no data_format")
+        self.formats: list[str] = formats
+        self.chunks = [self._chunk(number, chunk) for number, chunk in enumerate(chunks)]
+
+    def refused(self, problem: str) -> ShardError:
+        return ShardError(self.file, problem)
+
+    def _chunk(self, number: int, chunk: object) -> tuple[str, int, int, int | None]:
+        """(name, bytes, items, tokens)"""
+        if not isinstance(chunk, dict):
+            raise self.refused(f"chunk {number:,} is no object")
+        name = checked_basename(chunk.get("filename"), self.file)
+        size, items, dim = (chunk.get(key) for key in ("chunk_bytes", "chunk_size", "dim"))
+        if type(size) is not int or type(items) is not int or not 0 <= items <= size <= _MAX_CHUNK_BYTES:
+            raise self.refused(f"chunk {number:,} ({name}) states {size!r:.40} bytes and {items!r:.40} items")
+        if dim is not None and type(dim) is not int:
+            raise self.refused(f"chunk {number:,} ({name}) states {dim!r:.40} tokens")
+        return name, size, items, dim
+
+
+class _Litdata:
+    """What both kinds share."""
+
+    kind: ClassVar[str] = "litdata"
+
+    def __init__(self, index: _Index) -> None:
+        self._index = index
+        self.files = len(index.chunks)
+        self.files_done = 0
+        self.bytes = sum(size for _, size, _, _ in index.chunks)
+        self.digests: list[FileInfo] = []
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return {"item_loader": self._index.loader, "data_format": self._index.formats}
+
+    def _chunks(self) -> Iterator[tuple[Path, npt.NDArray[np.uint8], npt.NDArray[np.int64], int | None, int]]:
+        """(file, raw bytes, offsets int64[n + 1], tokens stated, stored bytes) of each chunk."""
+        for name, _, items, dim in self._index.chunks:
+            path = self._index.folder / name
+            try:
+                stored = path.read_bytes()
+            except OSError as error:
+                raise ShardError(path, f"cannot be read: {error.strerror or error}") from error
+            self.digests.append(FileInfo(name, len(stored), hash_bytes(stored, [SOURCE_HASH])))
+            raw = self._unpacked(path, stored)
+            yield path, raw, _offsets(path, raw, items), dim, len(stored)
+            self.files_done += 1
+
+    def _unpacked(self, path: Path, stored: bytes) -> npt.NDArray[np.uint8]:
+        if not self._index.is_compressed:
+            return np.frombuffer(stored, np.uint8)
+        import zstandard
+
+        try:
+            size = zstandard.frame_content_size(stored)
+            if not 0 <= size <= _MAX_CHUNK_BYTES:
+                raise ShardError(path, "is zstd data that does not state its size, or one that is too large")
+            return np.frombuffer(
+                zstandard.ZstdDecompressor().decompress(stored, max_output_size=size), np.uint8
+            )
+        except zstandard.ZstdError as error:
+            raise ShardError(path, f"is not the zstd data that its index states: {error}") from error
+
+
+class LitdataTokens(_Litdata):
+    """Items of a TokensLoader dataset: one array of tokens each."""
+
+    has_documents = True
+    max_token: int | None = None
+    left_out = ()
+
+    def __init__(self, index: _Index) -> None:
+        super().__init__(index)
+        dtype = _array_dtype(index.formats[0]) if len(index.formats) == 1 else None
+        if dtype is None or np.dtype(dtype).kind not in "ui":
+            raise index.refused(f"states data_format {index.formats}, which is not one array of integers")
+        self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("<")
+
+    def blocks(self) -> Iterator[TokenBlock]:
+        """A chunk at a time."""
+        document = 0
+        for path, raw, offsets, dim, stored in self._chunks():
+            body = raw[offsets[0] : offsets[-1]]
+            if ((offsets - offsets[0]) % self.dtype.itemsize).any():
+                raise ShardError(path, f"has items that are not whole {self.dtype.name} values")
+            tokens = (
+                body.view(self.dtype)
+                if body.ctypes.data % self.dtype.itemsize == 0
+                else body.copy().view(self.dtype)
+            )
+            if dim not in (None, len(tokens)):
+                raise ShardError(path, f"holds {len(tokens):,} tokens, the index states {dim:,}")
+            ends = (offsets[1:] - offsets[0]) // self.dtype.itemsize
+            yield TokenBlock(tokens, ends, str(path), document, 0, stored, ends_file=True)
+            document += len(ends)
+
+
+class LitdataSamples(_Litdata):
+    """Items of a PyTreeLoader dataset: a dict of leaves, or one leaf."""
+
+    has_keys = False
+
+    def __init__(self, index: _Index, target: str) -> None:
+        super().__init__(index)
+        names = _leaf_names(index)
+        self._leaves = []
+        for name, leaf in zip(names, index.formats, strict=True):
+            found = _leaf(leaf)
+            if found is None:
+                raise index.refused(f"leaf {name!r} is {leaf}, which has no place in an MDS column")
+            self._leaves.append((name, *found))
+        self.columns = {name: encoding for name, encoding, _ in self._leaves}
+        self.names = dict(zip(names, names, strict=True))
+        self._members: dict[str, tuple[str, Callable[[memoryview], bytes | memoryview]]] = {}
+        if target == "wds":
+            try:
+                mapped = to_members([Column(n, e, encoding_of(e).size) for n, e in self.columns.items()])
+            except ValueError as error:
+                raise index.refused(str(error)) from error
+            self._members = {column.source: (column.target, column.convert) for column in mapped}
+            self.columns = {column.target: column.encoding for column in mapped}
+            self.names = {column.target: column.source for column in mapped}
+
+    def samples(self) -> Iterator[Sample]:
+        """Items in order; ShardError names the one that is damaged."""
+        for path, raw, offsets, _, stored in self._chunks():
+            for row in range(len(offsets) - 1):
+                place = f"{path}: item {row:,}"
+                data = raw[offsets[row] : offsets[row + 1]].data
+                try:
+                    values = self._values(data)
+                except (ValueError, TypeError) as error:
+                    raise ShardError(place, str(error)) from error
+                yield Sample(values, None, place, stored // (len(offsets) - 1))
+
+    def _values(self, data: memoryview) -> dict[str, bytes | memoryview]:
+        head = 4 * len(self._leaves)
+        if len(data) < head:
+            raise ValueError(f"{len(data):,} bytes are too few for its leaves")
+        sizes = np.frombuffer(data[:head], "<u4").tolist()
+        if head + sum(sizes) != len(data):
+            raise ValueError(f"leaves of {sum(sizes):,} bytes in {len(data) - head:,}")
+        values: dict[str, bytes | memoryview] = {}
+        for (name, encoding, convert), size in zip(self._leaves, sizes, strict=True):
+            leaf, head = convert(data[head : head + size]), head + size
+            found = encoding_of(encoding)
+            if found.size not in (None, len(leaf)):
+                raise ValueError(f"{name!r}: {len(leaf):,} bytes for {encoding}")
+            if name in self._members:
+                target, to_member = self._members[name]
+                values[target] = to_member(memoryview(leaf))
+            else:
+                values[name] = leaf
+        return values
+
+
+def _offsets(path: Path, raw: npt.NDArray[np.uint8], items: int) -> npt.NDArray[np.int64]:
+    """int64[items + 1], in order, from behind the header to the end of the file."""
+    head = 4 * (items + 2)
+    if len(raw) < head:
+        raise ShardError(path, f"{len(raw):,} bytes cannot hold the offsets of {items:,} items")
+    words = np.frombuffer(raw[:head], "<u4").astype(np.int64)
+    if words[0] != items:
+        raise ShardError(path, f"has {words[0]:,} items, the index states {items:,}", offset=0)
+    offsets = words[1:]
+    if offsets[0] != head or offsets[-1] != len(raw) or (np.diff(offsets) < 0).any():
+        problem = f"its offsets do not run from {head:,} to the end of its {len(raw):,} bytes"
+        raise ShardError(path, f"{problem}: it is cut short or damaged", offset=4)
+    return offsets
+
+
+def _leaf_names(index: _Index) -> Sequence[str]:
+    """Names of the leaves, in their order, from the tree that the index describes."""
+    try:
+        spec = json.loads(index.config["data_spec"])[1]
+        kind, children = spec["type"], spec["children_spec"]
+        if kind is None:
+            return ["value"]
+        names: list[str] = json.loads(spec["context"])
+        flat = all(child["type"] is None for child in children)
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        raise index.refused(f"states a data_spec that cannot be read: {error!r}") from error
+    if kind != "builtins.dict" or not flat or not all(isinstance(name, str) for name in names):
+        raise index.refused("is of items that are no plain dicts of values: flatten them when you write them")
+    if len(names) != len(index.formats) or len(set(names)) != len(names):
+        raise index.refused(f"names {len(names)} leaves, and states the format of {len(index.formats)}")
+    return names
+
+
+def _leaf(name: str) -> tuple[str, Callable[[memoryview], bytes | memoryview]] | None:
+    """(MDS encoding, what makes its bytes) of a leaf; None for kinds that MDS has not."""
+    if name in _SAME:
+        decode = encoding_of(_SAME[name]).decode if name in ("str", "pil") else None
+        return _SAME[name], lambda data: data if decode is None else (decode(data), data)[1]
+    if name == "bool":
+        return "uint8", lambda data: data
+    if name == "jpeg_array":
+        return "jpeg_array", lambda data: data
+    if (dtype := _array_dtype(name)) is not None:
+        encode = encoding_of(f"ndarray:{dtype}").encode
+        return f"ndarray:{dtype}", lambda data: encode(_flat(data, dtype))
+    if name == "tensor":
+        return "ndarray", lambda data: encoding_of("ndarray").encode(_tensor(data))
+    if name == "numpy":
+        return "ndarray", lambda data: encoding_of("ndarray").encode(_array(data))
+    return None
+
+
+def _array_dtype(name: str) -> str | None:
+    """The type of `no_header_tensor:17` and `no_header_numpy:5`, whose arrays have one axis."""
+    kind, colon, number = name.partition(":")
+    if not colon or not number.isdecimal():
+        return None
+    if kind == "no_header_tensor":
+        return _TORCH_DTYPES.get(int(number))
+    if kind == "no_header_numpy" and int(number) < len(_NUMPY_DTYPES):
+        return _NUMPY_DTYPES[int(number)]
+    return None
+
+
+def _flat(data: memoryview, dtype: str) -> npt.NDArray[Any]:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise ValueError(f"{len(data):,} bytes are no whole {dtype} values")
+    values: npt.NDArray[Any] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
+    return values
+
+
+def _tensor(data: memoryview) -> npt.NDArray[Any]:
+    """u32 type, u32 axes, u32 dims, big-endian; then the values."""
+    return _with_header(data, ">u4", _TORCH_DTYPES)
+
+
+def _array(data: memoryview) -> npt.NDArray[Any]:
+    """The same in little-endian, with NumPy's numbers of types."""
+    return _with_header(data, "<u4", dict(enumerate(_NUMPY_DTYPES)))
+
+
+def _with_header(data: memoryview, word: str, dtypes: Mapping[int, str]) -> npt.NDArray[Any]:
+    if len(data) < 8:
+        raise ValueError("an array without a header")
+    number, axes = (int(value) for value in np.frombuffer(data[:8], word))
+    if number not in dtypes or axes > 32 or len(data) < 8 + 4 * axes:
+        raise ValueError(f"an array of type {number} with {axes} axes, which cannot be stored")
+    shape = tuple(int(dim) for dim in np.frombuffer(data[8 : 8 + 4 * axes], word))
+    values = _flat(data[8 + 4 * axes :], dtypes[number])
+    return values.reshape(shape)

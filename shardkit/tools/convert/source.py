@@ -1,0 +1,270 @@
+"""What readers of other formats have in common: a source gives rows, tokens or samples, block by block.
+
+A reader checks what its files claim before anything relies on it, reads forward once, and holds a few blocks.
+Files that are read whole are hashed on the way, so that the card can say what a dataset was made from.
+
+What a conversion is told: how tokens become rows, and what files the rows become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.formats.compression import parse_compression
+from shardkit.formats.mds.index import MAX_SHARD_BYTES
+from shardkit.hashing import Hasher, new_hash
+from shardkit.manifest import FileInfo
+from shardkit.units import parse_bytes
+
+__all__ = [
+    "BLOCK_BYTES",
+    "DTYPES",
+    "NO_ENDS",
+    "SOURCE_DTYPES",
+    "SOURCE_HASH",
+    "TOKEN_COLUMNS",
+    "CutOptions",
+    "HashedPieces",
+    "OutputOptions",
+    "RowSource",
+    "Sample",
+    "SampleSource",
+    "Source",
+    "TokenBlock",
+    "TokenSource",
+]
+
+BLOCK_BYTES = 1 << 23  # of a source at a time: large enough that Python does not count, small for the caches
+
+SOURCE_HASH = "xxh3_128"
+
+TOKEN_COLUMNS = ("input_ids", "tokens")  # what the tokens are called, here and elsewhere
+
+NO_ENDS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlock:
+    """A run of tokens; documents end before the tokens `ends` (int64, in order, repeated for empty ones).
+
+    A document may go on into the next block. `document` and `token` number the first token's document in the
+    source and the token in it; of streams without documents, `token` is the place in the file.
+    """
+
+    tokens: Array
+    ends: npt.NDArray[np.int64]
+    file: str
+    document: int
+    token: int
+    source_bytes: int
+    ends_file: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample as bytes: {target column or extension: payload}; `key` is None where keys are counted."""
+
+    payloads: Mapping[str, bytes | memoryview]
+    key: str | None
+    where: str
+    source_bytes: int
+
+
+class Source(Protocol):
+    """What any source says of itself. `digests` are of files that were read whole; datasets have hashes."""
+
+    kind: ClassVar[str]
+    bytes: int
+    files: int
+    files_done: int
+    digests: list[FileInfo]
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """For the card: what else tells this source from others."""
+
+
+@runtime_checkable
+class TokenSource(Source, Protocol):
+    """Documents of tokens, or a stream without any ends (`has_documents` is False)."""
+
+    dtype: np.dtype[Any]
+    max_token: int | None
+    has_documents: bool
+    left_out: Sequence[str]
+
+    def blocks(self) -> Iterator[TokenBlock]: ...
+
+
+@runtime_checkable
+class RowSource(Source, Protocol):
+    """Rows of one fixed column."""
+
+    column: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def rows(self) -> Iterator[tuple[str, Array, int]]:
+        """(file, rows (n, *shape), bytes of the source) in order."""
+
+
+@runtime_checkable
+class SampleSource(Source, Protocol):
+    """Samples of any columns, as they go into the target."""
+
+    columns: Mapping[str, str]
+    """{target column: MDS encoding}, or {extension: what it was}."""
+    names: Mapping[str, str]
+    """{target column or extension: column of the source}."""
+    has_keys: bool
+
+    def samples(self) -> Iterator[Sample]: ...
+
+
+@dataclass(slots=True)
+class HashedPieces:
+    """A file's bytes from `start` on, in arrays of whole items; its digest is in `info` at the end."""
+
+    path: Path
+    start: int
+    itemsize: int
+    info: FileInfo | None = field(default=None, init=False)
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
+        hasher = new_hash(SOURCE_HASH)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                size = self._hash_head(file.read(self.start), hasher)
+                piece = BLOCK_BYTES // self.itemsize * self.itemsize
+                while True:
+                    data = np.empty(piece, np.uint8)  # a new one each time: views of it may be kept
+                    filled = _fill(file, data.data)
+                    if not filled:
+                        break
+                    hasher.update(data[:filled].data)
+                    size += filled
+                    yield data[:filled]
+        except OSError as error:
+            raise ShardError(self.path, f"cannot be read: {error.strerror or error}") from error
+        self.info = FileInfo(self.path.name, size, {SOURCE_HASH: hasher.hexdigest()})
+
+    def _hash_head(self, head: bytes, hasher: Hasher) -> int:
+        if len(head) != self.start:
+            raise ShardError(self.path, f"ends after {len(head):,} bytes, inside of its header")
+        hasher.update(head)
+        return len(head)
+
+
+def _fill(file: Any, view: memoryview) -> int:
+    filled = 0
+    while filled < len(view) and (count := file.readinto(view[filled:])):
+        filled += count
+    return filled
+
+
+DTYPES = ("uint16", "uint32")
+
+SOURCE_DTYPES = (*DTYPES, "int32", "int64")
+
+_MAX_ROW_TOKENS = 1 << 28  # a gigabyte of uint32; longer rows are a mistake, and would not fit into a shard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutOptions:
+    """How documents or endless streams of tokens become rows; ValueError for what contradicts itself.
+
+    Without `sequence_length` and `keep_lengths` the source's rows are copied, and all must be of one length.
+    """
+
+    sequence_length: int | None = None
+    """Cut the stream of all documents into rows of so many tokens."""
+    keep_lengths: bool = False
+    """Write each document as a row of its own length."""
+    eos: int | None = None
+    """Append this id to each document that does not end in it; also what the last row is padded with."""
+    pad: int | None = None
+    """Fill the last row with this id."""
+    drop_tail: bool = False
+    """Leave out the last tokens if they fill no row."""
+    drop_empty: bool = False
+    """Leave out documents without tokens, which a row of their own cannot hold."""
+    per_file: bool = False
+    """Begin a row at each file of the source, and treat the end of each as the tail."""
+    dtype: str | None = None
+    """Of the rows; default: as the source needs."""
+    source_dtype: str | None = None
+    """Of a bare .bin (default uint16) and of columns of bytes, which do not say."""
+
+    def __post_init__(self) -> None:
+        length = self.sequence_length
+        if length is not None and not 1 <= length <= _MAX_ROW_TOKENS:
+            raise ValueError(f"the sequence length must be from 1 to {_MAX_ROW_TOKENS:,}, not {length:,}")
+        if length is not None and self.keep_lengths:
+            raise ValueError("either a sequence length or the documents' own lengths, not both")
+        if length is None and (self.pad is not None or self.drop_tail or self.per_file):
+            raise ValueError("pad, drop_tail and per_file are for rows cut by a sequence length: give one")
+        if length is None and not self.keep_lengths and self.eos is not None:
+            raise ValueError("eos changes rows that are copied: give a sequence length, or keep_lengths")
+        if self.drop_tail and self.pad is not None:
+            raise ValueError("either pad or drop_tail, not both")
+        if length is not None and not self.drop_tail and self.fill is None:
+            raise ValueError(
+                "say what becomes of the last tokens if they fill no row: give eos or pad to fill it, or "
+                "drop_tail"
+            )
+        if not self.keep_lengths and self.drop_empty:
+            raise ValueError("drop_empty is for keep_lengths: elsewhere empty documents take no room")
+        for name, known in (("dtype", DTYPES), ("source_dtype", SOURCE_DTYPES)):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        for name in ("eos", "pad"):
+            token = getattr(self, name)
+            if token is not None and not 0 <= token <= np.iinfo(self.dtype or "uint32").max:
+                raise ValueError(f"{name} {token:,} does not fit {self.dtype or 'uint32'}")
+
+    @property
+    def fill(self) -> int | None:
+        """The id that fills the last row."""
+        return self.eos if self.pad is None else self.pad
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether anything asks for other rows than the source's."""
+        return self.sequence_length is not None or self.keep_lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """The files that are written; ValueError for what the format does not have."""
+
+    format: Literal["mds", "wds"] = "mds"
+    shard_bytes: int | str = 1 << 26
+    """Largest size of a raw shard."""
+    compression: str | None = None
+    hashes: tuple[str, ...] = ("xxh64",)
+
+    def __post_init__(self) -> None:
+        if self.format not in ("mds", "wds"):
+            raise ValueError(f"the format is mds or wds, not {self.format!r}")
+        if not 0 < self.limit <= MAX_SHARD_BYTES:
+            raise ValueError(f"shards must be below 4 GiB and not empty, not {self.shard_bytes}")
+        if self.compression is not None:
+            parse_compression(self.compression)
+            if self.format == "wds":
+                raise ValueError("tars are written as they are: compression is for mds")
+        for name in self.hashes:
+            new_hash(name)
+
+    @property
+    def limit(self) -> int:
+        """`shard_bytes` as a number."""
+        return parse_bytes(self.shard_bytes)

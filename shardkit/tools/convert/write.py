@@ -1,0 +1,335 @@
+"""Rows of one fixed column into shards, from arrays of any length, through one buffer of a shard.
+
+What is appended is one run of values; rows are cut from it by arithmetic, so no Python runs for a row. A
+full shard goes to disk in one go by the writers that a build uses, in the background while the next fills
+(whoever publishes it syncs it). Memory is two shards.
+
+Samples of any columns into shards, one by one: MDS as MdsWriter writes it, or a tar of several members.
+
+Tars are plain ustar (PAX headers only for names that need them) with fixed time, owner and mode, so the same
+samples give the same bytes. Memory is one shard for MDS, one sample for tars.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import ShardError
+from shardkit.formats import mds, tar
+from shardkit.formats.mds.index import config_bytes, make_columns
+from shardkit.formats.tar.members import BLOCK, padded, split_name
+from shardkit.formats.tar.shard_list import describe_tar
+from shardkit.formats.tar.values import WRITTEN_HEADER_BYTES
+from shardkit.formats.tar.writer import KEY_DIGITS, RECORD_BYTES
+from shardkit.hashing import Hasher, new_hash
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.tools.convert.columns import KEY
+from shardkit.tools.convert.source import OutputOptions, Sample
+
+__all__ = [
+    "CONTENT_HASH",
+    "MdsSampleWriter",
+    "RowWriter",
+    "SampleDigest",
+    "SampleWriter",
+    "TarSampleWriter",
+    "content_hasher",
+    "rows_per_shard",
+]
+
+CONTENT_HASH = "xxh3_128"
+
+_OFFSET_BYTES = 4  # of each sample in an MDS shard
+
+
+def content_hasher() -> Hasher:
+    """For the values of all rows in order, the same whatever the format and the shards."""
+    return new_hash(CONTENT_HASH)
+
+
+def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """How many rows fit into a shard; one at least, as MosaicML has it."""
+    size = prod(shape) * dtype.itemsize
+    if output.format == "wds":
+        return max(1, (output.limit - RECORD_BYTES) // (BLOCK + padded(WRITTEN_HEADER_BYTES + size)))
+    encoding = f"ndarray:{dtype.name}:{','.join(map(str, shape))}"
+    config = config_bytes(
+        make_columns({column: encoding}), output.compression, sorted(set(output.hashes)), output.limit
+    )
+    return max(1, (output.limit - 2 * _OFFSET_BYTES - len(config)) // (size + _OFFSET_BYTES))
+
+
+class RowWriter:
+    """Writes a dataset of one fixed column into an empty folder, with one thread of `background`.
+
+    Whoever owns `background` waits for it before the folder goes away.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        output: OutputOptions,
+        background: Executor,
+        *,
+        column: str,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+    ) -> None:
+        """Tars take rows (length,) of uint16 or uint32 only."""
+        assert output.format == "mds" or len(shape) == 1
+        self._folder, self._output, self._column = folder, output, column
+        self._shape, self.row_values = shape, prod(shape)
+        self.dtype = dtype.newbyteorder("<")
+        rows = rows_per_shard(output, column, self.dtype, shape)
+        self._buffer: npt.NDArray[Any] = np.empty(rows * self.row_values, self.dtype)
+        self._spare = np.empty_like(self._buffer)  # touched, and so in memory, only from the second shard on
+        self._background = background
+        self._writing: Future[None] | None = None
+        self._filled = 0
+        self._digest = content_hasher()
+        self._shards: list[ShardInfo] = []
+        self.rows = 0
+
+    @property
+    def partial(self) -> int:
+        """Values that fill no row yet."""
+        return self._filled % self.row_values
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Values (any number, one axis) that fit the type: the caller has looked."""
+        start = 0
+        while start < len(values):
+            count = min(len(values) - start, len(self._buffer) - self._filled)
+            target = self._buffer[self._filled : self._filled + count]
+            np.copyto(target, values[start : start + count], casting="unsafe")
+            start += count
+            self._filled += count
+            if self._filled == len(self._buffer):
+                self._flush()
+
+    def fill(self, value: int) -> int:
+        """Fill the last row; returns how many values that took."""
+        count = -self._filled % self.row_values
+        self.append(np.full(count, value, self.dtype))
+        return count
+
+    def drop(self) -> int:
+        """Forget the values that fill no row; returns how many they were."""
+        count = self.partial
+        self._filled -= count
+        return count
+
+    def finish(self) -> tuple[Manifest, str]:
+        """Write what is left, then the index; the manifest and the digest of all rows."""
+        assert self.partial == 0
+        if self._filled:
+            self._flush()
+        self._wait()
+        if self._output.format == "mds":
+            mds.write_index(self._folder, self._shards)
+            return Manifest("mds", self._shards), self._digest.hexdigest()
+        tar.write_shard_list(self._folder, self._shards)
+        return Manifest("tar", self._shards), self._digest.hexdigest()
+
+    def _flush(self) -> None:
+        self._wait()
+        block = self._buffer[: self._filled]
+        rows, number = block.reshape(-1, *self._shape), self.rows
+        self._writing = self._background.submit(self._write, rows, number)
+        self.rows += len(rows)
+        self._buffer, self._spare, self._filled = self._spare, self._buffer, 0
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, rows: npt.NDArray[Any], first: int) -> None:
+        self._digest.update(rows.reshape(-1).view(np.uint8).data)
+        output, number = self._output, len(self._shards)
+        try:
+            if output.format == "mds":
+                shard = mds.write_rows_shard(
+                    self._folder,
+                    f"shard.{number:05d}.mds",
+                    rows,
+                    column=self._column,
+                    compression=output.compression,
+                    hashes=output.hashes,
+                    size_limit=output.limit,
+                )
+            else:
+                name = f"shard-{number:05d}.tar"
+                shard = tar.write_rows_shard(
+                    self._folder, name, rows, column=self._column, key_start=first, hashes=output.hashes
+                )
+        except OSError as error:
+            raise ShardError(self._folder, f"cannot be written: {error.strerror or error}") from error
+        self._shards.append(shard)
+
+
+_MAX_MEMBER_BYTES = 1 << 32  # of one sample's member; a larger one would not fit into a shard
+
+
+class SampleDigest:
+    """Of all values of all samples in order, whatever the format and the shards."""
+
+    def __init__(self) -> None:
+        self._hasher: Hasher = content_hasher()
+
+    def add(self, payloads: Mapping[str, bytes | memoryview]) -> None:
+        """One more sample: {column or extension: bytes}."""
+        for name in sorted(payloads):
+            data = payloads[name]
+            self._hasher.update(f"{name}\0{len(data)}\0".encode())
+            self._hasher.update(data)
+
+    def hexdigest(self) -> str:
+        """Of all that was added."""
+        return self._hasher.hexdigest()
+
+
+class SampleWriter(Protocol):
+    """Takes samples in order."""
+
+    def write(self, sample: Sample) -> None: ...
+    def finish(self) -> tuple[Manifest, str]:
+        """The manifest, and the digest of all values."""
+
+
+class MdsSampleWriter:
+    """MDS shards; `columns` is {name: encoding}."""
+
+    def __init__(self, folder: Path, output: OutputOptions, columns: Mapping[str, str]) -> None:
+        self._writer = mds.MdsWriter(
+            folder,
+            columns=columns,
+            compression=output.compression,
+            hashes=output.hashes,
+            shard_bytes=output.limit,
+        )
+        self._digest = SampleDigest()
+
+    def write(self, sample: Sample) -> None:
+        """Append a sample; ShardError if it fits no shard."""
+        payloads = dict(sample.payloads)
+        try:
+            if sample.key is not None:
+                payloads[KEY] = sample.key.encode()
+            self._digest.add(payloads)
+            self._writer.write_encoded(payloads)
+        except ValueError as error:
+            raise ShardError(sample.where, str(error)) from error
+
+    def finish(self) -> tuple[Manifest, str]:
+        """Write the index."""
+        return self._writer.finish(), self._digest.hexdigest()
+
+
+class TarSampleWriter:
+    """Tars of samples with any members."""
+
+    def __init__(self, folder: Path, output: OutputOptions) -> None:
+        self._folder, self._output = folder, output
+        self._digest = SampleDigest()
+        self._shards: list[ShardInfo] = []
+        self._file: FileIO | None = None
+        self._size = self._samples = self._written = 0
+        self._last_key: str | None = None
+        self._hashers: dict[str, Hasher] = {}
+
+    def write(self, sample: Sample) -> None:
+        """Append a sample; ShardError if its key cannot name members."""
+        key = f"{self._written:0{KEY_DIGITS}d}" if sample.key is None else sample.key
+        self._check_key(key, sample)
+        members = [(f"{key}.{name}", sample.payloads[name]) for name in sorted(sample.payloads)]
+        named = {} if sample.key is None else {KEY: key.encode("utf-8", "surrogateescape")}
+        self._digest.add({**sample.payloads, **named})
+        heads = [_header(name, len(data), sample.where) for name, data in members]
+        size = sum(len(h) + padded(len(m[1])) for h, m in zip(heads, members, strict=True))
+        if self._samples and self._size + size + RECORD_BYTES > self._output.limit:
+            self._close()
+        if self._file is None:
+            self._open()
+        for head, (_, data) in zip(heads, members, strict=True):
+            self._put(head)
+            self._put(data)
+            self._put(bytes(-len(data) % BLOCK))
+        self._samples += 1
+        self._written += 1
+        self._last_key = key
+
+    def finish(self) -> tuple[Manifest, str]:
+        """Write the list."""
+        if self._file is not None:
+            self._close()
+        tar.write_shard_list(self._folder, self._shards)
+        return Manifest("tar", self._shards), self._digest.hexdigest()
+
+    def _check_key(self, key: str, sample: Sample) -> None:
+        if sample.key is None:
+            return
+        if key == self._last_key:
+            raise ShardError(sample.where, f"has the key of the sample before, {key[:200]!r}")
+        for name in sample.payloads:
+            if split_name(f"{key}.{name}") != (key, name) or "\0" in key:
+                raise ShardError(
+                    sample.where, f"its key {key[:200]!r} cannot name members: no dots in its last part"
+                )
+
+    def _open(self) -> None:
+        name = f"shard-{len(self._shards):05d}.tar"
+        self._file = (self._folder / name).open("wb", buffering=0)
+        self._buffer = bytearray()
+        self._hashers = {hash_name: new_hash(hash_name) for hash_name in self._output.hashes}
+        self._size = self._samples = 0
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._buffer += data
+        self._size += len(data)
+        if len(self._buffer) >= 1 << 20:
+            self._flush()
+
+    def _flush(self) -> None:
+        assert self._file is not None
+        view = memoryview(bytes(self._buffer))
+        for hasher in self._hashers.values():
+            hasher.update(view)
+        while view:
+            view = view[os.write(self._file.fileno(), view) :]
+        self._buffer = bytearray()
+
+    def _close(self) -> None:
+        assert self._file is not None
+        end = -(-(self._size + 2 * BLOCK) // RECORD_BYTES) * RECORD_BYTES
+        self._put(bytes(end - self._size))
+        self._flush()
+        self._file.close()
+        self._file = None
+        name = f"shard-{len(self._shards):05d}.tar"
+        raw = FileInfo(name, self._size, {n: h.hexdigest() for n, h in sorted(self._hashers.items())})
+        # What readers will find is what the list states of columns; it proves the tar's structure, too.
+        shard = tar.open_shard(
+            self._folder, describe_tar(name, stored_bytes=self._size, samples=self._samples)
+        )
+        self._shards.append(replace(shard.info, raw=raw, columns=shard.columns))
+        shard.close()
+
+
+def _header(name: str, size: int, where: str) -> bytes:
+    if size >= _MAX_MEMBER_BYTES:
+        raise ShardError(where, f"a member of {size:,} bytes; the limit is {_MAX_MEMBER_BYTES:,}")
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")

@@ -1,0 +1,222 @@
+"""Real text that is on every machine: the Python installation's own sources and documentation.
+
+Guarantees: the same installation gives the same files, byte for byte; no more text than was asked for;
+nothing is read but the standard library and the packages installed beside shardkit. What is not UTF-8 is
+counted and left out here, because the demo's subject is shards, not a broken corpus.
+
+A byte-level BPE tokenizer, trained on a sample of the corpus in seconds and saved as `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gzip
+import importlib.metadata
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit.errors import MissingExtraError, ShardkitError
+
+__all__ = ["EOS", "Corpus", "Document", "gather_documents", "train_tokenizer", "write_corpus"]
+
+MAX_DOCUMENT_BYTES = 2_000_000  # generated tables beyond this teach nothing
+
+DOCUMENTATION_SHARE = 0.25
+
+SOURCE_FILES = 4  # a compressed file is one split: so many can be read at the same time
+
+LICENSE_NAMES = ("license", "copying", "notice", "authors")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and where it came from."""
+
+    id: str
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What was written: input files relative to the demo's folder, and their counts."""
+
+    source_files: tuple[str, ...]
+    documentation_files: tuple[str, ...]
+    documents: int
+    text_bytes: int
+    skipped: int
+    origin: str
+
+
+def gather_documents(limit_bytes: int) -> tuple[list[Document], list[Document], int]:
+    """(sources, documentation, files skipped): up to `limit_bytes` of UTF-8 text, a quarter of it prose."""
+    skipped: list[Path] = []
+    prose_bytes = int(limit_bytes * DOCUMENTATION_SHARE)
+    documentation = list(_until(_documentation(skipped), prose_bytes))
+    left = limit_bytes - sum(len(document.text.encode()) for document in documentation)
+    sources = list(_until(_sources(skipped), left))
+    return sources, documentation, len(skipped)
+
+
+def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]]:
+    """Write the inputs under `folder`: JSON lines with gzip, and Parquet; returns the documents, too."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sources, documentation, skipped = gather_documents(limit_bytes)
+    if not sources or not documentation:
+        raise ShardkitError(
+            f"no Python sources or no documentation under {sysconfig.get_path('stdlib')}: the demo needs an "
+            "installation that carries its library as .py files"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    source_files = []
+    for part in range(SOURCE_FILES):
+        file = folder / f"source-{part}.jsonl.gz"
+        lines = (
+            json.dumps({"id": d.id, "text": d.text, "kind": d.kind}, ensure_ascii=False) + "\n"
+            for d in sources[part::SOURCE_FILES]
+        )
+        # No name and no time in the header: the same text gives the same file.
+        with file.open("wb") as raw, gzip.GzipFile("", "wb", 3, raw, mtime=0) as zipped:
+            zipped.write("".join(lines).encode())
+        source_files.append(file.name)
+    columns = {name: [getattr(d, name) for d in documentation] for name in ("id", "text", "kind")}
+    pq.write_table(pa.table(columns), folder / "documentation.parquet", row_group_size=500)
+    text_bytes = sum(len(d.text.encode()) for d in [*sources, *documentation])
+    count = len(sources) + len(documentation)
+    corpus = Corpus(
+        tuple(source_files),
+        ("documentation.parquet",),
+        count,
+        text_bytes,
+        skipped,
+        sysconfig.get_path("stdlib"),
+    )
+    return corpus, [*sources, *documentation]
+
+
+def _until(documents: Iterable[Document], limit_bytes: int) -> Iterator[Document]:
+    """Documents while they fit; one that is too large for what is left is passed over."""
+    for document in documents:
+        size = len(document.text.encode())
+        if size <= limit_bytes:
+            limit_bytes -= size
+            yield document
+        if limit_bytes < 1000:
+            return
+
+
+def _documentation(skipped: list[Path]) -> Iterator[Document]:
+    """Python's own manual pages, what installed packages say of themselves, then docstrings."""
+    with contextlib.suppress(ImportError):  # some distributions ship it separately
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics):
+            yield Document(f"pydoc:{name}", topics[name], "manual")
+    yield from _package_texts(skipped)
+    for source in _sources(skipped):
+        try:
+            tree = ast.parse(source.text)
+        except (SyntaxError, ValueError, RecursionError):  # the library's tests hold broken files on purpose
+            continue
+        texts = [
+            ast.get_docstring(node) or ""
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        if any(texts):
+            yield Document(f"docstrings:{source.id}", "\n\n".join(filter(None, texts)), "docstrings")
+
+
+def _package_texts(skipped: list[Path]) -> Iterator[Document]:
+    """Descriptions and licences of the installed packages, in the order of their names.
+
+    Many packages carry the same licence, so exact deduplication finds real work here.
+    """
+    packages = {
+        d.metadata["Name"].lower(): d for d in importlib.metadata.distributions() if d.metadata["Name"]
+    }
+    for name in sorted(packages):
+        for entry in sorted(packages[name].files or (), key=str):
+            stem = Path(entry.name).stem.lower()
+            if not (entry.name == "METADATA" or stem.startswith(LICENSE_NAMES)) or entry.suffix == ".py":
+                continue
+            text = _read_text(Path(str(entry.locate())), skipped)
+            if text is not None:
+                yield Document(f"{name}/{entry}", text, "package")
+
+
+def _sources(skipped: list[Path]) -> Iterator[Document]:
+    """The standard library's .py files in the order of their names, then the installed packages'."""
+    seen: set[Path] = set()
+    for scheme in ("stdlib", "purelib"):
+        root = Path(sysconfig.get_path(scheme)).resolve()
+        for file in _python_files(root):
+            if file in seen:
+                continue
+            seen.add(file)
+            text = _read_text(file, skipped)
+            if text is not None:
+                yield Document(f"{scheme}/{file.relative_to(root).as_posix()}", text, "source")
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """.py files under `root`, depth first in the order of names, packages of others left out."""
+    foreign = {"site-packages", "dist-packages", "__pycache__"}
+    for entry in sorted(root.iterdir(), key=lambda path: path.name) if root.is_dir() else ():
+        if entry.is_symlink() or entry.name in foreign:
+            continue
+        if entry.is_dir():
+            yield from _python_files(entry)
+        elif entry.suffix == ".py":
+            yield entry
+
+
+def _read_text(file: Path, skipped: list[Path]) -> str | None:
+    """The file's text; None, and booked as skipped, if it is too large, unreadable or not UTF-8."""
+    try:
+        if file.stat().st_size <= MAX_DOCUMENT_BYTES:
+            return file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        pass
+    skipped.append(file)
+    return None
+
+
+EOS = "<|endoftext|>"
+
+
+def train_tokenizer(
+    file: Path, documents: Sequence[Document], *, vocabulary: int = 8192, sample_bytes: int = 4_000_000
+) -> int:
+    """Train on every n-th document, about `sample_bytes` in all; writes `file`; the vocabulary's size."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "write", "the demo") from error
+
+    total = sum(len(document.text) for document in documents)
+    stride = max(1, -(-total // sample_bytes))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def sample() -> Iterator[str]:
+        for document in documents[::stride]:
+            yield document.text
+
+    tokenizer.train_from_iterator(sample(), trainer=trainer)
+    tokenizer.save(str(file))
+    return int(tokenizer.get_vocab_size())

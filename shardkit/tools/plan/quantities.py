@@ -1,0 +1,152 @@
+"""Numbers as people write them ("14.8T", "10MB/s", "25Gbit/s", "50ms", "40 %") to exact ones, and back.
+
+What machines and an object store charge: assumptions, each to be replaced by what you pay.
+
+The defaults are AWS's list prices of us-east-1 for S3 Standard and on-demand general-purpose machines as of
+2025, first tier, in US dollars. Traffic from S3 to machines of the same region is free; out to the Internet
+it is 0.09 a GB, to another region 0.02. Whoever trains pays less than list, or pays in machines owned.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from fractions import Fraction
+
+from shardkit.units import parse_bytes
+
+__all__ = [
+    "SECONDS_A_MONTH",
+    "Prices",
+    "format_count",
+    "format_seconds",
+    "parse_count",
+    "parse_number",
+    "parse_rate",
+    "parse_seconds",
+    "parse_share",
+]
+
+_NUMBER = r"((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)"
+
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12, "p": 10**15}
+
+_SECONDS = {
+    "": Fraction(1), "s": Fraction(1), "ms": Fraction(1, 1000), "us": Fraction(1, 10**6),
+    "m": Fraction(60), "min": Fraction(60), "h": Fraction(3600), "d": Fraction(86400),
+}  # fmt: skip
+
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+
+
+def parse_number(text: str) -> Fraction:
+    """An exact number of at least 0 from "4", "4.2", "1e-3" or "14.8T" (also K, M, B or G, P)."""
+    match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]?)", text.strip().replace(",", "").replace("_", ""))
+    if match is None or match[2].lower() not in _COUNTS:
+        raise ValueError(f"not a number: {text!r} (such as 2048, 14.8e12 or 14.8T)")
+    return Fraction(Decimal(match[1])) * _COUNTS[match[2].lower()]
+
+
+def parse_count(text: str) -> int:
+    """A whole number of at least 1, written as `parse_number` reads it."""
+    number = parse_number(text)
+    if number.denominator != 1 or number < 1:
+        raise ValueError(f"not a whole number of 1 or more: {text!r}")
+    return int(number)
+
+
+def parse_share(text: str) -> Fraction:
+    """A part of a whole, above 0 and at most 1, from "0.4" or "40%"."""
+    stripped = text.strip()
+    percent = stripped.endswith("%")
+    share = parse_number(stripped.removesuffix("%")) / (100 if percent else 1)
+    if not 0 < share <= 1:
+        raise ValueError(f"a share is above 0 and at most 1 (or 100%), not {text!r}")
+    return share
+
+
+def parse_rate(text: str) -> Fraction:
+    """Bytes per second, above 0, from "10MB/s", "10MB/s/core", "25Gbit/s"."""
+    amount = re.sub(r"\s*(/\s*core)?$", "", text.strip())
+    amount = re.sub(r"\s*(/\s*core)?(/\s*s|ps)$", "", amount)
+    match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", amount)
+    try:
+        if match is None:
+            raise ValueError
+        if match[2].lower() in _BITS:
+            rate = Fraction(Decimal(match[1])) * _BITS[match[2].lower()] / 8
+        else:
+            rate = Fraction(Decimal(match[1])) * parse_bytes(f"1{match[2]}")
+    except ValueError:
+        raise ValueError(f"not a rate: {text!r} (such as 10MB/s, 80MiB/s or 25Gbit/s)") from None
+    if not rate:
+        raise ValueError(f"a rate must be above 0, not {text!r}")
+    return rate
+
+
+def parse_seconds(text: str) -> Fraction:
+    """A time of at least 0 from "0.05", "50ms", "2h"."""
+    match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _SECONDS:
+        raise ValueError(f"not a time: {text!r} (such as 0.05, 50ms, 30s, 2h or 14d)")
+    return Fraction(Decimal(match[1])) * _SECONDS[match[2].lower()]
+
+
+def format_count(count: float | Fraction) -> str:
+    """Three digits and a unit: "14.8 T", "3.17 M"; small whole numbers as they are."""
+    value = float(count)
+    for unit in ("", "K", "M", "B", "T"):
+        if abs(value) < 999.5 or unit == "T":
+            break
+        value /= 1000
+    if not unit:
+        return f"{value:.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+
+
+def format_seconds(seconds: float | Fraction) -> str:
+    """ "850 ms", "3.2 s", "4.1 min", "14 days": three digits."""
+    value = float(seconds)
+    if value < 1:
+        return f"{1000 * value:.3g} ms"
+    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (2 * 86400, "h", 3600)):
+        if value < limit:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 86400:.3g} days"
+
+
+SECONDS_A_MONTH = 30 * 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """In dollars."""
+
+    core_hour: Fraction = Fraction("0.05")
+    """A core (half of a two-vCPU machine of about $0.10 an hour) for an hour."""
+    get_1000: Fraction = Fraction("0.0004")
+    """1,000 reads from the store."""
+    put_1000: Fraction = Fraction("0.005")
+    """1,000 writes, the parts of large objects included."""
+    gb_month: Fraction = Fraction("0.023")
+    """A GB (10**9 bytes) stored for 30 days."""
+    egress_gb: Fraction = Fraction(0)
+    """A GB from the store to the machines: nothing inside a region."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"price {field.name} must not be negative")
+
+    def storing(self, count: Fraction, seconds: Fraction) -> Fraction:
+        """Dollars for keeping `count` bytes so long."""
+        return count / 10**9 * self.gb_month * seconds / SECONDS_A_MONTH
+
+    def reading(self, requests: int, count: Fraction) -> Fraction:
+        """Dollars for so many reads that transfer `count` bytes."""
+        return requests * self.get_1000 / 1000 + count / 10**9 * self.egress_gb
+
+    def writing(self, requests: int) -> Fraction:
+        """Dollars for so many writes."""
+        return requests * self.put_1000 / 1000

@@ -1,0 +1,160 @@
+"""A recipe on a part of its real input: what each stage keeps, how fast, with how much disk.
+
+Three builds of that part (sample_pieces.py) in a temporary folder: a small one that compiles kernels, the
+same one again, and the whole sample. The difference of the last two is what bytes cost; what every build
+costs, whatever its size, drops out.
+
+Duplicates are found within the sample only: what duplicate removal keeps of all is less.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from shardkit.errors import BuildError, ShardkitError
+from shardkit.storage.store import StorageOptions
+from shardkit.tools.plan.build import Measured, measured_from_card
+from shardkit.writers.estimate import Piece, choose_pieces, put_pieces
+from shardkit.writers.inputs.scan import Split, scan_inputs
+from shardkit.writers.pipeline import build
+from shardkit.writers.preparation import with_overrides
+from shardkit.writers.publish import CARD_NAME
+from shardkit.writers.recipe import Recipe
+
+__all__ = ["Sample", "measure_sample"]
+
+DEFAULT_SHARE = Fraction(1, 100)
+
+_UNCUT = 1 << 62  # splits of whole files: cutting one would read all of it
+
+_PART = 4  # the small build has one in so many of the sample's bytes
+
+_LEAST_TEXT_BYTES = 16 << 20  # more of it than the small build has, or the difference is noise
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What was measured, how much text all of the input has by that, and what to know of it."""
+
+    measured: Measured
+    whole_text_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A build of some pieces."""
+
+    measured: Measured
+    core_seconds: float
+    work_bytes: int
+    stored: dict[int, int]  # stored bytes that were read, by number of the recipe's input
+    read: dict[int, int]  # the text in them
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(self.stored.values())
+
+
+def measure_sample(
+    recipe: Recipe | str | Path,
+    *,
+    share: Fraction | None = None,
+    sample_bytes: int | None = None,
+    overrides: Sequence[str] = (),
+    workers: int | None = None,
+    progress: bool = True,
+    storage: StorageOptions | None = None,
+) -> Sample:
+    """Build from `share` of the recipe's input, or from `sample_bytes` of it, and measure.
+
+    RecipeError, BuildError; ShardkitError if the sample leaves nothing to measure.
+    """
+    recipe = with_overrides(recipe, overrides)
+    splits = scan_inputs(recipe, storage, split_bytes=_UNCUT)
+    whole = sum(split.bytes for split in splits)
+    wanted = sample_bytes if sample_bytes is not None else int((share or DEFAULT_SHARE) * whole)
+    if not wanted:
+        raise ShardkitError("a sample of 0 bytes measures nothing: give --sample or --sample-bytes")
+    with tempfile.TemporaryDirectory(prefix="shardkit-sample-") as scratch:
+        built: list[_Built] = []
+        for number, size in enumerate((wanted // _PART, wanted // _PART, wanted)):
+            folder = Path(scratch) / str(number)
+            pieces = choose_pieces(splits, max(1, size))
+            built.append(_build(recipe, pieces, folder, workers, progress))
+            shutil.rmtree(folder)
+    _, small, large = built
+    measured, notes = large.measured, _notes(recipe, large, whole)
+    more = measured.read_bytes - small.measured.read_bytes
+    seconds = large.core_seconds - small.core_seconds
+    if more < _LEAST_TEXT_BYTES or seconds <= 0:
+        more, seconds = measured.read_bytes, large.core_seconds
+        notes.append("the sample is so small that what every build costs is most of its time: take a larger")
+    stored_per_text = Fraction(whole, max(1, _whole_text(splits, large)))
+    measured = replace(
+        measured,
+        stored_bytes=large.stored_bytes,
+        stored_bytes_per_text_byte=stored_per_text,
+        core_bytes_per_second=Fraction(more) / Fraction(seconds).limit_denominator(1000),
+        work_bytes_per_text_byte=Fraction(large.work_bytes, measured.kept_bytes),
+    )
+    return Sample(measured, _whole_text(splits, large), tuple(notes))
+
+
+def _whole_text(splits: Sequence[Split], built: _Built) -> int:
+    """Text of all inputs, if each source has as much for a stored byte as in the sample."""
+    stored: dict[int, int] = {}
+    for split in splits:
+        stored[split.source] = stored.get(split.source, 0) + split.bytes
+    return sum(
+        size * built.read[s] // max(1, built.stored[s]) for s, size in stored.items() if s in built.read
+    )
+
+
+def _notes(recipe: Recipe, large: _Built, whole: int) -> list[str]:
+    part = large.stored_bytes / max(1, whole)
+    notes = [f"measured on {100 * part:.3g} % of the input: {large.stored_bytes:,} of {whole:,} stored bytes"]
+    if part < 1 and recipe.dedup != type(recipe.dedup)(exact=None):
+        notes.append(
+            "duplicates were found within the sample only: of the whole, duplicate removal keeps less"
+        )
+    return notes
+
+
+def _build(
+    recipe: Recipe, pieces: Sequence[Piece], folder: Path, workers: int | None, progress: bool
+) -> _Built:
+    inputs, stored = put_pieces(recipe, pieces, folder / "inputs")
+    output = recipe.output.model_copy(update={"path": str(folder / "out")})
+    changes = {"inputs": tuple(inputs), "output": output, "work": str(folder / "work")}
+    derived = recipe.model_copy(update=changes).in_folder(recipe.folder)
+    before = _core_seconds()
+    try:
+        result = build(derived, workers=workers, progress=progress)
+    except BuildError as error:
+        raise BuildError(f"building from a sample: {error}") from error
+    seconds = _core_seconds() - before
+    card = json.loads((folder / "out" / CARD_NAME).read_text())
+    shards = {file.stat().st_ino for file in (folder / "out").rglob("*") if file.is_file()}
+    held = {status.st_ino: status.st_size for status in _files(folder / "work")}
+    work = sum(size for inode, size in held.items() if inode not in shards)
+    read = [entry["funnel"]["read"]["bytes"] for entry in card["inputs"]]
+    by_source = dict(zip(stored, read, strict=True))
+    return _Built(measured_from_card(card, result.location), seconds, work, stored, by_source)
+
+
+def _files(folder: Path) -> list[os.stat_result]:
+    return [file.stat() for file in folder.rglob("*") if file.is_file()]
+
+
+def _core_seconds() -> float:
+    """Of this process and of its children that have ended, as a build's workers have."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

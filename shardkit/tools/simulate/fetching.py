@@ -1,0 +1,366 @@
+"""A node's fetcher and cache in virtual time: `shardkit.cache.fetcher` with a fluid for its network.
+
+What is fetched when and evicted for what is decided by the project's own `Planner` over `plan_fetches`. Here
+are the threads (as many transfers at a time as all ranks of the node have connections), the order in which
+they take work, ranges for shards that are waited for, room in the cache, and a store that may say 503.
+Checking and writing of what has come take no time.
+
+A node's network as a fluid: all transfers flow at one rate, what is there divided by their number.
+
+Since the rate is the same for all, one running total (bytes that a flow present since the beginning would
+have had) says when each ends: a flow that joins at total V with b bytes ends at V + b. Each event costs
+O(log flows).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.cache.belady import Fetch, Future
+from shardkit.cache.contract import Held
+from shardkit.cache.planner import Planner
+from shardkit.tools.simulate.scenario import NodeUses, Scenario
+
+__all__ = ["Fetching", "Link"]
+
+
+class Link:
+    """Time goes forward only, by `advance`."""
+
+    def __init__(self, total_bytes_per_second: float, flow_bytes_per_second: float) -> None:
+        self._total, self._each = total_bytes_per_second, flow_bytes_per_second
+        self._now = 0.0
+        self._flowed = 0.0
+        self.moved = 0.0
+        """Bytes of all flows so far."""
+        self._flows: list[tuple[float, int]] = []  # a heap of (total at its end, its number)
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second of each flow."""
+        return min(self._each, self._total / max(1, len(self._flows)))
+
+    def advance(self, now: float) -> None:
+        assert now >= self._now - 1e-9
+        if self._flows:
+            each = self.rate * max(0.0, now - self._now)
+            self._flowed += each
+            self.moved += each * len(self._flows)
+        self._now = max(now, self._now)
+
+    def add(self, number: int, count: float) -> None:
+        """A transfer of `count` bytes begins now."""
+        heapq.heappush(self._flows, (self._flowed + count, number))
+
+    def next_end(self) -> float:
+        """When the next one ends if none joins; infinity if there is none."""
+        if not self._flows:
+            return float("inf")
+        return self._now + max(0.0, self._flows[0][0] - self._flowed) / self.rate
+
+    def pop(self) -> int:
+        """Take out the one that ends next, which must be now."""
+        end, number = heapq.heappop(self._flows)
+        self._flowed = max(self._flowed, end)
+        return number
+
+
+NEVER = float("inf")
+
+_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 0.1, 10.0  # as shardkit.storage.retry
+
+_COOL_DOWN_SECONDS = 1.0  # as shardkit.storage.limits
+
+_P99 = 2.3263478740408408  # of the normal distribution
+
+_Ints = npt.NDArray[np.int64]
+
+
+class _Job:
+    """A shard on its way."""
+
+    def __init__(self, shard: int, *, urgent: bool, victims: Callable[[], Iterable[str]]) -> None:
+        self.shard, self.urgent, self.victims = shard, urgent, victims
+        self.waiting: list[float] = []  # bytes of parts that nobody fetches yet
+        self.left = 0  # parts that have not come
+        self.is_kept = False  # the cache has room for it
+
+
+class _Contents:
+    """The cache as the planner sees it."""
+
+    is_shared = True
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held: dict[str, Held] = {}
+        self.used = 0
+
+    def contents(self) -> Mapping[str, Held]:
+        return self.held
+
+    def put(self, name: str, size: int, *, filling: bool) -> None:
+        if name not in self.held:
+            self.used += size
+        self.held[name] = Held(size, 0.0, filling)
+
+    def remove(self, name: str) -> int:
+        size = self.held.pop(name).bytes
+        self.used -= size
+        return size
+
+
+class Fetching:
+    """Shards are numbered as in the node's uses. Time goes forward by `run_until`."""
+
+    def __init__(self, scenario: Scenario, uses: NodeUses, node: int) -> None:
+        self._scenario, self._uses = scenario, uses
+        self._sizes = scenario.shard_bytes[uses.numbers]
+        self._entries = scenario.entry_bytes[uses.numbers]
+        self._names = [str(number) for number in range(uses.shards)]
+        self._cache = _Contents(scenario.cache_bytes)
+        network = scenario.network
+        share = network.store_bytes_per_second
+        total = network.node_bytes_per_second
+        if share is not None:
+            total = min(total, share / scenario.nodes)
+        self.link = Link(total, network.connection_bytes_per_second)
+        self.total_rate = total
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self.requests = array("d")  # when each was made
+        self.moved = array("d")  # seconds and bytes of shards that had come by then, in turn
+        self.squeezed: set[int] = set()
+        self.delivered: set[int] = set()  # whole in memory, for who waits: the cache had no room
+        self._connections = scenario.connections * scenario.gpus_per_node
+        self._gate = float(scenario.rules.store_connections * scenario.gpus_per_node)
+        self._calm_at, self._successes = 0.0, 0
+        self._random = random.Random(f"{scenario.seed}:{node}")
+        self._planner: Planner | None = None
+        self._active: dict[int, _Job] = {}
+        self._demanded: deque[_Job] = deque()
+        self._starts: list[tuple[float, int]] = []  # a heap of (first byte comes, transfer)
+        self._transfers: dict[int, tuple[_Job, float]] = {}
+        self._next_transfer = 0
+        self._fetched = np.zeros(uses.shards, dtype=np.bool_)
+
+    @property
+    def streaming(self) -> int:
+        """Requests that are open."""
+        return len(self._transfers)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._cache.used
+
+    def waiting_bytes(self, touched: set[int]) -> int:
+        """Bytes of shards that have come and that nobody has read so far."""
+        came = set(np.flatnonzero(self._fetched).tolist())
+        return int(self._sizes[sorted(came - touched)].sum())
+
+    def has(self, shard: int) -> bool:
+        held = self._cache.held.get(self._names[shard])
+        return held is not None and not held.filling
+
+    def follow(self, position: int) -> None:
+        """Fetch ahead from a position on."""
+        scenario = self._scenario
+        samples, whole = self._uses.samples, int(scenario.entry_bytes.sum())
+        lead = samples * scenario.cache_bytes // max(1, whole) // scenario.rules.leads_in_cache
+        self._planner = Planner(
+            Future(self._uses, lead=min(lead, samples // 2)),
+            self._names,
+            self._entries,
+            samples,
+            position,
+            clock=lambda: self.now,
+        )
+        self._work()
+
+    def advance(self, position: int) -> None:
+        """The reader has come to a position."""
+        if self._planner is not None and self._planner.advance(position):
+            self._work()
+
+    def demand(self, shard: int) -> None:
+        """Someone waits for a shard; it comes before all others."""
+        job = self._active.get(shard) or next((j for j in self._demanded if j.shard == shard), None)
+        if job is None:
+            job = _Job(shard, urgent=True, victims=self._victims_now)
+            self._demanded.append(job)
+        job.urgent = True
+        self._work()
+
+    def next_event(self) -> float:
+        """When something happens next."""
+        return min(self._starts[0][0] if self._starts else NEVER, self.link.next_end())
+
+    def step(self) -> None:
+        """Let happen what happens next."""
+        start, end = self._starts[0][0] if self._starts else NEVER, self.link.next_end()
+        self.go_to(min(start, end))
+        if start <= end:
+            _, number = heapq.heappop(self._starts)
+            self.link.add(number, self._transfers[number][1])
+        else:
+            self._end(self.link.pop())
+        self._work()
+
+    def go_to(self, now: float) -> None:
+        """Nothing happens before `now`."""
+        self.link.advance(now)
+        self.now = max(self.now, now)
+        if not self.moved or self.now > self.moved[-2]:
+            self.moved.extend((self.now, self.link.moved))
+
+    def request_seconds(self) -> float:
+        """How long a request made now waits for its first byte, refusals included."""
+        network = self._scenario.network
+        seconds, failures = 0.0, 0
+        while True:
+            self.requests.append(self.now + seconds)
+            seconds += self._latency()
+            if not network.throttled_share or self._random.random() >= network.throttled_share:
+                self._succeeded(self.now + seconds)
+                return seconds
+            failures += 1
+            self.counts["throttled"] += 1
+            self._throttled(self.now + seconds)
+            backoff = min(_LONGEST_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2.0 ** min(failures - 1, 60))
+            seconds += backoff * self._random.random()
+
+    def _latency(self) -> float:
+        network = self._scenario.network
+        if network.latency_p99_seconds is None or not network.latency_seconds:
+            return network.latency_seconds
+        spread = math.log(network.latency_p99_seconds / network.latency_seconds) / _P99
+        return self._random.lognormvariate(math.log(network.latency_seconds), spread)
+
+    def _throttled(self, now: float) -> None:
+        """Half as many requests at a time, as the store's gate has it."""
+        if now >= self._calm_at:
+            self._calm_at = now + _COOL_DOWN_SECONDS
+            self._gate = max(1.0, self._gate // 2)
+            self._successes = 0
+
+    def _succeeded(self, now: float) -> None:
+        if now >= self._calm_at:
+            self._successes += 1
+            if self._successes >= self._gate:
+                self._successes = 0
+                most = self._scenario.rules.store_connections * self._scenario.gpus_per_node
+                self._gate = min(most, self._gate + 1)
+
+    def _work(self) -> None:
+        """What free threads do."""
+        while self.streaming < min(self._connections, self._gate):
+            job = self._next_job()
+            if job is None:
+                return
+            if job.left == 0 and not self._begin(job):
+                continue
+            self._transfer(job, job.waiting.pop())
+
+    def _next_job(self) -> _Job | None:
+        waiting = [job for job in self._active.values() if job.waiting]
+        if waiting:
+            return min(waiting, key=lambda job: not job.urgent)
+        if self._demanded:
+            job = self._demanded.popleft()
+            self._active[job.shard] = job
+            return job
+        planner = self._planner
+        while planner is not None:
+            fetch = planner.take(self._active)
+            if fetch is not None:
+                job = _Job(fetch.shard, urgent=False, victims=partial(self._victims_for, fetch))
+                self._active[fetch.shard] = job
+                return job
+            if not planner.is_stale():
+                return None
+            planner.plan(self._cache, [*self._active])  # type: ignore[arg-type]
+            self.squeezed &= planner.unfit
+        return None
+
+    def _begin(self, job: _Job) -> bool:
+        """Make room for a shard and cut it into parts; whether it is to be fetched."""
+        if self.has(job.shard):
+            del self._active[job.shard]
+            return False
+        job.is_kept = self._reserve(job)
+        if not job.is_kept:
+            if not job.urgent:
+                del self._active[job.shard]
+                return False
+            self.counts["bypassed"] += 1
+            self.squeezed.add(job.shard)
+        else:
+            self.squeezed.discard(job.shard)
+        size = float(self._sizes[job.shard])
+        # One thread is this shard's already.
+        idle = self._connections - self.streaming - 1
+        parts = 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
+        parts = max(1, min(parts, int(size) // self._scenario.rules.part_bytes))
+        job.waiting, job.left = [size / parts] * parts, parts
+        return True
+
+    def _transfer(self, job: _Job, size: float) -> None:
+        number, self._next_transfer = self._next_transfer, self._next_transfer + 1
+        self._transfers[number] = job, size
+        heapq.heappush(self._starts, (self.now + self.request_seconds(), number))
+
+    def _end(self, number: int) -> None:
+        job, _ = self._transfers.pop(number)
+        job.left -= 1
+        if job.left or job.waiting:
+            return
+        shard = job.shard
+        del self._active[shard]
+        size = int(self._sizes[shard])
+        self.counts["fetched_bytes"] += size
+        self.counts["fetched_shards"] += 1
+        self.counts["refetched_bytes"] += size * bool(self._fetched[shard])
+        self._fetched[shard] = True
+        if job.is_kept:
+            self._cache.put(self._names[shard], int(self._entries[shard]), filling=False)
+        if job.urgent:
+            self.delivered.add(shard)
+
+    def _reserve(self, job: _Job) -> bool:
+        cache, needed = self._cache, int(self._entries[job.shard])
+        if needed > cache.capacity:
+            return False
+        if cache.used + needed > cache.capacity:
+            for victim in job.victims():
+                held = cache.held.get(victim)
+                if held is not None and not held.filling:
+                    self.counts["evicted_bytes"] += cache.remove(victim)
+                    self.counts["evictions"] += 1
+                if cache.used + needed <= cache.capacity:
+                    break
+        if cache.used + needed > cache.capacity:
+            return False
+        cache.put(self._names[job.shard], needed, filling=True)
+        return True
+
+    def _victims_for(self, fetch: Fetch) -> Iterable[str]:
+        # What the plan names comes first in the planner's list, and is nearly always enough.
+        yield from (self._names[shard] for shard in fetch.evict)
+        assert self._planner is not None
+        yield from self._planner.victims_for(fetch, self._cache.held)
+
+    def _victims_now(self) -> Iterable[str]:
+        held = self._cache.held
+        return list(held) if self._planner is None else self._planner.victims_now(held)

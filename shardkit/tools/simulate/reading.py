@@ -1,0 +1,208 @@
+"""A node's loaders in virtual time: plans that grow, first rows read singly, batches queued ahead.
+
+All ranks of a node are taken to be alike, so one reader stands for them: its plans are theirs side by side,
+and it waits for what any of them needs. The rules are those of `shardkit.loaders` (groups, cold, prefetch).
+Planning, opening and gathering take no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from shardkit.tools.simulate.fetching import NEVER, Fetching
+from shardkit.tools.simulate.scenario import Demand, NodeUses, Scenario
+
+__all__ = ["Reading"]
+
+_State = Literal["free", "rows", "shards", "queueing"]
+
+
+class Reading:
+    """`batch_at` gives the time at which a step's batch is in hand; steps are asked for in order."""
+
+    def __init__(self, scenario: Scenario, demand: Demand, uses: NodeUses, place: int, node: int) -> None:
+        """`place` is the node's among those simulated."""
+        self._scenario, self._demand, self._uses, self._place = scenario, demand, uses, place
+        self.fetching = Fetching(scenario, uses, node)
+        self.hits = self.misses = self.row_reads = self.used_rows = 0
+        self.touched: set[int] = set()  # shards that plans have opened
+        rules = scenario.rules
+        plan_bytes = min(rules.plan_bytes, scenario.cache_bytes // rules.plans_in_cache)
+        most = min(plan_bytes // scenario.sample_bytes, rules.plan_rows)
+        self._most_rows = max(scenario.batch_size, most)
+        delivered = scenario.batch_size * (scenario.delivered_bytes or scenario.sample_bytes)
+        self._batch_bytes = delivered
+        self._group_steps = max(1, rules.group_bytes // delivered)
+        self._keeps_open = int(scenario.entry_bytes.sum()) <= scenario.cache_bytes
+        self._rows = scenario.batch_size
+        self._cold_left = rules.cold_rows
+        self._is_following = False
+        self._state: _State = "free"
+        self._rows_until = 0.0
+        self._pending: deque[int] = deque()
+        self._open: set[int] = set()
+        self._is_waiting = False  # for the first of those pending
+        self._planned = self._queued = 0  # steps before these have been planned, and queued
+        self._queue: deque[int] = deque()  # of each group the step behind its last
+        self._queued_steps = 0
+        self._in_hand = 0  # the step behind the last that the loop has
+        self._is_awaited = False
+        self._has_thread = False
+        self._gets = 0
+
+    def batch_at(self, step: int, now: float) -> float:
+        """When the batch of `step` is in hand, asked for at `now`; `now` if it is there."""
+        if step < self._in_hand:
+            return now
+        self._run_until(now)
+        self._gets += 1
+        # The loader starts its thread once it has seen twice that the loop does something else.
+        busy = self._scenario.step_seconds > self._scenario.rules.busy_seconds
+        self._has_thread = busy and self._gets > 2 and self._scenario.prefetch_batches > 0
+        self._is_awaited = True
+        self._proceed()
+        while not self._queue:
+            event = self._next_event()
+            assert event < NEVER, "a reader waits for what nobody fetches"
+            self._happen(event)
+        self._is_awaited = False
+        self._in_hand = self._queue.popleft()
+        self._queued_steps -= self._in_hand - step
+        ready = max(now, self.fetching.now)
+        self._proceed()
+        return ready
+
+    def finish(self, now: float) -> None:
+        """The run ends."""
+        self._run_until(now)
+
+    def _run_until(self, now: float) -> None:
+        while (event := self._next_event()) <= now:
+            self._happen(event)
+        self.fetching.go_to(now)
+
+    def _next_event(self) -> float:
+        rows = self._rows_until if self._state == "rows" else NEVER
+        return min(rows, self.fetching.next_event())
+
+    def _happen(self, event: float) -> None:
+        if self._state == "rows" and self._rows_until <= event:
+            self.fetching.go_to(event)
+        else:
+            self.fetching.step()
+        self._proceed()
+
+    def _has_room(self) -> bool:
+        if not self._queue:
+            return self._is_awaited or self._has_thread
+        scenario = self._scenario
+        return (
+            self._has_thread
+            and self._queued_steps < scenario.prefetch_batches
+            and self._queued_steps * self._batch_bytes < scenario.prefetch_bytes
+        )
+
+    def _proceed(self) -> None:
+        """Everything that can be done now."""
+        while True:
+            if self._state == "rows":
+                if self.fetching.now < self._rows_until:
+                    return
+                self._follow()
+                self._state = "shards"
+            if self._state == "shards":
+                if not self._all_there():
+                    return
+                self._state = "queueing"
+            if not self._has_room():
+                return
+            if self._state == "queueing" and self._queued < self._planned:
+                end = min(self._queued + self._group_steps, self._planned)
+                self._queue.append(end)
+                self._queued_steps += end - self._queued
+                self._queued = end
+            else:
+                self._plan()
+
+    def _plan(self) -> None:
+        scenario, fetching, rules = self._scenario, self.fetching, self._scenario.rules
+        first, batch = self._planned, scenario.global_batch
+        position = first * batch
+        left = -(-(self._uses.samples - position % self._uses.samples) // batch)
+        count = min(left, self._rows // scenario.batch_size, rules.plan_positions // batch)
+        self._planned = first + max(1, count)
+        fetching.advance(position)
+        numbers, rows = self._demand.rows(self._place, first, self._planned)
+        self.used_rows += int(rows.sum())
+        shards = self._uses.local(numbers).tolist()
+        missing = {
+            shard: n for shard, n in zip(shards, rows.tolist(), strict=True) if not fetching.has(shard)
+        }
+        if missing:
+            self._rows = max(self._rows // rules.plan_growth, scenario.batch_size)
+        else:
+            self._rows = min(self._rows * rules.plan_growth, self._most_rows)
+        self._open &= set(shards) if not self._keeps_open else self._open
+        singly = self._read_singly(missing)
+        self._pending = deque(shard for shard in shards if shard not in singly and shard not in self._open)
+        opened = set(shards) - singly
+        self._open |= opened
+        self.touched |= opened
+        for shard in self._pending:
+            fetching.delivered.discard(shard)
+        if not singly:
+            self._follow()
+        self._state = "rows" if singly else "shards"
+
+    def _read_singly(self, missing: dict[int, int]) -> set[int]:
+        """The shards whose rows are read by ranged requests, which begins now."""
+        scenario, rules = self._scenario, self._scenario.rules
+        of_rank = -(-sum(missing.values()) // scenario.gpus_per_node)
+        if of_rank > self._cold_left:
+            wanted = {shard: n for shard, n in missing.items() if shard in self.fetching.squeezed}
+        else:
+            wanted = missing
+            self._cold_left -= of_rank
+        if not wanted:
+            return set()
+        of_rank = -(-sum(wanted.values()) // scenario.gpus_per_node)
+        if of_rank > rules.first_rows:
+            self._follow()
+        fetching = self.fetching
+        streaming = -(-fetching.streaming // scenario.gpus_per_node)
+        threads = max(1, min(rules.row_threads, rules.store_connections - streaming))
+        count = sum(wanted.values())
+        # Each row by two requests; rounds of as many as all ranks' threads, each as long as its slowest.
+        waits = [fetching.request_seconds() for _ in range(2 * count)]
+        together = threads * scenario.gpus_per_node
+        seconds = sum(max(waits[n : n + together]) for n in range(0, len(waits), together))
+        self.row_reads += count
+        size = 2 * count * scenario.sample_bytes
+        rate = min(
+            fetching.total_rate,
+            scenario.network.connection_bytes_per_second * together,
+        )
+        self._rows_until = fetching.now + seconds + size / rate
+        return set(wanted)
+
+    def _follow(self) -> None:
+        if not self._is_following:
+            self._is_following = True
+            self.fetching.follow(0)
+
+    def _all_there(self) -> bool:
+        fetching = self.fetching
+        while self._pending:
+            shard = self._pending[0]
+            is_there = fetching.has(shard) or shard in fetching.delivered
+            if not is_there:
+                fetching.demand(shard)
+                self._is_waiting = True
+                return False
+            self.misses += self._is_waiting
+            self.hits += not self._is_waiting
+            self._is_waiting = False
+            fetching.delivered.discard(shard)
+            self._pending.popleft()
+        return True

@@ -1,0 +1,286 @@
+"""Rows that hold documents which must go: as an exclusion list for loaders, and what leaves with them.
+
+A row is excluded whole, so tokens of other documents in it go too; the report counts them. Ranges are built
+while rows come in order, so memory grows with the ranges, not with the rows.
+
+What a search found, as a file: Parquet, JSON lines or CSV, by the name's ending.
+
+One line a piece: `sample_id` (row number in dataset order), `shard`, `shard_file`, `row` (in the shard),
+`token_start`, `token_end`, `document_id` (hex), `document_start`, `copies`, `source` (the label), `file`,
+`record`, `id`, `url`, `metadata`, and `text` if the pieces were decoded. It is written to a temporary file
+and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardkitError
+from shardkit.files import publish_bytes
+from shardkit.order.exclusions import Exclusions
+from shardkit.tools.trace.table import ProvenanceTable
+
+__all__ = ["ENDINGS", "Exporter", "Ranges", "RemovalReport", "measure", "write_exclusions"]
+
+_Ints = npt.NDArray[np.int64]
+
+_Ids = npt.NDArray[np.bytes_]
+
+_ROWS_AT_ONCE = 1 << 16  # of which all pieces are held
+
+
+class Ranges:
+    """Runs of rows [begin, end), from rows that come in any order but mostly ascend."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Ints] = []
+        self._waiting = 0
+
+    def add(self, rows: _Ints) -> None:
+        """Add rows, repeated or not."""
+        rows = np.unique(rows)
+        if not len(rows):
+            return
+        breaks = np.flatnonzero(np.diff(rows) > 1)
+        begins = rows[np.concatenate([[0], breaks + 1])]
+        ends = rows[np.concatenate([breaks, [len(rows) - 1]])] + 1
+        self._parts.append(np.stack([begins, ends], axis=1))
+        self._waiting += len(begins)
+        if len(self._parts) > 256 and self._waiting > 2 * len(self._parts[0]):
+            self._merge()
+
+    def exclusions(self) -> Exclusions:
+        """All of them."""
+        self._merge()
+        return Exclusions(self._parts[0])
+
+    def _merge(self) -> None:
+        found = Exclusions(np.concatenate([np.empty((0, 2), np.int64), *self._parts])).to_list()
+        self._parts = [np.array(found, np.int64).reshape(-1, 2)]
+        self._waiting = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalReport:
+    """What an exclusion list takes away. `tokens` of the rows are those of `removed` documents, those of
+    `other` documents, which did not ask to go, and `padding`."""
+
+    rows: int
+    dataset_rows: int
+    ranges: int
+    tokens: int
+    removed_tokens: int
+    removed_documents: int
+    other_tokens: int
+    other_documents: int
+    padding: int
+    fingerprint: str
+    digest: str
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Plain data."""
+        return asdict(self)
+
+
+def measure(dataset: Dataset, table: ProvenanceTable, excluded: Exclusions, removed: _Ids) -> RemovalReport:
+    """What leaves with rows; `removed`: sorted ids S16[documents] of the documents that are meant.
+
+    Reads the pieces of all these rows. 16 bytes are held for each other document that loses a piece.
+    """
+    length = dataset.sequence_length
+    if length is None:
+        raise ShardkitError(f"{dataset.location}: has no column of token rows of constant length")
+    removed_tokens = other_tokens = 0
+    others = np.empty(0, removed.dtype)
+    for rows in _blocks(excluded):
+        pieces = table.of_rows(rows, columns=("token_start", "token_end", "document_id"))
+        ids = document_ids(pieces)
+        tokens = pieces.column("token_end").to_numpy() - pieces.column("token_start").to_numpy()
+        at = np.searchsorted(removed, ids).clip(max=max(0, len(removed) - 1))
+        is_removed = removed[at] == ids if len(removed) else np.zeros(len(ids), np.bool_)
+        removed_tokens += int(tokens[is_removed].sum())
+        other_tokens += int(tokens[~is_removed].sum())
+        others = np.unique(np.concatenate([others, ids[~is_removed]]))
+    return RemovalReport(
+        rows=excluded.count,
+        dataset_rows=len(dataset),
+        ranges=len(excluded.to_list()),
+        tokens=excluded.count * length,
+        removed_tokens=removed_tokens,
+        removed_documents=len(removed),
+        other_tokens=other_tokens,
+        other_documents=len(others),
+        padding=excluded.count * length - removed_tokens - other_tokens,
+        fingerprint=dataset.fingerprint,
+        digest=excluded.digest,
+    )
+
+
+def write_exclusions(
+    path: str | os.PathLike[str], dataset: Dataset, excluded: Exclusions, why: Iterable[str] = ()
+) -> None:
+    """Write the list as `Exclusions.read` and `Stream(exclude=…)` take it, for this dataset alone.
+
+    `why`: lines for people. ShardkitError if it cannot be written, or excludes nothing or all.
+    """
+    if not 0 < excluded.count < len(dataset):
+        share = "no row" if not excluded.count else "every row"
+        raise ShardkitError(f"{os.fspath(path)}: not written: {share} of {dataset.location} is excluded")
+    lines = [
+        f"# rows that training leaves out: {excluded.count:,} of {len(dataset):,} of {dataset.location}",
+        *(f"# {line}" for line in why),
+        f"# fingerprint: {dataset.fingerprint}",
+    ]
+    lines += [f"{begin}" if end == begin + 1 else f"{begin}:{end}" for begin, end in excluded.to_list()]
+    try:
+        publish_bytes(Path(path), "".join(" ".join(line.split()) + "\n" for line in lines).encode())
+    except OSError as error:
+        raise ShardkitError(f"{os.fspath(path)}: cannot be written: {error}") from error
+
+
+def document_ids(table: pa.Table) -> _Ids:
+    """S16[n]: the document ids of pieces, as NumPy compares and sorts them."""
+    parts = [
+        np.frombuffer(chunk.buffers()[1], "S16", len(chunk), 16 * chunk.offset)
+        for chunk in table.column("document_id").chunks
+        if len(chunk)
+    ]
+    return np.concatenate([np.empty(0, "S16"), *parts])
+
+
+def _blocks(excluded: Exclusions) -> Iterator[_Ints]:
+    """The excluded rows, ascending, so many at a time; ranges that are far apart come together."""
+    block: list[_Ints] = []
+    room = _ROWS_AT_ONCE
+    for begin, end in excluded.to_list():
+        while begin < end:
+            taken = min(end - begin, room)
+            block.append(np.arange(begin, begin + taken))
+            begin, room = begin + taken, room - taken
+            if not room:
+                yield np.concatenate(block)
+                block, room = [], _ROWS_AT_ONCE
+    if block:
+        yield np.concatenate(block)
+
+
+ENDINGS = (".parquet", ".jsonl", ".csv")
+
+Texts = Callable[[pa.Table], list[str]]
+
+
+class Exporter:
+    """Writes tables as `ProvenanceTable.search` gives them; a context manager, which publishes at its end.
+
+    `texts` gives the text of each line of a table, None leaves that column out. ShardkitError if the file
+    cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        dataset: Dataset,
+        sources: Sequence[str],
+        texts: Texts | None = None,
+    ) -> None:
+        self._path = Path(path)
+        if self._path.suffix not in ENDINGS:
+            raise ShardkitError(f"{self._path}: a list of pieces is written as {', '.join(ENDINGS)}")
+        self._dataset, self._sources, self._texts = dataset, sources, texts
+        self._temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
+        self._schema = _schema(texts is not None)
+        self._writer: Any = None
+        self.lines = 0
+
+    def write(self, pieces: pa.Table) -> None:
+        """Add pieces."""
+        table = self._table(pieces)
+        self.lines += table.num_rows
+        try:
+            if self._path.suffix == ".parquet":
+                self._writer.write_table(table)
+                return
+            lines = table.to_pylist()
+            if self._path.suffix == ".jsonl":
+                text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            else:
+                text = _csv(list(line.values()) for line in lines)
+            self._writer.write(text.encode())
+        except OSError as error:
+            raise ShardkitError(f"{self._path}: cannot be written: {error}") from error
+
+    def __enter__(self) -> Self:
+        try:
+            if self._path.suffix == ".parquet":
+                self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
+            else:
+                self._writer = self._temporary.open("wb")
+                if self._path.suffix == ".csv":
+                    self._writer.write(_csv([self._schema.names]).encode())
+        except OSError as error:
+            raise ShardkitError(f"{self._path}: cannot be written: {error}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+        if kind is None:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)
+
+    def _table(self, pieces: pa.Table) -> pa.Table:
+        shards = self._dataset.manifest.shards
+        columns: dict[str, Any] = {name: pieces.column(name) for name in pieces.column_names}
+        files = {n: shards[n].stored.basename for n in set(pieces.column("shard").to_pylist())}
+        columns["shard_file"] = [files[n] for n in pieces.column("shard").to_pylist()]
+        columns["document_id"] = [one.hex() for one in pieces.column("document_id").to_pylist()]
+        columns["source"] = [self._label(n) for n in pieces.column("source").to_pylist()]
+        if self._texts is not None:
+            columns["text"] = self._texts(pieces)
+        return pa.table({name: columns[name] for name in self._schema.names}, schema=self._schema)
+
+    def _label(self, source: int) -> str:
+        return self._sources[source] if source < len(self._sources) else str(source)
+
+
+def _schema(with_text: bool) -> pa.Schema:
+    names = {
+        "sample_id": pa.int64(),
+        "shard": pa.int32(),
+        "shard_file": pa.string(),
+        "row": pa.int32(),
+        "token_start": pa.int32(),
+        "token_end": pa.int32(),
+        "document_id": pa.string(),
+        "document_start": pa.int64(),
+        "copies": pa.int32(),
+        "source": pa.string(),
+        "file": pa.string(),
+        "record": pa.int64(),
+        "id": pa.string(),
+        "url": pa.string(),
+        "metadata": pa.string(),
+    }
+    return pa.schema({**names, **({"text": pa.string()} if with_text else {})})
+
+
+def _csv(lines: Any) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()

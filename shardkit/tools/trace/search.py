@@ -1,0 +1,305 @@
+"""Which pieces of documents a search wants: by document id or URL, of some sources and files only.
+
+A piece is wanted if it has one of the ids or one of the URLs (any piece, where neither is given), and is of
+one of the sources, and of one of the files, where those are given.
+
+Which URLs a list of patterns means: exact ones, whatever begins alike, whole hosts and domains.
+
+    https://example.org/page    this URL, to the letter
+    https://example.org/blog/*  all that begin so
+    example.org/page            the same with any scheme; so is example.org/blog/*
+    example.org/*               everything of this host, any scheme and port
+    *.example.org               everything of this host and of all below it
+
+Hosts are compared in lower case and in IDNA, the rest as it is written. Each pattern that matched something
+is in `found`, so that those which match nothing can be told. A million URLs take 20 ms against exact URLs,
+as much for each length that prefixes have, and 0.4 s where there are hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import cached_property, reduce
+from operator import and_, or_
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from shardkit.errors import ShardkitError
+
+__all__ = ["Selection", "UrlPatterns", "parse_document_id", "read_url_list"]
+
+_Mask = npt.NDArray[np.bool_]
+
+_FEW = 32  # domains that are compared one after another, which is quicker than going up from each host
+
+
+class UrlPatterns:
+    """Patterns as above; ShardkitError for one that is none."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.patterns = sorted(set(patterns))
+        self.found: set[str] = set()
+        """Patterns that have matched something so far."""
+        self._whole, self._rest = _Strings(), _Strings()
+        self._hosts: dict[str, str] = {}
+        self._domains: dict[str, str] = {}
+        for pattern in self.patterns:
+            self._add(pattern)
+
+    def match(self, urls: pa.Array) -> _Mask:
+        """bool[n]: which URLs match any pattern; null matches none."""
+        mask = np.zeros(len(urls), np.bool_)
+        data = pc.fill_null(urls, "").cast(pa.binary())
+        self._whole.match(data, mask, self.found)
+        if self._rest:
+            bare = pc.replace_substring_regex(pc.fill_null(urls, ""), r"^[A-Za-z][A-Za-z0-9+.\-]*://", "")
+            self._rest.match(bare.cast(pa.binary()), mask, self.found)
+        if self._hosts or self._domains:
+            mask |= self._match_hosts(urls)
+        mask &= urls.is_valid().to_numpy(zero_copy_only=False)
+        return mask
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Patterns that have matched nothing so far."""
+        return [pattern for pattern in self.patterns if pattern not in self.found]
+
+    def _add(self, pattern: str) -> None:
+        text = pattern.removesuffix("*")
+        if pattern.startswith("*.") and "/" not in pattern and len(pattern) > 2:
+            self._domains[_plain_host(pattern[2:])] = pattern
+        elif "*" in text or not text:
+            problem = "a * stands at the end, or in *.example.org"
+            raise ShardkitError(f"{pattern!r} is no pattern of URLs: {problem}")
+        elif pattern.endswith("/*") and "/" not in pattern[:-2]:
+            self._hosts[_plain_host(pattern[:-2])] = pattern
+        else:
+            (self._whole if "://" in pattern else self._rest).add(text, pattern)
+
+    def _match_hosts(self, urls: pa.Array) -> _Mask:
+        mask = np.zeros(len(urls), np.bool_)
+        where = np.flatnonzero(_flags(pc.fill_null(pc.match_substring(urls, "://"), False)))
+        authority = pc.list_element(pc.split_pattern(urls.take(pa.array(where)), "/", max_splits=3), 2)
+        hosts = authority.dictionary_encode()
+        if isinstance(hosts, pa.ChunkedArray):
+            hosts = hosts.combine_chunks()
+        names = pc.ascii_lower(hosts.dictionary)
+        # Plain names are compared by Arrow, the few that match, or are not plain, one by one.
+        mayhap = self._below(names) | _flags(pc.match_substring_regex(names, r"[^a-z0-9_.\-]|^\.|\.$"))
+        by_host = np.zeros(len(names), np.bool_)
+        for number in np.flatnonzero(mayhap).tolist():
+            found = self._patterns_of(names[number].as_py())
+            self.found |= found
+            by_host[number] = bool(found)
+        if len(names):
+            mask[where] = by_host[hosts.indices.to_numpy(zero_copy_only=False)]
+        return mask
+
+    def _below(self, names: pa.Array) -> _Mask:
+        """bool[n]: which names are a host or a domain that is looked for, or below such a domain."""
+        listed, domains = self._listed
+        mask = _flags(pc.is_in(names, value_set=listed))
+        if len(domains) <= _FEW:
+            for domain in domains:
+                mask |= _flags(pc.ends_with(names, "." + domain.as_py()))
+            return mask
+        where = np.arange(len(names))
+        while len(where):
+            has_parent = _flags(pc.match_substring(names, "."))
+            where, names = where[has_parent], names.filter(pa.array(has_parent))
+            names = pc.replace_substring_regex(names, r"^[^.]*\.", "")
+            mask[where] |= _flags(pc.is_in(names, value_set=domains))
+        return mask
+
+    @cached_property
+    def _listed(self) -> tuple[pa.Array, pa.Array]:
+        """(hosts and domains, domains)."""
+        domains = pa.array([*self._domains], pa.string())
+        return pa.array([*self._hosts, *self._domains], pa.string()), domains
+
+    def _patterns_of(self, authority: str) -> set[str]:
+        """The patterns of hosts and domains that an authority (user@host:port) matches."""
+        host = _plain_host(authority)
+        labels = host.split(".")
+        parents = (".".join(labels[first:]) for first in range(len(labels)))
+        found = {self._domains[name] for name in parents if name in self._domains}
+        if host in self._hosts:
+            found.add(self._hosts[host])
+        return found
+
+
+class _Strings:
+    """Whole strings and prefixes, as bytes."""
+
+    def __init__(self) -> None:
+        self._exact: dict[bytes, str] = {}
+        self._prefixes: defaultdict[int, dict[bytes, str]] = defaultdict(dict)
+        self._sets: list[tuple[int | None, pa.Array, dict[bytes, str]]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._exact or self._prefixes)
+
+    def add(self, text: str, pattern: str) -> None:
+        data = text.encode()
+        if pattern.endswith("*"):
+            self._prefixes[len(data)][data] = pattern
+        else:
+            self._exact[data] = pattern
+
+    def match(self, data: pa.Array, mask: _Mask, found: set[str]) -> None:
+        """Set `mask` where a string matches, and put its pattern into `found`."""
+        if self._sets is None:
+            sets: list[tuple[int | None, dict[bytes, str]]] = [(None, self._exact)] if self._exact else []
+            sets += [(length, self._prefixes[length]) for length in sorted(self._prefixes)]
+            self._sets = [(length, pa.array(list(texts), pa.binary()), texts) for length, texts in sets]
+        for length, texts, patterns in self._sets:
+            start = data if length is None else pc.binary_slice(data, 0, length)
+            hits = pc.is_in(start, value_set=texts)
+            if pc.any(hits).as_py():
+                mask |= hits.to_numpy(zero_copy_only=False)
+                found.update(patterns[text] for text in pc.unique(start.filter(hits)).to_pylist())
+
+
+def read_url_list(path: str | os.PathLike[str]) -> list[str]:
+    """The patterns of a file, one a line; empty lines and those that begin with # do not count.
+
+    ShardkitError if it cannot be read or has none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ShardkitError(f"{os.fspath(path)}: cannot be read: {error}") from error
+    found = [text for line in lines if (text := line.strip()) and not text.startswith("#")]
+    if not found:
+        raise ShardkitError(f"{os.fspath(path)}: holds no URL: give one a line")
+    return found
+
+
+def _plain_host(authority: str) -> str:
+    """A host in lower case and IDNA, without user and port."""
+    end = re.search(r"[?#\\]", authority)  # of a URL without a path
+    host = (authority[: end.start()] if end else authority).rpartition("@")[2].lower()
+    host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].strip(".")
+    if not host.isascii():
+        with suppress(UnicodeError):  # a name that IDNA does not know is compared as it is
+            host = host.encode("idna").decode()
+    return host
+
+
+def _flags(mask: pa.Array) -> _Mask:
+    flags: _Mask = mask.to_numpy(zero_copy_only=False)
+    return flags
+
+
+_SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
+
+
+class Selection:
+    """What to look for. `sources`: numbers of recipe inputs; `files`: names, their ends, or with * and ?."""
+
+    def __init__(
+        self,
+        *,
+        documents: Collection[bytes] = (),
+        urls: UrlPatterns | None = None,
+        sources: Collection[int] = (),
+        files: Collection[str] = (),
+    ) -> None:
+        self.documents, self.urls = frozenset(documents), urls
+        self.sources, self.files = tuple(sources), tuple(files)
+        self._ids = pa.array(sorted(self.documents), pa.binary(16))
+        self._sources = pa.array(sorted(sources), pa.int32())
+        self._files: dict[str, bool] = {}
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that `match` needs."""
+        wanted = {
+            "document_id": bool(self.documents),
+            "url": self.urls is not None,
+            "source": bool(self.sources),
+            "file": bool(self.files),
+        }
+        return [name for name, is_wanted in wanted.items() if is_wanted]
+
+    def match(self, table: pa.Table) -> _Mask:
+        """bool[n]: which lines of a provenance table (with at least `columns`) are wanted."""
+        which: list[_Mask] = []
+        if self.documents:
+            which.append(_flags(pc.is_in(_column(table, "document_id"), value_set=self._ids)))
+        if self.urls is not None:
+            which.append(self.urls.match(_column(table, "url")))
+        limits = [reduce(or_, which)] if which else []
+        if self.sources:
+            limits.append(_flags(pc.is_in(_column(table, "source"), value_set=self._sources)))
+        if self.files:
+            limits.append(self._of_files(_column(table, "file")))
+        return reduce(and_, limits) if limits else np.ones(table.num_rows, np.bool_)
+
+    def may_be_in(self, metadata: Mapping[bytes, bytes]) -> bool:
+        """Whether a file with this schema metadata may hold what is wanted: it states its range of hashes."""
+        if self.urls is not None or not self.documents or _SEED not in metadata:
+            return True
+        first, last = int(metadata[_FIRST_HASH]), int(metadata[_LAST_HASH])
+        return any(first <= shuffle_hash(one, int(metadata[_SEED])) <= last for one in self.documents)
+
+    def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
+        """Whether lines whose columns have these (least, greatest) values may be wanted."""
+        if self.sources and "source" in limits:
+            low, high = limits["source"]
+            if not any(low <= one <= high for one in self.sources):
+                return False
+        if self.files and "file" in limits:
+            low, high = limits["file"]
+            if low == high and not self._is_wanted(low):
+                return False
+        return True
+
+    def _of_files(self, column: pa.Array) -> _Mask:
+        names = column.dictionary_encode()
+        wanted = np.array([self._is_wanted(name) for name in names.dictionary.to_pylist()], np.bool_)
+        mask: _Mask = wanted[names.indices.to_numpy(zero_copy_only=False)] if len(wanted) else wanted
+        return mask
+
+    def _is_wanted(self, name: str) -> bool:
+        if name not in self._files:
+            self._files[name] = any(
+                name == one or name.endswith("/" + one) or fnmatchcase(name, one) for one in self.files
+            )
+        return self._files[name]
+
+
+def parse_document_id(text: str) -> bytes:
+    """The 16 bytes of a document id in hex; ShardkitError."""
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != 16:
+        raise ShardkitError(f"{text!r:.80} is no document id: those have 32 hexadecimal digits")
+    return found
+
+
+def shuffle_hash(document_id: bytes, seed: int) -> int:
+    """By which a build has shuffled a document (`shardkit.writers.documents.keyed_hashes`)."""
+    key = hashlib.blake2b(f"{seed}\0shuffle".encode(), digest_size=8).digest()
+    return xxhash.xxh3_64_intdigest(document_id, int.from_bytes(key, "little"))
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -1,0 +1,327 @@
+"""The provenance tables of a dataset, local or remote: by row, or by what is known of a document.
+
+`provenance/*.parquet` have one line a piece of a document in a row, sorted by (shard, row, token_start)
+within each file and from file to file (`shardkit.writers.stages.provenance` writes them). So
+
+    rows -> pieces      the footers' statistics tell which row groups hold the rows; only those are read, and
+                        the file of a shard is found by halving
+    documents -> rows   all files are read through, first the columns that decide; files and row groups that
+                        cannot hold a document are passed over
+
+Row groups have 65,536 lines: a few of them are held at a time, whatever the size of the tables. Threads read
+them side by side, and their lines come in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardkit.dataset import Dataset
+from shardkit.errors import ShardError, ShardkitError
+from shardkit.parquet_limits import column_limits
+from shardkit.storage.object_file import open_object
+from shardkit.tools.trace.search import Selection
+
+__all__ = ["COLUMNS", "FOLDER", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
+
+FOLDER = "provenance"
+
+_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("shard", pa.int32()),
+        ("row", pa.int32()),
+        ("token_start", pa.int32()),
+        ("token_end", pa.int32()),
+        ("document_id", pa.binary(16)),
+        ("document_start", pa.int64()),
+        ("copies", pa.int32()),
+        ("source", pa.int32()),
+        ("file", pa.string()),
+        ("record", pa.int64()),
+        ("id", pa.string()),
+        ("url", pa.string()),
+        ("metadata", pa.string()),
+    ]
+)
+
+COLUMNS = tuple(_SCHEMA.names[1:])
+
+"""Of the tables as they are stored."""
+
+_PLACE = ["shard", "row"]
+
+_THREADS = 4  # reading is one core's work or waiting for a store; a scan of four files holds some 100 MB
+
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+_Ints = npt.NDArray[np.int64]
+
+_Item = TypeVar("_Item")
+
+_Result = TypeVar("_Result")
+
+Advance = Callable[[int, int], None]
+
+"""Told (lines looked at so far, lines in all) while tables are read through."""
+
+
+class NoProvenanceError(ShardkitError):
+    """The dataset has no provenance tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [token_start, token_end) of row `sample_id`, and the document that they are from.
+
+    `document_start`: tokens of the document before them. `copies`: documents that this one stands for, itself
+    and the duplicates that were removed for it. `source`: number of the recipe's input.
+    """
+
+    sample_id: int
+    shard: int
+    row: int
+    token_start: int
+    token_end: int
+    document_id: bytes
+    document_start: int
+    copies: int
+    source: int
+    file: str
+    record: int
+    id: str | None
+    url: str | None
+    metadata: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One file and what its footer says; arrays have an entry for each row group that has lines."""
+
+    name: str
+    footer: pq.FileMetaData
+    metadata: Mapping[bytes, bytes]
+    groups: tuple[int, ...]
+    first_rows: _Ints
+    last_rows: _Ints
+
+
+class ProvenanceTable:
+    """Look-ups in a dataset's tables; NoProvenanceError if it has none. Threads may share it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._starts = dataset.manifest.shard_starts
+        self._where = f"{dataset.location}/{FOLDER}"
+        self._objects = {
+            info.key: info
+            for info in dataset.store.list(FOLDER + "/")
+            if info.key.endswith(".parquet") and not info.key.rpartition("/")[2].startswith(".")
+        }
+        if not self._objects:
+            raise NoProvenanceError(
+                f"{dataset.location}: has no provenance tables, so documents are not known: only datasets "
+                f"built by shardkit have {FOLDER}/*.parquet beside their shards"
+            )
+        card = dataset.card or {}
+        if card.get("fingerprint", dataset.fingerprint) != dataset.fingerprint:
+            raise ShardError(
+                dataset.location, "its card, and so its provenance, is of other shards than its index"
+            )
+        self._names = sorted(self._objects)
+        self._parts: dict[int, _Part] = {}
+        self._lock = Lock()
+
+    def lines(self) -> int:
+        """Pieces in all tables; reads all footers."""
+        parts = self._run(self._part, iter(range(len(self._names))))
+        return sum(part.footer.num_rows for part in parts)
+
+    def of_rows(self, sample_ids: npt.ArrayLike, columns: Sequence[str] = COLUMNS) -> pa.Table:
+        """The pieces of rows (numbers in dataset order), sorted by (row, token): `sample_id` and `columns`.
+
+        IndexError for a row that is not there. All lines found are held.
+        """
+        rows = np.unique(np.asarray(sample_ids, dtype=np.int64))
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < self._starts[-1]:
+            raise IndexError(f"rows go from 0 to {self._starts[-1] - 1:,}, not {rows[0]:,} to {rows[-1]:,}")
+        found = self._run(lambda job: self._lines_of(*job, rows, columns), self._groups_with(rows))
+        empty = _SCHEMA.empty_table().select(["sample_id", *columns])
+        return pa.concat_tables([empty, *(table for table in found if table.num_rows)])
+
+    def search(self, selection: Selection, advance: Advance | None = None) -> Iterator[pa.Table]:
+        """The pieces that a selection wants, in the order of their rows; columns: `sample_id` first."""
+        total = self.lines()  # and all footers, side by side
+        jobs = (
+            (number, group)
+            for number in range(len(self._names))
+            if selection.may_be_in(self._part(number).metadata)
+            for group in self._part(number).groups
+        )
+        done = 0
+        for lines, table in self._run(lambda job: self._selected(*job, selection), jobs):
+            done += lines
+            if advance is not None:
+                advance(done, total)
+            if table.num_rows:
+                yield table
+
+    def _groups_with(self, rows: _Ints) -> Iterator[tuple[int, int]]:
+        """(file, row group) of all groups that may hold lines of these sorted rows."""
+        at = 0
+        while at < len(rows):
+            end = at + 1
+            for number in range(self._file_of(int(rows[at])), len(self._names)):
+                part = self._part(number)
+                firsts = np.searchsorted(rows, part.first_rows, side="left")
+                lasts = np.searchsorted(rows, part.last_rows, side="right")
+                yield from ((number, part.groups[each]) for each in np.flatnonzero(firsts < lasts))
+                if len(part.groups):
+                    end = max(end, int(lasts[-1]))
+                    break
+            at = end
+
+    def _file_of(self, row: int) -> int:
+        """The first file that may hold lines of a row: its last line is not before that row."""
+        low, high = 0, len(self._names) - 1
+        while low < high:
+            middle = (low + high) // 2
+            known = next((n for n in range(middle, high) if len(self._part(n).groups)), None)
+            if known is not None and self._part(known).last_rows[-1] < row:
+                low = known + 1
+            else:
+                high = middle
+        return low
+
+    def _part(self, number: int) -> _Part:
+        with self._lock:
+            part = self._parts.get(number)
+        if part is None:
+            part = self._read_footer(number)
+            with self._lock:
+                self._parts[number] = part
+        return part
+
+    def _read_footer(self, number: int) -> _Part:
+        name = self._names[number]
+        with self._open(name) as file:
+            footer, schema = file.metadata, file.schema_arrow
+        if missing := [column for column in COLUMNS if column not in schema.names]:
+            raise ShardError(f"{self._where[: -len(FOLDER)]}{name}", f"has no column {missing[0]!r}")
+        groups = [group for group in range(footer.num_row_groups) if footer.row_group(group).num_rows]
+        limits = [_limits(footer.row_group(group), footer.schema) for group in groups]
+        last = len(self._starts) - 2
+        firsts, lasts = [], []
+        for each in limits:
+            (low, high), (first, end) = each.get("shard", (0, last)), each.get("row", (0, 0))
+            if not 0 <= low <= high <= last:
+                problem = f"names shard {high}, of {last + 1}: it is of another dataset"
+                raise ShardError(f"{self._dataset.location}/{name}", problem)
+            alone = low == high and "row" in each
+            firsts.append(int(self._starts[low]) + (first if alone else 0))
+            lasts.append(int(self._starts[low]) + end if alone else int(self._starts[high + 1]) - 1)
+        rows = (np.array(firsts, np.int64), np.array(lasts, np.int64))
+        return _Part(name, footer, schema.metadata or {}, tuple(groups), *rows)
+
+    def _lines_of(self, number: int, group: int, rows: _Ints, columns: Sequence[str]) -> pa.Table:
+        """The lines of a row group that are of these sorted rows."""
+        with self._open(self._names[number], self._part(number).footer) as file:
+            places = file.read_row_group(group, columns=_PLACE, use_threads=False)
+            ids = self._sample_ids(places)
+            at = np.searchsorted(rows, ids).clip(max=len(rows) - 1)
+            return _with_columns(file, group, columns, ids, rows[at] == ids)
+
+    def _selected(self, number: int, group: int, selection: Selection) -> tuple[int, pa.Table]:
+        """(lines of a row group, those that are wanted)."""
+        part = self._part(number)
+        row_group = part.footer.row_group(group)
+        rows = row_group.num_rows
+        if not selection.may_be_within(_limits(row_group, part.footer.schema)):
+            return rows, _SCHEMA.empty_table()
+        with self._open(part.name, part.footer) as file:
+            columns = selection.columns
+            mask = np.ones(rows, np.bool_)
+            if columns:
+                mask = selection.match(file.read_row_group(group, columns=columns, use_threads=False))
+            if not mask.any():
+                return rows, _SCHEMA.empty_table()
+            ids = self._sample_ids(file.read_row_group(group, columns=_PLACE, use_threads=False))
+            return rows, _with_columns(file, group, COLUMNS, ids, mask)
+
+    def _sample_ids(self, places: pa.Table) -> _Ints:
+        shards, rows = (places.column(name).to_numpy().astype(np.int64) for name in _PLACE)
+        known = (shards >= 0) & (shards < len(self._starts) - 1) & (rows >= 0)
+        if known.all():
+            ids: _Ints = self._starts[shards] + rows
+            if (ids < self._starts[shards + 1]).all():
+                return ids
+        problem = "names a row that its shard does not have: it is damaged, or of another dataset"
+        raise ShardError(self._where, problem)
+
+    def _open(self, name: str, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
+        where = f"{self._dataset.location}/{name}"
+        try:
+            if self._dataset.shards is None:
+                return pq.ParquetFile(self._dataset.path / name, metadata=footer, memory_map=True)
+            return pq.ParquetFile(open_object(self._dataset.store, self._objects[name]), metadata=footer)
+        except _UNREADABLE as error:
+            raise ShardError(where, f"cannot be read: {error}") from error
+
+    def _run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Iterator[_Result]:
+        """The results of `work`, in order, made by threads a little ahead."""
+        waiting: deque[Future[_Result]] = deque()
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
+            try:
+                for item in items:
+                    waiting.append(pool.submit(work, item))
+                    if len(waiting) > 2 * _THREADS:
+                        yield self._answer(waiting.popleft())
+                while waiting:
+                    yield self._answer(waiting.popleft())
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _answer(self, future: Future[_Result]) -> _Result:
+        try:
+            return future.result()
+        except _UNREADABLE as error:
+            raise ShardError(self._where, f"cannot be read: {error}; run shardkit verify") from error
+
+
+def pieces_of(table: pa.Table) -> list[Piece]:
+    """The lines of a table that `ProvenanceTable` gave."""
+    return [Piece(**line) for line in table.to_pylist()]
+
+
+def _limits(group: pq.RowGroupMetaData, schema: pq.ParquetSchema) -> dict[str, tuple[Any, Any]]:
+    """(least, greatest) value of the columns of a row group that state them."""
+    found = {}
+    for index in range(group.num_columns):
+        limits = column_limits(group, schema, index)
+        if limits is not None:
+            found[schema.column(index).path] = limits
+    return found
+
+
+def _with_columns(
+    file: pq.ParquetFile, group: int, columns: Sequence[str], ids: _Ints, mask: npt.NDArray[np.bool_]
+) -> pa.Table:
+    """The lines of a row group that `mask` has: their rows' numbers and these columns."""
+    schema = pa.schema([_SCHEMA.field(name) for name in ("sample_id", *columns)])
+    if not mask.any():
+        return schema.empty_table()
+    table = file.read_row_group(group, columns=list(columns), use_threads=False).filter(pa.array(mask))
+    lines = table.select(columns).add_column(0, "sample_id", pa.array(ids[mask])).cast(schema)
+    lines.validate(full=True)  # Parquet does not look whether strings are UTF-8
+    return lines

@@ -1,0 +1,126 @@
+"""What the tokens of rows say, by the tokenizer that the dataset was made with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.dataset import Dataset
+from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
+
+__all__ = ["Decoder", "find_tokenizer", "read_rows"]
+
+Row = npt.NDArray[np.generic]
+
+_TOKENS_A_CHARACTER = 4  # at most, of byte-level tokenizers
+
+MAX_ROWS_AT_ONCE = 256  # of a remote dataset, read singly
+
+
+class Decoder:
+    """Decodes token ids by a tokenizer.json of Hugging Face's `tokenizers`.
+
+    ShardkitError if it cannot be read; MissingExtraError without that package. Warns if it is another file
+    than the one that the dataset's card names by its digest: ids may then mean other text.
+    """
+
+    def __init__(self, path: Path, card: Mapping[str, Any] | None = None) -> None:
+        try:
+            import tokenizers
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("tokenizers", "write", "decoding text") from error
+        self.path = path
+        stated = _stated(card)
+        try:
+            data = path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            if self._tokenizer.decoder is None and b'"ByteLevel"' in data:
+                self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
+        except Exception as error:  # of `tokenizers`, which raises plain ones
+            raise ShardkitError(f"{path}: is no tokenizer that can be read: {error}") from error
+        self.eos_id = stated.get("eos_id")
+        if stated.get("digest") not in (None, _digest(data)):
+            warn_user(
+                f"{path} is not the tokenizer of this dataset ({stated.get('file')}, digest "
+                f"{stated['digest']}): the text may be wrong"
+            )
+
+    def text(self, tokens: Row) -> str:
+        """The text of tokens; one eos at their end is left out. A cut character becomes U+FFFD."""
+        ids = tokens.tolist()
+        if ids and ids[-1] == self.eos_id:
+            ids = ids[:-1]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def excerpt(self, tokens: Row, characters: int) -> str:
+        """The beginning of the text of tokens in one line, at most so many characters long."""
+        most = characters * _TOKENS_A_CHARACTER
+        text = " ".join(self.text(tokens[:most]).strip("\ufffd").split())  # without what cuts leave
+        cut = len(text) > characters or len(tokens) > most
+        return text[: max(0, characters - 1)].rstrip() + "…" if cut else text
+
+
+def find_tokenizer(dataset: Dataset) -> Path | None:
+    """The file that the card names, if it is still there and the same: as named, or beside the dataset."""
+    card = dataset.card or {}
+    digest = _stated(card).get("digest")
+    recipe = card.get("recipe")
+    named = recipe.get("tokenizer", {}).get("path") if isinstance(recipe, dict) else None
+    if not isinstance(named, str) or digest is None:
+        return None
+    places = [Path(named)]
+    if dataset.shards is None:
+        folder = dataset.path.absolute()
+        places += [parent / named for parent in (folder, *folder.parents[:2])]
+    for path in places:
+        try:
+            if path.is_file() and _digest(path.read_bytes()) == digest:
+                return path
+        except OSError:
+            continue
+    return None
+
+
+def read_rows(dataset: Dataset, sample_ids: Iterable[int]) -> Iterator[tuple[int, Row]]:
+    """(row, its tokens) of rows by their numbers in dataset order; of remote datasets by ranges if possible.
+
+    ShardError if the dataset has no column of tokens.
+    """
+    column = dataset.token_column
+    if column is None:
+        raise ShardError(dataset.location, "has no column of token rows of constant length")
+    rows = sorted(set(sample_ids))
+    starts = dataset.manifest.shard_starts
+    for first in range(0, len(rows), MAX_ROWS_AT_ONCE):
+        some = np.array(rows[first : first + MAX_ROWS_AT_ONCE], np.int64)
+        shards = np.searchsorted(starts, some, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            within = some[shards == shard] - starts[shard]
+            for row, tokens in zip(within.tolist(), _rows(dataset, shard, within, column), strict=True):
+                yield int(starts[shard]) + row, tokens
+
+
+def _rows(dataset: Dataset, shard: int, rows: npt.NDArray[np.int64], column: str) -> Iterable[Row]:
+    remote = dataset.shards
+    if remote is not None and not remote.is_there(shard) and remote.rows.layout(shard) is not None:
+        assert dataset.token_dtype is not None
+        return remote.rows.read({shard: rows})[shard].data.view(dataset.token_dtype)
+    opened = dataset.shard(shard)
+    fixed = opened.fixed_rows(column)
+    if fixed is not None:
+        return (fixed[row] for row in rows)
+    return (np.asarray(opened.sample(row)[column]) for row in rows.tolist())
+
+
+def _stated(card: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    stated = (card or {}).get("tokenizer")
+    return stated if isinstance(stated, dict) else {}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,279 @@
+"""MinHash signatures of texts (Broder 1997), and the keys of their bands (Indyk and Motwani 1998).
+
+Value i of a signature is the least of h_i(x) = a_i * x modulo 2**32 over the text's n-grams, x being the
+upper half of an n-gram's 64-bit hash; a_i is odd. (Hashes are random already: a summand would not make their
+orders more independent.) Two signatures agree in a value with a probability near the Jaccard similarity of
+the sets of n-grams.
+
+A band is some neighbouring values; its key is a 64-bit hash of them, of the band's number, and of the source
+where documents are compared within their source only. Texts without any word have no signature: they are
+like nothing. From UTF-8 to signatures takes about 2 ns a byte with 112 functions on a core with AVX-512.
+
+A part of the population: the documents of one split that can be near-duplicates, with their signatures.
+
+Left out are rows that lost to an equal text already, and texts without any word, which are like nothing. The
+files are those of `population.py`; rows stand in the order of the split's documents. Memory is one batch of
+documents and one run of band keys, whatever the split's size.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.dedup.bands import BandWriter, optimal_parameters
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
+from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.documents import content_ranks, text_digests, text_offsets
+from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.kernels.shingles import make_shingle_scratch, next_shingles
+from shardkit.writers.kernels.words import character_tables, composed, text_bytes
+from shardkit.writers.stages.tokenize import Removed
+
+__all__ = [
+    "KEYS_FILE",
+    "Signatures",
+    "band_keys",
+    "bands_and_rows",
+    "part_settings",
+    "permutations",
+    "sign_batch",
+    "sign_documents",
+    "word_keys",
+]
+
+_EMPTY = np.uint32(0xFFFFFFFF)
+
+_MASK = (1 << 64) - 1
+
+_BAND_SEED_64, _BAND_FACTOR_64 = np.uint64(0x452821E638D01377), np.uint64(0x9E3779B97F4A7C15)
+
+_U29, _U32 = np.uint64(29), np.uint64(32)
+
+_GLOBAL = -1
+
+
+class Signatures(NamedTuple):
+    """Of n texts: values, uint32[n, permutations]; keys of all units, uint8[n, 16]; n-grams, int64[n].
+
+    Equal keys mean equal normalized words in equal order. A text without units has 0 n-grams.
+    """
+
+    values: npt.NDArray[np.uint32]
+    keys: npt.NDArray[np.uint8]
+    shingles: npt.NDArray[np.int64]
+
+
+def permutations(count: int, seed: int) -> npt.NDArray[np.uint32]:
+    """uint32[count]: the odd factors, from splitmix64 (Steele, Lea and Flood 2014)."""
+    state, numbers = seed, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        value = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+        numbers.append(value ^ value >> 31)
+    return np.array([number >> 32 | 1 for number in numbers], np.uint32)
+
+
+def sign_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Signatures:
+    """Signatures of all texts (large_string without nulls)."""
+    texts = composed(texts)
+    data, edges = text_bytes(texts), text_offsets(texts)
+    factors = permutations(config.permutations, config.seed)
+    values = np.full((len(texts), len(factors)), _EMPTY)
+    keys, shingles = np.zeros((len(texts), 2), np.uint64), np.zeros(len(texts), np.int64)
+    characters = config.unit == "characters"
+    _sign(data, edges, config.ngram, characters, character_tables(), factors, values, keys, shingles)
+    return Signatures(values, keys.astype("<u8").view(np.uint8).reshape(-1, 16), shingles)
+
+
+def word_keys(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+    """(uint8[n, 16]: 128-bit keys of each text's normalized words in order; bool[n]: has it any?)."""
+    _, keys, shingles = sign_batch(
+        texts, MinHashConfig.model_construct(unit="words", ngram=1, permutations=0)
+    )
+    return keys, shingles > 0
+
+
+def band_keys(
+    signatures: npt.NDArray[np.uint32],
+    bands: int,
+    rows: int,
+    sources: npt.NDArray[np.int32] | None = None,
+) -> npt.NDArray[np.uint64]:
+    """uint64[n, bands] of uint32[n, permutations]; int32[n] `sources` keep different ones apart."""
+    assert bands * rows <= signatures.shape[1]
+    keys = np.empty((len(signatures), bands), np.uint64)
+    groups = np.full(len(signatures), _GLOBAL) if sources is None else sources.astype(np.int64)
+    _hash_bands(signatures, groups, rows, keys)
+    return keys
+
+
+@numba.njit(nogil=True, cache=True)
+def _sign(data, edges, ngram, characters, tables, factors, values, keys, shingles):  # type: ignore[no-untyped-def]
+    scratch = make_shingle_scratch(ngram)
+    hashes = scratch[2]
+    some = len(factors) > 0
+    for text in range(len(edges) - 1):
+        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        key, lowest = keys[text], values[text]  # here, because a view costs a counted reference
+        count = 0
+        while at < stop:
+            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            count += found
+            if some:
+                _lower_values(hashes, found, factors, lowest)
+        shingles[text] = count
+
+
+@numba.njit(nogil=True, cache=True)
+def _lower_values(hashes, count, factors, values):  # type: ignore[no-untyped-def]
+    """values[i] = min(values[i], factors[i] * x) over the x of hashes[:count].
+
+    Eight n-grams a round, so that factors are loaded an eighth as often; the loop over factors is what
+    becomes vector instructions.
+    """
+    at = 0
+    while at + 8 <= count:
+        x0, x1 = _upper(hashes[at]), _upper(hashes[at + 1])
+        x2, x3 = _upper(hashes[at + 2]), _upper(hashes[at + 3])
+        x4, x5 = _upper(hashes[at + 4]), _upper(hashes[at + 5])
+        x6, x7 = _upper(hashes[at + 6]), _upper(hashes[at + 7])
+        for i in range(len(values)):
+            factor, least = factors[i], values[i]
+            least = min(least, np.uint32(factor * x0))
+            least = min(least, np.uint32(factor * x1))
+            least = min(least, np.uint32(factor * x2))
+            least = min(least, np.uint32(factor * x3))
+            least = min(least, np.uint32(factor * x4))
+            least = min(least, np.uint32(factor * x5))
+            least = min(least, np.uint32(factor * x6))
+            values[i] = min(least, np.uint32(factor * x7))
+        at += 8
+    while at < count:
+        x = _upper(hashes[at])
+        for i in range(len(values)):
+            values[i] = min(values[i], np.uint32(factors[i] * x))
+        at += 1
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _upper(number):  # type: ignore[no-untyped-def]
+    return np.uint32(number >> _U32)
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_bands(signatures, groups, rows, keys):  # type: ignore[no-untyped-def]
+    for text in range(len(keys)):
+        for band in range(keys.shape[1]):
+            value = _BAND_SEED_64 ^ np.uint64(band)
+            value = (value ^ np.uint64(groups[text])) * _BAND_FACTOR_64
+            for row in range(band * rows, (band + 1) * rows):
+                value ^= value >> _U32
+                value = (value ^ np.uint64(signatures[text, row])) * _BAND_FACTOR_64
+            value ^= value >> _U32
+            value *= _BAND_FACTOR_64
+            keys[text, band] = value ^ value >> _U29
+
+
+KEYS_FILE = "keys.npy"
+
+
+def bands_and_rows(config: NearDedupConfig) -> tuple[int, int]:
+    """The recipe's, or the best for its similarity."""
+    if config.bands is not None and config.rows is not None:
+        return config.bands, config.rows
+    return optimal_parameters(config.similarity, config.minhash.permutations)
+
+
+def part_settings(config: NearDedupConfig) -> dict[str, Any]:
+    """All of the settings that decide a part's files: parts compare only where these are the same."""
+    bands, rows = bands_and_rows(config)
+    return {
+        # Older indexes name their scheme, so that those of another one are refused.
+        "minhash": config.minhash.model_dump(mode="json") | {"scheme": "shardkit"},
+        "bands": bands,
+        "rows": rows,
+        "by_source": config.scope == "source",
+    }
+
+
+def sign_documents(
+    documents: Path, removed: Removed, config: NearDedupConfig, folder: Path
+) -> dict[str, int]:
+    """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`; counts.
+
+    Of what is `removed` already there is no trace but the number of copies that others stand for.
+    """
+    bands, rows = bands_and_rows(config)
+    losers = np.sort(np.concatenate([np.zeros(0, np.int64), *removed.rows.values()]))
+    by_source = config.scope == "source"
+    start = wordless = 0
+    with ExitStack() as stack:
+        source = stack.enter_context(open_arrow(documents))
+        table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
+        width = config.minhash.permutations
+        values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
+        entries = stack.enter_context(BandWriter(folder))
+        keys = stack.enter_context(KeyFile(folder / KEYS_FILE))
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[0, 1, 4]))
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            kept = _kept_rows(losers, start, batch.num_rows)
+            signed, described = _sign_batch(batch, kept, config)
+            copies, here = np.ones(batch.num_rows, np.int64), removed.part(start, batch.num_rows)
+            copies[here.copied] = here.copies
+            described["copies"] = copies[described["row"]]
+            described["row"] += start
+            start += batch.num_rows
+            wordless += len(kept) - len(described)
+            sources = described["source"] if by_source else None
+            entries.write(band_keys(signed.values, bands, rows, sources), table.rows)
+            keys.write(_key_rows(signed, described, by_source))
+            values.write(signed.values.astype("<u4", copy=False))
+            table.write(described)
+    return {"documents": table.rows, "wordless": wordless, "bands": bands}
+
+
+def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:
+    first, last = np.searchsorted(losers, [start, start + count])
+    return np.delete(np.arange(count), losers[first:last] - start)
+
+
+def _sign_batch(
+    batch: pa.RecordBatch, kept: npt.NDArray[np.int64], config: NearDedupConfig
+) -> tuple[Signatures, npt.NDArray[np.void]]:
+    """Signatures and DOCUMENT rows (`row` within the batch) of those of `kept` that have words."""
+    if len(kept) < batch.num_rows:
+        batch = batch.take(pa.array(kept))
+    signed = sign_batch(batch.column("text"), config.minhash)
+    some = np.flatnonzero(signed.shingles)
+    described = np.empty(len(kept), DOCUMENT)
+    described["id"] = content_ranks(text_digests(batch.column("text")), batch.column("document_id"))
+    described["row"] = kept
+    described["bytes"] = np.diff(text_offsets(batch.column("text")))
+    described["source"] = batch.column("source").to_numpy()
+    described["copies"] = 1
+    if len(some) < len(kept):
+        signed = Signatures(signed.values[some], signed.keys[some], signed.shingles[some])
+        described = described[some]
+    return signed, described
+
+
+def _key_rows(signed: Signatures, described: npt.NDArray[np.void], by_source: bool) -> npt.NDArray[np.void]:
+    rows = np.empty(len(described), KEY_DTYPE)
+    rows["key"] = signed.keys
+    if by_source:  # equal words of different sources must not meet
+        scattered = (described["source"].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        rows["key"][:, :8] ^= scattered.astype("<u8").view(np.uint8).reshape(-1, 8)
+    for name in ("id", "bytes", "source"):
+        rows[name] = described[name]
+    return rows

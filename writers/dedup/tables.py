@@ -1,0 +1,206 @@
+"""Tables on disk that no process holds whole: .npy files that are written row by row and read in slices.
+
+A file that is mapped counts, page by page, as memory of whoever reads it, and `numpy.load` wants all of it;
+`Rows` reads what is asked for and keeps neither bytes nor an open file in between (unless told to),
+so that a task may look into ten thousand files. Files without a header (`pairs.bin`) are read the same way.
+
+A file may come from elsewhere (an index): its header is believed only if the file has exactly the bytes that
+type and shape take, so that no count in it leads beyond its end.
+
+Some rows of a large .npy file, read where they are: a map would count as memory for every page touched.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import BuildError
+from shardkit.writers.execution.work_files import BinaryFile, file_bytes, open_file, read_into
+
+__all__ = ["CHUNK_ROWS", "RowFile", "Rows", "RowsWriter", "read_header"]
+
+CHUNK_ROWS = 1 << 16  # in one read where a table is gone through: some megabytes, and few calls
+
+_READ_BYTES = 1 << 20
+
+_CLOSE_ROWS = 256
+
+_HEADER_BYTES = 512  # room for any dtype of ours and any row count, so that it can be written last
+
+
+class RowsWriter:
+    """A .npy file of rows whose number is known only at the end; with `width`, rows of so many values."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, *, width: int | None = None) -> None:
+        self.dtype = np.dtype(dtype)
+        self.rows = 0
+        self._shape = () if width is None else (width,)
+        self._file = path.open("wb")
+        self._file.write(bytes(_HEADER_BYTES))
+
+    def write(self, rows: npt.NDArray[Any]) -> None:
+        """Append rows of exactly this dtype and width."""
+        assert rows.dtype == self.dtype, rows.dtype
+        assert rows.shape[1:] == self._shape, rows.shape
+        self._file.write(np.ascontiguousarray(rows).data if len(rows) else b"")
+        self.rows += len(rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            descr = np.lib.format.dtype_to_descr(self.dtype)  # type: ignore[no-untyped-call]
+            fields = {"descr": descr, "fortran_order": False, "shape": (self.rows, *self._shape)}
+            header = repr(fields).encode().ljust(_HEADER_BYTES - 11) + b"\n"
+            start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+            assert len(start) == _HEADER_BYTES
+            self._file.seek(0)
+            self._file.write(start)
+
+
+class Rows:
+    """The rows of one file, read in slices. `len()` is their number."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, *, header: bool = True) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self._file: BinaryFile | None = None
+        self._begin = 0
+        if header:
+            self._begin, self._rows = self._read_header()
+        else:
+            self._rows = file_bytes(path) // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __enter__(self) -> Self:
+        """Hold the file open, for many small reads."""
+        self._file = open_file(self.path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._file = None
+
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Rows [start, stop), a new array. BuildError if the file is shorter than it says."""
+        rows = np.empty((self._rows if stop is None else stop) - start, self.dtype)
+        if self._file is not None:
+            self._read_into(rows, start)
+        elif len(rows):
+            with self:
+                self._read_into(rows, start)
+        return rows
+
+    def sample(self, start: int, stop: int, step: int) -> npt.NDArray[Any]:
+        """Rows start, start + step, … below stop: a small read each; what lies close is read through."""
+        wanted = range(start, stop, step)
+        rows = np.empty(len(wanted), self.dtype)
+        at_once = max(1, _READ_BYTES // (step * self.dtype.itemsize)) if step <= _CLOSE_ROWS else 1
+        with self:
+            for at in range(0, len(wanted), at_once):
+                some = wanted[at : at + at_once]
+                rows[at : at + len(some)] = self.read(some[0], some[-1] + 1)[::step]
+        return rows
+
+    def _read_into(self, rows: npt.NDArray[Any], start: int) -> None:
+        assert 0 <= start <= start + len(rows) <= self._rows, (self.path, start, len(rows), self._rows)
+        offset = self._begin + start * self.dtype.itemsize
+        if not len(rows):
+            return
+        assert self._file is not None
+        self._file.seek(offset)
+        if read_into(self._file, rows.view(np.uint8).data) != rows.nbytes:
+            raise BuildError(f"{self.path}: shorter than it says; remove the work folder and build again")
+
+    def _read_header(self) -> tuple[int, int]:
+        begin, shape, dtype = read_header(self.path)
+        if dtype != self.dtype or len(shape) != 1:
+            raise BuildError(f"{self.path}: rows of {dtype}, expected {self.dtype}; remove the work folder")
+        return begin, shape[0]
+
+
+def read_header(path: Path) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """(where the rows begin, shape, dtype) of a .npy file in C order; BuildError if it is not just that."""
+    with open_file(path) as file:
+        try:
+            version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+            if version != (1, 0):
+                raise ValueError(f"version {version}")
+            header = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+        except OSError:
+            raise
+        except (
+            Exception
+        ) as error:  # NumPy's parser lets errors of Python's own through: TokenError, SyntaxError
+            raise BuildError(f"{path}: not a table: {error}; remove the work folder") from None
+        begin = file.tell()
+        size = file.seek(0, io.SEEK_END)
+    shape: tuple[int, ...] = header[0]
+    dtype: np.dtype[Any] = header[2]
+    if (header[1] and len(shape) > 1) or not shape or min(shape) < 0:
+        raise BuildError(f"{path}: not a table: shape {shape}; remove the work folder")
+    if begin + math.prod(shape) * dtype.itemsize != size:
+        raise BuildError(
+            f"{path}: {size:,} bytes, but its header states {shape} of {dtype}; remove the work folder"
+        )
+    return begin, shape, dtype
+
+
+_GAP_BYTES = 4096  # rows closer than this are read together: cheaper than one more call
+
+_PIECE_BYTES = 1 << 20
+
+
+class RowFile:
+    """A .npy file of rows in C order. Holds no open file between calls."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start, shape, self.dtype = read_header(path)
+        self.rows: int = shape[0]
+        self.row_shape: tuple[int, ...] = shape[1:]
+        self._row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """[len(rows), ...]: these rows, which ascend strictly. BuildError if the file ends early."""
+        found = np.empty((len(rows), self._row_bytes), np.uint8)
+        apart = np.diff(rows) * self._row_bytes > _GAP_BYTES + self._row_bytes
+        edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
+        with open_file(self._path) as file:
+            for begin, end in pairwise(edges):
+                self._read_together(file, rows[begin:end], found[begin:end])
+        table: npt.NDArray[Any] = found.view(self.dtype).reshape(len(rows), *self.row_shape)
+        return table
+
+    def _read_together(
+        self, file: BinaryFile, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint8]
+    ) -> None:
+        """Rows that lie close: all from the first to the last are read, a piece at a time."""
+        most = max(1, _PIECE_BYTES // self._row_bytes)
+        at = 0
+        while at < len(rows):
+            first = int(rows[at])
+            stop = int(np.searchsorted(rows, first + most))
+            count = int(rows[stop - 1]) - first + 1
+            table = np.empty((count, self._row_bytes), np.uint8)
+            file.seek(self._start + first * self._row_bytes)
+            if read_into(file, table.reshape(-1).data) != table.nbytes:
+                raise BuildError(f"{self._path}: ends early; remove the work folder and build again")
+            found[at:stop] = table[rows[at:stop] - first]
+            at = stop

@@ -1,0 +1,471 @@
+"""Whether what a build will write fits where it goes, found out before it begins.
+
+What it writes is known from a rehearsal (rehearsal.py), less what finished tasks of this very build hold
+already. A work folder only grows until the build is done. An output on the same file system is made of hard
+links to it and takes nothing; on another one, and of a work folder in a store, it is a copy. Each machine of
+a build with its work in a store needs scratch for its workers' running tasks.
+
+An input whose `CERTAIN` fold fits everywhere is not rehearsed: so builds that are small for their disk begin
+at once. `check_disk: false` in a recipe leaves the check out.
+
+A part of a recipe's input, as files of their own: which, and how they are cut.
+
+The part is a function of file names and sizes: of each source its share of the bytes, of at most eight of its
+files in an order that is hashed, of each file its beginning. Files of lines are cut behind one, Parquet
+behind some rows; others are taken whole. With `cut_anywhere`, for builds that may quarantine any part, CSV
+and WARC files end in the midst of a record.
+
+How many bytes a build will write, by stage: what its stages write for a sample of the input, scaled up.
+
+The sample (sample_pieces.py) goes through all stages in a temporary folder. Tasks of a split are scaled by
+the stored bytes of their source, those of partitions by the documents, or by the tokens, that come to them.
+So expansion of compressed files, filters, editors, annotations, the tokenizer and compressed shards are in it
+as they are, whatever the text. A sample cannot show what depends on the whole:
+
+- duplicates meet only there. Nothing is taken off for those that are removed; of near-duplicates,
+  `PAIRED` of all documents are taken to be in pairs, with `PAIR_BYTES` each, where the sample has fewer.
+- planted copies and the documents of an index are left out of the sample: so many more documents are added.
+
+The result is high rather than low, by `MARGIN` and by what duplicate removal saves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from shardkit.errors import BuildError, warn_user
+from shardkit.progress import make_listener
+from shardkit.units import format_bytes
+from shardkit.writers.annotations import ANNOTATIONS_FILE
+from shardkit.writers.dedup.config import NearDedupConfig
+from shardkit.writers.execution.engine_local import default_workers
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.inputs.decompress import ContainerError, decompressed
+from shardkit.writers.inputs.files import open_input
+from shardkit.writers.inputs.scan import Split, scan_inputs
+from shardkit.writers.making import PARTITION_TEXT_BYTES, Made, Plan, make_parts
+from shardkit.writers.progress import StageProgress
+from shardkit.writers.recipe import InputConfig, Recipe
+from shardkit.writers.session import Execution, open_runner
+from shardkit.writers.stages.shards import PROVENANCE_NAME
+
+__all__ = [
+    "CERTAIN",
+    "FILE_BYTES",
+    "SAMPLE_BYTES",
+    "DiskNeed",
+    "Finished",
+    "Piece",
+    "StageBytes",
+    "check_disk",
+    "choose_pieces",
+    "copy_start",
+    "disk_needs",
+    "finished_stages",
+    "put_pieces",
+    "rehearse",
+]
+
+_FILES = 8  # of a source, if they are large: the beginning of one file may be unlike all else
+
+_LEAST_PIECE_BYTES = 1 << 20
+
+_BATCH_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The first `bytes` stored bytes of a file, or all of it."""
+
+    split: Split
+    bytes: int
+
+
+def choose_pieces(splits: Sequence[Split], wanted: int) -> list[Piece]:
+    """About `wanted` stored bytes, of every source in proportion."""
+    whole = max(1, sum(split.bytes for split in splits))
+    pieces = []
+    for source in sorted({split.source for split in splits}):
+        files: dict[str, Split] = {}
+        for split in splits:
+            if split.source == source:
+                files.setdefault(split.path, split)
+        by_hash = sorted(files.values(), key=lambda s: hashlib.blake2b(s.file.encode()).digest())
+        left = max(1, wanted * sum(split.input.bytes for split in by_hash) // whole)
+        for number, split in enumerate(by_hash):
+            others = max(0, min(_FILES, len(by_hash)) - number - 1)
+            size = min(split.input.bytes, left, max(-(-left // (1 + others)), _LEAST_PIECE_BYTES))
+            if size:
+                pieces.append(Piece(split, size))
+                left -= size
+    return pieces
+
+
+def put_pieces(
+    recipe: Recipe, pieces: Sequence[Piece], folder: Path, *, cut_anywhere: bool = False
+) -> tuple[list[InputConfig], dict[int, int]]:
+    """Put pieces into `folder`; inputs that read them, and the stored bytes they stand for by source.
+
+    Both are of the sources that have any, in the same order.
+    """
+    stored: dict[int, int] = {}
+    places: dict[int, Path] = {}
+    for number, piece in enumerate(pieces):
+        source = piece.split.source
+        place = places.setdefault(source, folder / str(source))
+        place.mkdir(parents=True, exist_ok=True)
+        lines = recipe.inputs[source].lines
+        taken = _put(piece, place, number, lines=lines, cut_anywhere=cut_anywhere)
+        stored[source] = stored.get(source, 0) + taken
+    inputs = [recipe.inputs[source].as_sample(f"{place}/*") for source, place in places.items()]
+    return inputs, stored
+
+
+def _put(piece: Piece, folder: Path, number: int, *, lines: bool, cut_anywhere: bool) -> int:
+    """Put a piece where the sample's recipe finds it; the stored bytes that it stands for."""
+    split = piece.split
+    name = f"{number:05d}-{PurePosixPath(split.input.path.partition('?')[0]).name}"
+    if piece.bytes < split.input.bytes:
+        if split.format == "jsonl" or (split.format == "text" and lines):
+            stem = name if split.compression is None else PurePosixPath(name).stem
+            if taken := copy_start(piece, folder / stem, whole_lines=True):
+                return taken
+        elif split.format == "parquet":
+            return _copy_rows(piece, folder / name)
+        elif cut_anywhere and split.format in ("csv", "warc"):
+            stem = name if split.compression is None else PurePosixPath(name).stem
+            if taken := copy_start(piece, folder / stem):
+                return taken
+    if split.input.is_remote:
+        with open_input(split.input) as source, (folder / name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+    else:
+        (folder / name).symlink_to(Path(split.input.path).absolute())
+    return split.input.bytes
+
+
+def copy_start(piece: Piece, target: Path, *, whole_lines: bool = False) -> int:
+    """A file's beginning, decompressed; 0 if there is damage, which the build must see."""
+    split = piece.split
+    with open_input(split.input) as source, target.open("wb") as lines:
+        taken = 0
+        try:
+            for data in decompressed(source, split.compression, split.input.bytes):
+                taken = source.tell()
+                if taken < piece.bytes:
+                    lines.write(data)
+                    continue
+                end = data.rfind(b"\n") + 1 if whole_lines else len(data)
+                lines.write(data[:end])
+                if end:
+                    return taken
+        except ContainerError:
+            target.unlink()
+            return 0
+    return split.input.bytes
+
+
+def _copy_rows(piece: Piece, target: Path) -> int:
+    """The first rows of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    with open_input(piece.split.input) as source:
+        file = pq.ParquetFile(source)
+        size, rows, copied = piece.split.input.bytes, max(1, int(file.metadata.num_rows)), 0
+        with pq.ParquetWriter(target, file.schema_arrow) as writer:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                writer.write_batch(batch)
+                copied += len(batch)
+                if copied * size >= piece.bytes * rows:
+                    break
+    return copied * size // rows
+
+
+SAMPLE_BYTES = 8 << 20  # stored bytes of all sources: seconds of work, whatever the input
+
+MARGIN = 1.1
+
+PAIRED = 0.5
+
+PAIR_BYTES = 400
+
+FILE_BYTES = 4096  # what a file takes beyond its bytes at most; of small ones there are many
+
+_HASH_BYTES = 8
+
+_WORD_BYTES = 6  # of text; the shortest average of the languages that have spaces
+
+_NEAR = ("signatures", "equal", "candidates", "shingles", "verify", "near")
+
+_BY_TOKENS = ("pack", "provenance")
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a whole build writes into its work folder, `stages` in order, and what of it becomes the output.
+
+    `largest_task` is the most that one task of many writes; `documents`, `text_bytes`: what filters keep.
+    """
+
+    stages: Mapping[str, int]
+    output: int
+    largest_task: int
+    documents: int
+    text_bytes: int
+
+    @property
+    def work(self) -> int:
+        """All of it: nothing in a work folder goes before the build is done."""
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """By how much the whole is more than the sample: for tasks of a split by its source, else by stage."""
+
+    by_task: Mapping[str, float]
+    documents: float
+    tokens: float
+
+    def of(self, commit: Commit) -> float:
+        if commit.name in self.by_task:
+            return self.by_task[commit.name]
+        return self.tokens if commit.stage in _BY_TOKENS else self.documents
+
+
+def rehearse(plan: Plan, workers: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> StageBytes:
+    """Build from a sample in a temporary folder, up to publishing, and reckon what the whole will take.
+
+    Raises what the build would raise; BuildError also if the sample leaves no document.
+    """
+    recipe = plan.recipe
+    with tempfile.TemporaryDirectory(prefix="shardkit-rehearsal-") as folder:
+        pieces = choose_pieces(plan.splits, sample_bytes)
+        inputs, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
+        derived = _derived(recipe).model_copy(update={"inputs": tuple(inputs)}).in_folder(recipe.folder)
+        splits = scan_inputs(derived)
+        work = LocalWork(Path(folder) / "work")
+        small = Plan(derived, splits, plan.digest, (), plan.files)
+        with make_listener(False) as listener, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, too
+            with open_runner(derived, work, Execution(workers=workers), listener) as runner:
+                tokenizer = recipe.resolve(recipe.tokenizer.path)
+                made = make_parts(small, derived, tokenizer, runner.run)
+        whole: Counter[int] = Counter()
+        for split in plan.splits:
+            whole[split.source] += split.bytes
+        by_source = [whole[source] / max(1, taken) for source, taken in stored.items()]
+        scales = _scales([by_source[split.source] for split in splits], made)
+        return _whole(plan, [commit for _, commit in work.commits()], scales, made)
+
+
+def _derived(recipe: Recipe) -> Recipe:
+    """The recipe of the sample: nothing in it stops a build that the whole would not stop."""
+    dedup = recipe.dedup.model_copy(update={"max_removed_fraction": 1.0})
+    if dedup.near is not None:
+        near = dedup.near.model_copy(update={"against": (), "measure": None})
+        dedup = dedup.model_copy(update={"near": near})
+    return recipe.model_copy(update={"dedup": dedup, "max_bad_fraction": 1.0})
+
+
+def _scales(by_split: Sequence[float], made: Made) -> _Scales:
+    def ratio(amounts: Sequence[int]) -> float:
+        scaled = sum(amount * scale for amount, scale in zip(amounts, by_split, strict=True))
+        return scaled / max(1, sum(amounts))
+
+    cleaned = made.prepared.cleaned
+    documents = ratio([commit.ledger().kept.documents for commit in cleaned])
+    tokens = ratio([commit.counts["tokens"] for commit in made.spilled])
+    names = [commit.name for commit in cleaned]
+    return _Scales(dict(zip(names, by_split, strict=True)), documents, tokens)
+
+
+def _whole(plan: Plan, commits: Sequence[Commit], scales: _Scales, made: Made) -> StageBytes:
+    stages: dict[str, float] = {}
+    output = text = 0.0
+    tasks: Counter[str] = Counter()
+    files = 0
+    for commit in commits:
+        scale = scales.of(commit)
+        stages[commit.stage] = stages.get(commit.stage, 0.0) + scale * commit.bytes
+        if commit.name in scales.by_task:
+            tasks[commit.stage] += 1
+            files = max(files, len(commit.outputs) + 1)
+        published = {"pack": commit.outputs.keys() - {PROVENANCE_NAME}, "clean": {ANNOTATIONS_FILE}}
+        names = published.get(commit.stage, commit.outputs.keys() if commit.stage == "provenance" else set())
+        output += scale * sum(commit.outputs[name].bytes for name in names if name in commit.outputs)
+        text += scale * commit.ledger().kept.bytes if commit.stage == "clean" else 0
+    documents = scales.documents * sum(c.ledger().kept.documents for c in made.prepared.cleaned)
+    near = plan.recipe.dedup.near
+    if near is not None:
+        indexed = sum(part.documents for index in plan.indexes for part in index.parts)
+        _add_near(stages, near, documents, text, indexed)
+    for stage in tasks:
+        stages[stage] += len(plan.splits) * files * FILE_BYTES / MARGIN
+    sizes = {stage: int(MARGIN * size) for stage, size in stages.items()}
+    split = max(split.bytes for split in plan.splits) / max(1, sum(split.bytes for split in plan.splits))
+    partitions = max(1.0, text / PARTITION_TEXT_BYTES)
+    largest = 0.0
+    for stage, size in sizes.items():
+        if stage in tasks:
+            largest = max(largest, size * split)
+        elif stage in _BY_TOKENS:
+            largest = max(largest, size / partitions)
+        elif stage != "near":  # partitions that are sized to the memory of a task
+            largest = max(largest, min(size, plan.recipe.memory))
+    return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
+
+
+def _add_near(
+    stages: dict[str, float], config: NearDedupConfig, documents: float, text: float, indexed: int
+) -> None:
+    """What near-duplicates take at least, and what planted copies and documents of an index add."""
+    grams = text / (_WORD_BYTES if config.minhash.unit == "words" else 1)
+    stages["shingles"] = max(stages.get("shingles", 0.0), PAIRED * grams * _HASH_BYTES)
+    stages["candidates"] = max(stages.get("candidates", 0.0), PAIRED * documents * PAIR_BYTES)
+    planted = config.measure.planted if config.measure is not None else 0
+    for stage in _NEAR:
+        more = planted + (indexed if stage in ("equal", "candidates", "shingles", "verify", "near") else 0)
+        stages[stage] = stages.get(stage, 0.0) * (1 + more / max(1.0, documents))
+
+
+CERTAIN = 200  # 10 for the expansion of compressed text, 12 for all that stages write of short documents
+
+_DOCUMENT_SCRATCH_BYTES = 64  # of tables that every machine fetches, and of what the one task `near` writes
+
+_STAGE = "disk check"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Bytes that finished tasks of a stage hold, and whether all of its tasks are finished."""
+
+    bytes: int = 0
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """What one file system must yet take: `parts` by what they are, in bytes; `folder` is one on it."""
+
+    folder: Path
+    parts: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def check_disk(
+    plan: Plan,
+    work: Work,
+    output: Path | None,
+    execution: Execution,
+    progress: bool | Callable[[StageProgress], None] = False,
+) -> list[DiskNeed]:
+    """BuildError if the build does not fit; else what it needs, empty where that was certain.
+
+    `output` is None for a remote one. Nothing is written but a sample in the system's temporary folder.
+    """
+    if not plan.recipe.check_disk:
+        return []
+    stored = sum(split.bytes for split in plan.splits)
+    places = [work.folder, *([output] if output is not None else [])]
+    if CERTAIN * stored <= min(_free_bytes(place) for place in places):
+        return []
+    workers = default_workers(plan.recipe.memory) if execution.workers is None else execution.workers
+    start = time.perf_counter()
+    with make_listener(progress) as listener:
+        listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
+        try:
+            estimate = rehearse(plan, min(workers, default_workers(plan.recipe.memory)))
+        except BuildError as error:
+            warn_user(f"whether the build fits on its disks is not known: {error}")
+            return []
+        finished = finished_stages(plan, work) if isinstance(work, LocalWork) else {}
+        listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, time.perf_counter() - start))
+    needs = disk_needs(estimate, finished, work, output, workers)
+    for need in needs:
+        free = _free_bytes(need.folder)
+        if need.bytes > free:
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in need.parts.items())
+            raise BuildError(
+                f"{need.folder}: the build would need about {format_bytes(need.bytes)} more there ({parts}), "
+                f"{format_bytes(free)} are free; make room, put `work` or the output "
+                f"elsewhere, or build anyway with check_disk=false"
+            )
+    return needs
+
+
+def disk_needs(
+    estimate: StageBytes, finished: Mapping[str, Finished], work: Work, output: Path | None, workers: int
+) -> list[DiskNeed]:
+    """What each file system must yet take, one entry for each."""
+    wanted: list[tuple[Path, str, int]] = []
+    linked = False
+    if isinstance(work, LocalWork):
+        left = sum(
+            0 if (held := finished.get(stage, Finished())).complete else max(0, size - held.bytes)
+            for stage, size in estimate.stages.items()
+        )
+        wanted.append((work.folder, "work folder", left))
+        linked = output is not None and _device(work.folder) == _device(output)
+    else:
+        running = workers * estimate.largest_task
+        wanted.append((work.folder, "scratch", running + _DOCUMENT_SCRATCH_BYTES * estimate.documents))
+    if output is not None and not linked:
+        wanted.append((output, "output", estimate.output))
+    needs: dict[int, tuple[Path, dict[str, int]]] = {}
+    for folder, name, size in wanted:
+        _, parts = needs.setdefault(_device(folder), (folder, {}))
+        parts[name] = size
+    return [DiskNeed(folder, parts) for folder, parts in needs.values()]
+
+
+class _UnfinishedError(Exception):
+    """What later stages hold is not known before this one is done."""
+
+
+def finished_stages(plan: Plan, work: Work) -> dict[str, Finished]:
+    """What finished tasks of this build hold already, by stage, up to the first stage that is not done."""
+    held: dict[str, Finished] = {}
+
+    def look(*groups: Sequence[Task]) -> list[list[Commit]]:
+        found = [[commit for commit in work.find(group) if commit is not None] for group in groups]
+        for group, commits in zip(groups, found, strict=True):
+            size = sum(commit.bytes + FILE_BYTES * (len(commit.outputs) + 1) for commit in commits)
+            if group:
+                held[group[0].stage] = Finished(size, len(commits) == len(group))
+        if not all(stage.complete for stage in held.values()):
+            raise _UnfinishedError
+        return found
+
+    recipe = plan.recipe
+    with suppress(_UnfinishedError, BuildError):  # an error of a finished stage is for the build to tell
+        make_parts(plan, recipe, recipe.resolve(recipe.tokenizer.path), look)
+    return held
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _device(folder: Path) -> int:
+    return _existing(folder).stat().st_dev
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free

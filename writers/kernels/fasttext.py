@@ -1,0 +1,432 @@
+"""The probabilities that a fastText model gives texts, from the UTF-8 of a whole batch at once.
+
+As fastText does: tokens are separated by ASCII white space and NUL; a text is the mean of the rows of its
+tokens, of their character n-grams and of n-grams of tokens, with one `</s>` at its end; newlines are spaces.
+Two things differ. `</s>` within a text does not end it. And sums are kept in another order: the vector of a
+token is summed in float32 and kept in a table for the next time, the vectors of a text in float64, so scores
+equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
+
+From the mean vector of a text to the probabilities of labels, for each of fastText's losses.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, FastTextModel, aligned
+from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.writers.kernels.utf8 import next_character
+
+__all__ = ["FastTextScorer", "activate", "descend"]
+
+_EPSILON = 1e-5  # that fastText adds to every probability before its logarithm
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _product(total, outputs, row):  # type: ignore[no-untyped-def]
+    value = 0.0
+    for i in range(len(total)):
+        value += total[i] * outputs[row, i]
+    return value
+
+
+@numba.njit(nogil=True, cache=True)
+def descend(total, outputs, tree, nodes, scores, text):  # type: ignore[no-untyped-def]
+    """Hierarchical softmax: the probability of a label is the product along its path."""
+    labels = len(outputs)
+    nodes[2 * labels - 2] = 1.0
+    for inner in range(labels - 2, -1, -1):
+        right = 1.0 / (1.0 + math.exp(-_product(total, outputs, inner)))
+        here = nodes[labels + inner]
+        nodes[tree[inner, 0]] = here * (1.0 - right + _EPSILON)
+        nodes[tree[inner, 1]] = here * (right + _EPSILON)
+    for label in range(labels):
+        scores[text, label] = nodes[label]
+
+
+@numba.njit(nogil=True, cache=True)
+def activate(total, outputs, loss, values, scores, text):  # type: ignore[no-untyped-def]
+    """Softmax (1), or one sigmoid for each label from fastText's table of 512 between -8 and 8."""
+    labels = len(outputs)
+    for label in range(labels):
+        values[label] = _product(total, outputs, label)
+    if loss == 1:
+        greatest = values[:labels].max()
+        whole = 0.0
+        for label in range(labels):
+            values[label] = math.exp(values[label] - greatest)
+            whole += values[label]
+        for label in range(labels):
+            scores[text, label] = values[label] / whole + _EPSILON
+        return
+    for label in range(labels):
+        scores[text, label] = _table_sigmoid(values[label]) + _EPSILON
+
+
+@numba.njit(nogil=True, cache=True)
+def _table_sigmoid(value):  # type: ignore[no-untyped-def]
+    if value < -8:
+        return 0.0
+    if value > 8:
+        return 1.0
+    return 1.0 / (1.0 + math.exp(-(math.floor((value + 8) * 32) / 32 - 8)))
+
+
+# FNV-1a of 32 bits, and how fastText chains the hashes of tokens.
+_BASIS_64, _PRIME_64, _MASK_64 = np.uint64(2166136261), np.uint64(16777619), np.uint64(0xFFFFFFFF)
+
+_NEXT_64 = np.uint64(116049371)
+
+_SIGNED = np.uint64(0xFFFFFF00)  # bytes of 128 and above are negative to fastText's hash
+
+_OPEN, _CLOSE = 60, 62  # < and > around a token
+
+_KEY_BYTES = 32  # longer tokens are summed anew each time
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+_KEPT_BYTES = 2 << 20  # of vectors kept: more would leave the processor's cache
+
+
+class FastTextScorer:
+    """A model and the tables its kernel works with. One call at a time; calls from other threads wait."""
+
+    def __init__(self, model: FastTextModel) -> None:
+        self.model = model
+        slots = _word_slots(model)
+        separators = np.zeros(256, np.bool_)
+        separators[list(b" \n\r\t\v\f\0")] = True
+        dim = model.dimensions
+        kept = 1 << max(6, (_KEPT_BYTES // (4 * dim)).bit_length() - 1)
+        prefix = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
+        numbers = (model.buckets, model.min_ngram, model.max_ngram, model.word_ngrams)
+        self._arguments = (
+            numbers, slots, model.words, model.word_offsets, model.pruned, model.inputs, separators, prefix,
+        )  # fmt: skip
+        self._kept = (
+            aligned((kept + 1, 8), np.uint64),  # the token's bytes in four, rows, hash
+            aligned((kept + 1, dim), np.float32),  # the last one is to work in
+        )
+        self._lock = threading.Lock()
+
+    def scores(
+        self,
+        data: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+        wanted: npt.NDArray[np.bool_],
+        characters: int | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """float32[n, labels]: probabilities of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8.
+
+        Zeros where not `wanted`; of the first `characters` code points only, if given. As from fastText they
+        may exceed 1 by 1e-5.
+        """
+        scores = np.zeros((len(wanted), len(self.model.labels)), np.float32)
+        loss = ("hs", "softmax", "ns", "ova").index(self.model.loss)
+        limit = -1 if characters is None else characters
+        with self._lock:
+            _score(
+                data, offsets, wanted, limit, self._arguments, self._kept, self.model.outputs,
+                self.model.tree, loss, scores,
+            )  # fmt: skip
+        return scores
+
+
+def _word_slots(model: FastTextModel) -> npt.NDArray[np.int32]:
+    """A hash table of the words: word number or -1, at its hash or at the next free slot."""
+    count = len(model.word_offsets) - 1
+    slots = np.full(1 << max(4, (2 * count).bit_length()), -1, np.int32)
+    _fill_slots(model.words, model.word_offsets, slots)
+    return slots
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill_slots(words, offsets, slots):  # type: ignore[no-untyped-def]
+    mask = np.uint64(len(slots) - 1)
+    for word in range(len(offsets) - 1):
+        at = _hash(words, offsets[word], offsets[word + 1]) & mask
+        while slots[at] >= 0:
+            at = (at + np.uint64(1)) & mask
+        slots[at] = word
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_byte(value, byte):  # type: ignore[no-untyped-def]
+    wide = np.uint64(byte)
+    if byte >= 128:
+        wide |= _SIGNED
+    return (value ^ wide) * _PRIME_64 & _MASK_64
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash(data, begin, end):  # type: ignore[no-untyped-def]
+    value = _BASIS_64
+    for at in range(begin, end):
+        value = _add_byte(value, data[at])
+    return value
+
+
+@numba.njit(nogil=True, cache=True)
+def _find_word(data, begin, end, value, slots, words, offsets):  # type: ignore[no-untyped-def]
+    """Number of the word data[begin:end] whose hash is `value`, or -1."""
+    mask = np.uint64(len(slots) - 1)
+    at = value & mask
+    while slots[at] >= 0:
+        word = slots[at]
+        start = offsets[word]
+        if offsets[word + 1] - start == end - begin:
+            same = True
+            for i in range(end - begin):
+                if words[start + i] != data[begin + i]:
+                    same = False
+                    break
+            if same:
+                return word
+        at = (at + np.uint64(1)) & mask
+    return -1
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_row(rows, row, out, place):  # type: ignore[no-untyped-def]
+    for i in range(rows.shape[1]):
+        out[place, i] += rows[row, i]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _row_of(value, buckets, pruned):  # type: ignore[no-untyped-def]
+    """Row, after those of words, of an n-gram's hash, or -1."""
+    bucket = value % np.uint64(buckets)
+    if not len(pruned):
+        return np.int64(bucket)
+    at, bit = bucket >> np.uint64(6), np.uint64(1) << (bucket & np.uint64(63))
+    bits = pruned[at, 0]
+    if not bits & bit:
+        return np.int64(-1)
+    return np.int64(pruned[at, 1]) + _count_bits(bits & (bit - np.uint64(1)))
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _count_bits(value):  # type: ignore[no-untyped-def]
+    value -= value >> np.uint64(1) & np.uint64(0x5555555555555555)
+    value = (value & np.uint64(0x3333333333333333)) + (value >> np.uint64(2) & np.uint64(0x3333333333333333))
+    value = value + (value >> np.uint64(4)) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64(value * np.uint64(0x0101010101010101) >> np.uint64(56))
+
+
+@numba.njit(nogil=True, cache=True)
+def _token_vector(data, begin, end, arguments, out, place):  # type: ignore[no-untyped-def]
+    """Sum of the rows of the token data[begin:end] into out[place]: (rows, hash); rows -1 for a label."""
+    numbers, slots, words, offsets, _, rows, _, prefix = arguments
+    out[place] = 0
+    value = _hash(data, begin, end)
+    word = _find_word(data, begin, end, value, slots, words, offsets)
+    if word < 0 and _starts_with(data, begin, end, prefix):
+        return -1, value
+    count = 0
+    if word >= 0:
+        _add_row(rows, word, out, place)
+        count = 1
+    if numbers[2] > 0 and not _is_end(data, begin, end):
+        count += _add_ngrams(data, begin, end, arguments, out, place)
+    return count, value
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_ngrams(data, begin, end, arguments, out, place):  # type: ignore[no-untyped-def]
+    """Add the rows of the character n-grams of <token> to out[place]: how many these are."""
+    buckets, least, most, _ = arguments[0]
+    first, pruned, rows = len(arguments[3]) - 1, arguments[4], arguments[5]
+    count = 0
+    for start in range(begin - 1, end + 1):
+        if begin <= start < end and data[start] & 0xC0 == 0x80:
+            continue
+        value, at = _BASIS_64, start
+        for length in range(1, most + 1):
+            if at > end:
+                break
+            if at < begin:
+                value = _add_byte(value, _OPEN)
+                at += 1
+            elif at == end:
+                value = _add_byte(value, _CLOSE)
+                at += 1
+            else:
+                value = _add_byte(value, data[at])
+                at += 1
+                while at < end and data[at] & 0xC0 == 0x80:
+                    value = _add_byte(value, data[at])
+                    at += 1
+            if length >= least and not (length == 1 and (start < begin or start == end)):
+                row = _row_of(value, buckets, pruned)
+                if row >= 0:
+                    _add_row(rows, first + row, out, place)
+                    count += 1
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def _starts_with(data, begin, end, prefix):  # type: ignore[no-untyped-def]
+    if end - begin < len(prefix):
+        return False
+    same = True
+    for i in range(len(prefix)):
+        same &= data[begin + i] == prefix[i]
+    return same
+
+
+@numba.njit(nogil=True, cache=True)
+def _is_end(data, begin, end):  # type: ignore[no-untyped-def]
+    """Whether data[begin:end] is </s>."""
+    if end - begin != 4 or data[begin] != 60:
+        return False
+    return data[begin + 1] == 47 and data[begin + 2] == 115 and data[begin + 3] == 62
+
+
+@numba.njit(nogil=True, cache=True)
+def _kept_token(data, begin, end, arguments, kept):  # type: ignore[no-untyped-def]
+    """Place in `kept` of a token of up to _KEY_BYTES bytes, whose vector is summed if it is not there."""
+    facts, vectors = kept
+    size = end - begin
+    parts = (np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0))
+    if begin + _KEY_BYTES <= len(data):
+        first = _masked(load_8_bytes(data, begin), size)
+        second = _masked(load_8_bytes(data, begin + 8), size - 8)
+        third = _masked(load_8_bytes(data, begin + 16), size - 16)
+        parts = (first, second, third, _masked(load_8_bytes(data, begin + 24), size - 24))
+    else:
+        parts = (
+            _gathered(data, begin, min(end, begin + 8)),
+            _gathered(data, begin + 8, min(end, begin + 16)),
+            _gathered(data, begin + 16, min(end, begin + 24)),
+            _gathered(data, begin + 24, end),
+        )
+    mixed = ((parts[0] * _MIX ^ parts[1]) * _MIX ^ parts[2]) * _MIX ^ parts[3]
+    mixed *= _MIX
+    place = np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(len(facts) - 2))
+    same = facts[place, 0] == parts[0] and facts[place, 1] == parts[1]
+    if not same or facts[place, 2] != parts[2] or facts[place, 3] != parts[3]:
+        count, value = _token_vector(data, begin, end, arguments, vectors, place)
+        facts[place, 0], facts[place, 1], facts[place, 2], facts[place, 3] = parts
+        facts[place, 4], facts[place, 5] = np.uint64(count), value
+    return place
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _masked(value, size):  # type: ignore[no-untyped-def]
+    """The lowest `size` bytes of a uint64."""
+    if size >= 8:
+        return value
+    if size <= 0:
+        return np.uint64(0)
+    return value & ((np.uint64(1) << np.uint64(8 * size)) - np.uint64(1))
+
+
+@numba.njit(nogil=True, cache=True)
+def _gathered(data, begin, end):  # type: ignore[no-untyped-def]
+    value = np.uint64(0)
+    for at in range(begin, end):
+        value |= np.uint64(data[at]) << np.uint64(8 * (at - begin))
+    return value
+
+
+@numba.njit(nogil=True, cache=True)
+def _cut(data, begin, end, characters):  # type: ignore[no-untyped-def]
+    """Where the first `characters` code points of data[begin:end] end; negative: all."""
+    if characters < 0 or end - begin <= characters:
+        return end
+    at = begin
+    while at < end and characters > 0:
+        _, at = next_character(data, at)
+        characters -= 1
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _score(data, offsets, wanted, limit, arguments, kept, outputs, tree, loss, scores):  # type: ignore[no-untyped-def]
+    end_mark = np.array([60, 47, 115, 62], np.uint8)
+    dim, vectors = outputs.shape[1], kept[1]
+    spare = len(vectors) - 1
+    total, nodes = np.zeros(dim, np.float64), np.zeros(2 * len(outputs), np.float64)
+    runs = np.zeros(max(1, arguments[0][3]), np.uint64)
+    for text in range(len(wanted)):
+        if not wanted[text]:
+            continue
+        total[:] = 0
+        end = _cut(data, offsets[text], offsets[text + 1], limit)
+        count, seen = _add_text(data, offsets[text], end, arguments, kept, total, runs)
+        rows, value = _token_vector(end_mark, 0, 4, arguments, vectors, spare)
+        _add_vector(vectors, spare, total)
+        count += rows + _add_runs(value, seen, runs, arguments, vectors, total)
+        if count:
+            for i in range(dim):
+                total[i] /= count
+            if loss == 0:
+                descend(total, outputs, tree, nodes, scores, text)
+            else:
+                activate(total, outputs, loss, nodes, scores, text)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_vector(vectors, place, total):  # type: ignore[no-untyped-def]
+    for i in range(len(total)):
+        total[i] += vectors[place, i]
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_text(data, begin, end, arguments, kept, total, runs):  # type: ignore[no-untyped-def]
+    """Add the vectors of the tokens of data[begin:end] to `total`: (rows, tokens)."""
+    separators, word_ngrams = arguments[6], arguments[0][3]
+    facts, vectors = kept
+    count, seen = np.int64(0), 0
+    at = begin
+    while at < end:
+        if separators[data[at]]:
+            at += 1
+            continue
+        start = at
+        while at < end and not separators[data[at]]:
+            at += 1
+        place = len(vectors) - 1
+        if at - start <= _KEY_BYTES:
+            place = _kept_token(data, start, at, arguments, kept)
+        else:
+            rows, value = _token_vector(data, start, at, arguments, vectors, place)
+            facts[place, 4], facts[place, 5] = np.uint64(rows), value
+        found = np.int64(facts[place, 4])
+        if found < 0:
+            continue
+        count += found
+        _add_vector(vectors, place, total)
+        if word_ngrams > 1:
+            count += _add_runs(facts[place, 5], seen, runs, arguments, vectors, total)
+        seen += 1
+    return count, seen
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_runs(value, seen, runs, arguments, vectors, total):  # type: ignore[no-untyped-def]
+    """Add the n-grams of tokens that end in the one with hash `value`, after `seen` others: how many rows.
+
+    runs[n - 1] is the chained hash of the last n tokens. The last of `vectors` is there to work in.
+    """
+    most, first, spare = arguments[0][3], len(arguments[3]) - 1, len(vectors) - 1
+    if most <= 1:
+        return 0
+    if value >= np.uint64(1) << np.uint64(31):
+        value |= ~_MASK_64  # hashes of tokens are signed, 32 bits
+    count = 0
+    vectors[spare] = 0
+    for length in range(min(most, seen + 1), 1, -1):
+        runs[length - 1] = runs[length - 2] * _NEXT_64 + value
+        row = _row_of(runs[length - 1], arguments[0][0], arguments[4])
+        if row >= 0:
+            _add_row(arguments[5], first + row, vectors, spare)
+            count += 1
+    runs[0] = value
+    _add_vector(vectors, spare, total)
+    return count

@@ -1,0 +1,295 @@
+"""fastText classification models (.bin, .ftz) as arrays, read straight from the file.
+
+The file is what fastText 0.9 writes (version 11 or 12): arguments, dictionary, input matrix, output matrix.
+Quantised matrices are unfolded to float32; plain ones stay in the file and are mapped, so that all processes
+of a machine share them. `fasttext_scores.py` predicts with them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import RecipeError
+
+__all__ = ["LABEL_PREFIX", "FastTextModel", "aligned", "load_fasttext"]
+
+LABEL_PREFIX = "__label__"
+
+_MAGIC, _VERSIONS = 793712314, (11, 12)
+
+_ARGUMENTS = (
+    "dim", "ws", "epoch", "min_count", "neg", "word_ngrams", "loss", "model", "bucket", "minn", "maxn",
+)  # fmt: skip
+
+_LOSSES = {1: "hs", 2: "ns", 3: "softmax", 4: "ova"}
+
+_SUPERVISED = 3
+
+_CENTROIDS = 256  # of a product quantiser; a code is a byte
+
+_MAX_DIMENSIONS, _MAX_LABELS, _MAX_NGRAM = 4096, 1 << 20, 256  # far beyond any model in use
+
+_MAX_ROWS = 1 << 31
+
+_LINE_BYTES = 64
+
+_COPIED_BYTES = 16 << 20  # a larger matrix is not worth a copy in each process
+
+
+@dataclass(frozen=True)
+class FastTextModel:
+    """A supervised model with d dimensions, w words and L labels.
+
+    Row i < w of `inputs` float32[rows, d] is a word's; the rows after them are those of the buckets into
+    which n-grams are hashed, in order. If `pruned` uint64[m, 2] is not empty, bucket b is there if bit
+    b % 64 of pruned[b // 64, 0] is set, and pruned[b // 64, 1] buckets are there before b // 64 * 64: a small
+    table, for it is asked at random. The UTF-8 of word i is words[word_offsets[i]:word_offsets[i + 1]].
+    `tree` int32[L - 1, 2] has the children of inner node L + i of a hierarchical softmax, each less than it;
+    empty for other losses.
+    """
+
+    labels: tuple[str, ...]
+    loss: str  # hs, ns, softmax or ova
+    word_ngrams: int
+    buckets: int
+    min_ngram: int
+    max_ngram: int
+    words: npt.NDArray[np.uint8]
+    word_offsets: npt.NDArray[np.int64]
+    pruned: npt.NDArray[np.uint64]
+    inputs: npt.NDArray[np.float32]
+    outputs: npt.NDArray[np.float32]
+    tree: npt.NDArray[np.int32]
+
+    @property
+    def dimensions(self) -> int:
+        """Length of a vector."""
+        return int(self.inputs.shape[1])
+
+
+def aligned(shape: tuple[int, ...], kind: Any) -> npt.NDArray[Any]:
+    """Zeros that begin on a line of the cache, so that a row of 64 bytes lies in one."""
+    count = math.prod(shape) * np.dtype(kind).itemsize
+    room = np.zeros(count + _LINE_BYTES, np.uint8)
+    first = -room.ctypes.data % _LINE_BYTES
+    lined: npt.NDArray[Any] = room[first : first + count].view(kind).reshape(shape)
+    return lined
+
+
+def load_fasttext(path: Path) -> FastTextModel:
+    """Read a model file; RecipeError if it cannot be read or is not a supervised fastText model."""
+    try:
+        file = _File(path)
+        return _parse(file)
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror or error}; give a fastText model file") from None
+    except (ValueError, struct.error, OverflowError) as error:
+        raise RecipeError(f"{path}: not a fastText model, or a damaged one: {error}") from None
+
+
+class _File:
+    """A file's bytes and how far they have been read; reading past the end is a ValueError."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = np.frombuffer(self._map, np.uint8)
+        self._at = 0
+
+    def values(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack("<" + layout, self.array(np.uint8, struct.calcsize("<" + layout)).tobytes())
+
+    def array(self, kind: Any, count: int) -> npt.NDArray[Any]:
+        size = count * np.dtype(kind).itemsize
+        if count < 0 or size > len(self._data) - self._at:
+            raise ValueError(
+                f"it ends at byte {len(self._data):,}, but {size:,} from {self._at:,} are needed"
+            )
+        self._at += size
+        return self._data[self._at - size : self._at].view(kind)
+
+    def entries(self, count: int) -> list[tuple[bytes, int, int]]:
+        """(word, occurrences, kind) of `count` dictionary entries."""
+        found, tail = [], struct.Struct("<qb")
+        for _ in range(count):
+            end = self._map.find(b"\0", self._at)
+            if end < 0:
+                _refuse("its dictionary has no end")
+            found.append((self._map[self._at : end], *tail.unpack_from(self._map, end + 1)))
+            self._at = end + 1 + tail.size
+        return found
+
+    def matrix(self, rows: int, columns: int) -> npt.NDArray[np.float32]:
+        """A plain matrix: a copy of a small one, else the file's own bytes, wherever they begin."""
+        found = self.array(np.float32, rows * columns).reshape(rows, columns)
+        if found.nbytes > _COPIED_BYTES:
+            return found
+        copied: npt.NDArray[np.float32] = aligned(found.shape, np.float32)
+        copied[:] = found
+        return copied
+
+    def quantised(self) -> npt.NDArray[np.float32]:
+        """A quantised matrix, unfolded."""
+        with_norms, rows, columns, size = self.values("?qqi")
+        _limit("columns", columns, 1, _MAX_DIMENSIONS)
+        _limit("rows", rows, 1, _MAX_ROWS)
+        codes = self.array(np.uint8, size)
+        parts, centroids = self._quantiser(columns)
+        if size != rows * parts:
+            _refuse(f"{size:,} codes for {rows:,} rows of {parts}")
+        width = -(-columns // parts)
+        values = np.empty((rows, columns), np.float32)
+        for part in range(parts):
+            begin, end = part * width, min(columns, (part + 1) * width)
+            table = centroids[begin * _CENTROIDS : end * _CENTROIDS].reshape(_CENTROIDS, end - begin)
+            values[:, begin:end] = table[codes.reshape(rows, parts)[:, part]]
+        if with_norms:
+            norms = self.array(np.uint8, rows)
+            _, centroids = self._quantiser(1)
+            values *= centroids[norms][:, None]
+        return values
+
+    def _quantiser(self, columns: int) -> tuple[int, npt.NDArray[np.float32]]:
+        """(parts of a row, centroids one part after the other)."""
+        dimensions, parts, width, last = self.values("4i")
+        if dimensions != columns or not 1 <= parts <= columns or width < 1:
+            _refuse(f"a quantiser of {dimensions} dimensions in {parts} parts of {width}")
+        if (parts - 1) * width + last != columns or not 1 <= last <= width:
+            _refuse(f"{parts} parts of {width}, the last of {last}, for {columns} columns")
+        return parts, self.array(np.float32, columns * _CENTROIDS)
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ValueError(problem)
+
+
+def _limit(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        _refuse(f"{name} is {value:,}, not from {least:,} to {most:,}")
+
+
+def _parse(file: _File) -> FastTextModel:
+    magic, version = file.values("ii")
+    if magic != _MAGIC or version not in _VERSIONS:
+        _refuse(f"it begins with {magic}, {version} in the place of {_MAGIC}, 12")
+    arguments = dict(zip(_ARGUMENTS, file.values("12id"), strict=False))
+    if arguments["model"] != _SUPERVISED:
+        _refuse("it has word vectors only; train a classifier with `shardkit train-classifier`")
+    if version == 11:
+        arguments["maxn"] = 0  # such supervised models do not use character n-grams
+    _check(arguments)
+    size, word_count, label_count, _, pruned_count = file.values("iiiqq")
+    _limit("labels", label_count, 1, _MAX_LABELS)
+    if word_count < 0 or size != word_count + label_count:
+        _refuse(f"{size:,} entries of which {word_count:,} are words and {label_count:,} labels")
+    entries = file.entries(size)
+    words, labels = entries[:word_count], entries[word_count:]
+    if any(kind for _, _, kind in words) or not all(kind for _, _, kind in labels):
+        _refuse("its dictionary is not words first, then labels")
+    pairs = _pruned(file, arguments["bucket"], pruned_count) if pruned_count >= 0 else None
+    dim, [is_quantised] = arguments["dim"], file.values("?")
+    inputs = file.quantised() if is_quantised else _dense(file, dim)
+    [quantised_output] = file.values("?")
+    outputs = file.quantised() if is_quantised and quantised_output else _dense(file, dim)
+    inputs = _in_order(inputs, word_count, pairs, arguments)
+    loss = _LOSSES[arguments["loss"]]
+    if outputs.shape != (label_count, dim):
+        _refuse(f"an output matrix of {outputs.shape} for {label_count:,} labels of {dim}")
+    inputs.flags.writeable = outputs.flags.writeable = False  # as mapped ones are: kernels are compiled once
+    offsets = np.cumsum([0, *(len(word) for word, _, _ in words)], dtype=np.int64)
+    return FastTextModel(
+        labels=tuple(label.decode().removeprefix(LABEL_PREFIX) for label, _, _ in labels),
+        loss=loss,
+        word_ngrams=arguments["word_ngrams"],
+        buckets=arguments["bucket"],
+        min_ngram=arguments["minn"],
+        max_ngram=arguments["maxn"],
+        words=np.frombuffer(b"".join(word for word, _, _ in words) or b"\0", np.uint8),
+        word_offsets=offsets,
+        pruned=np.zeros((0, 2), np.uint64) if pairs is None else _ranks(pairs[:, 0], arguments["bucket"]),
+        inputs=inputs,
+        outputs=outputs,
+        tree=_tree([count for _, count, _ in labels]) if loss == "hs" else np.zeros((0, 2), np.int32),
+    )
+
+
+def _check(arguments: Mapping[str, int]) -> None:
+    _limit("dim", arguments["dim"], 1, _MAX_DIMENSIONS)
+    _limit("bucket", arguments["bucket"], 0, _MAX_ROWS)
+    _limit("wordNgrams", arguments["word_ngrams"], 0, _MAX_NGRAM)
+    _limit("maxn", arguments["maxn"], 0, _MAX_NGRAM)
+    if arguments["loss"] not in _LOSSES:
+        _refuse(f"loss {arguments['loss']} is none of {_LOSSES}")
+    if not arguments["bucket"] and (arguments["maxn"] or arguments["word_ngrams"] > 1):
+        _refuse("n-grams without buckets")
+
+
+def _dense(file: _File, columns: int) -> npt.NDArray[np.float32]:
+    rows, found = file.values("qq")
+    if found != columns:
+        _refuse(f"a matrix of {found:,} columns in a model of {columns:,} dimensions")
+    _limit("rows", rows, 1, _MAX_ROWS)
+    return file.matrix(rows, columns)
+
+
+def _pruned(file: _File, buckets: int, count: int) -> npt.NDArray[np.int32]:
+    """int32[m, 2]: (bucket, its row after those of words) of the buckets that are there."""
+    pairs = file.array(np.int32, 2 * count).reshape(count, 2)
+    if count and not (pairs.min() >= 0 and pairs[:, 0].max() < buckets):
+        _refuse("a pruned bucket is out of range")
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    if (np.diff(pairs[:, 0]) == 0).any():
+        _refuse("a pruned bucket has two rows")
+    return pairs
+
+
+def _in_order(
+    inputs: npt.NDArray[np.float32],
+    words: int,
+    pairs: npt.NDArray[np.int32] | None,
+    arguments: Mapping[str, int],
+) -> npt.NDArray[np.float32]:
+    """The input matrix with the rows of buckets in the order of buckets."""
+    used = arguments["bucket"] * (arguments["maxn"] > 0 or arguments["word_ngrams"] > 1)
+    if pairs is not None:
+        used = int(pairs[:, 1].max()) + 1 if len(pairs) else 0
+    if inputs.shape[1] != arguments["dim"] or len(inputs) < words + used:
+        _refuse(f"an input matrix of {inputs.shape} for {words:,} words and {used:,} buckets")
+    if pairs is None:
+        return inputs
+    ordered: npt.NDArray[np.float32] = aligned((words + len(pairs), inputs.shape[1]), np.float32)
+    ordered[:words], ordered[words:] = inputs[:words], inputs[words + pairs[:, 1]]
+    return ordered
+
+
+def _ranks(buckets: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint64]:
+    """FastTextModel.pruned of the distinct `buckets` in order, out of `count`."""
+    ranks = np.zeros((count // 64 + 1, 2), np.uint64)
+    np.bitwise_or.at(ranks[:, 0], buckets >> 6, np.uint64(1) << (buckets & 63).astype(np.uint64))
+    ranks[:, 1] = np.searchsorted(buckets, np.arange(len(ranks)) << 6)
+    return ranks
+
+
+def _tree(counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """The children of each inner node of fastText's Huffman tree over labels in order of their counts."""
+    total = len(counts)
+    weights = [*counts, *([10**15] * (total - 1))]
+    children = np.zeros((total - 1, 2), np.int32)
+    leaf, node = total - 1, total
+    for made in range(total - 1):
+        for side in range(2):
+            if leaf >= 0 and weights[leaf] < weights[node]:
+                children[made, side], leaf = leaf, leaf - 1
+            else:
+                children[made, side], node = node, node + 1
+        weights[total + made] = weights[children[made, 0]] + weights[children[made, 1]]
+    return children

@@ -1,0 +1,252 @@
+"""Lines and paragraphs of documents, for line dedup: where they are, their hashes, and texts without some.
+
+A line ends at LF only; a paragraph is lines up to a blank one (white space only) or the end, and the blank
+lines after it are cut with it. Two units are the same if their bytes are, without the white space at both
+ends (that of Python's `str.strip`): case and inner white space count. Their hash is MurmurHash3 x64 128 with
+seed 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.dedup.config import LinesDedupConfig
+from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character, strip_space
+
+__all__ = ["Units", "cut_units", "find_units"]
+
+_C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
+
+_MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+
+_A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
+
+_64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Lines or paragraphs in the order of documents and, inside, of the text; arrays of one length."""
+
+    high: npt.NDArray[np.uint64]  # halves of the hash
+    low: npt.NDArray[np.uint64]
+    document: npt.NDArray[np.int64]  # which text
+    unit: npt.NDArray[np.uint32]  # which unit of it, short ones counted
+    found: int  # all units, short ones included
+
+
+def find_units(texts: pa.LargeStringArray, wanted: npt.NDArray[np.bool_], config: LinesDedupConfig) -> Units:
+    """The units of the wanted texts that have at least `min_characters` without white space at both ends."""
+    data, offsets = _buffer(texts), text_offsets(texts)
+    most = int(offsets[-1] - offsets[0]) // (config.min_characters + 1) + len(texts)
+    high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
+    document, unit = np.empty(most, np.int64), np.empty(most, np.uint32)
+    count, found = _find(
+        data,
+        offsets,
+        wanted,
+        character_flags(),
+        config.unit == "paragraph",
+        config.min_characters,
+        (high, low, document, unit),
+    )
+    return Units(high[:count], low[:count], document[:count], unit[:count], int(found))
+
+
+def cut_units(
+    texts: pa.LargeStringArray,
+    document: npt.NDArray[np.int64],
+    unit: npt.NDArray[np.uint32],
+    config: LinesDedupConfig,
+) -> tuple[pa.LargeStringArray, npt.NDArray[np.bool_]]:
+    """(The texts without units unit[i] of texts[document[i]]; which of them have white space alone left).
+
+    `document` and `unit` are sorted by (document, unit). A text without cuts is never called blank.
+    """
+    data, offsets = _buffer(texts), text_offsets(texts)
+    out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
+    ends = np.zeros(len(texts) + 1, np.int64)
+    blank = np.zeros(len(texts), np.bool_)
+    places = (document, unit)
+    cut = _cut(data, offsets, places, character_flags(), config.unit == "paragraph", (out, ends, blank))
+    assert cut == len(document), "every unit to cut exists"
+    left = pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(out[: ends[-1]]))
+    return left, blank
+
+
+def _buffer(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
+    data = texts.buffers()[2]
+    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+
+
+@numba.njit(nogil=True, cache=True)
+def _find(data, offsets, wanted, flags, paragraphs, least, out):  # type: ignore[no-untyped-def]
+    """Fill (high, low, document, unit); returns (how many, units of any length)."""
+    high, low, documents, units = out
+    count = found = 0
+    for document in range(len(wanted)):
+        if not wanted[document]:
+            continue
+        at, end = offsets[document], offsets[document + 1]
+        unit = 0
+        while at <= end:
+            begin, stop, at = _next_unit(data, at, end, flags, paragraphs)
+            begin, stop = strip_space(data, begin, stop, flags)
+            if _has_characters(data, begin, stop, least):
+                high[count], low[count] = _hash(data, begin, stop)
+                documents[count], units[count] = document, unit
+                count += 1
+            unit += 1
+        found += unit
+    return count, found
+
+
+@numba.njit(nogil=True, cache=True)
+def _cut(data, offsets, places, flags, paragraphs, result):  # type: ignore[no-untyped-def]
+    """Fill (bytes, ends, blank); returns how many units were cut."""
+    documents, units = places
+    out, ends, blank = result
+    cut = size = 0
+    for document in range(len(blank)):
+        at, end = offsets[document], offsets[document + 1]
+        start = size
+        if cut == len(documents) or documents[cut] != document:
+            size = _copy(data, at, end, out, size)
+        else:
+            # As if a line feed followed the text, so that each unit ends with one.
+            unit, kept = 0, at
+            while at <= end and cut < len(documents) and documents[cut] == document:
+                begin, _, at = _next_unit(data, at, end, flags, paragraphs)
+                if units[cut] == unit:
+                    size = _copy_lines(data, kept, begin, end, out, size)
+                    kept = at
+                    cut += 1
+                unit += 1
+            size = _copy_lines(data, kept, end + 1, end, out, size)
+            size -= size > start
+            blank[document] = _skip_space(data=out, at=start, end=size, flags=flags) == size
+        ends[document + 1] = size
+    return cut
+
+
+@numba.njit(nogil=True, cache=True)
+def _next_unit(data, at, end, flags, paragraphs):  # type: ignore[no-untyped-def]
+    """(Where a unit begins, where its text ends, where the next one begins); line ends at `end` count."""
+    if not paragraphs:
+        stop = _line_end(data, at, end)
+        return at, stop, stop + 1
+    begin, stop = _skip_blank(data, at, end, flags), at
+    after = begin
+    while after <= end:
+        line_end = _line_end(data, after, end)
+        if _skip_space(data, after, line_end, flags) == line_end:
+            break
+        stop = line_end
+        after = line_end + 1
+    return begin, max(begin, stop), _skip_blank(data, after, end, flags)
+
+
+@numba.njit(nogil=True, cache=True)
+def _skip_blank(data, at, end, flags):  # type: ignore[no-untyped-def]
+    """Where the first line that is not blank begins, from the line at `at`; end + 1 if there is none."""
+    while at <= end:
+        stop = _line_end(data, at, end)
+        if _skip_space(data, at, stop, flags) < stop:
+            return at
+        at = stop + 1
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _line_end(data, at, end):  # type: ignore[no-untyped-def]
+    while at < end and data[at] != 10:
+        at += 1
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _skip_space(data, at, end, flags):  # type: ignore[no-untyped-def]
+    while at < end:
+        code, after = next_character(data, at)
+        if not flags[code] & SPACE:
+            return at
+        at = after
+    return at
+
+
+@numba.njit(nogil=True, cache=True)
+def _has_characters(data, begin, end, least):  # type: ignore[no-untyped-def]
+    if end - begin < least or end - begin >= 4 * least:
+        return end - begin >= least
+    count = 0
+    for at in range(begin, end):
+        count += data[at] & 0xC0 != 0x80
+    return count >= least
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy(data, begin, end, out, size):  # type: ignore[no-untyped-def]
+    source, target = data[begin:end], out[size:]  # two views, indexed from 0: so written it is a memory copy
+    for at in range(end - begin):
+        target[at] = source[at]
+    return size + end - begin
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_lines(data, begin, after, end, out, size):  # type: ignore[no-untyped-def]
+    """As `_copy`, where the line feed at `end` is not there."""
+    if after <= end or after == begin:
+        return _copy(data, begin, after, out, size)
+    size = _copy(data, begin, end, out, size)
+    out[size] = 10
+    return size + 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash(data, begin, end):  # type: ignore[no-untyped-def]
+    one = two = np.uint64(0)
+    at = begin
+    while at + 16 <= end:
+        one ^= _rotate(load_8_bytes(data, at) * _C1, _31) * _C2
+        one = (_rotate(one, _27) + two) * _FIVE + _A
+        two ^= _rotate(load_8_bytes(data, at + 8) * _C2, _33) * _C1
+        two = (_rotate(two, _31) + one) * _FIVE + _B
+        at += 16
+    one ^= _rotate(_last_bytes(data, at, min(at + 8, end)) * _C1, _31) * _C2
+    two ^= _rotate(_last_bytes(data, at + 8, end) * _C2, _33) * _C1
+    length = np.uint64(end - begin)
+    one ^= length
+    two ^= length
+    one += two
+    two += one
+    one, two = _finish(one), _finish(two)
+    one += two
+    return one, two + one
+
+
+@numba.njit(nogil=True, cache=True)
+def _last_bytes(data, begin, end):  # type: ignore[no-untyped-def]
+    """Less than nine bytes as a number, the first one lowest; 0 if there are none."""
+    value = np.uint64(0)
+    for at in range(end - 1, begin - 1, -1):
+        value = value << np.uint64(8) | np.uint64(data[at])
+    return value
+
+
+@numba.njit(nogil=True, cache=True)
+def _rotate(value, by):  # type: ignore[no-untyped-def]
+    return value << by | value >> (_64 - by)
+
+
+@numba.njit(nogil=True, cache=True)
+def _finish(value):  # type: ignore[no-untyped-def]
+    value = (value ^ value >> _33) * _MIX_1
+    value = (value ^ value >> _33) * _MIX_2
+    return value ^ value >> _33

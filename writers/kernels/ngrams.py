@@ -1,0 +1,368 @@
+"""How much of a text is repeated n-grams of words, straight from the UTF-8 bytes of a batch.
+
+Words are those of `str.split()`. Three ways to count, after those who use them:
+
+top       the n-gram that occurs most often, the first of those: occurrences, and characters without spaces
+excess    going from word to word, an n-gram met before counts and is jumped over (datatrove; n-grams are
+          compared as joined words, so "ab c" equals "a bc")
+copies    every occurrence of an n-gram that occurs twice or more, overlapping ones too (dolma)
+
+A document's words are put one after the other without the spaces; a polynomial hash of every prefix gives the
+hash of any n-gram. Two bits of each n-gram's slot in a table of 16 slots per n-gram tell which may occur
+twice; only those go to a hash table, where every hit is compared byte by byte. What cannot occur twice as an
+n-gram is not looked at as a longer one either; for joined words, what does not share its first 16 bytes.
+Memory: 44 bytes per word of the longest document, and up to 24 more where everything repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.writers.kernels.utf8 import SPACE, character_flags, characters_with, next_character, same_runs
+
+__all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics"]
+
+TOP, EXCESS, COPIES = 0, 1, 2
+
+_BASE = np.uint64(0xD6E8FEB86659FD93)
+
+_SCATTER = np.uint64(0x9E3779B97F4A7C15)
+
+_ONE = np.uint64(1)
+
+_POWERS = 256  # powers of the base for n-grams up to so many bytes are looked up
+
+_PREFIX = 16  # bytes
+
+_TABLE_SHIFT = np.uint64(20)
+
+_MAX_BYTES = 1 << 31  # positions are int32
+
+
+class NgramCounts(NamedTuple):
+    """int64[n]: characters of the text, and of its words; int64[m, n]: two numbers for each of m jobs.
+
+    TOP: `first` is occurrences and `second` characters of one; EXCESS: characters, and 0; COPIES: characters
+    of the repeated ones and of all. An n-gram that is longer than the text has zeros.
+    """
+
+    characters: npt.NDArray[np.int64]
+    word_characters: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    second: npt.NDArray[np.int64]
+
+
+class _Words(NamedTuple):
+    """m words: word i is joined[starts[i]:starts[i + 1]], of edges[i + 1] - edges[i] characters."""
+
+    joined: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int32]
+    edges: npt.NDArray[np.int32]
+    prefixes: npt.NDArray[np.uint64]  # hash of joined[:starts[i]]
+    powers: npt.NDArray[np.uint64]
+
+
+class _Scratch(NamedTuple):
+    hashes: npt.NDArray[np.uint64]
+    marks: npt.NDArray[np.uint8]
+    chosen: npt.NDArray[np.int32]
+    firsts: npt.NDArray[np.int32]
+    numbers: npt.NDArray[np.int32]
+    table: npt.NDArray[np.int32]
+
+
+def ngram_statistics(
+    data: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.bool_],
+    jobs: Sequence[tuple[int, int]],
+) -> NgramCounts:
+    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`.
+
+    `jobs` are (n, TOP | EXCESS | COPIES).
+    """
+    sizes = np.diff(offsets)[wanted]
+    longest = int(sizes.max(initial=0))
+    if longest >= _MAX_BYTES:
+        raise ValueError(f"a text of {longest:,} bytes; at most {_MAX_BYTES - 1:,}")
+    count = len(wanted)
+    counts = NgramCounts(
+        np.zeros(count, np.int64),
+        np.zeros(count, np.int64),
+        np.zeros((len(jobs), count), np.int64),
+        np.zeros((len(jobs), count), np.int64),
+    )
+    if longest:
+        order = sorted(range(len(jobs)), key=lambda number: jobs[number][0])
+        plan = np.array([(*jobs[number], number) for number in order], np.int64).reshape(-1, 3)
+        _count(data, offsets, wanted, plan, longest, character_flags(), _byte_classes(), tuple(counts))
+    return counts
+
+
+def _byte_classes() -> npt.NDArray[np.uint8]:
+    """uint8[256]: 1 for bytes that may begin a white-space character."""
+    classes = np.zeros(256, np.uint8)
+    for space in characters_with(SPACE):
+        classes[space.encode()[0]] = 1
+    return classes
+
+
+@numba.njit(nogil=True, cache=True)
+def _count(data, offsets, wanted, plan, longest, flags, classes, counts):  # type: ignore[no-untyped-def]
+    characters, word_characters, first, second = counts
+    powers = np.ones(_POWERS, np.uint64)
+    for length in range(1, _POWERS):
+        powers[length] = powers[length - 1] * _BASE
+    most = longest // 2 + 1
+    # Pages that no document reaches are never touched, so they take no memory.
+    joined = np.empty(longest + _PREFIX, np.uint8)
+    starts, edges = np.empty(most + 1, np.int32), np.empty(most + 1, np.int32)
+    prefixes = np.empty(most + 1, np.uint64)
+    scratch = _Scratch(
+        np.empty(most, np.uint64),
+        np.empty(_slots(16 * most) // 4, np.uint8),
+        np.empty(most, np.int32),
+        np.empty(most, np.int32),
+        np.empty(most, np.int32),
+        np.empty(_slots(2 * most), np.int32),
+    )
+    of_words, of_joined = np.empty(most, np.int32), np.empty(most, np.int32)
+    for document in range(len(wanted)):
+        if not wanted[document]:
+            continue
+        text = (data, offsets[document], offsets[document + 1], flags, classes)
+        found, spaces = _split(text, joined, starts, edges, prefixes)
+        characters[document], word_characters[document] = edges[found] + spaces, edges[found]
+        words = _Words(joined, starts, edges, prefixes, powers)
+        whole, some = (
+            -1,
+            -1,
+        )  # how many of the words' and of the joined n-grams may occur twice; -1: not known
+        for job in range(len(plan)):
+            n, kind, row = plan[job, 0], plan[job, 1], plan[job, 2]
+            if n > found:
+                break
+            if kind == EXCESS:
+                if some < 0:
+                    some = _share_prefix(words, found, n, scratch, of_joined)
+                maybe = _choose(words, found, n, of_joined[:some], scratch)
+                first[row, document] = _excess(words, n, maybe, scratch)
+                continue
+            if whole < 0:
+                whole = found
+                for at in range(found):
+                    of_words[at] = at
+            whole = _choose(words, found, n, of_words[:whole], scratch)
+            of_words[:whole] = scratch.chosen[:whole]
+            kinds = _tally(words, n, whole, scratch)
+            if kind == TOP:
+                first[row, document], second[row, document] = _top(words, n, kinds, scratch)
+            else:
+                first[row, document] = _copies(words, n, kinds, scratch)
+                for at in range(found - n + 1):
+                    second[row, document] += edges[at + n] - edges[at]
+
+
+@numba.njit(nogil=True, cache=True)
+def _slots(least):  # type: ignore[no-untyped-def]
+    slots = 16
+    while slots < least:
+        slots *= 2
+    return slots
+
+
+@numba.njit(nogil=True, cache=True)
+def _split(text, joined, starts, edges, prefixes):  # type: ignore[no-untyped-def]
+    """Fill what _Words holds, for (number of words, white-space characters)."""
+    data, at, end, flags, classes = text
+    words = spaces = filled = characters = 0
+    starts[0] = edges[0] = 0
+    prefixes[0] = hashed = np.uint64(0)
+    while at < end:
+        byte = data[at]
+        if classes[byte]:
+            code, after = next_character(data, at)
+            if flags[code] & SPACE:
+                if filled > starts[words]:
+                    words += 1
+                    starts[words], edges[words], prefixes[words] = filled, characters, hashed
+                spaces += 1
+                at = after
+                continue
+        joined[filled] = byte
+        filled += 1
+        characters += (byte & 0xC0) != 0x80
+        hashed = hashed * _BASE + np.uint64(byte)
+        at += 1
+    if filled > starts[words]:
+        words += 1
+        starts[words], edges[words], prefixes[words] = filled, characters, hashed
+    joined[filled : filled + _PREFIX] = 0
+    return words, spaces
+
+
+@numba.njit(nogil=True, cache=True)
+def _share_prefix(words, found, n, scratch, chosen):  # type: ignore[no-untyped-def]
+    """Positions of n-grams, or longer ones, that may be equal when joined, into `chosen`; returns how many.
+
+    Those shorter than the prefix are kept; equal ones are as short, and the others have equal prefixes.
+    """
+    for at in range(found):
+        start = words.starts[at]
+        low, high = load_8_bytes(words.joined, start), load_8_bytes(words.joined, start + 8)
+        scratch.hashes[at] = (low ^ high * _BASE) * _SCATTER
+        scratch.hashes[at] ^= scratch.hashes[at] >> np.uint64(32)
+    shift = _mark(scratch.hashes[:found], scratch.marks)
+    count = 0
+    for at in range(found - n + 1):
+        chosen[count] = at
+        short = words.starts[at + n] - words.starts[at] < _PREFIX
+        count += short | _met_again(scratch.hashes[at], shift, scratch.marks)
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def _choose(words, found, n, positions, scratch):  # type: ignore[no-untyped-def]
+    """Those of `positions` whose n-grams may occur twice: how many, in `chosen` with their `hashes`."""
+    hashes, chosen = scratch.hashes, scratch.chosen
+    total = len(positions)
+    while total and positions[total - 1] > found - n:
+        total -= 1
+    for index in range(total):
+        at = positions[index]
+        length = words.starts[at + n] - words.starts[at]
+        power = words.powers[length] if length < _POWERS else _power(length)
+        hashes[index] = words.prefixes[at + n] - words.prefixes[at] * power
+    shift = _mark(hashes[:total], scratch.marks)
+    count = 0
+    for index in range(total):
+        hashed = hashes[index]
+        chosen[count], hashes[count] = positions[index], hashed
+        count += _met_again(hashed, shift, scratch.marks)
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def _power(exponent):  # type: ignore[no-untyped-def]
+    power, square = _ONE, _BASE
+    while exponent:
+        if exponent & 1:
+            power *= square
+        square *= square
+        exponent >>= 1
+    return power
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(hashes, marks):  # type: ignore[no-untyped-def]
+    """Set a slot's two bits to 1 when a hash meets it, to 3 when another one does; the shift to slots."""
+    slots = _slots(16 * len(hashes))
+    marks[: slots >> 2] = 0
+    shift = np.uint64(64)
+    while slots > 1:
+        shift -= _ONE
+        slots >>= 1
+    for hashed in hashes:
+        slot = np.int64((hashed * _SCATTER) >> shift)
+        mark, bit = np.int64(marks[slot >> 2]), (slot & 3) * 2
+        marks[slot >> 2] = mark | (1 | (mark >> bit & 1) << 1) << bit
+    return shift
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _met_again(hashed, shift, marks):  # type: ignore[no-untyped-def]
+    slot = np.int64((hashed * _SCATTER) >> shift)
+    return np.int64(marks[slot >> 2]) >> ((slot & 3) * 2 + 1) & 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _excess(words, n, count, scratch):  # type: ignore[no-untyped-def]
+    """Characters of n-grams met before, jumping over each."""
+    joined, starts, edges = words.joined, words.starts, words.edges
+    hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
+    slots = _slots(2 * count)
+    table[:slots] = 0
+    repeated = after = 0
+    for index in range(count):
+        at, hashed = chosen[index], hashes[index]
+        if at < after:
+            continue
+        length = starts[at + n] - starts[at]
+        slot = np.int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
+        while table[slot]:
+            other = table[slot] - 1
+            start = starts[chosen[other]]
+            if (
+                hashes[other] == hashed
+                and starts[chosen[other] + n] - start == length
+                and same_runs(joined, starts[at], start, length)
+            ):
+                repeated += edges[at + n] - edges[at]
+                after = at + n
+                break
+            slot = (slot + 1) & (slots - 1)
+        else:
+            table[slot] = index + 1
+    return np.int64(repeated)
+
+
+@numba.njit(nogil=True, cache=True)
+def _tally(words, n, count, scratch):  # type: ignore[no-untyped-def]
+    """How many kinds of n-grams there are; `firsts` and `numbers`: where each stands first, and how often."""
+    hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
+    firsts, numbers = scratch.firsts, scratch.numbers
+    slots = _slots(2 * count)
+    table[:slots] = 0
+    kinds = 0
+    for index in range(count):
+        hashed = hashes[index]
+        slot = np.int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
+        while table[slot]:
+            kind = table[slot] - 1
+            other = firsts[kind]
+            if hashes[other] == hashed and _same_words(words, chosen[index], chosen[other], n):
+                numbers[kind] += 1
+                break
+            slot = (slot + 1) & (slots - 1)
+        else:
+            firsts[kinds], numbers[kinds] = index, 1
+            kinds += 1
+            table[slot] = kinds
+    return kinds
+
+
+@numba.njit(nogil=True, cache=True)
+def _same_words(words, one, other, n):  # type: ignore[no-untyped-def]
+    starts = words.starts
+    shift = starts[other] - starts[one]
+    for word in range(1, n + 1):
+        if starts[other + word] - starts[one + word] != shift:
+            return False
+    return same_runs(words.joined, starts[one], starts[other], starts[one + n] - starts[one])
+
+
+@numba.njit(nogil=True, cache=True)
+def _top(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
+    """(occurrences, characters) of the first of the most frequent n-grams."""
+    at, most = 0, 1
+    for kind in range(kinds):
+        if scratch.numbers[kind] > most:
+            at, most = int(scratch.chosen[scratch.firsts[kind]]), int(scratch.numbers[kind])
+    return most, words.edges[at + n] - words.edges[at]
+
+
+@numba.njit(nogil=True, cache=True)
+def _copies(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
+    """Characters of all n-grams that occur twice or more."""
+    copied = 0
+    for kind in range(kinds):
+        if scratch.numbers[kind] > 1:
+            at = scratch.chosen[scratch.firsts[kind]]
+            copied += int(scratch.numbers[kind]) * int(words.edges[at + n] - words.edges[at])
+    return copied

@@ -1,0 +1,201 @@
+"""The n-grams (shingles) of texts as 64-bit hashes: what similarity is about.
+
+Units are a text's normalized words (`words.py`), or the characters of those words joined by single spaces. An
+n-gram's hash is made of its n units' hashes u: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32;
+h *= _SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all of them; a text
+without any unit has none. Two different n-grams share a hash with probability 2**-64.
+
+`next_shingles` yields them block by block, so that no memory depends on the length of a text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.utf8 import next_character
+from shardkit.writers.kernels.words import (
+    SCRATCH_WORDS,
+    SEGMENT_BYTES,
+    WORD,
+    character_tables,
+    composed,
+    make_scratch,
+    next_words,
+    normalized_words,
+    text_bytes,
+)
+
+__all__ = ["Shingles", "add_to_key", "make_shingle_scratch", "next_shingles", "shingle_batch", "text_units"]
+
+_BASE_64, _SCATTER_64 = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xFF51AFD7ED558CCD)
+
+_CHARACTER_64 = np.uint64(0xC2B2AE3D27D4EB4F)
+
+_U29, _U32 = np.uint64(29), np.uint64(32)
+
+_SPACE = 32
+
+_OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
+
+
+class Shingles(NamedTuple):
+    """uint64[m] n-gram hashes of n texts one after the other, in order and with repetitions; int64[n + 1]."""
+
+    hashes: npt.NDArray[np.uint64]
+    offsets: npt.NDArray[np.int64]
+
+
+def shingle_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Shingles:
+    """All n-grams of each text (large_string without nulls)."""
+    texts = composed(texts)
+    data, edges = text_bytes(texts), text_offsets(texts)
+    characters = config.unit == "characters"
+    arguments = (data, edges, config.ngram, characters, character_tables())
+    room = int(edges[-1] - edges[0]) + len(texts)  # a character each; words have a byte between them
+    if room > _OPEN_BYTES:
+        room = int(_count_shingles(*arguments))
+    hashes, offsets = np.empty(room, np.uint64), np.zeros(len(texts) + 1, np.int64)
+    _collect_shingles(*arguments, hashes, offsets)
+    return Shingles(hashes[: offsets[-1]], offsets)
+
+
+@numba.njit(nogil=True, cache=True)
+def make_shingle_scratch(ngram):  # type: ignore[no-untyped-def]
+    """(scratch for words, units, hashes): what `next_shingles` works in."""
+    room = SCRATCH_WORDS + ngram
+    return make_scratch(), np.zeros(room, np.uint64), np.zeros(room, np.uint64)
+
+
+@numba.njit(nogil=True, cache=True)
+def next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key):  # type: ignore[no-untyped-def]
+    """The next n-grams of data[at:stop] into scratch's hashes: (how many, where to go on, state).
+
+    `state` is (units kept in scratch from before, n-grams so far), at first (0, 0); `stop` is the text's end.
+    `key`, uint64[2], receives what `add_to_key` makes of the n-grams; zeros at first.
+    """
+    word_scratch, units, hashes = scratch
+    kept, total = state
+    if characters:
+        count, at = _next_characters(data, at, stop, tables, units, kept, kept + total > 0)
+    else:
+        count, at = next_words(data, at, stop, tables, word_scratch, units, kept)
+    found = count - ngram + 1
+    if found > 0:
+        _hash_shingles(units, found, ngram, hashes)
+        add_to_key(key, hashes, found, total)
+        for i in range(ngram - 1):
+            units[i] = units[found + i]
+        return found, at, (ngram - 1, total + found)
+    if at >= stop and count > 0 and total == 0:
+        _hash_shingles(units, 1, count, hashes)
+        add_to_key(key, hashes, 1, 0)
+        return 1, at, (count, 1)
+    return 0, at, (count, total)
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        hashes[i] = units[i]
+    for further in range(1, ngram):
+        shifted = units[further:]  # a view, indexed from 0, as vector instructions need it
+        for i in range(count):
+            hashes[i] = hashes[i] * _BASE_64 + shifted[i]
+    for i in range(count):
+        value = hashes[i]
+        value ^= value >> _U32
+        value *= _SCATTER_64
+        hashes[i] = value ^ value >> _U29
+
+
+@numba.njit(nogil=True, cache=True)
+def add_to_key(key, hashes, count, position):  # type: ignore[no-untyped-def]
+    """Add hashes[:count], the first being n-gram `position` of its text, to a 128-bit key of all n-grams.
+
+    The key is the sum of the hashes, and the sum of each times 2 * its position + 1. All n-grams in
+    their order are all units in theirs, so equal keys mean equal units but by chance, with a probability of
+    2**-128 a pair of texts; equal keys can be made on purpose.
+    """
+    first, second = key[0], key[1]
+    weight = np.uint64(2 * position + 1)
+    for i in range(count):
+        first += hashes[i]
+        second += hashes[i] * (weight + np.uint64(2 * i))
+    key[0], key[1] = first, second
+
+
+@numba.njit(nogil=True, cache=True)
+def _next_characters(data, at, stop, tables, out, count, begun):  # type: ignore[no-untyped-def]
+    """As `next_words` with characters as units, a space between two words being one."""
+    flags, lower = tables
+    limit = count + 2 * SEGMENT_BYTES - 2
+    between = begun and not (flags[_character_before(data, at)] & WORD)
+    while at < stop and count < limit:
+        code, after = next_character(data, at)
+        if not flags[code] & WORD:
+            between = True
+            at = after
+            continue
+        if between and begun:
+            out[count] = _hash_character(_SPACE)
+            count += 1
+        out[count] = _hash_character(lower[code])
+        count += 1
+        begun, between = True, False
+        at = after
+    return count, at
+
+
+@numba.njit(nogil=True, cache=True)
+def _character_before(data, at):  # type: ignore[no-untyped-def]
+    at -= 1
+    while data[at] & 0xC0 == 0x80:
+        at -= 1
+    return next_character(data, at)[0]
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_character(code):  # type: ignore[no-untyped-def]
+    value = np.uint64(code + 1) * _CHARACTER_64
+    return value ^ value >> _U32
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_shingles(data, edges, ngram, characters, tables):  # type: ignore[no-untyped-def]
+    scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
+    total = 0
+    for text in range(len(edges) - 1):
+        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        while at < stop:
+            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            total += found
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _collect_shingles(data, edges, ngram, characters, tables, out, offsets):  # type: ignore[no-untyped-def]
+    scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
+    hashes = scratch[2]
+    total = 0
+    for text in range(len(edges) - 1):
+        at, stop, state = edges[text], edges[text + 1], (0, 0)
+        while at < stop:
+            found, at, state = next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key)
+            target = out[total:]
+            for i in range(found):
+                target[i] = hashes[i]
+            total += found
+        offsets[text + 1] = total
+
+
+def text_units(text: str, unit: str) -> list[str]:
+    """The units of a text: normalized words, or the characters of those joined by spaces."""
+    words = normalized_words(text)
+    return words if unit == "words" else list(" ".join(words))

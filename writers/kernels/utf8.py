@@ -1,0 +1,195 @@
+"""Characters of UTF-8, for kernels.
+
+What kernels must know about characters: one byte of flags for each code point.
+
+White space, letters and line ends are Python's own (`str.isspace`, `str.isalpha`, `str.splitlines`), so they
+follow the Unicode version of the running Python; the two punctuation sets are datatrove's, listed here.
+
+Runs of bytes in kernels: their hash, whether two are equal, and how many characters they are.
+
+Bounds are the caller's care; nothing is read outside of the runs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.kernels.simd import load_8_bytes
+
+__all__ = [
+    "ALPHA",
+    "LINE_END",
+    "PUNCTUATION",
+    "SPACE",
+    "TERMINAL",
+    "character_flags",
+    "characters_with",
+    "count_characters",
+    "hash_run",
+    "next_character",
+    "same_runs",
+    "strip_space",
+    "utf8_bytes",
+]
+
+SPACE = 1
+
+ALPHA = 2
+
+PUNCTUATION = 4  # a word of nothing else is a symbol to Gopher's rules
+
+TERMINAL = 8  # may end a sentence, by FineWeb's line rule
+
+LINE_END = 16
+
+# Letters are assigned in planes 0 to 3 only; the other planes hold tags, private use and nothing.
+_ASSIGNED = 0x40000
+
+_CODE_POINTS = 0x110000
+
+# datatrove.utils.text.TERMINAL_PUNCTUATION: Unicode's sentence terminals with a few more full stops.
+_TERMINAL = (
+    "21 2E 3F 589 61D-61F 6D4 700-702 7F9 837 839 83D-83E 964-965 104A-104B 1362 1367-1368 166E 1735-1736 "
+    "17D4-17D6 17D9-17DA 1803 1809 1944-1945 1AA8-1AAB 1B5A-1B5B 1B5E-1B5F 1B7D-1B7E 1C3B-1C3C 1C7E-1C7F "
+    "203C-203D 2047-2049 2E2E 2E3C 2E53-2E54 3002 A4FF A60E-A60F A6F3 A6F7 A876-A877 A8CE-A8CF A92F "
+    "A9C8-A9C9 AA5D-AA5F AAF0-AAF1 ABEB FE52 FE56-FE57 FF01 FF0E FF1F FF61 10A56-10A57 10F55-10F59 "
+    "10F86-10F89 11047-11048 110BE-110C1 11141-11143 111C5-111C6 111CD 111DE-111DF 11238-11239 1123B-1123C "
+    "112A9 1144B-1144C 115C2-115C3 115C9-115D7 11641-11642 1173C-1173E 11944 11946 11A42-11A43 11A9B-11A9C "
+    "11C41-11C42 11EF7-11EF8 11F43-11F44 16A6E-16A6F 16AF5 16B37-16B38 16B44 16E98 1BC9F 1DA88"
+)
+# datatrove.utils.text.PUNCTUATION, without the terminals that are in it too.
+_OTHER_PUNCTUATION = (
+    "0-8 B-1F 22-2D 2F 3A-3E 40 5B-60 7B-9F AB B4 BB 2013-2014 2019 201C-201E 2026 2236 2501 25BA 3001 "
+    "3008-300D 3010-3011 FF05 FF08-FF09 FF0C FF11 FF1A-FF1B FF5E"
+)
+
+_LINE_ENDS = "A-D 1C-1E 85 2028-2029"
+
+
+@cache
+def character_flags() -> npt.NDArray[np.uint8]:
+    """uint8[1,114,112]: the flags of every code point, read-only."""
+    flags = np.zeros(_CODE_POINTS, np.uint8)
+    every = [chr(code) for code in range(_ASSIGNED)]
+    flags[:_ASSIGNED] |= np.fromiter(map(str.isspace, every), np.uint8, _ASSIGNED) * np.uint8(SPACE)
+    flags[:_ASSIGNED] |= np.fromiter(map(str.isalpha, every), np.uint8, _ASSIGNED) * np.uint8(ALPHA)
+    for ranges, flag in (
+        (_OTHER_PUNCTUATION, PUNCTUATION),
+        (_TERMINAL, PUNCTUATION | TERMINAL),
+        (_LINE_ENDS, LINE_END),
+    ):
+        for first, last in _ranges(ranges):
+            flags[first : last + 1] |= flag
+    flags.flags.writeable = False
+    return flags
+
+
+@cache
+def characters_with(flag: int) -> frozenset[str]:
+    """The characters that have a flag."""
+    return frozenset(map(chr, np.flatnonzero(character_flags() & flag).tolist()))
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    pairs = [part.split("-") for part in text.split()]
+    return [(int(pair[0], 16), int(pair[-1], 16)) for pair in pairs]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def next_character(data, at):  # type: ignore[no-untyped-def]
+    """(code point, index after it) of valid UTF-8."""
+    byte = np.int64(data[at])
+    if byte < 0x80:
+        return byte, at + 1
+    if byte < 0xE0:
+        return (byte & 0x1F) << 6 | (data[at + 1] & 0x3F), at + 2
+    if byte < 0xF0:
+        return (byte & 0x0F) << 12 | (data[at + 1] & 0x3F) << 6 | (data[at + 2] & 0x3F), at + 3
+    high = (byte & 0x07) << 18 | (data[at + 1] & 0x3F) << 12
+    return high | (data[at + 2] & 0x3F) << 6 | (data[at + 3] & 0x3F), at + 4
+
+
+@numba.njit(nogil=True, cache=True)
+def utf8_bytes(code):  # type: ignore[no-untyped-def]
+    """(the UTF-8 bytes of a code point as a uint64, the first byte lowest; how many they are)."""
+    rest = np.uint64(code)
+    if rest < np.uint64(0x80):
+        return rest, 1
+    last = np.uint64(0x80) | (rest & np.uint64(0x3F))
+    rest >>= np.uint64(6)
+    if rest < np.uint64(0x20):
+        return np.uint64(0xC0) | rest | last << np.uint64(8), 2
+    third = np.uint64(0x80) | (rest & np.uint64(0x3F))
+    rest >>= np.uint64(6)
+    if rest < np.uint64(0x10):
+        return np.uint64(0xE0) | rest | third << np.uint64(8) | last << np.uint64(16), 3
+    second = np.uint64(0x80) | (rest & np.uint64(0x3F))
+    first = np.uint64(0xF0) | rest >> np.uint64(6)
+    return first | second << np.uint64(8) | third << np.uint64(16) | last << np.uint64(24), 4
+
+
+@numba.njit(nogil=True, cache=True)
+def strip_space(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    """(begin, end) of data[begin:end] without white space at both ends; `flags` as `character_flags`."""
+    while begin < end:
+        code, after = next_character(data, begin)
+        if not flags[code] & SPACE:
+            break
+        begin = after
+    while begin < end:
+        last = end - 1
+        while data[last] & 0xC0 == 0x80:
+            last -= 1
+        if not flags[next_character(data, last)[0]] & SPACE:
+            break
+        end = last
+    return begin, end
+
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+_HALF = np.uint64(32)
+
+
+@numba.njit(nogil=True, cache=True)
+def hash_run(data, begin, end):  # type: ignore[no-untyped-def]
+    """uint64: eight bytes a step, multiplied and folded. A hash for tables whose hits are compared."""
+    hashed = np.uint64(end - begin)
+    at = begin
+    while at + 8 <= end:
+        hashed = (hashed ^ load_8_bytes(data, at)) * _FACTOR
+        hashed ^= hashed >> _HALF
+        at += 8
+    while at < end:
+        hashed = (hashed ^ np.uint64(data[at])) * _FACTOR
+        hashed ^= hashed >> _HALF
+        at += 1
+    return hashed
+
+
+@numba.njit(nogil=True, cache=True)
+def same_runs(data, one, other, length):  # type: ignore[no-untyped-def]
+    """Whether data[one:one + length] and data[other:other + length] are the same bytes."""
+    at = 0
+    while at + 8 <= length:
+        if load_8_bytes(data, one + at) != load_8_bytes(data, other + at):
+            return False
+        at += 8
+    while at < length:
+        if data[one + at] != data[other + at]:
+            return False
+        at += 1
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
+def count_characters(data, begin, end):  # type: ignore[no-untyped-def]
+    """Code points of valid UTF-8."""
+    characters = 0
+    for at in range(begin, end):
+        characters += (data[at] & 0xC0) != 0x80
+    return characters

@@ -1,0 +1,206 @@
+"""Counts of characters, words and lines in the UTF-8 bytes of a batch.
+
+Words are those of `str.split()`, lines those of `str.splitlines()`. No memory but the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.kernels.utf8 import (
+    ALPHA,
+    LINE_END,
+    PUNCTUATION,
+    SPACE,
+    character_flags,
+    characters_with,
+    next_character,
+)
+
+__all__ = ["WordStatistics", "word_statistics"]
+
+_ELLIPSIS = 0x2026
+
+_BULLET = 0x2022
+
+
+@dataclass(frozen=True, slots=True)
+class WordStatistics:
+    """int64[n] each: one number per document."""
+
+    characters: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int64]
+    plain_words: npt.NDArray[np.int64]  # words with a character that is not punctuation
+    plain_word_characters: npt.NDArray[np.int64]
+    letter_words: npt.NDArray[np.int64]  # words with a letter
+    hashes: npt.NDArray[np.int64]
+    ellipses: npt.NDArray[np.int64]  # "..." that do not overlap, and "…"
+    newlines: npt.NDArray[np.int64]
+    lines: npt.NDArray[np.int64]
+    bullet_lines: npt.NDArray[np.int64]  # the first character that is no space is • or -
+    ellipsis_lines: npt.NDArray[np.int64]  # without spaces at the end, they end in ... or …
+    stop_words: npt.NDArray[np.int64]  # distinct ones
+
+
+def word_statistics(
+    data: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.bool_],
+    stop_words: Sequence[str] = (),
+) -> WordStatistics:
+    """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    counts = np.zeros((len(fields(WordStatistics)), len(wanted)), np.int64)
+    stops = [word.encode() for word in dict.fromkeys(stop_words) if word]
+    if len(stops) > 64:
+        raise ValueError(f"{len(stops)} stop words; at most 64 fit in the kernel's bit mask")
+    stop_data = np.frombuffer(b"".join(stops) or b"\0", np.uint8)
+    stop_offsets = np.cumsum([0, *map(len, stops)], dtype=np.int64)
+    starts = np.zeros(256, np.bool_)
+    starts[[word[0] for word in stops]] = True
+    letters = np.zeros(256, np.bool_)
+    letters[:128] = character_flags()[:128] == ALPHA
+    tables = (character_flags(), letters, _line_marks(), stop_data, stop_offsets, starts)
+    _count(data, offsets, wanted, tables, counts)
+    return WordStatistics(*counts)
+
+
+def _line_marks() -> npt.NDArray[np.bool_]:
+    """bool[256]: bytes that begin a line end, a dot or an ellipsis; all others can be passed over."""
+    marks = np.zeros(256, np.bool_)
+    for character in characters_with(LINE_END) | {".", chr(_ELLIPSIS)}:
+        marks[character.encode()[0]] = True
+    return marks
+
+
+@numba.njit(nogil=True, cache=True)
+def _count(data, offsets, wanted, tables, counts):  # type: ignore[no-untyped-def]
+    flags, letters, marks, stop_data, stop_offsets, starts = tables
+    for document in range(len(wanted)):
+        if wanted[document]:
+            begin, end, out = offsets[document], offsets[document + 1], counts[:, document]
+            _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, starts, out)
+            _count_lines(data, begin, end, flags, marks, out)
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, starts, out):  # type: ignore[no-untyped-def]
+    characters = words = plain_words = plain_characters = letter_words = hashes = newlines = 0
+    stops = np.uint64(0)
+    at = begin
+    while at < end:
+        code, after = next_character(data, at)
+        if flags[code] & SPACE:
+            characters += 1
+            newlines += code == 10
+            at = after
+            continue
+        word_begin, length, seen = at, 0, 0
+        while at < end:
+            if letters[data[at]]:  # runs of ASCII letters are most of most texts
+                run = at
+                while at < end and letters[data[at]]:
+                    at += 1
+                length += at - run
+                seen = ALPHA | PUNCTUATION
+                continue
+            code, after = next_character(data, at)
+            flag = flags[code]
+            if flag & SPACE:
+                break
+            at = after
+            length += 1
+            hashes += code == 35
+            # In `seen`, PUNCTUATION stands for a character that is not punctuation.
+            seen |= (flag ^ PUNCTUATION) & (ALPHA | PUNCTUATION)
+        characters += length
+        words += 1
+        letter_words += (seen & ALPHA) != 0
+        if seen & PUNCTUATION:
+            plain_words += 1
+            plain_characters += length
+        if starts[data[word_begin]]:
+            stops |= _stop_bit(data, word_begin, at, stop_data, stop_offsets)
+    out[0], out[1], out[2], out[3], out[4] = characters, words, plain_words, plain_characters, letter_words
+    out[5], out[7], out[11] = hashes, newlines, _bits(stops)
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_lines(data, begin, end, flags, marks, out):  # type: ignore[no-untyped-def]
+    ellipses = lines = bullet_lines = ellipsis_lines = 0
+    line_begin = at = begin
+    while at < end:
+        if not marks[data[at]]:
+            at += 1
+            continue
+        here = at
+        code, at = next_character(data, at)
+        if code == 46:
+            while at < end and data[at] == 46:
+                at += 1
+            ellipses += (at - here) // 3
+        elif code == _ELLIPSIS:
+            ellipses += 1
+        elif flags[code] & LINE_END:
+            lines += 1
+            bullet_lines += _begins_with_bullet(data, line_begin, here, flags)
+            ellipsis_lines += _ends_with_ellipsis(data, line_begin, here, flags)
+            at += code == 13 and at < end and data[at] == 10
+            line_begin = at
+    if line_begin < end:
+        lines += 1
+        bullet_lines += _begins_with_bullet(data, line_begin, end, flags)
+        ellipsis_lines += _ends_with_ellipsis(data, line_begin, end, flags)
+    out[6], out[8], out[9], out[10] = ellipses, lines, bullet_lines, ellipsis_lines
+
+
+@numba.njit(nogil=True, cache=True)
+def _begins_with_bullet(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    at = begin
+    while at < end:
+        code, at = next_character(data, at)
+        if not flags[code] & SPACE:
+            return code == _BULLET or code == 45
+    return False
+
+
+@numba.njit(nogil=True, cache=True)
+def _ends_with_ellipsis(data, begin, end, flags):  # type: ignore[no-untyped-def]
+    at = end
+    while at > begin:
+        at -= 1
+        while data[at] & 0xC0 == 0x80:
+            at -= 1
+        code, after = next_character(data, at)
+        if not flags[code] & SPACE:
+            dots = after - begin >= 3 and data[after - 1] == data[after - 2] == data[after - 3] == 46
+            return code == _ELLIPSIS or dots
+    return False
+
+
+@numba.njit(nogil=True, cache=True)
+def _stop_bit(data, begin, end, stop_data, stop_offsets):  # type: ignore[no-untyped-def]
+    for word in range(len(stop_offsets) - 1):
+        start = stop_offsets[word]
+        if stop_offsets[word + 1] - start == end - begin:
+            same = True
+            for at in range(end - begin):
+                if data[begin + at] != stop_data[start + at]:
+                    same = False
+                    break
+            if same:
+                return np.uint64(1) << np.uint64(word)
+    return np.uint64(0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _bits(mask):  # type: ignore[no-untyped-def]
+    count = 0
+    while mask:
+        mask &= mask - np.uint64(1)
+        count += 1
+    return count

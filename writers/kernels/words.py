@@ -1,0 +1,328 @@
+r"""The hashes of a text's normalized words, straight from its UTF-8 bytes.
+
+A word's hash is made of its lower-case UTF-8 bytes, eight at a time as little-endian numbers, the last ones
+filled with zeros: h = seed; for each eight: h = (h ^ eight) * factor; h ^= h >> 32, modulo 2**64. Words of up
+to eight bytes never share a hash.
+
+Text is worked on in segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, whose
+changes from 0 to 1 and back are the runs; a run of ASCII is a word, and hashing it costs a load and a
+multiplication per eight bytes. Runs with other characters are decoded one by one.
+
+What two documents must share to be alike: their words, without case and without what is between them.
+
+Version "shardkit-1": a text in Unicode normalization form C, in lower case, and of it the maximal runs of
+letters, digits and underscores of any script (Python's `\w`). So punctuation, symbols and white space do not
+count, digits and accents do. Lower case is `str.lower` character by character, with two exceptions that
+depend on context or length there: a final sigma is a sigma, and a dotted capital I is a plain i.
+Letters and forms are those of the running Python's Unicode version.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.simd import load_8_bytes, trailing_zeros, word_mask
+from shardkit.writers.kernels.utf8 import next_character, utf8_bytes
+
+__all__ = [
+    "NORMALIZATION",
+    "SCRATCH_WORDS",
+    "SEGMENT_BYTES",
+    "WORD",
+    "CharacterTables",
+    "character_tables",
+    "combining_classes",
+    "composed",
+    "make_scratch",
+    "next_words",
+    "normalization_version",
+    "normalized_words",
+]
+
+NORMALIZATION = "shardkit-1"
+
+WORD = 1
+
+CHANGING = 2  # form C writes it differently
+
+LEADING = 4  # form C may make one of it and a JOINING character after it
+
+JOINING = 8
+
+_ASSIGNED = 0x40000  # planes above hold tags, private use and nothing
+
+_CODE_POINTS = 0x110000
+
+_SPECIAL_LOWER = {0x0130: 0x69, 0x03C2: 0x03C3}  # dotted capital I, final sigma
+
+_HANGUL_INITIALS, _HANGUL_SYLLABLES = range(0x1100, 0x1113), range(0xAC00, 0xD7A4)
+
+_HANGUL_VOWELS, _HANGUL_FINALS = range(0x1161, 0x1176), range(0x11A8, 0x11C3)
+
+_BEYOND_ASCII = np.uint64(0x8080808080808080)
+
+_WORDS = re.compile(r"\w+")
+
+
+class CharacterTables(NamedTuple):
+    """For every code point: flags, uint8[1,114,112], and its lower case, uint32[1,114,112]; read-only."""
+
+    flags: npt.NDArray[np.uint8]
+    lower: npt.NDArray[np.uint32]
+
+
+@cache
+def combining_classes() -> npt.NDArray[np.uint8]:
+    """uint8[1,114,112]: canonical combining class of every code point."""
+    classes = np.zeros(_CODE_POINTS, np.uint8)
+    for code in range(_ASSIGNED):
+        classes[code] = unicodedata.combining(chr(code))
+    return classes
+
+
+def normalization_version() -> str:
+    """What the words of a text depend on beside the text."""
+    return f"{NORMALIZATION}, Unicode {unicodedata.unidata_version}"
+
+
+@cache
+def character_tables() -> CharacterTables:
+    """Made once a process, in a fifth of a second."""
+    flags, lower = np.zeros(_CODE_POINTS, np.uint8), np.arange(_CODE_POINTS, dtype=np.uint32)
+    every = [chr(code) for code in range(_ASSIGNED)]
+    flags[:_ASSIGNED] |= np.fromiter(map(str.isalnum, every), np.uint8, _ASSIGNED) * np.uint8(WORD)
+    flags[ord("_")] |= WORD
+    for code, character in enumerate(every):
+        low = character.lower()
+        if low != character and len(low) == 1:
+            lower[code] = ord(low)
+    for code, replacement in _SPECIAL_LOWER.items():
+        lower[code] = replacement
+    _mark_composing(flags, every)
+    flags.flags.writeable = lower.flags.writeable = False
+    return CharacterTables(flags, lower)
+
+
+def _mark_composing(flags: npt.NDArray[np.uint8], every: list[str]) -> None:
+    """Set CHANGING, LEADING and JOINING: what form C writes differently, and which pairs it makes one."""
+    for code, character in enumerate(every):
+        decomposition = unicodedata.decomposition(character) if code >= 0xC0 else ""
+        if not decomposition or decomposition.startswith("<"):
+            continue
+        parts = [int(part, 16) for part in decomposition.split()]
+        if unicodedata.normalize("NFC", character) != character:
+            flags[code] |= CHANGING
+        elif len(parts) == 2:
+            flags[parts[0]] |= LEADING
+            flags[parts[1]] |= JOINING
+    for leading in (_HANGUL_INITIALS, _HANGUL_SYLLABLES):
+        flags[leading.start : leading.stop] |= LEADING
+    for joining in (_HANGUL_VOWELS, _HANGUL_FINALS):
+        flags[joining.start : joining.stop] |= JOINING
+
+
+def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
+    """The texts in normalization form C; the very same array, at the speed of memory, where they are."""
+    offsets = text_offsets(texts)
+    suspect = np.zeros(len(texts), np.bool_)
+    _find_composing(text_bytes(texts), offsets, character_tables().flags, combining_classes(), suspect)
+    changed = {}
+    for number in np.flatnonzero(suspect).tolist():
+        text = texts[number].as_py()
+        if not unicodedata.is_normalized("NFC", text):
+            changed[number] = unicodedata.normalize("NFC", text)
+    if not changed:
+        return texts
+    mask = np.zeros(len(texts), np.bool_)
+    mask[list(changed)] = True
+    replacements = pa.array(list(changed.values()), pa.large_string())
+    return pc.replace_with_mask(texts, pa.array(mask), replacements)
+
+
+def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
+    """uint8[m]: the array's buffer of UTF-8, a view; never empty, so that kernels may take its address."""
+    data = texts.buffers()[2]
+    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+
+
+@numba.njit(nogil=True, cache=True)
+def _find_composing(data, offsets, flags, classes, found):  # type: ignore[no-untyped-def]
+    """Texts that may not be in form C: the quick check of Unicode Standard Annex 15, which also looks at what
+    stands before a character that joins, as vowel signs and dots of Indic scripts seldom do."""
+    for text in range(len(found)):
+        at, stop = offsets[text], offsets[text + 1]
+        leading = before = np.int64(0)
+        while at < stop:
+            if at + 8 <= stop and not load_8_bytes(data, at) & _BEYOND_ASCII:
+                at += 8
+                leading, before = np.int64(data[at - 1]), np.int64(0)
+                continue
+            code, at = next_character(data, at)
+            flag, combining = flags[code], np.int64(classes[code])
+            joins = (flag & JOINING) != 0 and (flags[leading] & LEADING) != 0
+            if joins or flag & CHANGING or 0 < combining < before:
+                found[text] = True
+                break
+            if combining == 0:
+                leading = code
+            before = combining
+
+
+@lru_cache(maxsize=1 << 16)
+def lower_case(word: str) -> str:
+    """A word in lower case, character by character."""
+    if word.isascii():
+        return word.lower()
+    lower = character_tables().lower
+    return "".join(chr(int(lower[ord(character)])) for character in word)
+
+
+def normalized_words(text: str) -> list[str]:
+    """The normalized words of a text, in plain Python."""
+    return [lower_case(word) for word in _WORDS.findall(unicodedata.normalize("NFC", text))]
+
+
+SEGMENT_BYTES = 4096
+
+SCRATCH_WORDS = 2 * SEGMENT_BYTES  # a call finds at most SEGMENT_BYTES words
+
+_SEED_64, _FACTOR_64 = np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)
+
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+_ONE, _HALF, _TOP = np.uint64(1), np.uint64(32), np.uint64(63)
+
+
+@numba.njit(nogil=True, cache=True)
+def make_scratch():  # type: ignore[no-untyped-def]
+    """What `next_words` works in, to be used again: 45 KB."""
+    return (
+        np.zeros(SEGMENT_BYTES + 128, np.uint8),
+        np.zeros(SEGMENT_BYTES + 128, np.uint8),
+        np.zeros(SEGMENT_BYTES + 130, np.int64),
+    )
+
+
+@numba.njit(nogil=True, cache=True)
+def next_words(data, at, stop, tables, scratch, out, count):  # type: ignore[no-untyped-def]
+    """Append hashes of words of data[at:stop] to out[count:]; returns (count, where to go on).
+
+    `at` and what is returned for it are never inside of a word; `stop` is the end of the text. `scratch` is
+    made by `make_scratch`; `out` needs SCRATCH_WORDS more.
+    """
+    segment, lower, edges = scratch
+    flags, lower_table = tables
+    size = min(SEGMENT_BYTES, stop - at)
+    source = data[at : at + size]  # a view, indexed from 0: the loop becomes a memory copy
+    for i in range(size):  # (Numba takes six seconds to compile the assignment of a slice to a slice)
+        segment[i] = source[i]
+    for i in range(size, size + 72):
+        segment[i] = 0
+    found = _find_edges(segment, size, lower, edges)
+    after = size
+    if at + size < stop and found and edges[found - 1] == size:  # the last run may go on
+        found -= 2
+        after = edges[found]
+        if after == 0:  # it is longer than a segment
+            return _hash_run(data, at, stop, True, flags, lower_table, out, count)
+    for run in range(0, found, 2):
+        begin, end = edges[run], edges[run + 1]
+        length = end - begin
+        eight = load_8_bytes(lower, begin)
+        if length <= 8:
+            eight &= _ALL >> np.uint64(64 - 8 * length)
+            value = (_SEED_64 ^ eight) * _FACTOR_64
+            value ^= value >> _HALF
+            other = eight & _BEYOND_ASCII
+        else:
+            value, other = _hash_long(lower, begin, length)
+        if other:
+            count, _ = _hash_run(data, at + begin, at + end, False, flags, lower_table, out, count)
+        else:
+            out[count] = value
+            count += 1
+    return count, at + after
+
+
+@numba.njit(nogil=True, cache=True)
+def _find_edges(segment, size, lower, edges):  # type: ignore[no-untyped-def]
+    """Where runs of word bytes begin and end, in turns; how many such places there are."""
+    found = 0
+    before = np.uint64(0)
+    for block in range(0, size + 1, 64):  # zeros follow the text, so the last run ends
+        mask = word_mask(segment, block, lower)
+        change = mask ^ (mask << _ONE | before)
+        before = mask >> _TOP
+        while change:
+            edges[found] = block + trailing_zeros(change)
+            found += 1
+            change &= change - _ONE
+    return found
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_long(lower, begin, length):  # type: ignore[no-untyped-def]
+    """Hash of a run of more than eight bytes, and bits that are set where a byte is not ASCII."""
+    value, other = _SEED_64, np.uint64(0)
+    while length > 0:
+        eight = load_8_bytes(lower, begin)
+        if length < 8:
+            eight &= _ALL >> np.uint64(64 - 8 * length)
+        other |= eight & _BEYOND_ASCII
+        value = (value ^ eight) * _FACTOR_64
+        value ^= value >> _HALF
+        begin += 8
+        length -= 8
+    return value, other
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash_run(data, at, stop, open_end, flags, lower_table, out, count):  # type: ignore[no-untyped-def]
+    """As `next_words`, one by one, to `stop`; with an open end to ASCII that is no word's or enough words."""
+    limit = count + SEGMENT_BYTES
+    value, eight, filled = _SEED_64, np.uint64(0), 0
+    inside = False
+    while at < stop:
+        code, after = next_character(data, at)
+        if not flags[code] & WORD:
+            if inside:
+                out[count] = _finish(value, eight, filled)
+                count += 1
+                value, eight, filled, inside = _SEED_64, np.uint64(0), 0, False
+            if open_end and (code < 0x80 or count >= limit):
+                return count, at if code < 0x80 else after
+            at = after
+            continue
+        at = after
+        inside = True
+        utf8, size = utf8_bytes(lower_table[code])
+        for _ in range(size):
+            eight |= (utf8 & np.uint64(0xFF)) << np.uint64(8 * filled)
+            utf8 >>= np.uint64(8)
+            filled += 1
+            if filled == 8:
+                value = (value ^ eight) * _FACTOR_64
+                value ^= value >> _HALF
+                eight, filled = np.uint64(0), 0
+    if inside:
+        out[count] = _finish(value, eight, filled)
+        count += 1
+    return count, at
+
+
+@numba.njit(nogil=True, cache=True)
+def _finish(value, eight, filled):  # type: ignore[no-untyped-def]
+    if filled:
+        value = (value ^ eight) * _FACTOR_64
+        value ^= value >> _HALF
+    return value

@@ -1,0 +1,360 @@
+"""`explain_build`: which tasks of a build are finished, which have to run, and why; and what is stale.
+
+Nothing is run or written. Stages are walked in order; at the first one that has to do something the rest is
+named with what it waits for, because whether it has to run depends on what its inputs turn out to be.
+
+What a build has to do, and why, without doing it.
+
+`Planner.run` stands in for `Runner.run`: it looks up which tasks are finished and ends (UnknownError) at the
+first stage that has to do something, as what later stages do depends on what that gives. Why a task has to
+run is told by the finished one of its name that differs least: what of config, inputs and code is another.
+
+`clean_work`: remove from a work folder what a build does not use.
+
+A build never removes finished work: going back to an earlier recipe or input file finds it. What is left by
+other recipes, by versions of shardkit, or by files that went is removed here, on request only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shardkit
+from shardkit.errors import BuildError
+from shardkit.storage.store import StorageOptions
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.work import Work
+from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.inputs import scan
+from shardkit.writers.machine_files import place_files
+from shardkit.writers.making import Plan, make_parts
+from shardkit.writers.places import default_work, destination_of
+from shardkit.writers.preparation import open_indexes, with_overrides
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.session import Execution, work_of
+from shardkit.writers.stages import tasks as stages
+from shardkit.writers.tokenizer import tokenizer_digest
+
+__all__ = [
+    "CleanReport",
+    "Explanation",
+    "Planner",
+    "Reason",
+    "StagePlan",
+    "StaleTask",
+    "UnknownError",
+    "clean_work",
+    "differences",
+    "explain_build",
+    "explain_work",
+    "open_plan",
+]
+
+NEW = "new: no task of this name has run"
+
+LOST = "an output is missing or cut"
+
+_LONGEST = 60  # characters of a value
+
+
+class UnknownError(Exception):
+    """What comes next depends on tasks that have to run first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why tasks have to run: what changed, from what to what where that can be told, and one of them."""
+
+    what: str
+    tasks: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A stage: how many tasks it has, how many are finished, and why the others have to run."""
+
+    stage: str
+    tasks: int
+    finished: int
+    reasons: tuple[Reason, ...]
+
+
+class Planner:
+    """`stages` holds what was looked up, `keys` the finished tasks that the plan uses."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.stages: list[StagePlan] = []
+        self.keys: set[str] = set()
+
+    def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        """The finished ones."""
+        return self.work.find(tasks)
+
+    def run_here(self, task: Task) -> Commit:
+        """The commit of a task; UnknownError if it has to be made."""
+        [[commit]] = self.run([task])
+        return commit
+
+    def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
+        """Commits of each group; UnknownError if one of them has to be made."""
+        found = [self.find(group) for group in groups]
+        complete = True
+        for group, commits in zip(groups, found, strict=True):
+            if not group:
+                continue
+            missing = [task for task, commit in zip(group, commits, strict=True) if commit is None]
+            self.keys |= {task.key for task, commit in zip(group, commits, strict=True) if commit}
+            reasons = self._reasons(group[0].stage, missing)
+            self.stages.append(StagePlan(group[0].stage, len(group), len(group) - len(missing), reasons))
+            complete = complete and not missing
+        if not complete:
+            raise UnknownError
+        return [[commit for commit in commits if commit is not None] for commits in found]
+
+    def _reasons(self, stage: str, missing: Sequence[Task]) -> tuple[Reason, ...]:
+        if not missing:
+            return ()
+        versions: dict[str, list[Commit]] = {}
+        for _, commit in self.work.commits(stage):
+            versions.setdefault(commit.name, []).append(commit)
+        counts: dict[str, int] = {}
+        examples: dict[str, str] = {}
+        for task in missing:
+            for what in _why(task, versions.get(task.name, ())):
+                counts[what] = counts.get(what, 0) + 1
+                examples.setdefault(what, task.name)
+        return tuple(Reason(what, count, examples[what]) for what, count in counts.items())
+
+
+def _why(task: Task, versions: Sequence[Commit]) -> list[str]:
+    """What is another than in the finished task of this name that differs least."""
+    if not versions:
+        return [NEW]
+    return min((differences(task, commit) for commit in versions), key=len)
+
+
+def differences(task: Task, commit: Commit) -> list[str]:
+    """What of the task's config, inputs and code is another than the commit's: a line each."""
+    found = [
+        f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in _changed(commit.config, task.config)
+    ]
+    for key in sorted({*commit.inputs, *task.inputs}):
+        if commit.inputs.get(key) != task.inputs.get(key):
+            found.append(f"{key}: read from other bytes")
+    if commit.code != code_version():
+        found.append(f"code: not made by this version of shardkit ({shardkit.__version__}) and its libraries")
+    return found or [LOST]
+
+
+_ABSENT = object()
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    before, after = _flat(old), _flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    pairs = [(key, before.get(key, _ABSENT), after.get(key, _ABSENT)) for key in keys]
+    return [(key, old, new) for key, old, new in pairs if old is _ABSENT or new is _ABSENT or old != new]
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """{dotted key: value} of nested plain data."""
+    if isinstance(value, Mapping) and value:
+        parts = [(f"{key}.{name}".lstrip("."), item) for name, item in value.items()]
+    elif isinstance(value, list | tuple) and value:
+        if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Mapping):
+            parts = [(f"{key}.{value[0]}", dict(value[1]))]  # a filter and its settings
+        else:
+            parts = [(f"{key}[{number}]", item) for number, item in enumerate(value)]
+    else:
+        return {key: list(value) if isinstance(value, tuple) else value}
+    return {name: leaf for part, item in parts for name, leaf in _flat(item, part).items()}
+
+
+def _short(value: Any) -> str:
+    if value is _ABSENT:
+        return "(not there)"
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+@dataclass(frozen=True, slots=True)
+class StaleTask:
+    """A finished task that this build does not use: of another recipe, or of a file that was removed."""
+
+    key: str
+    commit: Commit
+
+    @property
+    def bytes(self) -> int:
+        """Size of its outputs."""
+        return self.commit.bytes
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`stages` were looked up; `later` come after one that has to run, so only their names are known.
+
+    `stale` are finished tasks of the work folder that the looked-up stages do not use, and those of stages
+    that the recipe does not have.
+    """
+
+    work: str
+    stages: Sequence[StagePlan]
+    later: Sequence[str]
+    stale: Sequence[StaleTask]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "work": self.work,
+            "stages": [
+                {
+                    "stage": plan.stage,
+                    "tasks": plan.tasks,
+                    "finished": plan.finished,
+                    "reasons": [
+                        {"what": reason.what, "tasks": reason.tasks, "example": reason.example}
+                        for reason in plan.reasons
+                    ],
+                }
+                for plan in self.stages
+            ],
+            "later": list(self.later),
+            "stale": [{"task": task.key, "bytes": task.bytes} for task in self.stale],
+        }
+
+
+def explain_build(
+    recipe: Recipe | str | Path,
+    *,
+    output: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    storage: StorageOptions | None = None,
+) -> Explanation:
+    """What `build` with the same arguments would do in its work folder. Raises what it would raise before."""
+    recipe = with_overrides(recipe, overrides)
+    target = destination_of(recipe, output, storage)
+    work = work_of(recipe, recipe.resolve(default_work(target)), storage, Execution())
+    return explain_work(recipe, work, storage)
+
+
+def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
+    """The same for a work folder."""
+    plan = open_plan(recipe, storage)
+    work.prepare()
+    planner = Planner(work)
+    with suppress(UnknownError):
+        moved, tokenizer_path = place_files(recipe, planner, plan.files, plan.digest)
+        make_parts(plan, moved, tokenizer_path, planner.run)
+    walked = {stage.stage for stage in planner.stages}
+    later = [stage for stage in stage_names(recipe) if stage not in walked]
+    stale = [
+        StaleTask(key, commit)
+        for key, commit in work.commits()
+        if key not in planner.keys and commit.stage not in later  # of those, what will be used is not known
+    ]
+    return Explanation(work.place, tuple(planner.stages), tuple(later), tuple(stale))
+
+
+def open_plan(recipe: Recipe, storage: StorageOptions | None) -> Plan:
+    """Look at the inputs, the tokenizer and all other files that the recipe names."""
+    splits = scan.scan_inputs(recipe, storage)
+    digest = tokenizer_digest(recipe.resolve(recipe.tokenizer.path))
+    return Plan(recipe, splits, digest, open_indexes(recipe), stages.filter_files(recipe))
+
+
+def stage_names(recipe: Recipe) -> list[str]:
+    """The stages of a recipe in order."""
+    dedup = recipe.dedup
+    names = ["tokenizer", "clean"]
+    names += ["exact"] if dedup.exact is not None else []
+    names += ["line_keys", "line_losers", "lines"] if dedup.lines is not None else []
+    if dedup.near is not None:
+        measured = dedup.near.measure is not None
+        names += ["signatures", *(["planted"] if measured else []), "equal", "equal_mask", "candidates"]
+        names += ["shingles", "verify", "near", *(["measure"] if measured else [])]
+    return [*names, "parity", "tokenize", "pack", "provenance"]
+
+
+@dataclass(frozen=True)
+class CleanReport:
+    """What was removed, or would be; `kept` finished tasks with `kept_bytes` stay."""
+
+    work: str
+    removed: Sequence[StaleTask]
+    kept: int
+    kept_bytes: int
+    dry_run: bool
+
+    @property
+    def removed_bytes(self) -> int:
+        """Size of all outputs that were removed."""
+        return sum(task.bytes for task in self.removed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "work": self.work,
+            "removed": [task.key for task in self.removed],
+            "removed_bytes": self.removed_bytes,
+            "kept": self.kept,
+            "kept_bytes": self.kept_bytes,
+            "dry_run": self.dry_run,
+        }
+
+
+def clean_work(
+    recipe: Recipe | str | Path,
+    *,
+    output: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    storage: StorageOptions | None = None,
+    everything: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+) -> CleanReport:
+    """Remove finished tasks that this build does not use, or `everything` with the work folder itself.
+
+    Tasks of stages that come after one that has to run are kept: what of them will be used is not known yet.
+    `dry_run` removes nothing. BuildError if a build uses the work folder; of one in a store that cannot be
+    known for sure, and `force` removes what it wants.
+    """
+    recipe = with_overrides(recipe, overrides)
+    target = destination_of(recipe, output, storage)
+    work = work_of(recipe, recipe.resolve(default_work(target)), storage, Execution())
+    if isinstance(work, LocalWork) and not work.folder.exists():
+        return CleanReport(work.place, (), 0, 0, dry_run)
+    with Journal(work) as journal:
+        if not force:
+            _refuse_others(journal)
+        found = {key: StaleTask(key, commit) for key, commit in journal.work.commits()}
+        removed = (
+            tuple(found.values()) if everything else tuple(explain_work(recipe, journal.work, storage).stale)
+        )
+        if not dry_run and everything:
+            journal.remove()
+        elif not dry_run:
+            for task in removed:
+                journal.work.forget(task.commit)
+    kept = [found[key] for key in sorted(found.keys() - {task.key for task in removed})]
+    return CleanReport(work.place, removed, len(kept), sum(task.bytes for task in kept), dry_run)
+
+
+def _refuse_others(journal: Journal) -> None:
+    """A store cannot be locked, but those who use it say so."""
+    if isinstance(journal.work, LocalWork):
+        return
+    sessions = [info.key.rpartition("/")[2] for info in journal.work.sharing.list("sessions/")]
+    others = [session for session in sessions if session != journal.work.session]
+    if others:
+        raise BuildError(
+            f"{journal.work.place}: {', '.join(others[:3])} may be at work in it; wait for that build, or "
+            f"use --force if it is dead"
+        )

@@ -1,0 +1,144 @@
+"""One split to clean documents: read, filter, and write what later stages need, with a ledger that adds up.
+
+The folder receives
+  documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
+  keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
+  quarantine.jsonl  records that could not be read; often empty
+  languages.npy     with a language filter: what it found each kept document to be (languages.py)
+  annotations.parquet  with `annotate`: what every filter thought of every document (annotations.py)
+Memory is one batch, one record and a run of keys, whatever the split's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+
+from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
+from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
+from shardkit.writers.dedup.signatures import word_keys
+from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests, text_offsets
+from shardkit.writers.filters.chain import FilterChain, Filtered
+from shardkit.writers.funnel import FilterCounts
+from shardkit.writers.inputs.fields import NamedFields
+from shardkit.writers.inputs.readers import SuspectDataError, read_split
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
+from shardkit.writers.ledger import Count, Ledger, Quarantine, check_bad_fraction
+from shardkit.writers.recipe import Recipe
+
+__all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "Cleaned", "clean_split", "exact_keys"]
+
+DOCUMENTS_FILE = "documents.arrow"
+
+KEYS_FILE = "keys.npy"
+
+QUARANTINE_FILE = "quarantine.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What became of a split: its checked ledger, what each filter did, and what codes of languages mean.
+
+    `fields` are which named fields no record had (`NamedFields.to_dict`).
+    """
+
+    ledger: Ledger
+    filters: FilterCounts
+    fields: Mapping[str, Any]
+    languages: list[str] | None = None
+
+
+def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
+    """Write the files of a split into `folder`, which exists and is empty.
+
+    BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
+    """
+    try:
+        return _clean(split, recipe, folder)
+    except SuspectDataError as suspect:  # seen at the end of what cannot be trusted, so from the start again
+        return _clean(split, recipe, folder, suspect)
+
+
+def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError | None = None) -> Cleaned:
+    ledger, fields = Ledger(), NamedFields(recipe.inputs[split.source])
+    exact = recipe.dedup.exact
+    normalized = exact is not None and exact.text == "normalized"
+    chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
+    counts = FilterCounts.of_chain(chain)
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with (
+        Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
+        KeyFile(folder / KEYS_FILE) as keys,
+        AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
+        LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
+        ExitStack() as stack,
+        pa.OSFile(str(folder / DOCUMENTS_FILE), "wb") as file,
+        pa.ipc.new_file(file, DOCUMENT_SCHEMA, options=options) as documents,
+    ):
+        sides = {name: stack.enter_context((folder / name).open("wb")) for name in chain.side_files}
+        for batch in read_split(
+            split,
+            recipe.inputs[split.source],
+            ledger,
+            quarantine,
+            max_record_bytes=recipe.max_record_bytes,
+            fields=fields,
+            suspect=suspect,
+        ):
+            filtered = chain.apply(batch)
+            kept = filtered.kept
+            _book(filtered, ledger)
+            counts.add(filtered)
+            for name, rows in filtered.side_rows.items():
+                sides[name].writelines(orjson.dumps(row) + b"\n" for row in rows)
+            if annotations is not None:
+                annotations.write(batch, filtered)
+            if kept.num_rows:
+                documents.write_batch(kept)
+                keys.write(exact_keys(kept, normalized))
+                if languages is not None:
+                    assert filtered.languages is not None
+                    languages.write(filtered.languages)
+        where = f"{split.file} (split {split.index})"
+        check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
+    ledger.check(where)
+    labels = None if languages is None else languages.labels
+    return Cleaned(ledger, counts, fields.to_dict(), labels)
+
+
+def _book(filtered: Filtered, ledger: Ledger) -> None:
+    """What was kept, dropped and cut out of documents."""
+    for reason, count in filtered.dropped.items():
+        ledger.drop(reason, count.documents, count.bytes)
+    for reason, size in filtered.cut.items():
+        if size:
+            ledger.drop(reason, 0, size)
+    kept = filtered.kept
+    ledger.kept += Count(kept.num_rows, int(np.diff(text_offsets(kept.column("text"))).sum()))
+
+
+def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:
+    """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
+
+    With its source, its size and, as `id`, its content rank. A text without any word equals only the same
+    text.
+    """
+    texts = batch.column("text")
+    keys = np.empty(len(texts), KEY_DTYPE)
+    keys["key"] = digests = text_digests(texts)
+    if normalized:
+        words, some = word_keys(texts)
+        keys["key"][some] = words[some]
+    keys["id"] = content_ranks(digests, batch.column("document_id"))
+    keys["source"] = batch.column("source").to_numpy()
+    keys["bytes"] = np.diff(text_offsets(texts))
+    return keys

@@ -1,0 +1,103 @@
+"""Where every token came from, and where every document went.
+
+Beside the shards lies one Parquet file a partition (`provenance/*.parquet`), one line a piece of a document
+in a row, sorted by (shard, row, token_start). What no line covers is padding. `shardkit.tools.trace` reads
+them.
+
+Shard numbers count from 0 within the part while it is built; `renumber` makes them global at publication. Row
+groups have a fixed size and statistics, so a look-up reads one or two of them; each file also states the
+range of shuffle hashes that its documents have, so that a document is looked for in one file only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shardkit.errors import BuildError
+from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.stages.pack import Placement
+
+__all__ = ["PROVENANCE_SCHEMA", "renumber", "write_provenance"]
+
+ROW_GROUP_PIECES = 1 << 16  # about 2 MB of columns that do not repeat
+
+PROVENANCE_SCHEMA = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("row", pa.int32(), nullable=False),  # within the shard
+        pa.field("token_start", pa.int32(), nullable=False),  # within the row
+        pa.field("token_end", pa.int32(), nullable=False),  # one past the last; eos included where it is
+        pa.field("document_id", pa.binary(16), nullable=False),
+        pa.field("document_start", pa.int64(), nullable=False),  # tokens of the document before this piece
+        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for: 1 + duplicates
+        pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("record", pa.int64(), nullable=False),
+        pa.field("id", pa.string()),
+        pa.field("url", pa.string()),
+        pa.field("metadata", pa.string()),
+    ]
+)
+
+_OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
+
+_COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "record")
+
+_SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
+
+
+def write_provenance(
+    path: Path, placement: Placement, shard_starts: npt.NDArray[np.int64], documents: pa.Table, *, seed: int
+) -> None:
+    """Write the lines of one partition.
+
+    `placement` is sorted by (row, column); its document numbers are rows of `documents` (SPILL_SCHEMA, sorted
+    by hash). `shard_starts` int64[shards + 1] are the partition's rows at which its shards begin.
+    """
+    schema = PROVENANCE_SCHEMA
+    if documents.num_rows:
+        first, last = documents.column("hash")[0].as_py(), documents.column("hash")[-1].as_py()
+        schema = schema.with_metadata({_SEED: str(seed), _FIRST_HASH: str(first), _LAST_HASH: str(last)})
+    with _writer(path, schema) as writer:
+        for start in range(0, len(placement.row), ROW_GROUP_PIECES):
+            part = slice(start, start + ROW_GROUP_PIECES)
+            rows = placement.row[part]
+            shards = np.searchsorted(shard_starts, rows, side="right") - 1
+            ends = placement.column[part] + placement.length[part]
+            places = (shards, rows - shard_starts[shards], placement.column[part], ends)
+            columns = [pa.array(values.astype(np.int32)) for values in places]
+            carried = documents.select(_OF_DOCUMENT).take(pa.array(placement.document[part]))
+            columns += [carried.column(name) for name in _OF_DOCUMENT]
+            columns.insert(5, pa.array(placement.start[part]))
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=ROW_GROUP_PIECES)
+
+
+def renumber(path_in: Path, path_out: Path, first_shard: int) -> None:
+    """Copy a provenance file with `first_shard` added to its shard numbers; row groups stay as they are."""
+    with open_arrow(path_in) as source, pq.ParquetFile(source) as file:
+        schema = file.schema_arrow
+        with _writer(path_out, schema) as writer:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group)
+                shards = pc.cast(pc.add(table.column("shard"), first_shard), pa.int32())
+                table = table.set_column(0, schema.field("shard"), shards)
+                writer.write_table(table, row_group_size=ROW_GROUP_PIECES)
+
+
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    if schema.names != PROVENANCE_SCHEMA.names:
+        raise BuildError(f"{path}: columns {schema.names} are not those of a provenance table")
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=["shard", "source", "file"],
+        column_encoding=dict.fromkeys(_COUNTING, "DELTA_BINARY_PACKED"),
+        write_statistics=True,
+    )

@@ -1,0 +1,214 @@
+"""One partition of tokens in, finished shards and their provenance out.
+
+The partition's documents come from every split's spill; sorted by (hash, document id) they are the same list
+whatever order the spills were written or named in. Packed into rows, the rows shuffled by a second key, and
+dealt evenly to shards of about `shard_bytes`, they are the same bytes on any machine.
+
+Memory: the partition's tokens once, as they lie in the spills (only places are sorted), its documents table,
+and one shard of rows. Shards are named `part-PPPPP.KKKKK` from 0 within the part; publication renames them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardkit.card import Histogram
+from shardkit.errors import BuildError, ConservationError
+from shardkit.formats import mds, tar
+from shardkit.manifest import ShardInfo
+from shardkit.order.permutation import Permutation
+from shardkit.writers.execution.work_files import local, open_arrow, open_file, read_into
+from shardkit.writers.recipe import OutputConfig, PackConfig
+from shardkit.writers.stages.pack import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.provenance import write_provenance
+from shardkit.writers.stages.tokenize import SPILL_SCHEMA, id_words, shuffled_order
+from shardkit.writers.tokenizer import Tokens
+
+__all__ = ["PROVENANCE_NAME", "PackResult", "pack_partition"]
+
+PROVENANCE_NAME = "provenance.parquet"
+
+TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class PackResult:
+    """What one partition became. `tokens` are those of documents, eos included, which lie in `pieces`;
+    `cut_documents` in more than one, `needless_cuts` of them would have fitted into one row. `row_padding`
+    and `row_pieces` are of rows: the tokens of padding in each, and the pieces in each."""
+
+    shards: list[ShardInfo] = field(default_factory=list)
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    padding: int = 0
+    cut_documents: int = 0
+    needless_cuts: int = 0
+    pieces: int = 0
+    row_padding: Histogram = field(default_factory=Histogram)
+    row_pieces: Histogram = field(default_factory=Histogram)
+
+    def counts(self) -> dict[str, int]:
+        """Plain data for commit records and the dataset card: sums of everything but the shards."""
+        names = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
+        return {"shards": len(self.shards)} | {name: getattr(self, name) for name in names}
+
+    def histograms(self) -> dict[str, Any]:
+        """Plain data for commit records."""
+        return {"row_padding": self.row_padding.to_dict(), "row_pieces": self.row_pieces.to_dict()}
+
+
+def pack_partition(
+    spills: Sequence[Path],
+    partition: int,
+    *,
+    pack: PackConfig,
+    output: OutputConfig,
+    seed: int,
+    eos_id: int,
+    dtype: npt.DTypeLike,
+    folder: Path,
+) -> PackResult:
+    """Pack what all `spills` hold for `partition`; write its shards and provenance into `folder`."""
+    part = _read_partition(spills, partition, np.dtype(dtype))
+    packer = pack_best_fit if pack.strategy == "best_fit" else pack_concat
+    placement = packer(part.lengths, pack.sequence_length)
+    shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
+    placement = placement.moved(shuffle(np.arange(placement.rows)))
+    result = _count(placement, part.lengths)
+    if result.tokens != len(part.tokens) or result.documents != part.table.num_rows:
+        raise ConservationError(
+            f"{folder}: partition {partition} has {len(part.tokens):,} tokens, {result.tokens:,} were "
+            f"packed; this is a bug in shardkit, please report it"
+        )
+    starts = _shard_starts(
+        placement.rows, _row_bytes(pack.sequence_length, part.tokens.dtype, output), output
+    )
+    sources = part.starts[placement.document] + placement.start
+    pieces = np.searchsorted(placement.row, starts)
+    for number in range(len(starts) - 1):
+        here = slice(int(pieces[number]), int(pieces[number + 1]))
+        rows = np.empty((int(starts[number + 1] - starts[number]), pack.sequence_length), part.tokens.dtype)
+        in_shard = placement.row[here] - starts[number]
+        fill_rows(
+            part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
+        )
+        first_key = partition * TAR_KEY_STEP + int(starts[number])
+        result.shards.append(
+            _write_shard(folder, f"part-{partition:05d}.{number:05d}", rows, output, first_key)
+        )
+    write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """Tokens as they lie in the spills; `starts` and `lengths` of its documents in shuffled order."""
+
+    tokens: Tokens
+    starts: _Ints
+    lengths: _Ints
+    table: pa.Table
+
+
+def _read_partition(spills: Sequence[Path], partition: int, dtype: np.dtype[Any]) -> _Partition:
+    segments = [_segments(spill, partition) for spill in spills]
+    tokens: Tokens = np.empty(sum(int(s["tokens"].sum()) for s in segments), dtype)
+    batches: list[pa.RecordBatch] = []
+    filled = 0
+    for spill, mine in zip(spills, segments, strict=True):
+        if not len(mine):
+            continue
+        with (
+            open_arrow(spill / "documents.arrow", mapped=True) as source,
+            open_file(spill / "tokens.bin") as file,
+        ):
+            reader = pa.ipc.open_file(source)
+            for segment in mine:
+                count = int(segment["tokens"])
+                file.seek(int(segment["token_start"]) * dtype.itemsize)
+                target = tokens[filled : filled + count]
+                if read_into(file, target.view(np.uint8).data) != count * dtype.itemsize:
+                    raise BuildError(
+                        f"{spill / 'tokens.bin'}: ends too early; remove {spill} and build again"
+                    )
+                batch = reader.get_batch(int(segment["batch"]))
+                if int(batch.column("tokens").to_numpy().sum()) != count:
+                    raise BuildError(
+                        f"{spill}: tokens and documents differ; remove this folder and build again"
+                    )
+                batches.append(batch)
+                filled += count
+    table = pa.Table.from_batches(batches, SPILL_SCHEMA)
+    lengths = table.column("tokens").to_numpy()
+    ids = id_words(table.column("document_id"))
+    order = shuffled_order(table.column("hash").to_numpy(), ids)
+    ids = ids[order]
+    if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
+        first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
+        raise BuildError(f"document {first} was tokenized twice; remove the work folder and build again")
+    return _Partition(
+        tokens, (np.cumsum(lengths) - lengths)[order], lengths[order], table.take(pa.array(order))
+    )
+
+
+def _segments(spill: Path, partition: int) -> npt.NDArray[np.void]:
+    try:
+        segments: npt.NDArray[np.void] = np.load(local(spill / "segments.npy"), allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{spill / 'segments.npy'}: {error}; remove {spill} and build again") from error
+    first, last = np.searchsorted(segments["partition"], [partition, partition + 1])
+    return segments[int(first) : int(last)]
+
+
+def _count(placement: Placement, lengths: _Ints) -> PackResult:
+    cut = np.bincount(placement.document, minlength=len(lengths)) > 1
+    filled = np.bincount(placement.row, placement.length, placement.rows).astype(np.int64)
+    return PackResult(
+        documents=int((np.bincount(placement.document, minlength=len(lengths)) > 0).sum()),
+        rows=placement.rows,
+        tokens=int(placement.length.sum()),
+        padding=placement.padding,
+        cut_documents=int(cut.sum()),
+        needless_cuts=int((cut & (lengths <= placement.sequence_length)).sum()),
+        pieces=len(placement.row),
+        row_padding=Histogram.of(placement.sequence_length - filled),
+        row_pieces=Histogram.of(np.bincount(placement.row, minlength=placement.rows)),
+    )
+
+
+def _row_bytes(sequence_length: int, dtype: np.dtype[Any], output: OutputConfig) -> int:
+    """Bytes that one row takes in an uncompressed shard."""
+    tokens = sequence_length * dtype.itemsize
+    if output.format == "mds":
+        return tokens + 4  # the offset
+    return 512 + -(-(128 + tokens) // 512) * 512  # a tar header, and the npy file padded to whole blocks
+
+
+def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
+    """int64[shards + 1]: first row of each shard; sizes differ by at most one row."""
+    shards = min(rows, -(-rows * row_bytes // output.shard_bytes))
+    return np.array([rows * k // shards for k in range(shards + 1)] if shards else [0], np.int64)
+
+
+def _write_shard(folder: Path, name: str, block: Tokens, output: OutputConfig, first_key: int) -> ShardInfo:
+    rows = block.view(np.uint16) if block.dtype.itemsize == 2 else block.view(np.uint32)
+    if output.format == "wds":
+        return tar.write_rows_shard(folder, f"{name}.tar", rows, key_start=first_key, hashes=output.hashes)
+    return mds.write_rows_shard(
+        folder,
+        f"{name}.mds",
+        rows,
+        compression=output.compression,
+        hashes=output.hashes,
+        size_limit=output.shard_bytes,
+    )
