@@ -29,7 +29,8 @@ def heeded_ctrl_c() -> Iterator[None]:
 def inline_builds() -> Iterator[None]:
     """Builds run their tasks in this process, which saves the start of workers, a second of CPU each.
 
-    For what does not depend on them: tests/test_build_determinism.py holds any number to the same bytes.
+    For what does not depend on them: tests/builds/test_build_determinism.py holds any number to the same
+    bytes.
     """
     from shardkit.writers import session
     from shardkit.writers.execution.engine import InlineEngine

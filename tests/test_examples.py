@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from script_server import ScriptServer
-from train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset, script_server
+
+from support.script_server import ScriptServer
+from support.train_harness import CHECKPOINT_EVERY, Training, by_step, make_dataset, script_server
 
 pytestmark = pytest.mark.slow
 TRANSFORMERS = ["transformers.trainer", "transformers.models.llama.modeling_llama"]

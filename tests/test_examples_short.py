@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from script_server import ScriptServer
-from train_harness import ENVIRONMENT, EXAMPLES, script_server
+
+from support.script_server import ScriptServer
+from support.train_harness import ENVIRONMENT, EXAMPLES, script_server
 
 # What each prints, in order; it asserts by itself what it prints.
 SAYS = {

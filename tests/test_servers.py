@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from servers.bucket import RgwBucket, s3_client
 from servers.fault_proxy import Fault, FaultProxy, Rule
 from servers.origin import Origin, content, running_origin
 from servers.rgw import RgwServer
 
-pytest_plugins = ["s3_rgw"]
+pytest_plugins = ["support.s3_rgw"]
 
 pytestmark = pytest.mark.extended  # as what uses these servers
 TESTS = Path(__file__).resolve().parent

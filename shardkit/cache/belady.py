@@ -7,8 +7,9 @@ that costs nothing, for up to the deadline nobody asks for the victims or for th
 
 Guarantees. Shards of equal size are fetched exactly as often as MIN fetches them on demand, the fewest times
 possible, whenever fetches begin between start and deadline. For unequal sizes, where finding the optimum is
-hard, farthest first is a good rule only (tests/test_belady.py states what is seen). A plan never evicts a
-shard in use, never exceeds the capacity, and for one position and one state of the cache is always the same.
+hard, farthest first is a good rule only (tests/order/test_belady.py states what is seen). A plan never evicts
+a shard in use, never exceeds the capacity, and for one position and one state of the cache is always the
+same.
 
 The future is what is used in the epoch of the position and in the next one. A shard without a use there is
 the first to go; with all lanes there is none. A plan that reaches far into the next epoch may be refined by

@@ -1,4 +1,5 @@
-"""The contract of every store, its errors and its options; tests/test_storage_conformance.py checks it.
+"""The contract of every store, its errors and its options; tests/storage/test_storage_conformance.py checks
+it.
 
 A store maps keys (relative paths with "/", checked by `checked_key`) to objects. An object is replaced whole
 and atomically: a reader sees the old bytes or the new ones, never a mixture, and each content has its own

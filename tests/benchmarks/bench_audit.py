@@ -79,7 +79,7 @@ def log_rate(path: Path, logs: Path) -> float:
 def plan_rate(samples: int) -> dict[str, float]:
     """In a process of its own: samples/s and peak bytes of auditing a plan of 8 ranks."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from audit_runs import plan_report
+    from support.audit_runs import plan_report
 
     column = Column("tokens", "ndarray:uint16:4096", 8192)
     infos = [

@@ -38,9 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
 import numpy as np
 import pyarrow as pa
-from figures import Heads, add_output_arguments, give
 from near_texts import read_sources
 from peer_environments import Environment, SideProcess, environments
+
+from figures import Heads, add_output_arguments, give
 
 HERE = Path(__file__).resolve().parent / "filter_peers"
 DEFAULT_VENVS = Path("~/.cache/shardkit-peers")

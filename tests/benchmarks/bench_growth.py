@@ -32,13 +32,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from disk_meter import peak_bytes
 from grown_corpus import EOS, documents, put_tokenizer, write_corpus
-from rss_meter import RssMeter, process_tree
-
 from shardkit.writers import build
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.progress import StageProgress
+from support.disk_meter import peak_bytes
+from support.rss_meter import RssMeter, process_tree
 
 RECIPE = f"""\
 inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]

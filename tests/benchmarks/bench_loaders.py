@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from figures import Heads, add_output_arguments, give
 from loader_sides import LENGTH, SIDES, STREAMS
-
 from shardkit.formats import mds, tar
 from shardkit.manifest import ShardInfo
 

@@ -33,9 +33,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
-from figures import Heads, add_output_arguments, give
 from near_texts import read_sources, write_documents
 from peer_environments import Environment, SideProcess, environments
+
+from figures import Heads, add_output_arguments, give
 
 MEAN_WORDS = 550
 DEFAULT_VENVS = Path("~/.cache/shardkit-peers")

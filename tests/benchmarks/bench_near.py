@@ -36,10 +36,11 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 
-from bench_minhash import DEFAULT_VENVS, MEAN_WORDS
-from figures import Heads, add_output_arguments, give
 from near_texts import PAIR, read_sources, write_documents
 from peer_environments import Environment, SideProcess, environments
+
+from bench_minhash import DEFAULT_VENVS, MEAN_WORDS
+from figures import Heads, add_output_arguments, give
 
 SIMILARITY = 0.8
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0 + 1e-9)

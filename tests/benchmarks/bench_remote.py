@@ -36,7 +36,6 @@ from servers.bucket import s3_client
 from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
-
 from shardkit.cache.belady import min_fetched_bytes
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader

@@ -26,7 +26,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from grown_corpus import EOS, documents, put_tokenizer, write_corpus
-
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.near import NearStages, SplitDocuments
 from shardkit.writers.dedup.removals import Removals

@@ -25,10 +25,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from simulated_runs import CASES, compare, write_dataset
-
 from shardkit.tools.simulate.run import simulate
 from shardkit.tools.simulate.scenario import Scenario, choose_window
+from support.simulated_runs import CASES, compare, write_dataset
 
 NODES, SHARDS, SHARD_BYTES, SAMPLE_BYTES = 256, 882_149, 1 << 26, 1 << 14
 

@@ -39,7 +39,6 @@ from bench_remote import write_dataset
 from servers.bucket import s3_client
 from servers.fault_proxy import FaultProxy, Request
 from servers.rgw import RgwServer
-
 from shardkit.publish import TransferProgress, TransferReport, upload
 from shardkit.storage import StorageOptions
 from shardkit.storage.s3_upload import part_bytes

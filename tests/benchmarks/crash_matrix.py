@@ -4,10 +4,10 @@
                                             [--stride 1] [--only WORD] [--jobs N] [--log FILE] [--json]
 
 Builds of a small corpus that has work for all stages are killed, starved of disk, cut off from power, or meet
-damaged files and failing stores (tests/crashes.py and its neighbours say how). Each then runs once more: its
-output must have the names and SHA-256 of an undisturbed build's, with nothing beside it; the failed run must
-have said what happened, in bounded time; and a reader who looked at the output all the while must never have
-seen an index without all of its files. Prints a table as Markdown, and every cell that broke a promise.
+damaged files and failing stores (tests/crash/builds.py and its neighbours say how). Each then runs once more:
+its output must have the names and SHA-256 of an undisturbed build's, with nothing beside it; the failed run
+must have said what happened, in bounded time; and a reader who looked at the output all the while must never
+have seen an index without all of its files. Prints a table as Markdown, and every cell that broke a promise.
 Points are numbers of operations, drawn from fixed seeds, never moments in time. Exit status 1 if any failed.
 
 Cells are independent: so many jobs share them. With a log (JSON lines, a cell each) those that are in it
@@ -36,17 +36,16 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import crash_points
-from crash_grid import grid
-from crash_stores import FAULTS, Place, StoreCell, StoreCrashes
-from crashes import POINT_NAME, Crashes, Engine
-from ray_cluster import RayCluster
-from s3_moto import s3_server
-from s3_rgw import rgw_environment
+from crash import points as crash_points
+from crash.builds import POINT_NAME, Crashes, Engine
+from crash.grid import grid
+from crash.stores import FAULTS, Place, StoreCell, StoreCrashes
 from servers.bucket import s3_client
 from servers.rgw import RgwServer, missing_programs
-
 from shardkit.writers.kernels.numba_support import kernel_cache
+from support.ray_cluster import RayCluster
+from support.s3_moto import s3_server
+from support.s3_rgw import rgw_environment
 
 ENGINES: tuple[Engine, ...] = ("inline", "local", "slices", "s3", "s3-local", "ray")
 CELL_SECONDS = 1800.0  # above what any cell may take, with all its bounded waits

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from near_texts import read_sources
-from small_build import EOS, make_corpus
+
+from support.small_build import EOS, make_corpus
 
 __all__ = ["EOS", "documents", "put_tokenizer", "write_corpus"]
 

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/soak_cache.py --kills 50 [--seed SEED] [--compressed]
 
-The same as tests/test_cache_kill.py for as long as one likes: two jobs of two ranks over a dataset on an S3
-server in this process, a cache for half of it. Ends with status 1 if anything was wrong.
+The same as tests/cache/test_cache_kill.py for as long as one likes: two jobs of two ranks over a dataset on
+an S3 server in this process, a cache for half of it. Ends with status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 if __name__ == "__main__":  # as a program, its own folder is on the path, not the tests'
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from killed_jobs import KilledJobs, Outcome, Sizes
-from s3_moto import s3_server
-
 from shardkit.units import format_bytes
+from support.killed_jobs import KilledJobs, Outcome, Sizes
+from support.s3_moto import s3_server
 
 
 def soak(kills: int, seed: int, sizes: Sizes) -> Outcome:

@@ -36,9 +36,9 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from disk_meter import disk_bytes
-from rss_meter import process_tree, pss_bytes, rss_bytes
-from small_build import EOS, make_corpus
+from support.disk_meter import disk_bytes
+from support.rss_meter import process_tree, pss_bytes, rss_bytes
+from support.small_build import EOS, make_corpus
 
 FILES = 8
 CHUNK = 10_000

@@ -2,9 +2,10 @@
 
     python tests/benchmarks/soak_training.py --kills 50 [--seed SEED]
 
-The same as tests/test_training_runs.py for as long as one likes: the DDP and the FSDP2 example over a mixture
-whose weights change every few steps, each one run that is killed again and again, compared with a run on two
-ranks that never was. Ends with status 1 if a step was trained on other samples, or a loss is not the same.
+The same as tests/frameworks/test_training_runs.py for as long as one likes: the DDP and the FSDP2 example
+over a mixture whose weights change every few steps, each one run that is killed again and again, compared
+with a run on two ranks that never was. Ends with status 1 if a step was trained on other samples, or a loss
+is not the same.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 if __name__ == "__main__":  # as a program, its own folder is on the path, not the tests'
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from script_server import ScriptServer
-from test_training_runs import BATCH, IMPORTS, MOST_DIFFERENCE
-from train_harness import CHECKPOINT_EVERY, Training, make_dataset, script_server
+from frameworks.test_training_runs import BATCH, IMPORTS, MOST_DIFFERENCE
+from support.script_server import ScriptServer
+from support.train_harness import CHECKPOINT_EVERY, Training, make_dataset, script_server
 
 SCRIPTS = ["train_ddp.py", "train_fsdp.py"]
 WORLDS = [1, 2, 3, 4]

@@ -1,0 +1,165 @@
+"""`--explain` tells what has to run and why, and `clean` removes what is not used and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import BuildError
+from shardkit.writers import build
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.maintenance import LOST, NEW, Explanation, clean_work, explain_build, stage_names
+from shardkit.writers.recipe import load_recipe
+from support.small_build import make_corpus, text_of, tree
+
+WORK = ["work=work"]
+ALL_STAGES = ["dedup={exact: {}, lines: {min_characters: 20}, near: {measure: {planted: 20}}}"]
+
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return make_corpus(tmp_path / "corpus", documents=120)
+
+
+def make(recipe: Path, *changes: str, output: str = "out") -> dict[str, str]:
+    place = recipe.parent.parent / output
+    build(recipe, output=place, overrides=[*WORK, *changes], progress=False)
+    return tree(place)
+
+
+def explain(recipe: Path, *changes: str) -> Explanation:
+    before = tree(recipe.parent)
+    found = explain_build(recipe, output=recipe.parent.parent / "none", overrides=[*WORK, *changes])
+    assert tree(recipe.parent) == before, "nothing is written"
+    return found
+
+
+def to_run(explanation: Explanation) -> dict[str, tuple[int, list[str]]]:
+    """{stage: (tasks that have to run, why)} of the stages that were looked up."""
+    return {
+        plan.stage: (plan.tasks - plan.finished, [reason.what for reason in plan.reasons])
+        for plan in explanation.stages
+        if plan.finished < plan.tasks
+    }
+
+
+def test_before_the_first_build_everything_is_new(recipe: Path) -> None:
+    found = explain(recipe)
+    assert to_run(found) == {"tokenizer": (1, [NEW]), "clean": (4, [NEW])}
+    assert list(found.later) == ["exact", "parity", "tokenize", "pack", "provenance"]
+    assert not found.stale
+
+
+@pytest.mark.parametrize("changes", [[], ALL_STAGES], ids=["plain", "all-stages"])
+def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
+    recipe: Path, changes: list[str]
+) -> None:
+    make(recipe, *changes)
+    found = explain(recipe, *changes)
+    assert to_run(found) == {}
+    assert not found.later
+    assert not found.stale
+    named = stage_names(load_recipe(recipe, [*WORK, *changes]))
+    assert sorted(plan.stage for plan in found.stages) == sorted(named)
+
+
+@pytest.mark.parametrize(
+    ("change", "stage", "tasks", "why"),
+    [
+        ("pack.sequence_length=32", "pack", 1, "pack.sequence_length: 64 -> 32"),
+        ("output.shard_bytes=4KiB", "pack", 1, "output.shard_bytes: 8192 -> 4096"),
+        ("seed=18", "tokenize", 4, "seed: 17 -> 18"),
+        ("max_bad_fraction=0.5", "clean", 4, "max_bad_fraction: 0.0 -> 0.5"),
+        ("filters=[{length: {min_words: 4}}]", "clean", 4, "filters[0].length.min_words: 3 -> 4"),
+        ("dedup={}", "tokenize", None, "removed: read from other bytes"),
+    ],
+)
+def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_earlier_one(
+    recipe: Path, change: str, stage: str, tasks: int | None, why: str
+) -> None:
+    make(recipe)
+    [(found, (count, reasons))] = to_run(explain(recipe, change)).items()
+    assert found == stage
+    assert reasons == [why]
+    assert tasks in (None, count)
+    finished = sum(plan.finished for plan in explain(recipe, change).stages)
+    result = build(recipe, output=recipe.parent / "o", overrides=[*WORK, change], progress=False)
+    assert result.tasks_reused >= finished
+
+
+def test_an_added_file_is_the_only_one_that_is_cleaned(recipe: Path) -> None:
+    make(recipe)
+    lines = [json.dumps({"text": text_of(n), "number": n}) for n in range(900, 920)]
+    (recipe.parent / "plain-7.jsonl").write_text("\n".join(lines) + "\n")
+    assert to_run(explain(recipe)) == {"clean": (1, [NEW])}
+    make(recipe, output="more")
+    assert explain(recipe).stale, "partitions of the smaller corpus"
+
+
+def test_a_changed_file_is_told_from_an_added_one(recipe: Path) -> None:
+    make(recipe)
+    file = recipe.parent / "plain-1.jsonl"
+    file.write_text(file.read_text() + "\n" + json.dumps({"text": text_of(999), "number": 1}) + "\n")
+    [(stage, (count, reasons))] = to_run(explain(recipe)).items()
+    assert (stage, count) == ("clean", 1)
+    assert "file: read from other bytes" in reasons
+    assert NEW not in reasons
+
+
+def test_a_lost_output_is_named(recipe: Path) -> None:
+    make(recipe)
+    next((recipe.parent / "work" / "tokenize").glob("some.parquet*/tokens.bin")).unlink()
+    assert to_run(explain(recipe)) == {"tokenize": (1, [LOST])}
+
+
+def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(recipe)
+    for module in ("task", "planner"):
+        monkeypatch.setattr(f"shardkit.writers.execution.{module}.code_version", lambda: "newer")
+    for count, reasons in to_run(explain(recipe)).values():
+        assert count
+        assert all(reason.startswith("code: not made by this version of shardkit") for reason in reasons)
+
+
+def test_cleaning_keeps_what_the_recipe_uses_and_an_earlier_recipe_builds_again(recipe: Path) -> None:
+    first = make(recipe)
+    other = ["pack.sequence_length=32", "dedup={}"]
+    make(recipe, *other, output="second")
+    stale = explain(recipe).stale
+    would = clean_work(recipe, overrides=WORK, dry_run=True)
+    assert {task.key for task in would.removed} == {task.key for task in stale}
+    assert {task.key.split("/")[0] for task in stale} >= {"pack", "tokenize", "provenance"}
+    done = clean_work(recipe, overrides=WORK)
+    assert [task.key for task in done.removed] == [task.key for task in would.removed]
+    assert done.removed_bytes > 0
+    assert not clean_work(recipe, overrides=WORK).removed
+    assert to_run(explain(recipe)) == {}
+    assert make(recipe, output="third") == first
+    assert "clean" not in to_run(explain(recipe, *other)), "both recipes use the cleaned splits"
+
+
+def test_cleaning_waits_for_nobody_and_harms_no_build(recipe: Path) -> None:
+    make(recipe)
+    with (
+        Journal(recipe.parent / "work"),
+        pytest.raises(BuildError, match="another build uses this work folder"),
+    ):
+        clean_work(recipe, overrides=WORK)
+    assert to_run(explain(recipe)) == {}
+
+
+def test_everything_may_be_removed_but_not_a_foreign_folder(recipe: Path) -> None:
+    make(recipe)
+    report = clean_work(recipe, overrides=WORK, everything=True)
+    assert len(report.removed) == 13
+    assert not (recipe.parent / "work").exists()
+    assert clean_work(recipe, overrides=WORK, everything=True).removed == ()
+    (recipe.parent / "foreign").mkdir()
+    (recipe.parent / "foreign" / "mine.txt").write_text("mine")
+    with pytest.raises(BuildError, match="holds files that no build wrote"):
+        clean_work(recipe, overrides=["work=foreign"], everything=True)
+    assert (recipe.parent / "foreign" / "mine.txt").exists()

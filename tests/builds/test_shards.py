@@ -1,0 +1,350 @@
+"""What comes out of the shards is what went into the tokenizer, and always the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from shardkit.errors import BuildError
+from shardkit.formats import mds, tar
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.recipe import OutputConfig, PackConfig
+from shardkit.writers.stages.shards import PROVENANCE_NAME, PackResult, pack_partition
+from shardkit.writers.stages.tokenize import Removed, tokenize_split
+from shardkit.writers.tokenizer import Encoder
+from support.default_cases import cases
+
+EOS = "<|endoftext|>"
+SEED = 3
+LENGTH = 64
+Rows = npt.NDArray[Any]
+
+
+def texts(count: int) -> list[str]:
+    """Documents from one token to several rows; some spell the special token, a few are empty."""
+    sizes = np.random.default_rng(count).geometric(0.03, count)
+    made = [f"{i} " + "hello world the fox " * int(n) for i, n in enumerate(sizes)]
+    # Bytes outside the merges are one token each: lengths around whole rows, where a remainder is one eos.
+    made += [
+        "\u0001" * n for n in (1, LENGTH - 2, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH - 1, 2 * LENGTH)
+    ]
+    made += ["\u0001" * (LENGTH * (2 + n % 3)) for n in range(20)]
+    return [*made, "", f"{EOS}{EOS}", EOS, "\n\n", ""]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["hello world the quick fox "] * 9, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return Encoder(path, EOS)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Records [start, stop) of one file."""
+
+    file: str
+    start: int
+    texts: Sequence[str]
+
+
+def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tokens: int = 1 << 20) -> Path:
+    """Tokenize one split as a build does."""
+    count, records = len(split.texts), range(split.start, split.start + len(split.texts))
+    columns: dict[str, Any] = {
+        name: pa.nulls(count, DOCUMENT_SCHEMA.field(name).type) for name in ("id", "url")
+    }
+    columns |= {"document_id": document_ids(split.file, records), "source": [0] * count}
+    columns |= {"file": [split.file] * count, "record": list(records), "text": split.texts}
+    columns |= {"metadata": [None] * count}
+    folder.mkdir(parents=True)
+    with pa.ipc.new_file(folder / "in.arrow", DOCUMENT_SCHEMA) as writer:
+        table = pa.table({name: columns[name] for name in DOCUMENT_SCHEMA.names}, schema=DOCUMENT_SCHEMA)
+        writer.write_table(table, max_chunksize=50)
+    tokenize_split(
+        folder / "in.arrow",
+        Removed(),
+        encoder,
+        seed=SEED,
+        partitions=partitions,
+        folder=folder,
+        run_tokens=run_tokens,
+    )
+    return folder
+
+
+def pack_all(
+    folder: Path,
+    spills: Sequence[Path],
+    encoder: Encoder,
+    partitions: int,
+    *,
+    strategy: Literal["best_fit", "concat"] = "best_fit",
+    **output: Any,
+) -> list[PackResult]:
+    """Pack every partition into its own folder."""
+    results = []
+    settings = OutputConfig(path="out", **({"shard_bytes": 4096} | output))
+    for partition in range(partitions):
+        (folder / str(partition)).mkdir(parents=True)
+        results.append(
+            pack_partition(
+                spills,
+                partition,
+                pack=PackConfig(sequence_length=LENGTH, strategy=strategy),
+                output=settings,
+                seed=SEED,
+                eos_id=encoder.eos_id,
+                dtype=encoder.dtype,
+                folder=folder / str(partition),
+            )
+        )
+    return results
+
+
+def read_rows(folder: Path, result: PackResult) -> list[Rows]:
+    """The token matrix of each shard, through the package's own readers."""
+    matrices = []
+    for info in result.shards:
+        module = tar if info.raw.basename.endswith(".tar") else mds
+        matrix = module.open_shard(folder, info).fixed_rows("tokens")
+        assert matrix is not None
+        matrices.append(np.array(matrix))
+        assert len(matrices[-1]) == info.samples
+    return matrices
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["uint16", "uint32"])
+@pytest.mark.parametrize("partitions", cases([1, 5], [5]))
+@pytest.mark.parametrize("form", ["mds", "wds"])
+@pytest.mark.parametrize("strategy", ["best_fit", "concat"])
+def test_documents_come_back_as_they_were_encoded(
+    encoder: Encoder, tmp_path: Path, strategy: Any, form: Any, partitions: int, wide: bool
+) -> None:
+    if wide:
+        encoder = widened(encoder, tmp_path / "tokenizer.json")
+    made = texts(100)
+    cuts = (0, 40, 41, len(made))
+    splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
+    spills = [spill(tmp_path / f"s{k}", s, encoder, partitions, 3000) for k, s in enumerate(splits)]
+    results = pack_all(tmp_path / "out", spills, encoder, partitions, strategy=strategy, format=form)
+
+    ids = document_ids("a.jsonl", range(len(made)))
+    encoded = {
+        i: [*encoder.encode([t])[0].tolist(), encoder.eos_id] for i, t in zip(ids, made, strict=True) if t
+    }
+    rebuilt: dict[bytes, list[int]] = {i: [] for i in encoded}
+    by_scan: list[list[int]] = []
+    tokens = 0
+    for partition, result in enumerate(results):
+        folder = tmp_path / "out" / str(partition)
+        matrices = read_rows(folder, result)
+        assert all(m.dtype == encoder.dtype for m in matrices)
+        covered = [np.zeros(m.shape, bool) for m in matrices]
+        lines = pq.read_table(folder / PROVENANCE_NAME).to_pylist()
+        for line in sorted(lines, key=lambda x: (x["document_id"], x["document_start"])):
+            place = (line["shard"], line["row"], slice(line["token_start"], line["token_end"]))
+            assert len(rebuilt[line["document_id"]]) == line["document_start"]
+            rebuilt[line["document_id"]] += matrices[place[0]][place[1:]].tolist()
+            assert ids[line["record"]] == line["document_id"]
+            assert not covered[place[0]][place[1:]].any()
+            covered[place[0]][place[1:]] = True
+        for matrix, taken in zip(matrices, covered, strict=True):
+            ends = matrix == encoder.eos_id
+            padding = ends & np.pad(ends, ((0, 0), (1, 0)))[:, :-1]
+            assert np.array_equal(padding, ~taken)  # the rule by which readers know padding
+            by_scan += [
+                d for row, mask in zip(matrix, taken, strict=True) for d in documents_in(row[mask], encoder)
+            ]
+        assert result.tokens == sum(int(c.sum()) for c in covered)
+        assert result.rows * LENGTH == result.tokens + result.padding
+        tokens += result.tokens
+    assert rebuilt == encoded
+    assert tokens == sum(map(len, encoded.values()))
+    assert sum(r.documents for r in results) == len(encoded)
+    if strategy == "best_fit":
+        assert sum(r.needless_cuts for r in results) == 0
+        whole = sorted(d for d in encoded.values() if len(d) <= LENGTH)
+        long = [d for d in encoded.values() if len(d) > LENGTH]
+        tails = [d[i : i + LENGTH] for d in long for i in range(0, len(d), LENGTH)]
+        assert sorted(by_scan) == sorted(whole + tails)
+
+
+def documents_in(row: Rows, encoder: Encoder) -> list[list[int]]:
+    """A row's documents by an eos scan alone."""
+    parts = np.split(row, np.flatnonzero(row == encoder.eos_id) + 1)
+    return [part.tolist() for part in parts if len(part)]
+
+
+def widened(encoder: Encoder, path: Path) -> Encoder:
+    config = json.loads(encoder.path.read_text())
+    config["added_tokens"] += [config["added_tokens"][0] | {"id": 70_000, "content": "<|far|>"}]
+    path.write_text(json.dumps(config))
+    return Encoder(path, "<|far|>")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+@pytest.mark.parametrize("form", ["mds", "wds"])
+def test_bytes_do_not_depend_on_splits_runs_or_their_order(
+    encoder: Encoder, tmp_path: Path, form: Any
+) -> None:
+    made = texts(80)
+    whole = spill(tmp_path / "whole", Split("a.jsonl", 0, made), encoder, 3)
+    pack_all(tmp_path / "out0", [whole], encoder, 3, format=form)
+    expected = digests(tmp_path / "out0")
+    assert len(expected) > 10
+    for trial, run_tokens in ((1, 1), (2, 900), (3, 1 << 20)):
+        rng = np.random.default_rng(trial)
+        cuts = sorted({0, len(made), *rng.integers(0, len(made), 4).tolist()})
+        splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
+        named = [spill(tmp_path / f"{trial}-{k}", s, encoder, 3, run_tokens) for k, s in enumerate(splits)]
+        rng.shuffle(named)  # type: ignore[arg-type]
+        pack_all(tmp_path / f"out{trial}", named, encoder, 3, format=form)
+        assert digests(tmp_path / f"out{trial}") == expected
+
+
+def test_rows_are_spread_evenly_over_shards_of_the_wanted_size(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(150)), encoder, 1)
+    for form in ("mds", "wds"):
+        [result] = pack_all(tmp_path / form, [folder], encoder, 1, format=form, shard_bytes=16_384)
+        sizes = [info.samples for info in result.shards]
+        assert len(sizes) > 3
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(sizes) == result.rows == result.counts()["rows"]
+        for info in result.shards:
+            assert info.raw.bytes == (tmp_path / form / "0" / info.raw.basename).stat().st_size
+            assert info.raw.bytes <= 16_384 + (2048 if form == "mds" else 10_240)  # header, or end of tar
+        assert [i.raw.basename.rpartition(".")[0] for i in result.shards] == [
+            f"part-00000.{k:05d}" for k in range(len(sizes))
+        ]
+
+
+def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(
+        tmp_path / "s", Split("a.jsonl", 0, ["hello " * 300] * 2), widened(encoder, tmp_path / "t"), 1
+    )
+    result = pack_partition(
+        [folder],
+        0,
+        pack=PackConfig(sequence_length=512, strategy="concat"),
+        output=OutputConfig(path="out", shard_bytes=1024),
+        seed=SEED,
+        eos_id=70_000,
+        dtype=np.uint32,
+        folder=folder,
+    )
+    assert [info.samples for info in result.shards] == [1] * result.rows
+    assert result.rows >= 2
+
+
+def test_rows_are_shuffled_after_packing(encoder: Encoder, tmp_path: Path) -> None:
+    # Unshuffled, the rows of the long documents come first: one after the other, in the order of their text.
+    made = [("\u0001" * LENGTH * 4) + str(i) for i in range(50)] + ["short"] * 50
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder, 1)
+    [result] = pack_all(tmp_path / "out", [folder], encoder, 1)
+    rows = np.concatenate(read_rows(tmp_path / "out" / "0", result))
+    full = ~(rows == encoder.eos_id).any(axis=1)
+    assert full.sum() == 200
+    assert not full[:200].all()
+    places = pq.read_table(tmp_path / "out" / "0" / PROVENANCE_NAME).column("document_start").to_pylist()
+    assert places[:12] != [0, 64, 128, 192] * 3
+
+
+def test_tar_keys_are_unique_over_all_partitions(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder, 2)
+    results = pack_all(tmp_path / "out", [folder], encoder, 2, format="wds")
+    keys = []
+    for partition, result in enumerate(results):
+        for info in result.shards:
+            shard = tar.open_shard(tmp_path / "out" / str(partition), info)
+            keys += [shard.key(row) for row in range(len(shard))]
+    first = results[0].rows
+    assert keys == [f"{r:012d}" for r in range(first)] + [f"{10**8 + r:012d}" for r in range(results[1].rows)]
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_a_partition_without_documents_has_no_shards(
+    encoder: Encoder, tmp_path: Path, partitions: int
+) -> None:
+    folder = spill(
+        tmp_path / "s", Split("a.jsonl", 0, [] if partitions == 1 else ["one"]), encoder, partitions
+    )
+    results = pack_all(tmp_path / "out", [folder], encoder, partitions)
+    assert sum(r.documents for r in results) == partitions // 4
+    empty = [k for k, r in enumerate(results) if not r.documents]
+    assert len(empty) == max(1, partitions - 1)
+    for k in empty:
+        assert (results[k].shards, results[k].rows, results[k].padding) == ([], 0, 0)
+        assert pq.read_table(tmp_path / "out" / str(k) / PROVENANCE_NAME).num_rows == 0
+
+
+def test_compressed_shards_hold_the_same_rows(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder, 1)
+    [plain] = pack_all(tmp_path / "plain", [folder], encoder, 1)
+    [packed] = pack_all(tmp_path / "zstd", [folder], encoder, 1, compression="zstd", hashes=["sha256"])
+    assert all(info.zip is not None and "sha256" in info.stored.hashes for info in packed.shards)
+    pairs = zip(read_rows(tmp_path / "plain/0", plain), read_rows(tmp_path / "zstd/0", packed), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_damaged_or_repeated_spills_stop_the_build(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(30)), encoder, 1)
+    with pytest.raises(BuildError, match="was tokenized twice"):
+        pack_all(tmp_path / "twice", [folder, folder], encoder, 1)
+    tokens = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(tokens[:-1])
+    with pytest.raises(BuildError, match=r"tokens\.bin: ends too early"):
+        pack_all(tmp_path / "short", [folder], encoder, 1)
+    (folder / "segments.npy").write_bytes(b"not numpy")
+    with pytest.raises(BuildError, match=r"segments\.npy"):
+        pack_all(tmp_path / "garbage", [folder], encoder, 1)
+
+
+def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tmp_path: Path) -> None:
+    made = [f"{i} " + "\u0001" * 4000 for i in range(3000)]
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder, 1)
+    size = (folder / "tokens.bin").stat().st_size
+    assert size > 20_000_000
+    (tmp_path / "out").mkdir()
+    pack = PackConfig(sequence_length=2048)
+    tracemalloc.start()
+    try:
+        pack_partition(
+            [folder],
+            0,
+            pack=pack,
+            output=OutputConfig(path="out", shard_bytes="1MiB"),  # type: ignore[arg-type]
+            seed=SEED,
+            eos_id=encoder.eos_id,
+            dtype=encoder.dtype,
+            folder=tmp_path / "out",
+        )
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size + 6_000_000

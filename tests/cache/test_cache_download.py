@@ -1,0 +1,409 @@
+"""One shard on its way: the right bytes from any number of parts, or an error that says what was wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shardkit.cache import download as module
+from shardkit.cache import fetcher
+from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, check_hashes, unpack
+from shardkit.cache.folder import CacheFolder
+from shardkit.cache.shards import CachedShards
+from shardkit.formats import mds, tar
+from shardkit.formats.compression import compress
+from shardkit.hashing import HASH_NAMES, hash_bytes
+from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.store import ObjectChangedError, ObjectInfo, ObjectNotFoundError, Store, TransientError
+from support.ended_threads import ended_threads
+
+KEY = "sub/shard.00000.mds"
+_numbers = itertools.count()
+
+
+class Watched(MemoryStore):
+    """A memory store that notes each read, and calls `opened` before the body of the n-th is handed out."""
+
+    def __init__(self, data: bytes = b"", opened: Callable[[int], None] = lambda number: None) -> None:
+        super().__init__(f"memory://download-{next(_numbers)}")
+        self.put(KEY, data)
+        self.opened = opened
+        self.reads: list[tuple[int, int | None, str | None]] = []
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> MemoryBody:
+        self.reads.append((start, stop, version))
+        number = len(self.reads) - 1
+        body = super().open(key, start, stop, version=version)
+        self.opened(number)
+        return body
+
+
+class SlowBody(MemoryBody):
+    """Gives a few bytes at a time, then breaks: `end` is raised, or if None, the body just ends."""
+
+    def __init__(
+        self, info: ObjectInfo, view: memoryview, step: int, left: int, end: Exception | None
+    ) -> None:
+        super().__init__(info, view)
+        self._step, self._left, self._end = step, left, end
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if self._left <= 0:
+            if self._end is not None:
+                raise self._end
+            return 0
+        count = super().readinto(buffer[: min(self._step, self._left)])
+        self._left -= count
+        return count
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with ended_threads():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_PART_BYTES", 10)
+    monkeypatch.setattr(module, "READ_BYTES", 7)
+
+
+def content(size: int) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+def file_of(data: bytes, *hashes: str) -> FileInfo:
+    return FileInfo(KEY, len(data), hash_bytes(data, hashes))
+
+
+def start(store: Store, file: FileInfo, parts: int = 1, version: str | None = None) -> Download:
+    return Download(store, file, MemoryTarget(file.bytes), parts=parts, version=version)
+
+
+def run(download: Download, threads: int = 1) -> int:
+    """How many threads were told that they end it; more than one would end it twice."""
+    ended: list[bool] = []
+
+    def work() -> None:
+        while (part := download.take_part()) is not None:
+            ended.append(download.fetch_part(part))
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    return sum(ended)
+
+
+def target_of(download: Download) -> npt.NDArray[np.uint8]:
+    return download._target.data
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    size=st.integers(0, 200),
+    parts=st.integers(1, 9),
+    threads=st.integers(1, 3),
+    hashes=st.lists(st.sampled_from(["xxh64", "sha256", "md5"]), unique=True),
+)
+@example(0, 1, 1, ["xxh64"])
+@example(0, 8, 2, [])
+def test_the_bytes_arrive_whole_in_any_number_of_parts(
+    size: int, parts: int, threads: int, hashes: list[str]
+) -> None:
+    data = content(size)
+    store = Watched(data)
+    download = start(store, file_of(data, *hashes), parts)
+    assert run(download, threads) == 1
+    download.check()
+    assert target_of(download).tobytes() == data
+    assert download.bytes_done == size
+    assert len(store.reads) == max(1, min(parts, size // 10))
+    ranges = sorted((begin, size if stop is None else stop) for begin, stop, _ in store.reads)
+    assert [begin for begin, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+    assert ranges[-1][1] == size
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("at", [0, 50, 99])
+def test_a_flipped_bit_is_found_by_any_hash(parts: int, at: int) -> None:
+    data = content(100)
+    wrong = bytearray(data)
+    wrong[at] ^= 32
+    store = Watched(bytes(wrong))
+    for name in ("xxh64", "sha1"):
+        download = start(store, file_of(data, name), parts)
+        assert run(download, parts) == 1
+        with pytest.raises(DamagedObjectError, match=f"{name} is [0-9a-f]+, the index states") as info:
+            download.check()
+        assert info.value.file == f"{store.url}/{KEY}"
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_all_hashes_that_are_stated_and_known_must_agree(parts: int) -> None:
+    data = content(100)
+    file = file_of(data, *sorted(HASH_NAMES))
+    right = replace(file, hashes={**{k: v.upper() for k, v in file.hashes.items()}, "unknown": "whatever"})
+    download = start(Watched(data), right, parts)
+    run(download)
+    download.check()
+    for name in HASH_NAMES:
+        download = start(Watched(data), replace(right, hashes={**right.hashes, name: "0" * 16}), parts)
+        run(download)
+        with pytest.raises(DamagedObjectError, match=f"{name} is"):
+            download.check()
+
+
+@pytest.mark.parametrize("stated", [0, 99, 101])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_an_object_of_another_size_is_damaged(stated: int, parts: int) -> None:
+    download = start(Watched(content(100)), FileInfo(KEY, stated), parts)
+    assert run(download) == 1
+    with pytest.raises(
+        DamagedObjectError, match=f"has 100 bytes, the index states {stated}; upload it again"
+    ):
+        download.check()
+
+
+def breaking(store: Watched, number: int, after: int, end: Exception | None) -> None:
+    """Make the store's n-th body end after some bytes."""
+    plain = store.open
+
+    def open_breaking(
+        key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> MemoryBody:
+        body = plain(key, start, stop, version=version)
+        left = after if len(store.reads) - 1 == number else 1 << 30
+        return SlowBody(body.info, memoryview(body.read()), 3, left, end)
+
+    store.open = open_breaking  # type: ignore[method-assign]
+
+
+def test_a_body_that_ends_early_is_damaged_and_says_where() -> None:
+    store = Watched(content(100))
+    breaking(store, 0, 42, None)
+    download = start(store, FileInfo(KEY, 100))
+    assert run(download) == 1
+    with pytest.raises(DamagedObjectError, match="fewer bytes") as info:
+        download.check()
+    assert info.value.offset == 42
+    assert download.bytes_done == 42
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_after_an_error_no_part_is_begun_and_the_error_is_the_stores(bad: int) -> None:
+    store = Watched(content(100))
+    error = TransientError(f"{store.url}/{KEY}", "connection reset")
+    breaking(store, bad, 5, error)
+    download = start(store, FileInfo(KEY, 100), parts=4)
+    assert run(download) == 1
+    with pytest.raises(TransientError) as info:
+        download.check()
+    assert info.value is error
+    assert len(store.reads) == bad + 1
+    assert download.take_part() is None
+
+
+def test_parts_that_run_stop_soon_after_another_has_failed() -> None:
+    store = Watched(content(100))
+    download = start(store, FileInfo(KEY, 100), parts=2)
+    error = TransientError("elsewhere", "connection reset")
+    first, second = download.take_part(), download.take_part()
+    assert first is not None
+    assert second is not None
+
+    def fail(number: int) -> None:
+        if number == 0:  # the other part fails while this one has its body
+            breaking(store, 1, 0, error)
+            assert not download.fetch_part(second)
+
+    store.opened = fail
+    assert download.fetch_part(first)
+    assert download.bytes_done == 0
+    assert download.error is error
+
+
+def test_an_object_that_is_missing_or_changed_is_the_stores_error() -> None:
+    store = Watched(content(100))
+    download = start(store, FileInfo("other", 100))
+    run(download)
+    with pytest.raises(ObjectNotFoundError):
+        download.check()
+    old = store.head(KEY).version
+    store.put(KEY, content(100))
+    download = start(store, FileInfo(KEY, 100), version=old)
+    run(download)
+    with pytest.raises(ObjectChangedError):
+        download.check()
+
+
+def test_parts_begun_one_after_the_other_are_of_one_version() -> None:
+    store = Watched(content(100))
+    download = start(store, FileInfo(KEY, 100), parts=4)
+
+    def replace_object(number: int) -> None:
+        if number == 0:
+            store.put(KEY, bytes(100))
+
+    store.opened = replace_object
+    run(download)
+    with pytest.raises(ObjectChangedError):
+        download.check()
+    assert len(store.reads) == 2
+
+
+def test_parts_begun_at_the_same_time_are_of_one_version() -> None:
+    store = Watched(content(100))
+    download = start(store, FileInfo(KEY, 100), parts=2)
+    first, second = download.take_part(), download.take_part()
+    assert first is not None
+    assert second is not None
+
+    def replace_object(number: int) -> None:
+        if number == 0:
+            store.put(KEY, bytes(100))
+            download.fetch_part(second)
+
+    store.opened = replace_object
+    download.fetch_part(first)
+    with pytest.raises((ObjectChangedError, DamagedObjectError)):
+        download.check()
+
+
+# Unpacked.
+
+
+def compressed_mds(folder: Path, algorithm: str) -> tuple[ShardInfo, bytes, bytes]:
+    """(index entry, stored bytes, raw bytes)."""
+    rows = np.arange(400, dtype=np.uint16).reshape(20, 20)
+    shard = mds.write_rows_shard(folder, "shard.mds", rows, hashes=["xxh64"])
+    raw = (folder / "shard.mds").read_bytes()
+    stored = compress(algorithm, raw)
+    file = FileInfo(f"shard.mds.{algorithm}", len(stored))
+    return replace(shard, zip=file, compression=algorithm), stored, raw
+
+
+def array(data: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("algorithm", ["zstd", "gz", "bz2"])
+def test_a_compressed_mds_unpacks_to_its_raw_bytes(tmp_path: Path, algorithm: str) -> None:
+    info, stored, raw = compressed_mds(tmp_path, algorithm)
+    assert unpack("mds", info, array(stored), "there").tobytes() == raw
+
+
+def test_a_compressed_tar_unpacks_to_its_raw_bytes(tmp_path: Path) -> None:
+    rows = np.arange(400, dtype=np.uint16).reshape(20, 20)
+    shard = tar.write_rows_shard(tmp_path, "a.tar", rows, key_start=0, hashes=["xxh64"])
+    raw = (tmp_path / "a.tar").read_bytes()
+    stored = compress("gz", raw)
+    info = replace(shard, zip=FileInfo("a.tar.gz", len(stored)), compression="gz")
+    assert unpack("tar", info, array(stored), "there").tobytes() == raw
+    with pytest.raises(DamagedObjectError, match=r"^there: "):
+        unpack("tar", info, array(stored[:-20]), "there")
+
+
+def test_what_does_not_unpack_to_what_the_index_states_is_damaged(tmp_path: Path) -> None:
+    info, stored, _ = compressed_mds(tmp_path, "zstd")
+    flipped = bytearray(stored)
+    flipped[len(stored) // 2] ^= 255
+    wrong: list[tuple[ShardInfo, bytes]] = [
+        (info, stored[:-9]),
+        (info, b""),
+        (info, bytes(flipped)),
+        (replace(info, raw=replace(info.raw, bytes=info.raw.bytes - 1)), stored),
+        (replace(info, raw=replace(info.raw, hashes={"xxh64": "0" * 16})), stored),
+    ]
+    for shard, data in wrong:
+        with pytest.raises(DamagedObjectError, match=r"^there: "):
+            unpack("mds", shard, array(data), "there")
+
+
+def test_bytes_without_stated_hashes_are_taken_as_they_are() -> None:
+    check_hashes("there", FileInfo("a", 3), array(b"abc"))
+    check_hashes("there", FileInfo("a", 3, {"unknown": "x"}), array(b"abc"))
+    wrong: dict[str, Any] = {"md5": "x"}
+    with pytest.raises(
+        DamagedObjectError, match=r"^there: md5 is 900150983cd24fb0d6963f7d28e17f72, the index states x"
+    ):
+        check_hashes("there", FileInfo("a", 3, wrong), array(b"abc"))
+
+
+# Left in the middle, by `Fetcher.close`.
+
+
+def closed_in_the_middle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, in_time: bool
+) -> tuple[CachedShards, list[threading.Thread]]:
+    """Shards that were closed while a body was read, and the threads that fetched it.
+
+    `in_time`: the read ends while `close` waits for it, not after.
+    """
+    rows = np.zeros((100, 100), dtype=np.uint16)
+    info = mds.write_rows_shard(folder, "shard.mds", rows, hashes=["xxh64"])
+    begun, go_on, waited = threading.Event(), threading.Event(), threading.Event()
+
+    def opened(number: int) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    store = Watched(opened=opened)
+    store.put("shard.mds", folder / "shard.mds")
+    cache = CacheFolder(folder / "cache", 1 << 20)
+    shards = CachedShards(ResilientStore(store), Manifest("mds", [info]), cache, connections=2)
+    before = set(threading.enumerate())
+
+    def read_on() -> None:
+        waited.wait(60)  # `close` wakes who waits for the shard, then joins the threads
+        go_on.set()
+
+    def load() -> None:
+        with contextlib.suppress(RuntimeError):  # "the loader was closed"
+            shards.load(0)
+        waited.set()
+
+    threading.Thread(target=load, daemon=True).start()
+    assert begun.wait(60)
+    threads = [t for t in threading.enumerate() if t not in before and t.name == "shardkit-fetch"]
+    if in_time:
+        threading.Thread(target=read_on).start()
+    monkeypatch.setattr(fetcher, "_JOIN_SECONDS", 60.0 if in_time else 0.01)
+    shards.close()
+    go_on.set()
+    return shards, threads
+
+
+def test_closing_in_the_middle_gives_lease_and_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, threads = closed_in_the_middle(tmp_path, monkeypatch, in_time=True)
+    assert not any(thread.is_alive() for thread in threads)
+    assert shards.cache.contents() == {}
+    assert shards.cache.lease(shards.entry(0)) is not None
+
+
+def test_a_thread_that_outlives_close_ends_after_its_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, threads = closed_in_the_middle(tmp_path, monkeypatch, in_time=False)
+    for thread in threads:
+        thread.join(60.0)  # far more than it needs
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,273 @@
+"""Rows read one by one: enough of them to start at once, few enough to leave the rest to whole shards."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.cache import reader
+from shardkit.cache.memory import CacheMemory
+from shardkit.cache.planner import Planner
+from shardkit.loaders import StreamingLoader
+from shardkit.loaders.producer import LoaderTimeoutError
+from shardkit.storage.memory import MemoryBody, MemoryStore
+from support.ended_threads import ended_threads
+from support.remote_harness import Remote, fresh_url, make_remote_kind, put_folder
+
+SHARDS = 5
+SAMPLES = 53
+SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache_bytes of:RuntimeWarning")
+
+
+class Halves(MemoryStore):
+    """A memory store that notes reads of whole shards and of rows, and can hold back either."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(fresh_url())
+        put_folder(folder, self)
+        self.reads: list[str] = []  # "whole" or "row"
+        self.passes = {"whole": threading.Event(), "row": threading.Event()}
+        for event in self.passes.values():
+            event.set()
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> MemoryBody:
+        if re.search(r"\d{5}", key):
+            kind = "whole" if stop is None else "row"
+            self.reads.append(kind)
+            assert self.passes[kind].wait(SOON_SECONDS)
+        return super().open(key, start, stop, version=version)
+
+    def hold(self, kind: str) -> None:
+        self.passes[kind].clear()
+
+    def let_through(self) -> None:
+        for event in self.passes.values():
+            event.set()
+
+
+Open = Callable[..., tuple[Halves, Remote]]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    made: list[tuple[Halves, Remote]] = []
+
+    def of(kind: str = "mds", cache: Any = None) -> tuple[Halves, Remote]:
+        store = Halves(make_remote_kind(tmp_path / kind, kind, samples=SAMPLES, shards=SHARDS))
+        remote = Remote.open(store, cache, connections=8)
+        store.reads.clear()
+        made.append((store, remote))
+        return store, remote
+
+    with ended_threads():
+        yield of
+        for store, remote in made:
+            store.let_through()
+            remote.dataset.close()
+
+
+def loader_of(remote: Remote, **arguments: Any) -> StreamingLoader:
+    return remote.loader(**({"shuffle": "none", "prefetch_batches": 0} | arguments))
+
+
+def ids(loader: StreamingLoader, batches: int) -> list[int]:
+    return [i for batch in islice(loader, batches) for i in batch["sample_id"].tolist()]
+
+
+def row_reads(remote: Remote) -> float:
+    return remote.shards.counters()["row_reads"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", ["mds", "tar", "mds_foreign"])
+def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_rows_than_allowed(
+    opened: Open, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAX_ROWS", 8)
+    store, remote = opened(kind)
+    store.hold("whole")
+    with loader_of(remote, timeout_seconds=0.5) as loader:
+        batches = iter(loader)
+        assert [next(batches)["sample_id"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert row_reads(remote) == 8
+        assert store.reads.count("row") == 16, "each row is read twice"
+        with pytest.raises(LoaderTimeoutError, match=r"step 2 .*0 of [\d,]+ bytes came") as caught:
+            next(batches)
+        assert remote.dataset.where(0) in str(caught.value)
+        assert row_reads(remote) == 8
+        store.let_through()
+
+
+def test_each_start_has_its_own_first_rows(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_ROWS", 4)
+    store, remote = opened()
+    store.hold("whole")
+    with loader_of(remote) as loader:
+        got = [ids(loader, 1) for _ in range(3)]  # left after one batch, begun anew
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        got.append(ids(loader, 1))
+        store.let_through()
+    assert got == [list(range(first, first + 4)) for first in (0, 4, 8, 12)]
+    assert row_reads(remote) == 16
+
+
+def test_few_rows_go_before_all_whole_shards(opened: Open) -> None:
+    store, remote = opened()
+    with loader_of(remote) as loader:
+        ids(loader, 1)
+        wait_until(lambda: store.reads.count("whole") == SHARDS)
+    assert store.reads[:8] == ["row"] * 8
+
+
+def test_beside_many_rows_whole_shards_come_already(opened: Open) -> None:
+    store, remote = opened()
+    store.hold("row")
+    got: list[int] = []
+    with loader_of(remote, batch_size=reader.FIRST_ROWS + 1) as loader:
+        thread = threading.Thread(target=lambda: got.extend(ids(loader, 1)))
+        thread.start()
+        wait_until(lambda: len(remote.shards.cache.contents()) == SHARDS)
+        store.let_through()
+        thread.join(SOON_SECONDS)
+    assert got == list(range(reader.FIRST_ROWS + 1))
+    assert row_reads(remote) == reader.FIRST_ROWS + 1
+
+
+def test_a_plan_of_more_rows_than_allowed_waits_for_its_shards(opened: Open) -> None:
+    store, remote = opened()
+    with loader_of(remote, batch_size=reader.MAX_ROWS + 1) as loader:
+        assert ids(loader, 1) == list(range(reader.MAX_ROWS + 1))
+    assert "row" not in store.reads
+
+
+@pytest.mark.parametrize("kind", ["mds_zstd", "tar_foreign", "columns"])
+def test_rows_whose_place_no_index_tells_are_not_read_singly(opened: Open, kind: str) -> None:
+    store, remote = opened(kind)
+    with loader_of(remote) as loader:
+        assert ids(loader, 3) == list(range(12))
+    assert "row" not in store.reads
+
+
+def test_shards_that_are_here_are_not_read_by_rows(opened: Open) -> None:
+    store, remote = opened()
+    for number in range(SHARDS):
+        remote.shards.load(number)
+    store.reads.clear()
+    with loader_of(remote) as loader:
+        assert len(ids(loader, 14)) == SAMPLES + 3  # carried into the next epoch
+    assert store.reads == []
+
+
+def test_without_room_each_shard_is_fetched_whole_once_and_read_by_rows_from_then_on(opened: Open) -> None:
+    store, remote = opened(cache=CacheMemory(1))
+    with loader_of(remote, endless=True) as loader:
+        rows = ids(loader, 200)
+    assert sorted(rows[:SAMPLES]) == list(range(SAMPLES))
+    whole = store.reads.count("whole")
+    counters = remote.shards.counters()
+    assert counters["bypassed"] == whole == SHARDS
+    assert counters["row_reads"] >= len(rows) - whole * (SAMPLES // SHARDS + 2)
+
+
+def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(opened: Open) -> None:
+    store, remote = opened(cache=CacheMemory(1))
+    fetcher = remote.shards._fetcher
+    store.hold("whole")
+    with loader_of(remote, endless=True) as loader:
+        reader = threading.Thread(target=ids, args=(loader, 40))
+        reader.start()
+        wait_until(lambda: "whole" in store.reads)
+        [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
+        (plan,) = fetcher.plans()
+        fetcher._plan(plan)
+        assert remote.shards.is_squeezed(number)
+        store.let_through()
+        reader.join(SOON_SECONDS)
+    assert not reader.is_alive()
+
+
+@pytest.mark.parametrize("room", ["for all", "for one", "for none", "for what others fetch"])
+def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
+    opened: Open, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[int] = []
+    plan = Planner.plan
+
+    def counted(planner: Planner, *arguments: Any) -> None:
+        plans.append(planner._position)
+        plan(planner, *arguments)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    _, remote = opened(cache=CacheMemory({"for one": 700, "for none": 1}.get(room, 1 << 20)))
+    leases = [remote.shards.cache.lease(remote.shards.entry(number)) for number in (3, 4)]
+    if room != "for what others fetch":
+        for lease in leases:
+            assert lease is not None
+            lease.release()
+    with loader_of(remote) as loader:
+        assert ids(loader, 2) == list(range(8))
+        wait_until(lambda: bool(plans))
+        time.sleep(0.2)  # a loop that spins would plan hundreds of times
+        assert len(plans) <= 3 * SHARDS
+
+
+# Several loaders over one open dataset.
+
+
+def test_an_evaluation_in_mid_epoch_leaves_the_training_loaders_plan_at_work(opened: Open) -> None:
+    store, remote = opened()
+    store.hold("whole")
+    with loader_of(remote) as training:
+        iter_training = iter(training)
+        first = next(iter_training)["sample_id"].tolist()
+        with loader_of(remote, seed=5, shuffle="window") as evaluation:
+            assert len(ids(evaluation, 1)) == 4
+        store.let_through()
+        # Nobody asks for these shards: only the plan of the training loader knows that it will.
+        wait_until(lambda: all(map(remote.shards.is_there, range(SHARDS))))
+        rest = [i for batch in islice(iter_training, SAMPLES // 4 - 1) for i in batch["sample_id"].tolist()]
+    assert first + rest == list(range(SAMPLES // 4 * 4))
+    assert remote.shards.counters()["misses"] == 0
+
+
+def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAX_ROWS", 0)
+    store, remote = opened()
+    store.hold("whole")
+    with (
+        loader_of(remote, timeout_seconds=0.3) as hasty,
+        loader_of(remote, timeout_seconds=SOON_SECONDS) as patient,
+    ):
+        got: list[list[int]] = []
+        began = time.monotonic()
+        waiting = threading.Thread(target=lambda: got.append(ids(patient, 1)), daemon=True)
+        batches = iter(hasty)
+        waiting.start()
+        wait_until(lambda: "shard" in remote.shards.progress())
+        with pytest.raises(LoaderTimeoutError, match=r"not here after 0\.3 s"):
+            next(batches)
+        assert time.monotonic() - began < SOON_SECONDS / 2
+        assert waiting.is_alive()
+        store.let_through()
+        waiting.join(SOON_SECONDS)
+    assert got == [[0, 1, 2, 3]]

@@ -1,0 +1,196 @@
+"""The command: results on stdout, one line for an error, an honest exit status, immediate help."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit.cli.main import VERBS, main, make_parser
+from support.small_build import make_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("cli"), 80)
+
+
+@pytest.fixture(scope="module")
+def built(corpus: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardkit", "build", str(corpus), "--workers", "1", "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_build_prints_one_json_document_on_stdout(
+    built: subprocess.CompletedProcess[str], corpus: Path
+) -> None:
+    assert built.returncode == 0, built.stderr
+    result = json.loads(built.stdout)
+    assert result["output"] == str(corpus.parent / "out")
+    assert result["samples"] > 0
+    assert result["funnel"]["read"]["documents"] == 115
+    assert result["up_to_date"] is False
+
+
+@pytest.mark.usefixtures("built")
+def test_building_again_says_that_nothing_is_to_be_done(
+    corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", str(corpus)]) == 0
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "is up to date: nothing to do" in err
+    assert "dropped: length/too_few_words" in err
+
+
+@pytest.mark.usefixtures("built")
+def test_info_tells_what_the_card_says(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(corpus.parent / "out"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["sequence_length"] == 64
+    assert facts["columns"] == {"tokens": "ndarray:uint16:64"}
+    assert facts["card"]["fingerprint"] == facts["fingerprint"]
+    assert main(["info", str(corpus.parent / "out")]) == 0
+    text = capsys.readouterr().out
+    for word in ("fingerprint", "64 tokens of uint16", "plain", "exact_duplicate", "kept"):
+        assert word in text
+
+
+@pytest.mark.usefixtures("built")
+def test_verify_names_the_damage_and_fails(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = tmp_path / "d"
+    subprocess.run(["cp", "-r", str(corpus.parent / "out"), str(dataset)], check=True)
+    assert main(["verify", str(dataset)]) == 0
+    assert "intact" in capfd.readouterr().out
+    shard = dataset / "shard.00001.mds"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    (dataset / "report.html").write_text("")
+    assert main(["verify", str(dataset)]) == 1
+    out, err = capfd.readouterr()
+    assert "2 problems" in out
+    assert [line.split(":")[0] for line in err.splitlines()] == ["shard.00001.mds", "report.html"]
+    assert main(["verify", str(dataset), "--quick", "--json"]) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert [problem["file"] for problem in report["problems"]] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        (["build", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
+        (["build", "{recipe}", "--set", "pack.length=3"], 2, "pack.length: unknown key"),
+        (["build", "{recipe}", "--set", "seed=9"], 1, "already holds a dataset, made by another recipe"),
+        (["info", "nowhere"], 1, "nowhere: there is no such file or folder"),
+        (["verify", "nowhere"], 1, "nowhere: there is no such file or folder"),
+    ],
+)
+@pytest.mark.usefixtures("built")
+def test_errors_are_one_message_without_a_traceback(
+    corpus: Path, command: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [word.format(recipe=corpus) for word in command]
+    assert main(command) == status
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("shardkit: error: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert main([*command, "--debug"]) == status
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
+        ["upload", "a"], ["upload", "a", "b", "--threads", "257"], ["download", "a", "b", "--threads", "0"],
+        ["build", "r", "--engine", "spark"], ["build", "r", "--work"], ["verify"], ["info", "a", "b"],
+    ],
+)  # fmt: skip
+def test_misuse_exits_with_two(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: shardkit" in capfd.readouterr().err
+
+
+def test_an_unexpected_error_is_called_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stumble(path: str, storage: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("shardkit.cli.info.describe", stumble)
+    assert main(["info", "x"]) == 1
+    assert "error: ZeroDivisionError: oops; this is a bug in shardkit" in capfd.readouterr().err
+
+
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(path: str, storage: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardkit.cli.info.describe", interrupt)
+    assert main(["info", "x"]) == 130
+    assert capfd.readouterr().err == "shardkit: interrupted\n"
+
+
+def test_a_reader_that_stops_reading_is_no_error(corpus: Path, built: object) -> None:
+    command = f"{sys.executable} -m shardkit info {corpus.parent / 'out'} --json | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["info", "nowhere"], ["build", "nowhere.yaml"], ["info", "{dataset}"]])
+def test_the_command_leaves_its_callers_warnings_alone(
+    corpus: Path, built: object, command: list[str]
+) -> None:
+    before = warnings.showwarning
+    main([word.format(dataset=corpus.parent / "out") for word in command])
+    assert warnings.showwarning is before
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_states_every_default(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    # Each option's help, joined over its lines.
+    text = re.sub(r"\s+", " ", capsys.readouterr().out.split("options:")[1])
+    options = re.findall(r"--([a-z-]+)[^-]*?(?= --|$)", text)
+    assert "json" in options
+    assert text.count("default") >= len(set(options) - {"help", "set"})
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    heavy = ["torch", "pyarrow", "numba", "pydantic", "tokenizers", "gigatoken", "rich", "numpy"]
+    code = (
+        "import sys; from shardkit.cli.main import main\n"
+        "try: main(['--help'])\n"
+        f"except SystemExit: print('HEAVY', [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("HEAVY []\n"), done.stdout + done.stderr
+    assert all(re.search(rf"\n    {verb}\s", done.stdout) for verb in VERBS)
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--version"])
+
+
+def test_the_installed_command_is_the_module() -> None:
+    command = Path(sys.executable).with_name("shardkit")
+    if not os.access(command, os.X_OK):
+        pytest.skip("the command is not installed beside this Python")
+    for words in ([str(command)], [sys.executable, "-m", "shardkit"]):
+        done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"shardkit {shardkit.__version__}\n"

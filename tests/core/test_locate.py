@@ -1,0 +1,381 @@
+"""Remote datasets are found by folder or index, explained where they are not whole, verified to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit import locate
+from shardkit.cache.contract import CacheOptions
+from shardkit.cli.info import describe
+from shardkit.cli.main import main
+from shardkit.dataset import open_dataset
+from shardkit.errors import ShardError, ShardkitError
+from shardkit.locate import find_remote
+from shardkit.storage import open_store
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.store import Store, StoreError, TransientError
+from shardkit.verify import verify
+from support.faulty_store import FaultRule, FaultyStore
+from support.loader_data import parts, token_rows
+from support.remote_harness import fresh_url, put_folder, write_hashed
+from support.s3_moto import S3Server, s3_server
+from support.small_dataset import make_dataset
+
+KINDS = ["mds", "mds_zstd", "tar"]
+FILES = {"provenance/part-00000.parquet", "report.html"}  # beside the shards of the first two
+
+Upload = Callable[..., Store]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small dataset of each kind, with hashes; those of MDS have a card and files beside the shards."""
+    root = tmp_path_factory.mktemp("locate")
+    make_dataset(root / "mds")
+    make_dataset(root / "mds_zstd", compression="zstd")
+    write_hashed(root / "tar", "tar", token_rows(40), parts(40, 5))
+    return {kind: root / kind for kind in KINDS}
+
+
+@pytest.fixture
+def upload(folders: dict[str, Path], request: pytest.FixtureRequest) -> Upload:
+    """Puts a dataset into a store of its own."""
+
+    def to(where: str, kind: str = "mds") -> Store:
+        url = fresh_url()
+        if where == "s3":
+            url = f"s3://{request.getfixturevalue('server').new_bucket()}/some/prefix"
+        store = open_store(url)
+        put_folder(folders[kind], store)
+        return store
+
+    return to
+
+
+def shard_of(store: Store) -> str:
+    return next(info.key for info in store.list() if "00002" in info.key)
+
+
+# What is wrong is named.
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(("where", "kind"), [*(("memory", kind) for kind in KINDS), ("s3", "mds_zstd")])
+def test_a_whole_dataset_passes_where_it_is(upload: Upload, where: str, kind: str, quick: bool) -> None:
+    store = upload(where, kind)
+    before = [(info.key, info.version) for info in store.list()]
+    report = verify(store.url, quick=quick)
+    assert report.ok
+    assert report.problems == ()
+    assert (report.path, report.shards, report.samples) == (store.url, 5, 40)
+    assert report.hashed == (0 if quick else 5)
+    assert report.bytes == sum(
+        info.bytes for info in store.list() if ".mds" in info.key or ".tar" in info.key
+    )
+    assert [(info.key, info.version) for info in store.list()] == before
+
+
+def flip(store: Store, key: str) -> None:
+    data = store.get(key)
+    middle = len(data) // 2
+    store.put(key, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+
+
+def cut(store: Store, key: str) -> None:
+    store.put(key, store.get(key)[:-1])
+
+
+def extend(store: Store, key: str) -> None:
+    store.put(key, store.get(key) + b"\0")
+
+
+def empty(store: Store, key: str) -> None:
+    store.put(key, b"")
+
+
+def remove(store: Store, key: str) -> None:
+    store.delete(key)
+
+
+HARMS = [flip, cut, extend, empty, remove]
+ON_S3 = [flip, cut, remove]  # what a server answers otherwise than memory does
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "harm"),
+    [
+        *(("memory", kind, harm) for kind in KINDS for harm in HARMS),
+        *(("s3", "mds", harm) for harm in ON_S3),
+    ],
+)
+def test_a_shard_that_is_not_the_indexs_is_named(
+    upload: Upload, where: str, kind: str, harm: Callable[[Store, str], None]
+) -> None:
+    store = upload(where, kind)
+    name = shard_of(store)
+    harm(store, name)
+    assert [problem.file for problem in verify(store.url).problems] == [name]
+    quick = verify(store.url, quick=True)
+    assert [problem.file for problem in quick.problems] == ([] if harm is flip else [name])
+
+
+@pytest.mark.parametrize(
+    ("where", "harm"), [*(("memory", harm) for harm in HARMS), *(("s3", harm) for harm in ON_S3)]
+)
+def test_a_file_beside_the_shards_that_is_not_the_cards_is_named(
+    upload: Upload, where: str, harm: Callable[[Store, str], None]
+) -> None:
+    store = upload(where)
+    for name in FILES:
+        harm(store, name)
+    assert {problem.file for problem in verify(store.url).problems} == FILES
+    assert {problem.file for problem in verify(store.url, quick=True).problems} == (
+        set() if harm is flip else FILES
+    )
+
+
+def test_problems_say_what_is_wrong_and_all_are_told_at_once(
+    upload: Upload, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = upload("memory")
+    names = [info.key for info in store.list() if info.key.endswith(".mds")]
+    size = store.head(names[0]).bytes
+    for name, harm in zip(names, HARMS, strict=True):
+        harm(store, name)
+    told = [problem.problem for problem in verify(store.url).problems]
+    assert "xxh64 is " in told[0]
+    assert "the index states " in told[0]
+    assert told[1] == f"{size - 1:,} bytes, expected {size:,}"
+    assert told[2] == f"{size + 1:,} bytes, expected {size:,}"
+    assert told[3] == f"0 bytes, expected {size:,}"
+    assert "there is no such object" in told[4]
+    told = [problem.problem for problem in verify(store.url, quick=True).problems]
+    assert told[0] == f"{size - 1:,} bytes, the index states {size:,}"
+    assert main(["verify", store.url]) == 1
+    out, err = capfd.readouterr()
+    assert "5 problems" in out
+    assert [line.split(":")[0] for line in err.splitlines()] == names
+
+
+def test_a_card_of_another_dataset_is_found_with_verify(upload: Upload) -> None:
+    store = upload("memory")
+    card = json.loads(store.get("dataset.json"))
+    store.put("dataset.json", json.dumps(card | {"fingerprint": "00"}).encode())
+    assert [problem.file for problem in verify(store.url).problems] == ["dataset.json"]
+    with open_dataset(store.url) as dataset:
+        assert len(dataset) == 40
+    with pytest.raises(ShardError, match=r"data/dataset\.json: is the card of another dataset"):
+        open_dataset(store.url, verify=True)
+
+
+# Where a dataset is.
+
+
+@pytest.mark.parametrize(("where", "kind"), [*(("memory", kind) for kind in KINDS), ("s3", "tar")])
+def test_a_folder_and_its_index_are_the_same_dataset(
+    upload: Upload, folders: dict[str, Path], where: str, kind: str
+) -> None:
+    store = upload(where, kind)
+    index = "shards.json" if kind == "tar" else "index.json"
+    expected = describe(str(folders[kind])) | {"path": ""}
+    for url in (store.url, f"{store.url}/", f"{store.url}/{index}"):
+        assert describe(url) | {"path": ""} == expected
+        with open_dataset(url) as dataset:
+            assert dataset.location == store.url
+            with open_dataset(folders[kind]) as local:
+                for number in (0, 17, 39):
+                    got, wanted = dataset[number], local[number]
+                    assert got.keys() == wanted.keys()
+                    for name, value in wanted.items():
+                        np.testing.assert_array_equal(got[name], value)  # type: ignore[arg-type]
+            with pytest.raises(ShardError, match="is remote: it has no local path"):
+                _ = dataset.path
+
+
+def test_opening_takes_one_round_of_small_requests_and_no_shard(upload: Upload, server: S3Server) -> None:
+    store = upload("s3")
+    server.requests.clear()
+    with open_dataset(store.url) as dataset:
+        assert dataset.sequence_length == 4
+    path = store.url.removeprefix("s3:/")
+    names = ("dataset.json", "index.json", "shards.json")
+    assert sorted(server.requests) == [f"GET {path}/{name}" for name in names]
+
+
+def test_two_indexes_are_not_guessed_about(upload: Upload, folders: dict[str, Path]) -> None:
+    store = upload("memory")
+    put_folder(folders["tar"], store)
+    with pytest.raises(
+        ShardError, match=r"has both index\.json and shards\.json; open the one that is meant"
+    ):
+        open_dataset(store.url)
+    for name, kind in (("index.json", "mds"), ("shards.json", "tar")):
+        with open_dataset(f"{store.url}/{name}") as dataset:
+            assert dataset.manifest.format == kind
+
+
+@pytest.mark.parametrize("where", ["memory", "s3"])
+def test_what_is_not_there_is_explained(upload: Upload, where: str) -> None:
+    store = upload(where)
+
+    def refusal(url: str) -> str:
+        with pytest.raises(ShardError) as caught:
+            open_dataset(url)
+        return str(caught.value)
+
+    nothing = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
+    assert refusal(f"{store.url}/deeper").startswith(f"{store.url}/deeper: {nothing}")
+    assert refusal(f"{store.url}/other.json") == f"{store.url}: holds no other.json"
+    assert "is no list of tar shards" in refusal(f"{store.url}/dataset.json")
+    store.delete("index.json")
+    unfinished = "is unfinished: it has a card but no index; run the upload or the build again"
+    assert refusal(store.url) == f"{store.url}: {unfinished}"
+    assert refusal(f"{store.url}/index.json") == f"{store.url}: holds no index.json"
+    store.delete("dataset.json")
+    assert refusal(store.url).startswith(f"{store.url}: {nothing}")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("memory://", "memory:: holds no dataset"),
+        ("memory:///", "memory:: holds no dataset"),
+        ("memory:/x", "memory:/x: there is no such file or folder"),
+        ("memory://x/*.tar", "memory://x/*.tar: a pattern must name .tar files: no file matches"),
+        ("memory://x/part.tar", "memory://x/part.tar: there is no such object"),
+        ("memory://x/{1..2", "has a '{' without its '}'"),
+        ("file:///nowhere", "/nowhere: there is no such file or folder"),
+        ("file:///nowhere/index.json", "/nowhere/index.json: there is no such file or folder"),
+        ("s3://", "not an S3 URL: expected s3://bucket/prefix"),
+        ("s3:///key", "not an S3 URL"),
+        ("://x", "not a valid URL"),
+        ("a b://x", "not a valid URL"),
+        ("nonsense://x", "nonsense"),
+    ],
+)
+def test_an_odd_url_is_an_error_that_names_it(url: str, words: str) -> None:
+    for use in (open_dataset, verify, describe):
+        with pytest.raises(ShardkitError) as caught:
+            use(url)
+        assert words in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_named(server: S3Server) -> None:
+    with pytest.raises(StoreError, match=r"s3://no-such-bucket/data/: there is no such bucket"):
+        open_dataset("s3://no-such-bucket/data")
+
+
+# Stores that refuse or fail.
+
+
+def missing_is_forbidden(
+    environ: dict[str, Any], start_response: Callable[..., Any], app: Callable[..., Iterable[bytes]]
+) -> Iterable[bytes]:
+    """What S3 answers to whoever may read a bucket's objects but not list them."""
+    answers: list[tuple[str, Any]] = []
+    body = list(app(environ, lambda status, headers, info=None: answers.append((status, headers))))
+    status, headers = answers[0]
+    if status.startswith("404"):
+        body = [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
+        status, headers = "403 Forbidden", [("Content-Length", str(len(body[0])))]
+    start_response(status, headers)
+    return body
+
+
+def test_a_bucket_that_may_be_read_and_not_listed_holds_a_dataset_all_the_same(
+    upload: Upload, server: S3Server
+) -> None:
+    mds, tar = upload("s3"), upload("s3", "tar")
+    server.intercept = missing_is_forbidden
+    try:
+        assert verify(mds.url, quick=True).ok
+        assert verify(tar.url, quick=True).ok
+        with pytest.raises(StoreError, match=r"index\.json") as caught:
+            open_dataset(f"{mds.url}/deeper")
+        assert caught.value.status == 403
+    finally:
+        server.intercept = None
+
+
+@pytest.mark.parametrize("key", ["index.json", "shards.json", "dataset.json"])
+def test_a_store_that_fails_is_not_taken_for_an_absent_file(upload: Upload, key: str) -> None:
+    store = FaultyStore(upload("memory"), [FaultRule(fault="error", key=key)])
+    with pytest.raises(TransientError, match=key):
+        find_remote(store)
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        (b"{", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"[]", "must be a JSON object"),
+        (b'{"a": "' + b"x" * 300 + b'"}', "is larger than 300 bytes"),
+    ],
+)
+def test_a_card_that_is_none_is_named(
+    upload: Upload, card: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "larger" in words:
+        monkeypatch.setattr(locate, "MAX_CARD_BYTES", 300)
+    store = upload("memory", "tar")
+    store.put("dataset.json", card)
+    with pytest.raises(ShardError, match=words) as caught:
+        open_dataset(store.url)
+    assert caught.value.file == f"{store.url}/dataset.json"
+
+
+def test_a_dataset_without_a_card_has_none(upload: Upload) -> None:
+    store = upload("memory")
+    store.delete("dataset.json")
+    found = find_remote(MemoryStore(store.url))
+    assert (found.card, found.folder) == (None, None)
+    assert found.manifest.samples == 40
+
+
+def test_tars_without_a_list_are_found_in_a_bucket(
+    folders: dict[str, Path], server: S3Server, tmp_path: Path
+) -> None:
+    store = open_store(f"s3://{server.new_bucket()}/some/prefix")
+    for file in sorted(folders["tar"].glob("*.tar")):
+        store.put(f"tars/{file.name}", file)
+    listing_is_forbidden = False
+
+    def intercept(
+        environ: dict[str, Any], start_response: Callable[..., Any], app: Callable[..., Iterable[bytes]]
+    ) -> Iterable[bytes]:
+        if listing_is_forbidden and "list-type" in environ["QUERY_STRING"]:
+            body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            start_response("403 Forbidden", [("Content-Length", str(len(body)))])
+            return [body]
+        return app(environ, start_response)
+
+    server.intercept = intercept
+    expected = open_dataset(folders["tar"])
+    options = CacheOptions(folder=tmp_path)
+    try:
+        for name in ("", "/*.tar", "/shard-{00000..00004}.tar"):
+            server.requests.clear()
+            with open_dataset(f"{store.url}/tars{name}", cache=options) as dataset:
+                assert [int(str(s["__key__"])) for s in dataset] == [int(str(s["__key__"])) for s in expected]
+                fetched = [line for line in server.requests if line.startswith("GET") and ".tar" in line]
+                assert len(fetched) == (0 if name else 5), "what was scanned once is known"
+        listing_is_forbidden = True
+        with open_dataset(f"{store.url}/tars/shard-{{00000..00004}}.tar", cache=options) as dataset:
+            assert len(dataset) == 40
+        with pytest.raises(StoreError, match="status 403"):
+            open_dataset(f"{store.url}/tars/*.tar")
+    finally:
+        server.intercept = None

@@ -1,0 +1,304 @@
+"""Builds that meet a fault, and the same command again: what came of it, compared with a build left alone.
+
+    with Crashes(folder) as crashes:
+        outcome = crashes.run(Cell(fault="kill worker", engine="local", stage="clean", moment="before"))
+        assert outcome.problems == []
+
+After every fault: the error of the faulty run was clear, nothing hung, the same command brought the very
+bytes of an undisturbed build, with nothing beside them, the default work folder is gone, and a process that
+looked at the output all the time never saw an index without its files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from crash.points import Action, Moment, Point
+from crash.victims import Ended, Victims
+from shardkit.files import publish_bytes
+from support.ray_cluster import RayCluster
+from support.small_build import make_corpus, tree
+
+__all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
+
+# In the order of the build; tests/execution/test_crash_matrix.py holds that these are all.
+STAGES = (
+    *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "planted", "equal"),
+    *("equal_mask", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
+    "provenance",
+)
+RECIPE = """\
+inputs:
+  - {path: "first-*.jsonl", source: first}
+dedup:
+  exact: {}
+  lines: {min_characters: 20}
+  near: {small_shingles: 0, measure: {planted: 10, checked: 5}}
+tokenizer: {path: tokenizer.json, eos: "<|endoftext|>"}
+pack: {sequence_length: 64}
+output: {path: out, shard_bytes: 2KiB}
+"""
+SLICES = 2
+POINT_NAME = "point.json"
+LINE = "This very line stands at the end of every document."
+_NAMES = re.compile(r"shardkit: (error|warning|interrupted).*", re.DOTALL)
+
+
+def make_recipe(folder: Path) -> Path:
+    """A corpus that all stages have something to do with, and its recipe."""
+    recipe = make_corpus(folder, 4, RECIPE)
+    for file in range(2):
+        texts: list[str] = []
+        for number in range(20 * file, 20 * file + 20):
+            drawn = random.Random(number)
+            words = [f"w{drawn.randrange(10**6)}" for _ in range(40)]
+            texts.append(" ".join(words) + "\n" + LINE)
+            if number % 3 == 0:
+                texts.append(" ".join(words[:-2]))
+            if number % 5 == 0:
+                texts.append(texts[-1])
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"first-{file}.jsonl").write_text(lines)
+    return recipe
+
+
+Engine = Literal["inline", "local", "slices", "s3", "s3-local", "ray"]
+"""Who runs tasks: inline and s3: the builder itself; local and s3-local: a worker; slices: two builders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One fault. `moment` as in crash_points; `replace`: the build replaces an older dataset.
+
+    With moment "step", `area` is the folder whose operations are counted: "out", "out.work", or "." for all.
+    """
+
+    fault: str
+    engine: Engine = "inline"
+    stage: str = "publish"
+    moment: Moment = "step"
+    action: Action = "kill"
+    step: int = 0
+    skip: int = 0
+    area: str = "out"
+    replace: bool = False
+
+    def __str__(self) -> str:
+        where = f"step {self.step} in {self.area}" if self.moment == "step" else self.moment
+        return f"{self.fault}, {self.engine}, {self.stage}, {where}{', replacing' if self.replace else ''}"
+
+
+@dataclass
+class Outcome:
+    """What came of a cell. `struck`: whether the fault happened; `error` is what the faulty run said."""
+
+    cell: Cell
+    struck: bool = False
+    runs: int = 0
+    error: str = ""
+    looks: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Crashes:
+    """The matrix' machinery, as a context manager; all files lie below `folder`.
+
+    For the engines "s3" and "s3-local" the environment leads to an S3 server with a `bucket`. For "ray" there
+    is a cluster, started in the environment that crash_points makes for the file `POINT_NAME` in `folder`.
+    """
+
+    def __init__(self, folder: Path, *, bucket: str = "", ray: RayCluster | None = None) -> None:
+        self._folder, self._bucket, self._ray = folder.resolve(), bucket, ray
+        self._template = self._folder / "corpus"
+        self._count = 0
+        self.expected: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        recipe = make_recipe(self._template)
+        self.victims = Victims(self._folder, recipe)
+        self.victims.__enter__()
+        try:
+            self.expected = self._undisturbed("expected")
+            self._old = self._undisturbed("old", "--set", "seed=5")
+            assert self.expected != self._old
+        except BaseException:
+            self.victims.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.victims.__exit__(kind, error, trace)
+
+    def run(self, cell: Cell) -> Outcome:
+        """Do it, and look at everything."""
+        outcome = Outcome(cell)
+        base = self.fresh(with_old=cell.replace)
+        with self.watching(outcome, base):
+            self.strike(outcome, base)
+            self.finish(outcome, base)
+        return outcome
+
+    def point(self, cell: Cell, base: Path) -> Point:
+        """The cell's point for a build in `base`."""
+        return Point(
+            moment=cell.moment,
+            folder=str(base / (cell.area if cell.moment == "step" else "out.work")),
+            struck=str(base.with_suffix(".struck")),
+            stage=cell.stage,
+            action=cell.action,
+            step=cell.step,
+            skip=cell.skip,
+        )
+
+    def strike(self, outcome: Outcome, base: Path) -> None:
+        """The faulty run. Of several slices one meets the fault, and the others must not mind."""
+        cell = outcome.cell
+        point = self.point(cell, base)
+        in_workers = cell.engine == "ray"
+        if in_workers:
+            if cell.action == "kill_node" and self._ray is not None:
+                self._ray.add()
+            publish_bytes(self._folder / POINT_NAME, json.dumps(asdict(point)).encode())
+        started = [
+            self.victims.start(command, cwd=base, engine=cell.engine, point=None if in_workers else point)
+            for command in self.commands(cell, base)
+        ]
+        ends = sorted((process.wait() for process in started), key=lambda ended: ended.status == 0)
+        outcome.runs += 1
+        outcome.struck = Path(point.struck).exists()
+        outcome.error = said(ends[0])
+        endured = cell.engine == "ray" and cell.moment != "step"
+        outcome.problems += wrong_end("endure" if endured else cell.action, ends[0], struck=outcome.struck)
+        for ended in ends[1:]:
+            if ended.status != 0:
+                outcome.problems.append(f"another slice: status {ended.status}: {said(ended)}")
+
+    def finish(self, outcome: Outcome, base: Path) -> None:
+        """The same command again, and what then lies there."""
+        cell = outcome.cell
+        for command in self.commands(cell, base):
+            ended = self.victims.run(command, cwd=base, engine=cell.engine)
+            outcome.runs += 1
+            if ended.status != 0:
+                outcome.problems.append(f"run {outcome.runs}: status {ended.status}: {said(ended)}")
+        outcome.problems += self.compare(cell, base)
+
+    def commands(self, cell: Cell, base: Path) -> list[list[str]]:
+        """The command line of a cell's build; of an engine "slices", those of all processes."""
+        command = ["build", "recipe.yaml", "--quiet", "--workers", "1", *(["--replace"] * cell.replace)]
+        if cell.engine == "ray":
+            assert self._ray is not None
+            command += ["--engine", "ray", "--ray-address", self._ray.address]
+        if cell.engine in ("s3", "s3-local"):
+            work = f"s3://{self._bucket}/{base.name}"
+            command += ["--set", f"work={work}", "--set", "scratch=out.work"]
+        if cell.engine != "slices":
+            return [command]
+        command += ["--set", "work=out.work"]
+        return [[*command, "--task-slice", f"{number}/{SLICES}"] for number in range(SLICES)]
+
+    @contextmanager
+    def watching(self, outcome: Outcome, base: Path) -> Iterator[None]:
+        """A reader looks at the output meanwhile. What is all right is removed at the end."""
+        watch = self.victims.watch(base / "out")
+        yield
+        seen = watch.stop()
+        outcome.looks = seen.looks
+        outcome.problems += [f"a reader saw: {problem}" for problem in seen.problems]
+        if not outcome.problems:
+            shutil.rmtree(base, ignore_errors=True)  # it may be the root of a file system
+
+    def steps(self, area: str) -> int:
+        """How many operations on files of an area a build takes that nothing disturbs."""
+        base = self.fresh()
+        point = self.point(Cell(fault="none", step=1 << 30, area=area), base)
+        ended = self.victims.run(self.commands(Cell(fault="none"), base)[0], cwd=base, point=point)
+        assert ended.status == 0, ended
+        shutil.rmtree(base)
+        return int(Path(f"{point.struck}.steps").read_text())
+
+    def fresh(self, *, with_old: bool = False) -> Path:
+        """A folder with the corpus, where nothing was built yet, or another dataset."""
+        self._count += 1
+        base = self._folder / f"cell-{self._count:05d}"
+        self.lay_out(base)
+        if with_old:
+            shutil.copytree(self._folder / "old" / "out", base / "out")
+        return base
+
+    def lay_out(self, base: Path) -> None:
+        """The corpus and the recipe, into a folder that may be there."""
+        shutil.copytree(self._template, base, dirs_exist_ok=True)
+
+    def compare(self, cell: Cell, base: Path) -> list[str]:
+        """What is different in a folder from that of a build that nothing disturbed."""
+        problems = differences(tree(base / "out"), self.expected)
+        before = {path.name for path in self._template.iterdir()} | {"out"}
+        left = {path.name for path in base.iterdir()} - before
+        if cell.engine not in ("inline", "local", "ray"):  # that one stays
+            left.discard("out.work")
+            left |= {path.name for path in base.glob("out.work/**/unfinished/*/*")}
+        return problems + [f"{name}: left over" for name in sorted(left)]
+
+    def _undisturbed(self, name: str, *more: str) -> dict[str, str]:
+        base = self._folder / name
+        shutil.copytree(self._template, base)
+        ended = self.victims.run(["build", "recipe.yaml", "--quiet", *more], cwd=base)
+        assert ended.status == 0, ended
+        assert not (base / "out.work").exists()
+        return tree(base / "out")
+
+
+def differences(made: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """What is wrong with the files `made`, {name: hash}."""
+    missing = [f"{name}: missing" for name in sorted(expected.keys() - made.keys())]
+    more = [f"{name}: left over" for name in sorted(made.keys() - expected.keys())]
+    both = sorted(made.keys() & expected.keys())
+    return [*missing, *more, *(f"{name}: other bytes" for name in both if made[name] != expected[name])]
+
+
+def said(ended: Ended) -> str:
+    """The message of a command, without warnings of other libraries."""
+    found = _NAMES.search(ended.errors)
+    return found[0].strip() if found else ended.errors.strip()[-500:]
+
+
+def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool) -> list[str]:
+    """What is wrong with how a faulty run ended: it was killed as told, or explains what happened."""
+    if ended.hung:
+        return [f"hung: {said(ended)}"]
+    if not struck:
+        return [] if ended.status == 0 else [f"failed without a fault: {ended.status}: {said(ended)}"]
+    killed = {
+        "kill_builder": -signal.SIGKILL,
+        "terminate_builder": -signal.SIGTERM,
+        "interrupt_builder": 130,
+    }
+    if action in killed:
+        wanted: Sequence[int] = [killed[action]]
+    elif action == "endure":
+        wanted = [0]
+    elif action == "fill":
+        wanted = [1, 0]
+    else:  # a worker that was killed is told of; a builder that is its own worker is killed itself
+        wanted = [-signal.SIGKILL, 1]
+    problems = []
+    if ended.status not in wanted:
+        problems.append(f"ended with {ended.status}, not {wanted}: {said(ended)}")
+    if ended.status in (1, 130) and "the same command continues" not in said(ended):
+        problems.append(f"does not say what to do: {said(ended)}")
+    if "Traceback" in ended.errors:
+        problems.append(f"a traceback: {ended.errors[-800:]}")
+    return problems

@@ -1,0 +1,334 @@
+"""Processes for crash tests: real ones, each ended by real signals, that start in milliseconds.
+
+A server process imports everything, loads all compiled kernels by most of a build, and then forks a process
+for each command: a build then costs a quarter of a second instead of three. (The build that warms it stops
+before it encodes anything, as the threads of an encoder do not live on in a fork.) Workers are not forked:
+those are the fresh interpreters that any build starts.
+
+    with Victims(folder) as victims:
+        ended = victims.run(["build", "recipe.yaml"], cwd=…, engine="inline", point=Point(…))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
+
+if __name__ == "__main__":  # as a program, its own folder is on the path, not the tests'
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from crash import points as crash_points
+from crash.points import Point
+from crash.power_cut import Disk
+
+__all__ = ["Ended", "Process", "Victims", "share_quickly"]
+
+SECONDS = 150.0  # of a command: above that it hangs
+_START_SECONDS = 120.0
+_WARM_UNTIL = "parity"
+_forever = contextlib.ExitStack()  # until a process ends
+_ENGINE = "shardkit.writers.session.LocalEngine"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: exit status (below 0: the signal), and what it said on stderr."""
+
+    status: int | None
+    errors: str
+
+    @property
+    def hung(self) -> bool:
+        return self.status is None
+
+
+class Victims:
+    """The server, as a context manager. `variables` are the environment of all that it starts."""
+
+    def __init__(self, folder: Path, recipe: Path, variables: Mapping[str, str] | None = None) -> None:
+        self._folder, self._recipe = folder, recipe
+        self._variables = dict(variables or {})
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, str(self._recipe)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | self._variables,
+            text=True,
+        )
+        assert self._answer(_START_SECONDS) == "ready"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()  # it kills what it started, and ends
+        self._server.wait(_START_SECONDS)
+        self._server.stdout.close()
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        engine: str = "inline",
+        point: Point | None = None,
+        limits: Mapping[str, int] | None = None,
+    ) -> Process:
+        """Start `shardkit argv…`, armed with `point`. Engine "inline": tasks run in the process itself.
+
+        `limits`: {"FSIZE": bytes}, as setrlimit has them.
+        """
+        errors = self._folder / f"errors-{self._next()}.txt"
+        request: dict[str, Any] = {"argv": list(argv), "cwd": str(cwd), "engine": engine}
+        request |= {"errors": str(errors), "limits": dict(limits or {})}
+        request["point"] = None if point is None else asdict(point)
+        return Process(self, self._ask(request), errors)
+
+    def watch(self, output: Path | str) -> Watch:
+        """A process that looks at `output` as a reader does, again and again, until it is stopped."""
+        report = self._folder / f"watch-{self._next()}.json"
+        return Watch(Process(self, self._ask({"watch": str(output), "report": str(report)}), report), report)
+
+    def run(self, argv: Sequence[str], **settings: Any) -> Ended:
+        """`start`, and wait for its end."""
+        return self.start(argv, **settings).wait()
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _ask(self, request: Mapping[str, Any], seconds: float = 30.0) -> Any:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float) -> Any:
+        assert self._server.stdout is not None
+        ready, _, _ = select.select([self._server.stdout], [], [], seconds)
+        assert ready, "the server of victims does not answer"
+        return json.loads(self._server.stdout.readline())
+
+
+@dataclass
+class Process:
+    """One that was started."""
+
+    victims: Victims
+    pid: int
+    errors: Path
+
+    def wait(self, seconds: float = SECONDS) -> Ended:
+        """Wait for its end; one that takes longer is killed, and hung."""
+        status = self.victims._ask({"wait": self.pid, "seconds": seconds}, seconds + 30.0)
+        return Ended(status, self.errors.read_text() if self.errors.exists() else "")
+
+
+@dataclass
+class Watch:
+    """A reader at work. `looks` are how often it looked, `seen` how often there was an index."""
+
+    process: Process
+    report: Path
+    looks: int = 0
+    seen: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def stop(self) -> Watch:
+        """End it, and read what it saw."""
+        os.kill(self.process.pid, signal.SIGTERM)
+        ended = self.process.wait()
+        assert ended.status == 0, (ended.status, self.report.read_text() if self.report.exists() else "")
+        self.__dict__.update(json.loads(self.report.read_text()))
+        return self
+
+
+class _WarmError(BaseException):
+    """Everything is loaded."""
+
+
+def _serve(recipe: Path) -> None:
+    _warm(recipe)
+    children: set[int] = set()
+    print(json.dumps("ready"), flush=True)  # noqa: T201
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "wait" in request:
+                answer: Any = _wait(request["wait"], request["seconds"])
+                children.discard(request["wait"])
+            else:
+                answer = _fork(lambda request=request: _child(request))  # type: ignore[misc]
+                children.add(answer)
+            print(json.dumps(answer), flush=True)  # noqa: T201
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _warm(recipe: Path) -> None:
+    import shardkit.cli.build
+    import shardkit.cli.main  # noqa: F401
+    from shardkit.writers import build
+    from shardkit.writers.execution.engine import InlineEngine
+    from shardkit.writers.execution.scheduler import TaskQueue
+    from shardkit.writers.execution.work import Work, run_task
+
+    class Warming(InlineEngine):
+        def run(self, queue: TaskQueue, work: Work) -> None:
+            while (task := queue.take()) is not None:
+                if task.stage == _WARM_UNTIL:
+                    raise _WarmError
+                queue.done(run_task(task, task.digest, work))
+
+    with (
+        patch(_ENGINE, lambda workers: Warming()),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.suppress(_WarmError),
+    ):
+        build(recipe, overrides=[f"work={folder}/work", f"output.path={folder}/out"], progress=False)
+
+
+def _fork(action: Callable[[], int]) -> int:
+    if pid := os.fork():
+        return pid
+    status = 70
+    try:
+        status = action()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    descriptor = os.pidfd_open(pid)
+    try:
+        ended, _, _ = select.select([descriptor], [], [], seconds)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status) if ended else None
+    finally:
+        os.close(descriptor)
+
+
+def _child(request: Mapping[str, Any]) -> int:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    if "watch" in request:
+        return _watch(request["watch"], Path(request["report"]))
+    os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_CREAT, 0o644), 2)
+    os.chdir(request["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _set_limits(request["limits"])
+    _forever.enter_context(share_quickly())
+    if request["engine"] in ("inline", "slices", "s3"):
+        _forever.enter_context(patch(_ENGINE, lambda workers: _guarded_engine()))
+    trigger = None
+    if request["point"] is not None:
+        point = Point(**request["point"])
+        os.environ.update(crash_points.environment(point))
+        if point.action.startswith("cut"):
+            _have_disk(Path(request["cwd"]))
+        trigger = crash_points.arm(point, builder=os.getpid())
+    from shardkit.cli.main import main
+
+    try:
+        return main(request["argv"])
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        if trigger is not None:
+            Path(f"{trigger.point.struck}.steps").write_text(str(trigger.steps))
+
+
+def _have_disk(base: Path) -> None:
+    """Hear of every sync, and change files in one thread only."""
+    disk = Disk([base / "out", base / "out.work"], base.with_suffix(".kept"))
+    disk.install()
+    crash_points.disks.append(disk)
+    _forever.enter_context(patch("shardkit.writers.publish._THREADS", 1))
+
+
+def _guarded_engine() -> Any:
+    """Tasks run in this process, with errors as those of workers."""
+    from shardkit.writers.execution import engine as engine_inline
+    from shardkit.writers.execution.engine_local import run_guarded
+
+    _forever.enter_context(patch.object(engine_inline, "run_task", run_guarded))
+    return engine_inline.InlineEngine()
+
+
+def _set_limits(limits: Mapping[str, int]) -> None:
+    import resource
+
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+
+@contextlib.contextmanager
+def share_quickly() -> Iterator[None]:
+    """Claims of the dead are free after a second, not after a minute: nothing but time depends on it."""
+    from shardkit.writers.execution import scheduler as queue
+    from shardkit.writers.execution import scheduler as turns
+    from shardkit.writers.execution.scheduler import Claims
+
+    seconds = {"lease_seconds": 1.0, "beat_seconds": 0.2}
+    with (
+        patch.dict(Claims.__init__.__kwdefaults__ or {}, seconds),
+        patch.object(queue, "POLL_SECONDS", 0.2),
+        patch.object(turns, "POLL_SECONDS", 0.2),
+    ):
+        yield
+
+
+def _watch(output: str, report: Path) -> int:
+    from crash.reader import look
+
+    ending = False
+
+    def end(*_: object) -> None:
+        nonlocal ending
+        ending = True
+
+    signal.signal(signal.SIGTERM, end)
+    os.nice(5)
+    looks = seen = 0
+    problems: list[str] = []
+    while not ending:
+        looks += 1
+        found, problem = look(Path(output))
+        seen += found
+        if problem and len(problems) < 10:
+            problems.append(problem)
+        if not found:
+            time.sleep(0.0005)  # readers do not take the core that builds
+    report.write_text(json.dumps({"looks": looks, "seen": seen, "problems": problems}))
+    return 0
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference.near import reference_candidates
+from shardkit.writers.dedup import candidates
+from shardkit.writers.dedup.bands import BandWriter
+from shardkit.writers.dedup.candidates import (
+    NUMBERS_FILE,
+    PAIR_RUNS_FILE,
+    PAIRS_FILE,
+    PairWriter,
+    find_candidates,
+)
+from shardkit.writers.dedup.hubs import HubLimits
+from shardkit.writers.dedup.population import PAIR, Part, Population
+from support.near_parts import Made, clusters, write_parts
+
+Pair = frozenset[bytes]  # two document ids
+
+
+def read_pairs(folder: Path) -> list[tuple[int, int]]:
+    """The pairs of a folder, whose files are held to what they promise."""
+    pairs = np.fromfile(folder / PAIRS_FILE, PAIR)
+    edges = np.load(folder / PAIR_RUNS_FILE)
+    assert edges[0] == 0
+    assert edges[-1] == len(pairs)
+    for start, stop in pairwise(edges.tolist()):
+        run = pairs[start:stop].tolist()
+        assert run
+        assert run == sorted(set(run))
+    numbers = np.load(folder / NUMBERS_FILE)
+    assert numbers.dtype == np.uint64
+    assert numbers.tolist() == sorted({number for pair in pairs.tolist() for number in pair})
+    assert (pairs["a"] < pairs["b"]).all()
+    found: list[tuple[int, int]] = pairs.tolist()
+    return found
+
+
+def find(
+    folder: Path,
+    population: Population,
+    documents: Sequence[Made],
+    partitions: int,
+    limits: HubLimits,
+    *,
+    removed: npt.NDArray[np.uint8] | None = None,
+    memory_bytes: int = 1 << 20,
+) -> tuple[set[Pair], int]:
+    """(the pairs of all partitions, bounded)."""
+    pairs: set[Pair] = set()
+    bounded = 0
+    for partition in range(partitions):
+        place = folder / f"{partition}-{partitions}-{memory_bytes}"
+        place.mkdir(parents=True)
+        counts = find_candidates(
+            population,
+            partition,
+            partitions,
+            removed,
+            place,
+            similarity=0.8,
+            limits=limits,
+            memory_bytes=memory_bytes,
+        )
+        found = read_pairs(place)
+        assert counts["pairs"] == len(found)
+        bounded += counts["bounded"]
+        pairs |= {frozenset((documents[a].id, documents[b].id)) for a, b in found}
+    return pairs, bounded
+
+
+def expected(documents: Sequence[Made], limits: HubLimits) -> tuple[set[Pair], int]:
+    pairs, bounded = reference_candidates([one.reference() for one in documents], 0.8, limits)
+    return {frozenset((documents[a].id, documents[b].id)) for a, b in pairs}, bounded
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    similarity=st.sampled_from([0.6, 0.8, 0.95, 1.0]),
+    kinds=st.sampled_from(
+        [("input",), ("input", "input", "planted"), ("input", "index", "planted"), ("index",)]
+    ),
+    limits=st.sampled_from(
+        [HubLimits(), HubLimits(5), HubLimits(3, leaders=6), HubLimits(4, leaders=9, pairs=3)]
+    ),
+    partitions=st.integers(1, 4),
+    cuts=st.integers(1, 3),
+    run_documents=st.integers(1, 30),
+    memory_bytes=st.sampled_from([1000, 10_000, 1 << 24]),
+)
+def test_pairs_are_the_reference_s_for_any_partitions_parts_and_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    sizes: list[int],
+    similarity: float,
+    kinds: tuple[str, ...],
+    limits: HubLimits,
+    partitions: int,
+    cuts: int,
+    run_documents: int,
+    memory_bytes: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("pairs")
+    made = clusters(seed, sizes, similarity, permutations=20, kinds=kinds)  # type: ignore[arg-type]
+    population, ordered = write_parts(folder / "parts", made, cuts, run_documents)
+    found = find(folder, population, ordered, partitions, limits, memory_bytes=memory_bytes)
+    assert found == expected(made, limits)
+
+
+def test_planted_copies_change_no_pair_of_other_documents(tmp_path: Path) -> None:
+    limits = HubLimits(10, leaders=12, pairs=4)
+    made = clusters(3, [30, 9, 8], 0.85, permutations=20, kinds=("input", "input", "index"))
+    planted = [
+        Made(random.Random(row).randbytes(16), one.signature, kind="planted")
+        for row, one in enumerate(made[::2])
+    ]
+    alone, both = (write_parts(tmp_path / str(len(some)), some, 2, 7) for some in (made, made + planted))
+    ids = {one.id for one in planted}
+    without, _ = find(tmp_path / "alone", *alone, 2, limits)
+    pairs, _ = find(tmp_path / "both", *both, 2, limits)
+    assert {pair for pair in pairs if not pair & ids} == without
+    assert {id for pair in pairs for id in pair & ids} >= {one.id for one in planted[:5]}
+    inputs = {one.id for one in made if one.kind == "input"}
+    assert all(pair & inputs for pair in pairs)
+
+
+def test_removed_documents_take_no_part(tmp_path: Path) -> None:
+    made = clusters(4, [6, 5], 0.95, permutations=20)
+    population, ordered = write_parts(tmp_path / "parts", made, 1, 100)
+    gone = [0, 3, 10]
+    bits = np.zeros(16, np.uint8)
+    bits[gone] = 1
+    removed = np.packbits(bits, bitorder="little")
+    found, _ = find(tmp_path, population, ordered, 1, HubLimits(), removed=removed)
+    stay = [one for number, one in enumerate(ordered) if number not in gone]
+    assert found == expected(stay, HubLimits())[0]
+    assert len(found) > 5
+
+
+def test_a_document_with_one_key_in_two_bands_is_no_pair_of_itself(tmp_path: Path) -> None:
+    with BandWriter(tmp_path) as writer:
+        writer.write(np.array([[5, 5], [7, 5], [9, 9]], np.uint64), 0)
+    (tmp_path / "pairs").mkdir()
+    population = Population((Part(tmp_path, 3),))
+    find_candidates(population, 0, 1, None, tmp_path / "pairs", similarity=0.8)
+    assert read_pairs(tmp_path / "pairs") == [(0, 1)]
+
+
+def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:
+    same = clusters(5, [1], 1.0, permutations=20)[0]
+    made = [Made(bytes([row]) * 16, same.signature) for row in range(6)]
+    made += [Made(bytes([99]) * 16, same.signature, kind="planted")]
+    population, _ = write_parts(tmp_path / "parts", made, 1, 100)
+    counts = {}
+    for limit in (6, 5):
+        (tmp_path / str(limit)).mkdir()
+        counts[limit] = find_candidates(
+            population, 0, 1, None, tmp_path / str(limit), similarity=0.8, limits=HubLimits(limit)
+        )
+    assert counts[6] == {
+        "entries": 28, "buckets": 4, "hubs": 0, "largest_bucket": 6, "bounded": 0, "pairs": 21,
+    }  # fmt: skip
+    # A hub of equal signatures: each document, the planted one too, is paired with the first alone.
+    assert counts[5] == counts[6] | {"hubs": 4, "pairs": 6}
+
+
+@pytest.mark.parametrize("word_documents", [1 << 32, 1])
+def test_runs_are_bounded_and_keep_every_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word_documents: int
+) -> None:
+    monkeypatch.setattr(candidates, "WORD_DOCUMENTS", word_documents)
+    rng = np.random.default_rng(6)
+    a = rng.integers(0, 40, 5000, np.uint64)
+    b = rng.integers(40, 64, 5000, np.uint64)
+    with PairWriter(tmp_path, 64, run_pairs=300) as writer:
+        for start in range(0, 5000, 777):
+            writer.add(a[start : start + 777], b[start : start + 777])
+    assert np.diff(np.load(tmp_path / PAIR_RUNS_FILE)).max() <= 300
+    assert set(read_pairs(tmp_path)) == set(zip(a.tolist(), b.tolist(), strict=True))

@@ -1,0 +1,588 @@
+"""The index: what stayed alone, the same bytes however made, used only where settings fit, damage named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.hashing import hash_file
+from shardkit.writers.dedup import bands, exact
+from shardkit.writers.dedup import index as module
+from shardkit.writers.dedup import index as part_module
+from shardkit.writers.dedup.compare import compare_pairs
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.index import (
+    INDEX_FILE,
+    DedupIndex,
+    check_indexable,
+    copy_sketches,
+    index_part,
+    open_index,
+    publish_index,
+)
+from shardkit.writers.dedup.near import find_near_duplicates
+from shardkit.writers.dedup.population import (
+    BAND,
+    BAND_RUNS_FILE,
+    BANDS_FILE,
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    SIGNATURES_FILE,
+    Part,
+)
+from shardkit.writers.dedup.shingle_store import (
+    SET,
+    SETS_FILE,
+    SHINGLES_FILE,
+    Sets,
+    ShingleReader,
+    ShingleWriter,
+)
+from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.stages.tokenize import Removed
+from support.small_build import tree
+
+CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
+MADE_FROM = {"recipe_digest": "0123", "inputs": [{"source": "old", "files": 2}]}
+COPIED = {3: 5, 40: 2, 77: 9}  # documents that stand for so many
+NONE = np.zeros(0, np.int64)
+
+
+def write_documents(path: Path, texts: dict[int, str], file: str = "a.jsonl") -> Path:
+    """{record: text}, with ids as a build gives them."""
+    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as out:
+        records = list(texts)
+        for begin in range(0, len(records), 7):
+            rows = [
+                {
+                    "document_id": document_ids(file, [record])[0],
+                    "source": 0,
+                    "file": file,
+                    "record": record,
+                    "text": texts[record],
+                }
+                for record in records[begin : begin + 7]
+            ]
+            out.write_batch(pa.RecordBatch.from_pylist(rows, schema=DOCUMENT_SCHEMA))
+    return path
+
+
+def made_texts(count: int, seed: int = 0) -> dict[int, str]:
+    """Families of documents of 10 to 300 words; of the members of one some are near-duplicates."""
+    rng = random.Random(seed)
+    families = [[f"w{rng.randrange(5000)}" for _ in range(rng.randrange(10, 300))] for _ in range(count // 4)]
+    texts = {}
+    for record in range(count):
+        words = list(rng.choice(families))
+        for _ in range(rng.choice([0, 1, 1, 2, 5, 20])):
+            words[rng.randrange(len(words))] = f"x{rng.randrange(10**9)}"
+        texts[record] = " ".join(words)
+    return texts
+
+
+def signed(
+    folder: Path, texts: dict[int, str], config: NearDedupConfig = CONFIG, copied: dict[int, int] = COPIED
+) -> tuple[Path, Path]:
+    """(Arrow file, part folder); `copied` by row."""
+    folder.mkdir(parents=True)
+    documents = write_documents(folder / "documents.arrow", texts)
+    part = folder / "part"
+    part.mkdir()
+    rows = [np.array(list(column), np.int64) for column in (copied.keys(), copied.values())]
+    sign_documents(documents, Removed({"exact_duplicate": np.array([1, 2])}, *rows), config, part)
+    return documents, part
+
+
+TEXTS = made_texts(120) | {10: "…", 119: ""}  # wordless ones are not in the part
+NEAR = np.array([0, 118, 60, 61, 62, 63, 64, 65, 66, 67, 5])  # ascending is not asked for
+STAYED = [n for n in TEXTS if n not in (1, 2, 10, 119) and n not in NEAR]
+
+
+def made_index(
+    folder: Path,
+    config: NearDedupConfig = CONFIG,
+    sketch: int = 64,
+    texts: Sequence[dict[int, str]] = (TEXTS, made_texts(9, 1)),
+    replace: bool = False,
+) -> DedupIndex:
+    """An index of two splits in folder/index."""
+    work = folder / f"work{len(list(folder.glob('work*')))}"
+    parts = []
+    for number, split in enumerate(texts):
+        documents, part = signed(work / str(number), split, config)
+        task = work / str(number) / "task"
+        task.mkdir()
+        removed = NEAR if number == 0 else NONE
+        parts.append((task, index_part(documents, part, removed, config, sketch, task)))
+    return publish_index(parts, folder / "index", MADE_FROM, config, sketch=sketch, replace=replace)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> DedupIndex:
+    return made_index(tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture
+def index(original: DedupIndex, tmp_path: Path) -> DedupIndex:
+    """A copy to damage."""
+    shutil.copytree(original.location, tmp_path / "index")
+    return open_index(tmp_path / "index")
+
+
+def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(exact, "RUN_ROWS", 16)
+    patch.setattr(bands, "RUN_DOCUMENTS", 13)
+    patch.setattr(part_module, "CHUNK_ROWS", 5)
+    patch.setattr(part_module, "_PIECE_BYTES", 500)
+    patch.setattr(part_module, "_COPY_BYTES", 300)
+
+
+def contents(sets: Sets) -> list[tuple[list[int], int, int]]:
+    return [
+        (sets.hashes[begin:end].tolist(), int(row["distinct"]), int(row["total"]))
+        for row, begin, end in zip(sets.rows, sets.offsets[:-1], sets.offsets[1:], strict=True)
+    ]
+
+
+def direct_sets(folder: Path, texts: Sequence[str], sketch: int | None) -> list[tuple[list[int], int, int]]:
+    folder.mkdir()
+    with ShingleWriter(folder, smallest=sketch) as writer:
+        for number, text in enumerate(texts):
+            made = shingle_batch(pa.array([text], pa.large_string()), CONFIG.minhash)
+            writer.write(np.array([number], np.uint64), *made)
+    return contents(ShingleReader([folder]).read(np.arange(len(texts), dtype=np.uint64)))
+
+
+@pytest.mark.parametrize("pieces", ["whole", "small"])
+@pytest.mark.parametrize("sketch", [64, 0])
+def test_an_index_part_is_the_part_of_the_documents_that_stayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: str, sketch: int
+) -> None:
+    if pieces == "small":
+        in_small_pieces(monkeypatch)
+    documents, part = signed(tmp_path / "all", TEXTS)
+    made = tmp_path / "made"
+    made.mkdir()
+    counts = index_part(documents, part, NEAR, CONFIG, sketch, made)
+    assert (counts["documents"], counts["removed"]) == (len(STAYED), len(NEAR))
+    assert counts["bytes"] == sum(len(TEXTS[record]) for record in STAYED)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    path = write_documents(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
+    places, copies = zip(*((STAYED.index(row), count) for row, count in COPIED.items()), strict=True)
+    sign_documents(path, Removed({}, np.array(places), np.array(copies)), CONFIG, alone)
+    made_files = tree(made)
+    sets = contents(ShingleReader([made]).read(np.arange(len(STAYED), dtype=np.uint64)))
+    assert set(made_files) == set(counts["files"])
+    assert {name: made_files[name] for name in set(made_files) - {SETS_FILE, SHINGLES_FILE}} == tree(alone)
+    assert sets == direct_sets(tmp_path / "sets", [TEXTS[record] for record in STAYED], sketch or None)
+    assert counts["sketches"] == sum(len(hashes) < distinct for hashes, distinct, _ in sets)
+    assert bool(counts["sketches"]) == bool(sketch)
+
+
+def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> None:
+    original.verify()
+    again = open_index(original.location)
+    assert again.documents == len(STAYED) + 7
+    assert again.parts == [
+        Part(original.location / "part-00000", len(STAYED), "index"),
+        Part(original.location / "part-00001", 7, "index"),
+    ]
+    facts = again.to_dict()
+    assert (facts["sketch"], facts["parts"], facts["made_from"]) == (64, 2, MADE_FROM)
+    tables = [path for path in original.location.rglob("part-*/*") if path.is_file()]
+    assert facts["stored_bytes"] == sum(path.stat().st_size for path in tables)
+    again.check(CONFIG.model_copy(update={"similarity": 0.9, "small_shingles": 3}))
+
+
+def test_the_same_documents_make_the_same_bytes(original: DedupIndex, tmp_path: Path) -> None:
+    again = made_index(tmp_path)
+    assert tree(again.location) == tree(original.location)
+    assert again.digest == original.digest
+    assert made_index(tmp_path, sketch=65, replace=True).digest != original.digest
+
+
+def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) -> None:
+    documents, part = signed(tmp_path / "all", {0: "a b c d e f", 1: "", 2: ""}, copied={})
+    task = tmp_path / "task"
+    task.mkdir()
+    counts = index_part(documents, part, np.array([0]), CONFIG, 64, task)
+    index = publish_index([(task, counts)], tmp_path / "index", {}, CONFIG, sketch=64)
+    assert index.documents == index.parts[0].documents == 0
+    (tmp_path / "sets").mkdir()
+    assert copy_sketches(index.parts[0].folder, 7, np.zeros(0, np.uint64), tmp_path / "sets")["hashes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"minhash": {"permutations": 40}}, "settings: minhash.permutations is 32 there and 40 here; use"),
+        ({"minhash": {"permutations": 32, "ngram": 6}}, "settings: minhash.ngram is 5 there and 6 here; use"),
+        ({"bands": 4}, "settings: bands is 8 there and 4 here; use"),
+        ({"bands": 6, "rows": 5}, "bands is 8 there and 6 here; rows is 4 there and 5 here; use"),
+        ({"scope": "source"}, "by_source is False there and True here; use"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(
+    original: DedupIndex, changed: dict[str, Any], message: str
+) -> None:
+    plain = {"minhash": {"permutations": 32}, "bands": 8, "rows": 4} | changed
+    with pytest.raises(RecipeError) as caught:
+        original.check(NearDedupConfig.model_validate(plain), "dedup.near.against[1]")
+    assert str(caught.value).startswith(f"dedup.near.against[1]: {original.location} was made with other")
+    assert message in str(caught.value)
+
+
+def edit(index: DedupIndex, change: Callable[[dict[str, Any]], object]) -> None:
+    file = index.location / INDEX_FILE
+    data = json.loads(file.read_bytes())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("name", ["normalization", "probe"])
+def test_an_index_of_another_unicode_version_or_of_other_hashes_does_not_fit(
+    index: DedupIndex, name: str
+) -> None:
+    edit(index, lambda data: data["settings"].update({name: "another"}))
+    with pytest.raises(RecipeError, match=f"settings: {name} is another there and [^;]* here; use"):
+        open_index(index.location).check(CONFIG)
+
+
+def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -> None:
+    assert open_index(index.location).settings["minhash"]["scheme"] == "shardkit", "as older ones name it"
+    edit(index, lambda data: data["settings"]["minhash"].update(scheme="datasketch"))
+    with pytest.raises(RecipeError, match=r"settings: minhash\.scheme is datasketch there and shardkit here"):
+        open_index(index.location).check(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format=2), "format 2, and this shardkit knows 1"),
+        (lambda data: data.clear(), "format None, and"),
+        (lambda data: data["parts"][1].update(folder="../part-00001"), r"parts\.1\.folder: .*pattern"),
+        (lambda data: data["parts"][0]["files"].pop("keys.npy"), "part-00000 lists other files than"),
+        (lambda data: data["parts"][0]["files"].update({"../x": {}}), r"parts\.0\.files"),
+        (lambda data: data.update(documents=-1), "documents: .*greater than or equal to 0"),
+        (lambda data: data.update(documents=1), "documents of its parts do not add up"),
+    ],
+)
+def test_a_record_that_is_not_ours_is_refused(
+    index: DedupIndex, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    edit(index, change)
+    with pytest.raises(BuildError, match=message):
+        open_index(index.location)
+
+
+def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
+    table = index.location / "part-00001" / "signatures.npy"
+    data = table.read_bytes()
+    table.write_bytes(data[:-1])
+    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: 1,407 bytes, expected 1,408"):
+        open_index(index.location)
+    table.unlink()
+    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: cannot be read: No such file"):
+        open_index(index.location)
+    table.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(BuildError, match=r"part-00001/signatures.npy: xxh3-128 [0-9a-f]{32}, expected"):
+        open_index(index.location).verify()
+    (index.location / INDEX_FILE).write_text("{")
+    with pytest.raises(BuildError, match="is no JSON"):
+        open_index(index.location)
+    with pytest.raises(BuildError, match=r"cannot be read: No such file .*shardkit dedup-index"):
+        open_index(tmp_path / "nowhere")
+
+
+def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> None:
+    first = made_index(tmp_path)
+    record = first.location / INDEX_FILE
+    before, number = tree(first.location), record.stat().st_ino
+    made_index(tmp_path)
+    assert record.stat().st_ino == number  # the very same index: not touched
+    with pytest.raises(BuildError, match="holds another index; --replace"):
+        made_index(tmp_path, texts=[TEXTS])
+    assert tree(first.location) == before
+    made_index(tmp_path, texts=[TEXTS], replace=True)
+    assert sorted(path.name for path in first.location.iterdir()) == [INDEX_FILE, "part-00000"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
+
+
+def test_a_damaged_index_can_be_replaced(index: DedupIndex) -> None:
+    before = tree(index.location)
+    (index.location / "part-00000" / "bands.bin").write_bytes(b"")
+    with pytest.raises(BuildError, match="make the index again, with --replace"):
+        made_index(index.location.parent)
+    assert tree(made_index(index.location.parent, replace=True).location) == before
+
+
+def test_files_that_no_index_has_are_never_removed(index: DedupIndex, tmp_path: Path) -> None:
+    (index.location / "part-00000" / "notes.txt").write_text("mine")
+    with pytest.raises(BuildError, match=r"no index has \(first: part-00000/notes.txt\)"):
+        made_index(index.location.parent, texts=[TEXTS], replace=True)
+    (tmp_path / "other" / "index").mkdir(parents=True)
+    made_index(tmp_path / "other")  # an empty folder is no obstacle
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "index").write_text("mine")
+    with pytest.raises(BuildError, match="is not a folder"):
+        made_index(tmp_path / "file", replace=True)
+
+
+def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
+    index: DedupIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, before = index.location.parent, tree(index.location)
+
+    def full(source: Path, target: Path) -> None:
+        if target.name == SETS_FILE:
+            raise OSError(28, "No space left on device", str(target))
+        target.write_bytes(source.read_bytes())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "link_or_copy", full)
+        with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
+            made_index(folder, texts=[TEXTS], replace=True)
+    assert tree(index.location) == before
+    index.location.rename(folder / ".index.replaced")  # a crash between the renames
+    made_index(folder, texts=[TEXTS])
+    assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == []
+
+
+@pytest.mark.parametrize("pieces", ["whole", "small"])
+def test_copied_sketches_are_the_stored_sets_under_other_numbers(
+    original: DedupIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: str
+) -> None:
+    if pieces == "small":
+        in_small_pieces(monkeypatch)
+    part = original.parts[0].folder
+    rows = np.array([0, 3, 4, 5, 50, len(STAYED) - 1], np.uint64)
+    first = 1 << 33
+    counts = copy_sketches(part, first, rows + np.uint64(first), tmp_path)
+    copied = ShingleReader([tmp_path]).read(rows + np.uint64(first))
+    assert contents(copied) == contents(ShingleReader([part]).read(rows))
+    assert counts == {"documents": 6, "hashes": len(copied.hashes)}
+    texts = [TEXTS[STAYED[row]] for row in rows.tolist()]
+    assert contents(copied) == direct_sets(tmp_path / "direct", texts, 64)
+    assert {len(hashes) < distinct for hashes, distinct, _ in contents(copied)} == {True, False}
+
+
+def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    texts, likes = {}, []
+    for record in range(150):
+        words = [f"w{rng.getrandbits(60)}" for _ in range(1000)]
+        texts[record] = " ".join(words)
+        likes.append(" ".join([*words[:889], *(f"x{rng.getrandbits(60)}" for _ in range(111))]))
+    index = made_index(tmp_path, sketch=200, texts=[{}, texts])
+    part, rows = index.parts[1], np.arange(index.parts[1].documents)
+    sketches = ShingleReader([part.folder]).read(rows.astype(np.uint64))
+    kept = [text for record, text in enumerate(likes) if record not in (1, 2)]
+    direct_sets(tmp_path / "likes", kept, None)
+    whole = ShingleReader([tmp_path / "likes"]).read(rows.astype(np.uint64))
+    any_similarity = CONFIG.model_copy(update={"similarity": 1e-9})
+    estimated = compare_pairs(sketches, whole, rows, rows, any_similarity).jaccard
+    true = 885 / (2 * 996 - 885)  # 0.7995
+    bound = (true * (1 - true) / 200) ** 0.5
+    assert abs(float(estimated.mean()) - true) < 4 * bound / 148**0.5
+    assert 0.6 * bound < float(np.sqrt(((estimated - true) ** 2).mean())) < 1.15 * bound
+
+
+def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_path: Path) -> None:
+    texts = made_texts(200, seed=9)
+    old, new = ({n: text for n, text in texts.items() if n % 2 == side} for side in (0, 1))
+    paths = [write_documents(tmp_path / f"{name}.arrow", some) for name, some in (("old", old), ("new", new))]
+    alone = find_near_duplicates(paths[:1], CONFIG, folder=tmp_path / "old-work")
+    parts = []
+    for number, part in enumerate(sorted((tmp_path / "old-work" / "signatures").iterdir())):
+        (task := tmp_path / f"task{number}").mkdir()
+        parts.append((task, index_part(paths[0], part, alone.losers["row"], CONFIG, 0, task)))
+    index = publish_index(parts, tmp_path / "index", {}, CONFIG, sketch=0)
+    found = find_near_duplicates(paths[1:], CONFIG, folder=tmp_path / "new-work", indexes=[index])
+    as_second = write_documents(tmp_path / "second.arrow", new)
+    table = pa.ipc.open_file(as_second).read_all()
+    table = table.set_column(1, DOCUMENT_SCHEMA.field("source"), pa.array([1] * len(new), pa.int32()))
+    with pa.ipc.new_file(as_second, DOCUMENT_SCHEMA) as out:
+        out.write_table(table)
+    together = find_near_duplicates([paths[0], as_second], CONFIG, folder=tmp_path / "both-work")
+    expected = together.losers["row"][together.losers["split"] == 1].tolist()
+    assert found.losers["row"].tolist() == expected
+    assert 20 < found.counts["kept_by_index"] <= len(expected) < len(new)
+
+
+def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
+    assert check_indexable(CONFIG, 0) is CONFIG
+    with pytest.raises(RecipeError, match=r"^dedup\.near: is not set"):
+        check_indexable(None, 64)
+    with pytest.raises(RecipeError, match=r"^dedup\.near\.scope: is source"):
+        check_indexable(CONFIG.model_copy(update={"scope": "source"}), 64)
+    with pytest.raises(ValueError, match="a sketch of 63 hashes"):
+        check_indexable(CONFIG, 63)
+
+
+# Made by others: sizes and hashes are stated right, the content is not.
+
+LARGE = (-1, 1 << 20, (1 << 31) - 1, -(1 << 31))
+TABLES = {SETS_FILE: SET, BANDS_FILE: BAND, KEYS_FILE: exact.STORED_DTYPE, DOCUMENTS_FILE: DOCUMENT}
+COMPARE = """
+import shutil, sys
+from pathlib import Path
+from shardkit.errors import BuildError
+from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.index import open_index
+from shardkit.writers.dedup.near import find_near_duplicates
+
+config = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
+documents, folder = map(Path, sys.argv[1:])
+for index in sorted(folder.iterdir()):
+    try:
+        find_near_duplicates([documents], config, folder=folder / "work", indexes=[open_index(index)])
+        print(index.name, "compared")
+    except BuildError as error:
+        print(index.name, error)
+    shutil.rmtree(folder / "work", ignore_errors=True)
+"""
+
+
+def written(index: DedupIndex, folder: Path, name: str, data: bytes) -> Path:
+    """A copy of the index in which a table of the first part has these bytes, as its record says."""
+    shutil.copytree(index.location, folder)
+    path = folder / "part-00000" / name
+    path.write_bytes(data)
+    record = json.loads((folder / INDEX_FILE).read_text())
+    entry = {"bytes": len(data), "xxh3_128": hash_file(path, ["xxh3_128"])["xxh3_128"]}
+    record["parts"][0]["files"][name] = entry
+    (folder / INDEX_FILE).write_text(json.dumps(record))
+    return folder
+
+
+def with_field(index: DedupIndex, folder: Path, name: str, field: str, value: int, rows: slice) -> Path:
+    data = bytearray((index.location / "part-00000" / name).read_bytes())
+    begin = 512 if name.endswith(".npy") else 0
+    table = np.frombuffer(data, TABLES[name], offset=begin)[rows]
+    table[field] = np.array(value).astype(TABLES[name][field].base, casting="unsafe")
+    return written(index, folder, name, bytes(data))
+
+
+def compared(documents: Path, folder: Path) -> dict[str, str]:
+    """{folder of an index: what came of comparing with it}; the process that does it must live to the end."""
+    command = [sys.executable, "-c", COMPARE, str(documents), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of which many are in the index."""
+    return write_documents(tmp_path_factory.mktemp("dump") / "dump.arrow", TEXTS, "new.jsonl")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_field_of_an_index_can_harm_the_process(
+    original: DedupIndex, dump: Path, tmp_path: Path, name: str
+) -> None:
+    fields = TABLES[name].names
+    assert fields
+    for field in fields:
+        for number, value in enumerate(LARGE):
+            rows = slice(9, 10) if number % 2 else slice(None)
+            with_field(original, tmp_path / f"{field}.{number}", name, field, value, rows)
+    found = compared(dump, tmp_path)
+    assert len(found) == len(fields) * len(LARGE)
+    assert {said for said in found.values() if said != "compared" and name not in said} == set()
+    refused = {key.split(".")[0] for key, said in found.items() if said != "compared"}
+    expected = {  # what becomes an address, and the order that follows from keys
+        SETS_FILE: {"number", "start", "stored", "distinct", "total"},
+        BANDS_FILE: {"key", "document"},
+        KEYS_FILE: {"place"},
+        DOCUMENTS_FILE: set(),
+    }
+    assert refused == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "message"),
+    [
+        (BAND_RUNS_FILE, np.array([0, 1 << 40, 864]), "bands.npy: not the ends of runs"),
+        (BAND_RUNS_FILE, np.array([-864, 0, 864]), "bands.npy: not the ends of runs"),
+        (BAND_RUNS_FILE, np.array([0.0, 864.0]), "bands.npy: not the ends of runs"),
+        (BAND_RUNS_FILE, np.zeros(0, np.int64), "bands.npy: not the ends of runs"),
+        (SIGNATURES_FILE, np.zeros((105, 31), np.uint32), r"rows of \(31,\) uint32, expected 32 uint32"),
+        (SIGNATURES_FILE, np.zeros((105, 32), np.uint64), r"rows of \(32,\) uint64, expected 32 uint32"),
+        (SIGNATURES_FILE, np.zeros((104, 32), np.uint32), "104 rows, expected 105"),
+        (SIGNATURES_FILE, np.zeros((32, 105), np.uint32).T, "not a table: shape"),
+        (SETS_FILE, np.zeros(104, SET), "sets.npy: 104 rows, expected 105"),
+        (KEYS_FILE, np.zeros(106, exact.STORED_DTYPE), "keys.npy: 106 rows, expected 105"),
+        (DOCUMENTS_FILE, np.zeros(106, DOCUMENT), "documents.npy: 106 rows, expected 105"),
+        (DOCUMENTS_FILE, np.zeros(105), "documents.npy: rows of float64"),
+    ],
+)
+def test_tables_of_other_shapes_are_refused(
+    original: DedupIndex, dump: Path, tmp_path: Path, name: str, table: npt.NDArray[Any], message: str
+) -> None:
+    data = io.BytesIO()
+    np.save(data, table)
+    folder = written(original, tmp_path / "index", name, data.getvalue())
+    with pytest.raises(BuildError, match=message):
+        find_near_duplicates([dump], CONFIG, folder=tmp_path / "work", indexes=[open_index(folder)])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': (1000000000000, 32)}",
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': (-105, 32)}",
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': ()}",
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (105, 32)}",
+        b"{'descr': '<u4', 'fortran_order': False, 'shape': (105, 32}",
+        b"{'descr'",
+        b"(" * 400,
+    ],
+)
+def test_headers_are_believed_only_if_the_file_has_their_bytes(
+    original: DedupIndex, tmp_path: Path, header: bytes
+) -> None:
+    data = (original.location / "part-00000" / SIGNATURES_FILE).read_bytes()
+    changed = data[:10] + header.ljust(501) + b"\n" + data[512:]
+    folder = written(original, tmp_path / "index", SIGNATURES_FILE, changed)
+    with pytest.raises(BuildError, match=r"signatures\.npy: "):
+        open_index(folder)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_bytes_in_an_index_are_compared_or_refused(
+    original: DedupIndex, dump: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(part_module.INDEX_PART_FILES))
+    content = bytearray((original.location / "part-00000" / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        new = data.draw(
+            st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f", b"\x80"]) | st.binary(max_size=9)
+        )
+        content[at : at + len(new)] = new[: len(content) - at]
+    folder = tmp_path_factory.mktemp("any")
+    index = written(original, folder / "index", name, bytes(content))
+    with contextlib.suppress(BuildError):
+        found = find_near_duplicates([dump], CONFIG, folder=folder / "work", indexes=[open_index(index)])
+        assert found.counts["documents"]

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference.lines import reference_cut, reference_hash, reference_units
+from shardkit.writers.dedup import lines as lines_keys
+from shardkit.writers.dedup import removals as split_rows
+from shardkit.writers.dedup.config import LinesDedupConfig
+from shardkit.writers.dedup.exact import KeyFile, find_losers, find_winners
+from shardkit.writers.dedup.lines import cut_lines, find_line_losers, partitions_for, write_line_keys
+from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.kernels import line_units as lines_units
+from shardkit.writers.kernels.line_units import cut_units, find_units
+from shardkit.writers.ledger import Ledger
+from shardkit.writers.stages.clean import exact_keys
+
+Document = tuple[bytes, int, str]  # id, source, text
+
+LINES = st.lists(st.sampled_from(["", " ", "a", "ab", "  ab", "ab\r", "\u00e9\u00e9b", "\u3000", "x" * 40]))
+TEXTS = LINES.map("\n".join)
+CONFIGS = st.builds(
+    LinesDedupConfig,
+    unit=st.sampled_from(["line", "paragraph"]),
+    min_characters=st.integers(1, 5),
+    keep=st.integers(1, 3),
+)
+
+
+def write_documents(path: Path, documents: list[Document], batch_rows: int = 3) -> Path:
+    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as file:
+        for start in range(0, len(documents), batch_rows):
+            rows = [
+                {"document_id": id, "source": source, "file": "f", "record": 0, "text": text}
+                for id, source, text in documents[start : start + batch_rows]
+            ]
+            file.write_batch(pa.RecordBatch.from_pylist(rows, schema=DOCUMENT_SCHEMA))
+    return path
+
+
+def read_documents(path: Path) -> list[Document]:
+    table = pa.ipc.open_file(path).read_all()
+    return list(
+        zip(*(table.column(name).to_pylist() for name in ("document_id", "source", "text")), strict=True)
+    )
+
+
+def dedup(
+    folder: Path, splits: list[list[Document]], config: LinesDedupConfig, partitions: int, exact: bool
+) -> list[tuple[Path, dict[str, Any]]]:
+    """All three steps, and exact dedup before them if so wanted: each split's last folder, and its counts."""
+    folders = [folder / f"split-{number}" for number in range(len(splits))]
+    losers, winners = [], []
+    for source, documents in zip(folders, splits, strict=True):
+        source.mkdir(parents=True)
+        write_documents(source / "documents.arrow", documents)
+        with KeyFile(source / "keys.npy") as keys:
+            for batch in pa.ipc.open_file(source / "documents.arrow").read_all().to_batches():
+                keys.write(exact_keys(batch))
+    for partition in range(2 if exact else 0):
+        lost = find_losers([source / "keys.npy" for source in folders], partition, 2)
+        losers.append(folder / f"losers-{partition}.npy")
+        winners.append(folder / f"winners-{partition}.npy")
+        np.save(losers[-1], lost)
+        np.save(winners[-1], find_winners(lost))
+    written = 0
+    for split, source in enumerate(folders):
+        counts = write_line_keys(source / "documents.arrow", config, source, split=split, exact_losers=losers)
+        written += counts["keys"]
+    parts = [folder / f"part-{partition}" for partition in range(partitions)]
+    read = 0
+    for partition, part in enumerate(parts):
+        part.mkdir()
+        counts = find_line_losers(folders, partition, partitions, part, keep=config.keep)
+        read += counts["keys"]
+    assert read == written
+    results = []
+    for split, source in enumerate(folders):
+        out = folder / f"out-{split}"
+        out.mkdir()
+        counts = cut_lines(
+            source / "documents.arrow",
+            config,
+            out,
+            split=split,
+            keys_folder=source,
+            line_losers=[part / "line_losers.npy" for part in parts],
+            exact_losers=losers,
+            exact_winners=winners,
+        )
+        results.append((out, counts))
+    return results
+
+
+def _priority(document: Document) -> tuple[int, bytes, bytes]:
+    id, source, text = document
+    return source, xxhash.xxh3_128_digest(text.encode())[:8], id
+
+
+def brute_force(documents: list[Document], config: LinesDedupConfig, exact: bool) -> list[Document]:
+    """The documents that stay with what is left of them, by dictionaries over everything."""
+    ranked = sorted(documents, key=_priority)
+    if exact:
+        ranked = list({text: (id, source, text) for id, source, text in reversed(ranked)}.values())
+        ranked.sort(key=_priority)
+    had: dict[str, int] = {}
+    left = []
+    for id, source, text in ranked:
+        units = reference_units(text, config)
+        cut = {number for number, unit in units if had.get(unit, 0) >= config.keep}
+        for unit in {unit for _, unit in units}:
+            had[unit] = had.get(unit, 0) + 1
+        rest = reference_cut(text, cut, config) if cut else text
+        if not cut or rest.strip():
+            left.append((id, source, rest))
+    return left
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(TEXTS, max_size=14),
+    config=CONFIGS,
+    seed=st.integers(0, 1 << 30),
+    splits=st.integers(1, 4),
+    partitions=st.integers(1, 5),
+    run_rows=st.sampled_from([1, 3, 1 << 19]),
+    exact=st.booleans(),
+)
+def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    config: LinesDedupConfig,
+    seed: int,
+    splits: int,
+    partitions: int,
+    run_rows: int,
+    exact: bool,
+) -> None:
+    rng = random.Random(seed)
+    documents = [(rng.randbytes(16), rng.randrange(2), text) for text in texts]
+    cut = [documents[at::splits] for at in range(splits)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines_keys, "RUN_ROWS", run_rows)
+        patch.setattr(split_rows, "_CHUNK_ROWS", run_rows)
+        results = dedup(tmp_path_factory.mktemp("lines"), cut, config, partitions, exact)
+    expected = {document[0]: document for document in brute_force(documents, config, exact)}
+    for (out, counts), before in zip(results, cut, strict=True):
+        left = [expected[id] for id, _, _ in before if id in expected]
+        assert read_documents(out / "documents.arrow") == left
+        rows = [row for row, (id, _, _) in enumerate(before) if id in expected]
+        assert np.load(out / "rows.npy").tolist() == rows
+        ledger = Ledger.from_dict(counts["ledger"])
+        ledger.check("test")
+        assert ledger.read.bytes == sum(len(text.encode()) for *_, text in before)
+        assert ledger.kept.bytes == sum(len(text.encode()) for *_, text in left)
+        copies = {row: count for _, row, count in np.load(out / "winners.npy").tolist()}
+        same = [texts.count(before[row][2]) if exact else 1 for row in rows]
+        assert copies == {row: count for row, count in enumerate(same) if count > 1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=5), config=CONFIGS, data=st.data())
+def test_kernels_find_and_cut_what_the_references_do(
+    texts: list[str], config: LinesDedupConfig, data: st.DataObject
+) -> None:
+    array = pa.array(["before", *texts], pa.large_string())[1:]
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))))
+    units = find_units(array, wanted, config)
+    expected = [
+        (document, number, reference_hash(unit.encode()))
+        for document, text in enumerate(texts)
+        if wanted[document]
+        for number, unit in reference_units(text, config)
+    ]
+    hashes = [high << 64 | low for high, low in zip(units.high.tolist(), units.low.tolist(), strict=True)]
+    assert list(zip(units.document.tolist(), units.unit.tolist(), hashes, strict=True)) == expected
+    chosen = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(expected), max_size=len(expected))), bool
+    )
+    document, unit = units.document[chosen], units.unit[chosen]
+    left, blank = cut_units(array, document, unit, config)
+    for number, text in enumerate(texts):
+        numbers = unit[document == number].tolist()
+        assert left[number].as_py() == (reference_cut(text, numbers, config) if numbers else text)
+        assert blank[number] == (bool(numbers) and not left[number].as_py().strip())
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=70))
+def test_hashes_of_bytes_of_any_length_are_those_of_the_reference(data: bytes) -> None:
+    high, low = lines_units._hash(np.frombuffer(b"-" + data, np.uint8), 1, len(data) + 1)
+    assert int(high) << 64 | int(low) == reference_hash(data)
+
+
+def test_the_hash_is_murmurhash3() -> None:
+    # mmh3.hash64("foo", signed=False), as its documentation has it
+    assert reference_hash(b"foo") == 16316970633193145697 << 64 | 9128664383759220103
+    assert reference_hash(b"") == 0
+
+
+def test_paragraphs_go_with_the_blank_lines_after_them_and_lines_with_their_line_feed() -> None:
+    paragraph = LinesDedupConfig(unit="paragraph", min_characters=1)
+    text = "\n\nfirst\nof two\n \n\n second \n\nthird"
+    assert reference_units(text, paragraph) == [(0, "first\nof two"), (1, "second"), (2, "third")]
+    assert reference_cut(text, {0}, paragraph) == "\n\n second \n\nthird"
+    assert reference_cut(text, {1, 2}, paragraph) == "\n\nfirst\nof two\n \n"
+    line = LinesDedupConfig(min_characters=1)
+    assert reference_cut("a\nb\nc", {1}, line) == "a\nc"
+    assert reference_cut("a\nb\n", {1}, line) == "a\n"
+    assert reference_cut("a\nb", {1}, line) == "a"
+
+
+def test_a_line_of_every_document_costs_partitions_one_row_a_run(tmp_path: Path) -> None:
+    documents = [(at.to_bytes(16, "big"), 0, f"the same line\nline {at}") for at in range(500)]
+    write_documents(tmp_path / "documents.arrow", documents, batch_rows=100)
+    config = LinesDedupConfig(min_characters=5)
+    counts = write_line_keys(tmp_path / "documents.arrow", config, tmp_path, split=0)
+    assert counts == {"lines": 1000, "compared": 1000, "keys": 501}
+
+
+def test_partitions_follow_the_memory_budget() -> None:
+    assert partitions_for(0, 10**9) == 1
+    assert partitions_for(10**9, 10**9) == 240

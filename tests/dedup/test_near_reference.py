@@ -1,0 +1,164 @@
+"""The stages on disk give what plain Python gives, however documents, memory and tasks are divided."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from reference.near import ReferenceResult, Text, reference_near
+from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
+from shardkit.writers.dedup.index import DedupIndex, index_part, publish_index
+from shardkit.writers.dedup.near import find_near_duplicates
+from shardkit.writers.dedup.population import DOCUMENTS_FILE
+from shardkit.writers.dedup.signatures import sign_documents
+from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.stages.tokenize import Removed
+
+CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
+IdResult = tuple[dict[bytes, bytes], dict[bytes, int]]
+
+
+def make_texts(rng: random.Random, count: int) -> list[Text]:
+    """Families of texts that share most words, and what is special: few words, ever the same ones, none."""
+    families = [[f"w{rng.randrange(5000)}" for _ in range(rng.choice([8, 40, 70]))] for _ in range(4)]
+    families += [["buy", "now"] * 90, ["ÄHNLICH"]]
+    texts = []
+    for _ in range(count):
+        words = list(rng.choice(families))
+        if len(words) > 1:
+            for _ in range(rng.choice([0, 0, 1, 1, 2])):
+                words[rng.randrange(len(words))] = f"w{rng.randrange(5000)}"
+            words = words[: len(words) - rng.choice([0, 0, 0, 1, 3])]
+        text = rng.choice([" ", ", "]).join(words)
+        text = rng.choice([text, text.upper(), text + "!", "..." if rng.random() < 0.2 else text])
+        texts.append(Text("input", rng.randrange(2), rng.randbytes(16), text))
+    return texts
+
+
+def write_texts(path: Path, texts: list[Text], rng: random.Random) -> None:
+    """An Arrow file of documents, in batches of any size."""
+    columns: dict[str, list[Any]] = {field.name: [None] * len(texts) for field in DOCUMENT_SCHEMA}
+    columns["document_id"] = [text.id for text in texts]
+    columns["source"] = [text.source for text in texts]
+    columns["text"] = [text.text for text in texts]
+    columns["file"], columns["record"] = ["x.jsonl"] * len(texts), list(range(len(texts)))
+    table = pa.table(columns, schema=DOCUMENT_SCHEMA)
+    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as writer:
+        writer.write_table(table, max_chunksize=rng.choice([1, 7, 1000]))
+
+
+def find(
+    folder: Path,
+    texts: list[Text],
+    config: NearDedupConfig,
+    files: int,
+    memory_bytes: int,
+    *,
+    index: DedupIndex | None = None,
+    indexed: Sequence[Text] = (),
+) -> tuple[IdResult, Mapping[str, Any]]:
+    """({removed: kept}, {kept: copies}) by ids, of texts in random order in so many files; counts."""
+    rng = random.Random(folder.name)
+    members: list[list[Text]] = [[] for _ in range(files)]
+    for text in rng.sample(texts, len(texts)):
+        rng.choice(members).append(text)
+    folder.mkdir()
+    paths = [folder / f"{number}.arrow" for number in range(files)]
+    for path, own in zip(paths, members, strict=True):
+        write_texts(path, own, rng)
+    indexes = () if index is None else (index,)
+    work = folder / "work"
+    found = find_near_duplicates(paths, config, folder=work, memory_bytes=memory_bytes, indexes=indexes)
+    parts = [folder for number in range(files) for folder in (work / "signatures").glob(f"{number:05d}.*")]
+    parts += [part.folder for part in index.parts] if index else []
+    ids = {text.rank: text.id for text in (*texts, *indexed)}
+    numbered = [ids[bytes(rank)] for part in parts for rank in np.load(part / DOCUMENTS_FILE)["id"]]
+    removed = {members[row["split"]][row["row"]].id: numbered[row["kept"]] for row in found.losers}
+    copies = {members[row["split"]][row["row"]].id: int(row["copies"]) for row in found.winners}
+    assert found.counts["losers"] == len(removed) == len(found.losers)
+    return (removed, copies), found.counts
+
+
+def make_index(folder: Path, texts: list[Text], config: NearDedupConfig, sketch: int) -> DedupIndex:
+    """The index of texts none of which is like another; they keep their order."""
+    folder.mkdir()
+    write_texts(folder / "texts.arrow", texts, random.Random(0))
+    for name in ("part", "indexed"):
+        (folder / name).mkdir()
+    sign_documents(folder / "texts.arrow", Removed(), config, folder / "part")
+    nothing = np.zeros(0, np.int64)
+    counts = index_part(folder / "texts.arrow", folder / "part", nothing, config, sketch, folder / "indexed")
+    return publish_index([(folder / "indexed", counts)], folder / "index", {}, config, sketch=sketch)
+
+
+def by_ids(texts: list[Text], result: ReferenceResult) -> IdResult:
+    removed = {texts[lo].id: texts[hi].id for lo, hi in result.removed.items()}
+    return removed, {texts[at].id: count for at, count in result.copies.items()}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_stages_remove_what_the_reference_removes(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    texts = make_texts(rng, 60)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"containment": 0.8, "similarity": 0.9},
+        {"scope": "source", "small_shingles": 0},
+        {"minhash": MinHashConfig(permutations=32, unit="characters", ngram=7)},
+    ]
+    config = NearDedupConfig.model_validate(CONFIG.model_dump() | changes[seed])
+    expected = by_ids(texts, reference_near(texts, config))
+    assert 10 < len(expected[0]) < 55
+    assert find(tmp_path / "one", texts, config, 1, 64 << 20)[0] == expected
+    assert find(tmp_path / "many", texts, config, 4, 10_000)[0] == expected
+
+
+def test_planted_copies_change_nothing_for_other_documents(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    texts = make_texts(rng, 60)
+    expected = by_ids(texts, reference_near(texts, CONFIG))
+    config = CONFIG.model_copy(update={"measure": MeasureConfig(planted=40, checked=5)})
+    found, counts = find(tmp_path / "planted", texts, config, 2, 100_000)
+    assert found == expected
+    assert counts["planted"] > 5
+
+
+@pytest.mark.parametrize("sketch", [0, 30])
+def test_documents_of_an_index_win_over_all(tmp_path: Path, sketch: int) -> None:
+    rng = random.Random(sketch)
+    texts = make_texts(rng, 80)
+    kept = reference_near(texts[:40], CONFIG).removed
+    indexed = [
+        text._replace(kind="index") for at, text in enumerate(texts[:40]) if at not in kept and text.text
+    ]
+    own = texts[40:]
+    expected = by_ids([*own, *indexed], reference_near([*own, *indexed], CONFIG, sketch=sketch or None))
+    assert set(expected[0].values()) & {text.id for text in indexed}
+    index = make_index(tmp_path / "index", indexed, CONFIG, sketch)
+    found, counts = find(tmp_path / "own", own, CONFIG, 2, 20_000, index=index, indexed=indexed)
+    assert found == expected
+    assert counts["kept_by_index"] == sum(hi not in {text.id for text in own} for hi in expected[0].values())
+
+
+def test_the_reference_follows_the_rule_by_hand() -> None:
+    """Of three texts the middle one is 0.84 like both others, which are 0.7 alike: it alone goes."""
+    words = [f"w{number}" for number in range(100)]
+
+    def text(first: int, id: int, kind: Any = "input") -> Text:
+        return Text(kind, 0, bytes([id]) * 16, " ".join(words[first : first + 60]))
+
+    config = NearDedupConfig(minhash=MinHashConfig(permutations=128), bands=64, rows=2)
+    texts = [text(0, 1), text(5, 2), text(10, 3), text(10, 4), Text("input", 0, b"5" * 16, "?!")]
+    lengths = [len(one.text) for one in texts]
+    assert lengths[0] < lengths[1] < lengths[2] == lengths[3]  # so the third one has the highest priority
+    assert reference_near(texts, config) == ReferenceResult({1: 2, 3: 2}, {2: 3})
+    indexed = [*texts, text(0, 9, "index")]
+    assert reference_near(indexed, config) == ReferenceResult({0: 5, 1: 5, 3: 2}, {2: 2})
+    planted = [*texts, text(0, 9, "planted")]
+    assert reference_near(planted, config) == ReferenceResult({1: 2, 3: 2, 5: 0}, {2: 3})

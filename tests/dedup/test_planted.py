@@ -1,0 +1,165 @@
+"""Planted copies: their similarity is exact and spread over all bands, and only documents decide which."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+
+from reference.near import reference_shingles
+from shardkit.writers.dedup.config import MinHashConfig
+from shardkit.writers.dedup.measure import NAMESPACE, PLANTED, PLANTED_FILE, ngrams, plant, read_rows
+from shardkit.writers.dedup.measure import TEXTS_FILE as DOCUMENTS_FILE
+from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+
+WORDS = MinHashConfig()
+CHARACTERS = MinHashConfig(unit="characters", ngram=9)
+
+
+def write_documents(path: Path, documents: Sequence[tuple[int, str]], batch: int = 7) -> Path:
+    """A split of (record, text), with ids as the build gives them."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, DOCUMENT_SCHEMA) as out:
+        for start in range(0, len(documents), batch):
+            rows = documents[start : start + batch]
+            records = [record for record, _ in rows]
+            out.write_batch(
+                pa.record_batch(
+                    [
+                        pa.array(document_ids("a.jsonl", records), pa.binary(16)),
+                        pa.array([record % 3 for record in records], pa.int32()),
+                        pa.array(["a.jsonl"] * len(rows)),
+                        pa.array(records, pa.int64()),
+                        pa.array([text for _, text in rows], pa.large_string()),
+                        *[pa.nulls(len(rows), pa.string())] * 3,
+                    ],
+                    schema=DOCUMENT_SCHEMA,
+                )
+            )
+    return path
+
+
+def corpus(count: int, seed: int = 0) -> list[tuple[int, str]]:
+    """Documents of 20 to 400 words, with what normalization has to see through."""
+    chance = random.Random(seed)
+    vocabulary = [f"w{number}" for number in range(3000)] + ["Ünïcode", "e\u0301te\u0301", "ΟΔΟΣ", "İ"]
+    return [
+        (record, ", ".join(chance.choices(vocabulary, k=chance.randrange(20, 400))).capitalize() + ".")
+        for record in range(count)
+    ]
+
+
+def nothing(split: int) -> npt.NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
+
+def planted_in(folder: Path) -> tuple[npt.NDArray[np.void], pa.Table]:
+    planted = np.load(folder / PLANTED_FILE)
+    assert planted.dtype == PLANTED
+    with pa.OSFile(str(folder / DOCUMENTS_FILE)) as file:
+        return planted, pa.ipc.open_file(file).read_all()
+
+
+@pytest.mark.parametrize(
+    "config", [WORDS, CHARACTERS, MinHashConfig(ngram=1), MinHashConfig(ngram=40)], ids=str
+)
+def test_the_similarity_of_a_copy_is_counted_from_both_texts_and_all_bands_are_met(
+    tmp_path: Path, config: MinHashConfig
+) -> None:
+    documents = corpus(120)
+    path = write_documents(tmp_path / "d.arrow", documents)
+    counts = plant([path], nothing, config, count=70, seed=3, folder=tmp_path)
+    planted, copies = planted_in(tmp_path)
+    assert counts == {"planted": 70, "bytes": sum(len(t.encode()) for t in copies["text"].to_pylist())}
+    assert copies.schema == DOCUMENT_SCHEMA
+    for row, copy in zip(planted, copies.to_pylist(), strict=True):
+        record, original = documents[int(row["original_row"])]
+        known, found = reference_shingles(original, config), reference_shingles(copy["text"], config)
+        assert (row["shared"], row["union"]) == (len(known & found), len(known | found))
+        assert len(ngrams(original, config)) >= 50
+        assert (copy["file"], copy["source"]) == (NAMESPACE, record % 3)
+        assert copy["document_id"] == document_ids(NAMESPACE, [copy["record"]])[0]
+    similarity = planted["shared"] / planted["union"]
+    bands, _ = np.histogram(similarity, [0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0])
+    assert bands.sum() == 70
+    assert bands.min() >= 7
+    assert sorted(copies["record"].to_pylist()) == list(range(70))
+
+
+def described(
+    folder: Path, splits: Sequence[Sequence[tuple[int, str]]]
+) -> set[tuple[int, int, str, int, int]]:
+    planted, copies = planted_in(folder)
+    return {
+        (
+            splits[row["original_split"]][row["original_row"]][0],
+            c["record"],
+            c["text"],
+            row["shared"],
+            row["union"],
+        )
+        for row, c in zip(planted, copies.to_pylist(), strict=True)
+    }
+
+
+def test_neither_splits_nor_their_order_nor_batches_change_what_is_planted(tmp_path: Path) -> None:
+    documents = corpus(90)
+    ways = [[documents], [documents[60:], [], documents[:25], documents[25:60]]]
+    results = []
+    for number, splits in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        paths = [write_documents(folder / f"{at}.arrow", split, 4 + at) for at, split in enumerate(splits)]
+        plant(paths, nothing, WORDS, count=30, seed=3, folder=folder)
+        results.append(described(folder, splits))
+    assert results[0] == results[1]
+    assert len(results[0]) == 30
+
+
+def test_a_seed_chooses_and_what_is_removed_or_short_is_never_chosen(tmp_path: Path) -> None:
+    documents = corpus(60)
+    path = write_documents(tmp_path / "d.arrow", documents)
+    chosen = []
+    for seed in (1, 2):
+        plant([path], nothing, WORDS, count=20, seed=seed, folder=tmp_path)
+        chosen.append(set(planted_in(tmp_path)[0]["original_row"].tolist()))
+    assert chosen[0] != chosen[1]
+    gone = np.array(sorted(chosen[0]), np.int64)
+    plant([path], lambda split: gone, WORDS, count=1000, seed=1, folder=tmp_path)
+    left = set(planted_in(tmp_path)[0]["original_row"].tolist())
+    long = {row for row, (_, text) in enumerate(documents) if len(ngrams(text, WORDS)) >= 50}
+    assert left == long - chosen[0]
+    assert len(long) < 60
+
+
+@pytest.mark.parametrize(
+    ("splits", "count"), [([], 5), ([[]], 5), ([[(0, "too short")]], 5), ([corpus(9)], 0)]
+)
+def test_nothing_to_plant_leaves_empty_files(
+    tmp_path: Path, splits: list[list[tuple[int, str]]], count: int
+) -> None:
+    paths = [write_documents(tmp_path / f"{at}.arrow", split) for at, split in enumerate(splits)]
+    assert plant(paths, nothing, WORDS, count=count, seed=0, folder=tmp_path) == {"planted": 0, "bytes": 0}
+    planted, copies = planted_in(tmp_path)
+    assert len(planted) == len(copies) == 0
+
+
+def test_a_text_of_one_word_over_and_over_can_be_an_original(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "d.arrow", [(0, "again " * 500)])
+    plant([path], nothing, WORDS, count=1, seed=0, folder=tmp_path)
+    [row] = planted_in(tmp_path)[0]
+    assert row["shared"] == 1
+    assert row["union"] > 1
+
+
+def test_rows_are_read_one_by_one_across_batches(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "d.arrow", [(record, f"text {record}") for record in range(50)])
+    wanted = [0, 6, 7, 8, 49]
+    rows = {row: batch.column("text").to_pylist() for row, batch in read_rows(path, wanted)}
+    assert rows == {row: [f"text {row}"] for row in wanted}
+    with pytest.raises(AssertionError, match="has 50 rows, not row 50"):
+        list(read_rows(path, [50]))

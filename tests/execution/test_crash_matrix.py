@@ -1,0 +1,112 @@
+"""Kill, starve or damage a build anywhere, run the same command again: the same bytes, and no false index.
+
+This holds a part of the matrix; `python tests/benchmarks/crash_matrix.py` runs the whole of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crash.builds import STAGES, Cell, Crashes, Outcome
+from crash.faults import damage
+from crash.grid import Entry, grid, sample
+from crash.stores import FAULTS, StoreCell, StoreCrashes
+from support.s3_moto import s3_server
+
+SEED = 8
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashes]:
+    with Crashes(tmp_path_factory.mktemp("crashes")) as crashes:
+        yield crashes
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.problems == []
+    assert outcome.struck
+    assert outcome.looks > 10
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(fault="kill", stage="tokenize", moment="committed", skip=1),
+        Cell(fault="kill", step=30, replace=True),
+    ],
+    ids=str,
+)
+def test_the_same_command_after_a_kill_brings_the_same_bytes(crashes: Crashes, cell: Cell) -> None:
+    check(crashes.run(cell))
+
+
+@pytest.mark.extended
+def test_what_a_disk_damaged_is_made_again(crashes: Crashes) -> None:
+    cell = Cell(fault="flipped bit", stage="candidates", moment="before")
+    check(damage(crashes, cell, "flipped bit", "equal_mask/*/removed.bin"))
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> StoreCrashes:
+    return StoreCrashes(tmp_path_factory.mktemp("stores"))
+
+
+def test_a_commit_whose_answer_is_lost_is_done_once(stores: StoreCrashes) -> None:
+    cell = StoreCell(fault="lost_ack", place="work", number=3, operation="put", key="^commits/")
+    outcome = stores.run(cell)
+    assert (outcome.struck, outcome.error, outcome.problems) == (True, "", [])
+
+
+def test_a_shard_that_cannot_be_read_when_it_is_published_is_named_by_its_url(stores: StoreCrashes) -> None:
+    outcome = stores.run(StoreCell(fault="deny", place="work", number=1, operation="open", key=r"\.mds$"))
+    assert outcome.problems == []
+    named = r"memory://\S+/work/data/pack/\S+\.mds: cannot be read: AccessDenied"
+    assert re.search(named, outcome.error), outcome.error
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_operation_of_a_store_may_fail(stores: StoreCrashes, fault: str) -> None:
+    for place, count in stores.operations.items():
+        for number in range(1 + len(fault), count - 20, max(count // 3, 1)):
+            outcome = stores.run(StoreCell(fault=fault, place=place, number=number))  # type: ignore[arg-type]
+            assert outcome.problems == [], outcome.cell
+            assert outcome.struck, outcome.cell
+
+
+@pytest.mark.extended
+def test_a_drawn_part_of_the_matrix_keeps_all_promises(crashes: Crashes) -> None:
+    entries = list(grid(["inline"], steps=crashes.steps("out"), all_steps=crashes.steps("."), stride=3))
+    drawn = sample(entries, SEED, faults_each=1)
+    assert {entry.stage for entry in drawn} >= set(STAGES)
+    assert {entry.fault for entry in drawn} == {entry.fault for entry in entries}
+    check_all(crashes, drawn)
+
+
+@pytest.mark.extended
+def test_other_engines_keep_them_too(tmp_path: Path) -> None:
+    with s3_server() as server, Crashes(tmp_path, bucket=server.new_bucket()) as crashes:
+        entries = list(grid(["local", "slices", "s3"], steps=0, all_steps=0))
+        check_all(crashes, sample_of_engines(entries))
+
+
+def sample_of_engines(entries: list[Entry]) -> list[Entry]:
+    """One of each engine and fault."""
+    kinds = {(entry.engine, entry.fault) for entry in entries}
+    return [
+        sample([entry for entry in entries if (entry.engine, entry.fault) == kind], SEED, faults_each=1)[0]
+        for kind in sorted(kinds)
+    ]
+
+
+def check_all(crashes: Crashes, entries: list[Entry]) -> None:
+    missed = 0
+    for entry in entries:
+        outcome = entry.do(crashes)
+        assert outcome.problems == [], entry
+        missed += not outcome.struck
+    assert missed <= len(entries) // 10, "the last steps of a build may not be reached"

@@ -1,0 +1,211 @@
+"""Workers: results in task order, errors as they were raised, deaths explained, nobody left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.writers.execution.engine_local import LocalEngine, default_workers
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.work import Work
+from support import task_runs
+from support.task_runs import FAILURES, check_failure, run_all
+
+TASKS = (
+    task_runs.TASKS
+    + """
+def nap(folder, seconds):
+    (folder.parent.parent / f"napping-{os.getpid()}").touch()
+    time.sleep(seconds)
+    return {}
+
+def die(folder, number):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+def leave(folder): os._exit(3)
+def exhaust(folder): raise MemoryError
+"""
+)
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("engine_tasks")
+    del sys.modules["engine_tasks"]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Work]:
+    with Journal(tmp_path / "work") as journal:
+        yield journal.work
+
+
+def task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
+    return Task("stage", f"{name}-{number}", {"args": list(args)}, getattr(tasks, name), args, weight)
+
+
+def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, work: Work) -> None:
+    planned = [task(tasks, "square", n, number=n, weight=n * 7 % 5) for n in range(9)]
+    heard: list[str] = []
+    with LocalEngine(3) as engine:
+        commits = run_all(engine, planned, work, lambda commit: heard.append(commit.name))
+        again = run_all(engine, planned[:1], work)
+    assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
+    assert sorted(heard) == sorted(planned_task.name for planned_task in planned)
+    pids = {c.counts["pid"] for c in commits}
+    assert 1 <= len(pids) <= 3
+    assert os.getpid() not in pids
+    assert again[0].counts["pid"] in pids  # workers are kept
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_the_heaviest_task_starts_first(tasks: ModuleType, work: Work) -> None:
+    planned = [task(tasks, "square", n, number=n, weight=n) for n in range(5)]
+    heard: list[str] = []
+    with LocalEngine(1) as engine:
+        run_all(engine, planned, work, lambda commit: heard.append(commit.name))
+    assert heard == [f"square-{n}" for n in (4, 3, 2, 1, 0)]
+
+
+def test_workers_use_one_thread_and_leave_stdout_alone(
+    tasks: ModuleType, work: Work, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalEngine(1) as engine:
+        [commit] = run_all(engine, [task(tasks, "environment")], work)
+    assert commit.counts == {
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    assert capfd.readouterr().out == ""  # stdout is for results
+
+
+def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    (tmp_path / "guard.py").write_text(
+        "print('once')\n"
+        "from pathlib import Path; import engine_tasks\n"
+        "from shardkit.writers.execution.engine_local import LocalEngine\n"
+        "from shardkit.writers.execution.runner import Journal\n"
+        "from shardkit.writers.execution.task import Task\n"
+        "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
+        "    tasks = [Task('s', str(n), {}, engine_tasks.environment) for n in range(2)]\n"
+        "    heard = []\n"
+        "    engine.run(journal.queue(tasks, heard.append), journal.work)\n"
+        "    print(len(heard))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "guard.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "once\n2\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        *FAILURES,
+        ("exhaust", BuildError, r"task stage/exhaust-0: out of memory; use fewer --workers"),
+    ],
+)
+def test_errors_keep_their_type_and_say_which_task(
+    tasks: ModuleType, work: Work, name: str, kind: type[Exception], message: str
+) -> None:
+    with LocalEngine(1) as engine, pytest.raises(kind, match=message) as caught:
+        run_all(engine, [task(tasks, name)], work)
+    check_failure(caught, name, kind)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, r"stage/die-0: its worker was killed by SIGKILL; if the machine ran out of memory"),
+        (signal.SIGSEGV, r"stage/die-0: its worker was killed by SIGSEGV; what is finished is kept"),
+    ],
+)
+def test_a_killed_worker_is_named_with_its_task_and_signal(
+    tasks: ModuleType, work: Work, number: int, message: str
+) -> None:
+    with LocalEngine(2) as engine, pytest.raises(BuildError, match=message):
+        run_all(engine, [task(tasks, "die", int(number))], work)
+
+
+def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Work) -> None:
+    with LocalEngine(1) as engine, pytest.raises(BuildError, match=r"stage/leave-0: .* exit status 3"):
+        run_all(engine, [task(tasks, "leave")], work)
+
+
+def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work) -> None:
+    start = time.monotonic()
+    planned = [task(tasks, "nap", 600, weight=2), task(tasks, "refuse")]
+    with LocalEngine(2) as engine, pytest.raises(RecipeError):
+        run_all(engine, planned, work)
+    assert time.monotonic() - start < 300  # long before the nap ends
+    assert not [p for p in psutil.Process().children() if "engine_local" in " ".join(p.cmdline())]
+
+
+SLEEPER = (
+    "from pathlib import Path; import engine_tasks\n"
+    "from shardkit.writers.execution.engine_local import LocalEngine\n"
+    "from shardkit.writers.execution.runner import Journal\n"
+    "from shardkit.writers.execution.task import Task\n"
+    "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
+    "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (600,)) for n in range(2)]\n"
+    "    engine.run(journal.queue(tasks, lambda commit: None), journal.work)\n"
+)
+
+
+@pytest.mark.usefixtures("heeded_ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_the_build(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "engine_tasks.py").write_text(TASKS)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while len(napping := list((tmp_path / "work").rglob("napping-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    workers = [int(path.name.removeprefix("napping-")) for path in napping]
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)  # long before the naps end
+    assert process.returncode == -number  # Python ends an unhandled KeyboardInterrupt by SIGINT
+    assert errors.count("Traceback") == (number == signal.SIGINT)
+    deadline = time.monotonic() + 120
+    while any(psutil.pid_exists(pid) and _alive(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)  # nobody reaps them in a container
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1000])
+def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
+    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 256"):
+        LocalEngine(workers)
+
+
+def test_the_default_is_bounded_by_cores_and_memory() -> None:
+    assert default_workers(1) == min(64, len(os.sched_getaffinity(0)))
+    assert default_workers(1 << 60) == 1

@@ -1,0 +1,485 @@
+"""Ray: the same results as processes of this machine; lost processes and nodes are made up for, and told."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+from servers.bucket import RgwBucket
+from shardkit.errors import BuildError, MissingExtraError, RecipeError
+from shardkit.storage.store import StorageOptions
+from shardkit.writers.execution import engine_ray
+from shardkit.writers.execution.engine_ray import RayEngine, check_of, run_on_node, slots_of, start_ray
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.scheduler import OwnQueue
+from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.work import Work
+from shardkit.writers.pipeline import build
+from shardkit.writers.progress import StageProgress
+from support import task_runs
+from support.ray_cluster import NODE_MEMORY, RAY_ENVIRONMENT, RayCluster, can_hide_folders
+from support.small_build import RECIPE, make_corpus, tree
+from support.task_runs import FAILURES, check_failure, run_all
+
+pytest_plugins = ["support.s3_rgw"]
+
+MEMORY = 1_000_000_000
+TASKS = (
+    task_runs.TASKS
+    + """
+def nap(folder, place, seconds):
+    (place / f"napping-{os.getpid()}").touch()
+    time.sleep(seconds)
+    return {}
+
+def die_until(folder, place, count):
+    (place / f"death-{time.monotonic_ns()}").touch()
+    if len(list(place.glob("death-*"))) <= count:
+        os.kill(os.getpid(), 9)
+    return {}
+
+def meet(folder, place, number, others):
+    (place / f"here-{number}").touch()
+    deadline = time.monotonic() + 100
+    while len(list(place.glob("here-*"))) < others:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return {}
+
+def overlap(folder, place):
+    import ray
+    mine = place / f"{ray.get_runtime_context().get_node_id()}.{os.getpid()}"
+    mine.touch()
+    time.sleep(0.05)
+    seen = sorted(path.name for path in place.iterdir())
+    mine.unlink()
+    return {"seen": seen, "node": mine.name.split(".")[0]}
+
+def refuse_beside(folder, place):
+    while not list(place.glob("napping-*")):
+        time.sleep(0.02)
+    raise RecipeError("pack.length: too long")
+"""
+)
+extended = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "ray_tasks.py").write_text(TASKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("ray_tasks")
+    del sys.modules["ray_tasks"]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Work]:
+    with Journal(tmp_path / "work") as journal:
+        yield journal.work
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where tasks tell each other and the test what they are at."""
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Two nodes of two CPUs each; whoever kills one adds another."""
+    with RayCluster(nodes=2, cpus=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def connected(cluster: RayCluster) -> RayCluster:
+    """This process is connected, for all tests: each connection has worker processes of its own."""
+    import ray
+
+    if not ray.is_initialized():
+        start_ray(cluster.address, 1, MEMORY)
+    return cluster
+
+
+def engine(workers: int | None = None, memory_bytes: int = MEMORY) -> RayEngine:
+    return RayEngine(workers, address=None, memory_bytes=memory_bytes)
+
+
+def task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
+    config = {"args": [str(arg) for arg in args]}
+    return Task("stage", f"{name}-{number}", config, getattr(tasks, name), args, weight)
+
+
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_ray, "FIRST_PAUSE_SECONDS", 0.1)
+
+
+# --- without a cluster ---
+
+
+def test_as_many_tasks_fit_as_cpus_and_memory_of_each_living_node_allow() -> None:
+    def node(cpus: float, memory: float, alive: bool = True) -> dict[str, Any]:
+        return {"Alive": alive, "Resources": {"CPU": cpus, "memory": memory, "object_store_memory": 1e9}}
+
+    assert slots_of([node(4, 8e9), node(4, 3.5e9), node(8, 9e9, alive=False)], 1_000_000_000) == 4 + 3
+    assert slots_of([node(4, 9e8), {"Alive": True, "Resources": {"object_store_memory": 1e9}}], 10**9) == 0
+    assert slots_of([], 1) == 0
+
+
+def test_a_missing_ray_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_corpus(tmp_path / "corpus", 20)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    before = tree(tmp_path)
+    with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[ray\]'"):
+        build(recipe, engine="ray", progress=False)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_is_not_there_is_said_at_once(scheme: str) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(BuildError, match=rf"^the Ray cluster at {address} cannot be reached .*refused"):
+            RayEngine(1, address=address, memory_bytes=MEMORY).__enter__()
+
+
+@pytest.mark.parametrize("workers", [0, -1, 100_001])
+def test_impossible_numbers_of_workers_are_refused(workers: int) -> None:
+    with pytest.raises(BuildError, match=f"{workers} workers: between 1 and 100,000"):
+        RayEngine(workers, address=None, memory_bytes=MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": "0" * 32}, "are other versions than where the build was started; install the same"),
+        (
+            {"marker": "/nowhere/marker"},
+            r"does not see the work folder .*work; .* set `work` to a place in S3",
+        ),
+    ],
+)
+def test_a_node_that_does_not_fit_says_why_before_it_runs_anything(
+    work: Work, change: dict[str, Any], message: str
+) -> None:
+    with check_of(work) as check:
+        answer, _ = run_on_node(replace(check, **change), b"not even a pickle")
+    commit, error, _ = pickle.loads(answer)
+    assert commit is None
+    with pytest.raises(BuildError, match=f"^node {socket.gethostname()} of the Ray cluster: .*{message}"):
+        raise error
+
+
+def test_a_node_that_fits_runs_the_task_and_the_check_leaves_nothing(tasks: ModuleType, work: Work) -> None:
+    planned = task(tasks, "square", 7)
+    with check_of(work) as check:
+        assert check.code == code_version()
+        answer, _ = run_on_node(check, pickle.dumps((planned, planned.digest, work)))
+    commit, error, _ = pickle.loads(answer)
+    assert error is None
+    assert (commit.folder / "square.txt").read_text() == "49"
+    assert not list((work.folder / "unfinished").rglob("ray.*"))
+
+
+# --- on a cluster ---
+
+
+@extended
+def test_results_come_in_task_order_from_all_nodes(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with engine() as ray:
+        run_all(ray, [task(tasks, "meet", place, n, 4, number=n) for n in range(4)], work)  # 2 nodes of 2
+        commits = run_all(ray, [task(tasks, "square", n, number=n) for n in range(9)], work)
+        [commit] = run_all(ray, [task(tasks, "environment")], work)
+    assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
+    assert set(commit.counts.values()) == {"1", "false"}  # one thread each
+    assert capfd.readouterr() == ("", "")
+
+
+@extended
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("name", "kind", "message"), FAILURES)
+def test_errors_keep_their_type_and_say_which_task(
+    tasks: ModuleType, work: Work, connected: RayCluster, name: str, kind: type[Exception], message: str
+) -> None:
+    with engine() as ray, pytest.raises(kind, match=message) as caught:
+        run_all(ray, [task(tasks, name)], work)  # at once: another try would be a warning
+    check_failure(caught, name, kind)
+
+
+@extended
+def test_the_first_error_ends_what_runs(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster
+) -> None:
+    planned = [task(tasks, "nap", place, 600), task(tasks, "refuse_beside", place)]
+    with engine() as ray, pytest.raises(RecipeError):
+        run_all(ray, planned, work)
+    [napping] = place.iterdir()
+    assert _ends(int(napping.name.removeprefix("napping-")))
+
+
+@extended
+def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
+    tasks: ModuleType,
+    work: Work,
+    place: Path,
+    connected: RayCluster,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick_retries(monkeypatch)
+    planned = [task(tasks, "die_until", place, 2), *(task(tasks, "square", n, number=n) for n in range(5))]
+    with engine() as ray, pytest.warns(RuntimeWarning) as told:
+        commits = run_all(ray, planned, work)
+    assert len(commits) == 6
+    problem = "task stage/die_until-0: its process died (killed, or out of memory?)"
+    expected = [f"{problem}; it runs again (retry {n} of 4)" for n in (1, 2)]
+    assert [str(warning.message) for warning in told] == expected
+    assert capfd.readouterr().out == ""
+
+
+@extended
+@pytest.mark.filterwarnings("ignore:task stage/die_until")
+def test_a_task_that_kills_every_worker_ends_the_run(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_retries(monkeypatch)
+    monkeypatch.setattr(engine_ray, "RETRIES", 1)
+    with engine() as ray, pytest.raises(BuildError, match=r"stage/die_until-0: its process died .* 2 times"):
+        run_all(ray, [task(tasks, "die_until", place, 100)], work)
+    assert len(list(place.iterdir())) == 2
+
+
+class CountingQueue(OwnQueue):
+    """Knows how many tasks were out at a time."""
+
+    out = most = 0
+
+    def take(self) -> Task | None:
+        task = super().take()
+        self.out += task is not None
+        self.most = max(self.most, self.out)
+        return task
+
+    def done(self, commit: Commit) -> None:
+        self.out -= 1
+        super().done(commit)
+
+
+@extended
+@pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (None, 8)])
+def test_tasks_in_flight_are_bounded(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, workers: int | None, most: int
+) -> None:
+    commits: list[Commit] = []
+    queue = CountingQueue([task(tasks, "overlap", place, number=n) for n in range(20)], commits.append)
+    with engine(workers) as ray:
+        ray.run(queue, work)
+    assert queue.most == most  # twice the four CPUs, or what was said
+    assert max(len(commit.counts["seen"]) for commit in commits) <= min(most, 4)
+
+
+@extended
+def test_tasks_ask_for_the_memory_of_the_recipe(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster
+) -> None:
+    with engine(memory_bytes=NODE_MEMORY * 3 // 4) as ray:  # so one fits on a node, with its two CPUs
+        commits = run_all(ray, [task(tasks, "overlap", place, number=n) for n in range(10)], work)
+    for counts in (commit.counts for commit in commits):
+        assert len([name for name in counts["seen"] if name.startswith(counts["node"])]) == 1
+
+
+@extended
+def test_what_fits_on_no_node_is_waited_for_and_then_said(
+    tasks: ModuleType, work: Work, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_ray, "NO_NODE_SECONDS", 0.5)
+    monkeypatch.setattr(engine_ray, "LOOK_SECONDS", 0.1)
+    message = r"no node of the Ray cluster had a CPU and 4 GB .*there is 2 CPUs with 4 GB\).*`memory` smaller"
+    with (
+        engine(memory_bytes=NODE_MEMORY + 1) as ray,
+        pytest.warns(RuntimeWarning, match="waiting for one"),
+        pytest.raises(BuildError, match=message),
+    ):
+        run_all(ray, [task(tasks, "square", 2)], work)
+
+
+@extended
+def test_a_second_cluster_is_refused_while_connected(connected: RayCluster) -> None:
+    with pytest.raises(BuildError, match=r"connected to a Ray cluster already; .*127\.0\.0\.1:1"):
+        RayEngine(1, address="127.0.0.1:1", memory_bytes=MEMORY).__enter__()
+
+
+@extended
+def test_a_killed_node_costs_only_its_tasks(
+    tasks: ModuleType, work: Work, place: Path, connected: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_retries(monkeypatch)
+    number = connected.add()
+    planned = [task(tasks, "meet", place, n, 7, number=n) for n in range(7)]  # six run at once, one waits
+
+    def kill() -> None:
+        connected.kill(number)
+        (place / "here-killed").touch()
+
+    thread = _when(lambda: len(list(place.glob("here-*"))) == 6, kill)
+    told = pytest.warns(RuntimeWarning, match=r"its node died; it runs again \(retry 1 of 4\)")
+    with engine() as ray, told:
+        commits = run_all(ray, planned, work)
+    thread.join()
+    assert len(commits) == 7
+
+
+BUILD = RECIPE.replace("dedup: {exact: {}}", "dedup: {exact: {}, near: {}}\nmemory: 512MB")
+
+
+@extended
+def test_a_build_whose_node_is_killed_gives_the_bytes_of_processes_here(
+    tmp_path: Path, connected: RayCluster, inline_builds: None
+) -> None:
+    recipe = make_corpus(tmp_path / "corpus", 200, BUILD)
+    build(recipe, output=tmp_path / "expected", progress=False)
+    number = connected.add()
+    heard: list[StageProgress] = []
+    thread = _when(lambda: bool(connected.running(number, "clean/")), lambda: connected.kill(number))
+    with pytest.warns(RuntimeWarning, match="task clean/.* its node died; it runs again"):
+        build(recipe, output=tmp_path / "made", engine="ray", progress=heard.append)
+    thread.join()
+    assert tree(tmp_path / "made") == tree(tmp_path / "expected")
+    last = {progress.stage: progress for progress in heard}
+    assert all(progress.finished for progress in last.values())
+    assert {"clean", "exact", "signatures", "near", "tokenize", "pack"} <= set(last)
+
+
+@extended
+@pytest.mark.skipif(not can_hide_folders(), reason="this user may not mount")
+def test_another_machine_needs_a_work_folder_that_it_sees(
+    tmp_path: Path, cluster: RayCluster, rgw_bucket: RgwBucket, inline_builds: None
+) -> None:
+    """The one node has folders of its own where the driver has its scratch and its local work folder."""
+    import ray
+
+    ray.shutdown()
+    (tmp_path / "own").mkdir()
+    recipe = make_corpus(tmp_path / "corpus", 100, BUILD)
+    build(recipe, output=tmp_path / "expected", progress=False)
+    local = [f"work={tmp_path}/own/work"]
+    remote = [f"work={rgw_bucket.url}/work", f"scratch={tmp_path}/own/scratch"]
+    with RayCluster(nodes=0, cpus=2) as machines:
+        machines.add_machine(tmp_path / "own")
+        arguments: dict[str, Any] = {"engine": "ray", "ray_address": machines.address, "progress": False}
+        with pytest.raises(BuildError, match=r"does not see the work folder .*own/work; .*S3 \(s3://"):
+            build(recipe, output=tmp_path / "made", overrides=local, **arguments)
+        storage = StorageOptions(endpoint_url=rgw_bucket.endpoint_url)
+        build(recipe, output=tmp_path / "made", overrides=remote, storage=storage, **arguments)
+    assert tree(tmp_path / "made") == tree(tmp_path / "expected")
+
+
+SLEEPER = """
+import sys
+from pathlib import Path; import ray_tasks
+from shardkit.writers.execution.engine_ray import RayEngine
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.task import Task
+address, place = sys.argv[1] or None, Path(sys.argv[2])
+with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, memory_bytes=10**9) as engine:
+    tasks = [Task("s", str(n), {}, ray_tasks.nap, (place, 600)) for n in range(2)]
+    engine.run(journal.queue(tasks, lambda commit: None), journal.work)
+"""
+
+
+@extended
+@pytest.mark.usefixtures("heeded_ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_tasks_end_with_the_build(
+    tmp_path: Path, tasks: ModuleType, place: Path, cluster: RayCluster, number: signal.Signals
+) -> None:
+    folders = [str(Path(str(tasks.__file__)).parents[1]), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, cluster.address, place],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+    )
+    deadline = time.monotonic() + 120
+    while len(napping := list(place.glob("napping-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=120)  # long before the naps end
+    assert process.returncode == -number
+    assert output == ""
+    assert errors.count("Traceback") == (number == signal.SIGINT)
+    assert all(_ends(int(path.name.removeprefix("napping-"))) for path in napping)
+
+
+@extended
+def test_the_command_starts_ray_here_and_ends_it(tmp_path: Path, inline_builds: None) -> None:
+    recipe = make_corpus(tmp_path / "corpus", 100)
+    build(recipe, output=tmp_path / "expected", progress=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    options = ["--engine", "ray", "--workers", "2", "--quiet", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit", "build", recipe, "--output", tmp_path / "made", *options],
+        env=environment | RAY_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["output"] == str(tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(tmp_path / "expected")
+
+
+def _when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """A thread that acts as soon as something holds."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 120
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process that should end does."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False

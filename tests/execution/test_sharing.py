@@ -1,0 +1,372 @@
+"""Several processes run one build: the same bytes, whoever is killed, asleep or never comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servers.bucket import RgwBucket
+from servers.fault_proxy import FaultProxy, Rule
+from shardkit import files as file_helpers
+from shardkit.errors import BuildError
+from shardkit.publish import transports
+from shardkit.publish.publication import Publication
+from shardkit.storage.resilient import connect
+from shardkit.writers import BuildResult, build
+from shardkit.writers.execution import scheduler as queue
+from shardkit.writers.execution import scheduler as turns
+from shardkit.writers.execution.scheduler import TaskSlice
+from shardkit.writers.progress import StageProgress
+from shardkit.writers.publish import Watch
+from support.small_build import make_corpus, tree
+from support.watched_store import fresh_memory, objects
+
+pytest_plugins = ["support.s3_rgw"]
+pytestmark = pytest.mark.usefixtures("inline_builds")
+PROCESS = Path(__file__).resolve().parents[1] / "support" / "sharing_process.py"
+LONGEST_SECONDS = 120.0  # far above what any test takes
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), 80)
+
+
+@pytest.fixture(scope="module")
+def local(corpus: Path, inline_builds: None) -> dict[str, bytes]:
+    """The files of the dataset as one build makes it."""
+    folder = build(corpus, overrides=["work=work"], workers=1, progress=False).output
+    return {name: (folder / name).read_bytes() for name in tree(folder)}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(turns, "POLL_SECONDS", 0.05)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in tree(folder)}
+
+
+def together(*calls: Callable[[], BuildResult]) -> list[BuildResult]:
+    """Results of calls that run at once, each in a thread."""
+    results: dict[int, BuildResult] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int, call: Callable[[], BuildResult]) -> None:
+        try:
+            results[number] = call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n, call)) for n, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONGEST_SECONDS)
+    if errors:
+        raise errors[0]
+    return [results[n] for n in range(len(calls))]
+
+
+def test_machines_with_a_work_folder_and_output_in_stores_give_a_local_builds_bytes(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    work, output = fresh_memory(), fresh_memory()
+
+    def machine(number: int) -> BuildResult:
+        places = [f"work={work.url}", f"scratch={tmp_path / str(number)}", f"output.path={output.url}"]
+        return build(corpus, overrides=places, workers=1, progress=False)
+
+    one, two = together(lambda: machine(1), lambda: machine(2))
+    assert objects(output) == local
+    assert one.fingerprint == two.fingerprint
+    assert list(work.list("sharing/")) == []
+    assert len(list(work.list("commits/"))) == one.tasks + 1  # and that of the tokenizer's file
+    assert machine(3).up_to_date
+
+
+def test_two_recipes_in_one_work_folder_do_not_meet(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    work = fresh_memory()
+
+    def machine(name: str, *changes: str) -> BuildResult:
+        places = [f"work={work.url}", f"scratch={tmp_path / name}", f"output.path={tmp_path / name}-out"]
+        return build(corpus, overrides=[*places, *changes], workers=1, progress=False)
+
+    together(lambda: machine("a"), lambda: machine("b", "pack.sequence_length=32"))
+    assert files(tmp_path / "a-out") == local
+    again = build(
+        corpus,
+        overrides=["work=work", f"output.path={tmp_path}/c", "pack.sequence_length=32"],
+        workers=1,
+        progress=False,
+    )
+    assert files(tmp_path / "b-out") == files(again.output)
+
+
+def share(corpus: Path, tmp_path: Path, number: int, heard: Any = False, **options: Any) -> BuildResult:
+    """Slice `number` of two in a local work folder."""
+    places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
+    slice = TaskSlice(number, 2)
+    return build(corpus, overrides=places, workers=1, task_slice=slice, progress=heard, **options)
+
+
+def test_slices_of_one_build_give_its_bytes_and_tell_what_others_did(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    heard: list[StageProgress] = []
+    together(
+        lambda: share(corpus, tmp_path, 0, heard.append), lambda: share(corpus, tmp_path, 1, heard.append)
+    )
+    assert files(tmp_path / "out") == local
+    assert sum(report.tasks_elsewhere for report in heard if report.finished) > 0
+    assert [path.name for path in (tmp_path / "work" / "unfinished").iterdir()] == []
+    assert not (tmp_path / "work" / "sharing").exists()
+
+
+@contextmanager
+def first_publisher_waits_for(patch: pytest.MonkeyPatch, event: threading.Event) -> Iterator[None]:
+    """With everything but the index in place."""
+    put, turn = Publication._put_index, threading.Lock()
+
+    def wait_and_put(publication: Publication) -> None:
+        if turn.acquire(blocking=False):
+            assert event.wait(LONGEST_SECONDS), "nobody else came"
+        put(publication)
+
+    with patch.context() as inner:
+        inner.setattr(Publication, "_put_index", wait_and_put)
+        yield
+
+
+def test_others_wait_for_the_one_that_publishes_and_say_so(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+
+    def hear(report: StageProgress) -> None:
+        if report.stage == "publish" and report.waiting:
+            assert "waiting for" in report.text()
+            waiting.set()
+
+    with first_publisher_waits_for(monkeypatch, waiting):
+        together(lambda: share(corpus, tmp_path, 0, hear), lambda: share(corpus, tmp_path, 1, hear))
+    assert files(tmp_path / "out") == local
+
+
+def test_one_that_takes_a_publisher_for_dead_does_not_disturb_it(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, calls = threading.Event(), []
+    held_file = file_helpers.held_file
+
+    def held(path: Path, **options: Any) -> int | None:
+        calls.append(path)
+        if len(calls) > 1:
+            came.set()
+        return held_file(path, **options)
+
+    monkeypatch.setattr(transports, "held_file", held)
+    # Nobody is ever seen to live: every claim is free at once.
+    monkeypatch.setattr("shardkit.writers.execution.scheduler.Claims._lives", lambda self, session: False)
+    with first_publisher_waits_for(monkeypatch, came):
+        together(lambda: share(corpus, tmp_path, 0), lambda: share(corpus, tmp_path, 1))
+    assert files(tmp_path / "out") == local
+
+
+def test_a_publisher_that_is_alone_does_not_wait_for_a_lock(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    refused: list[BaseException] = []
+
+    def alone() -> BuildResult:
+        places = ["work=work", f"output.path={tmp_path / 'out'}"]
+        return build(corpus, overrides=places, workers=1, progress=False)
+
+    def intrude(report: StageProgress) -> None:
+        if report.stage == "provenance" and report.finished and not refused:
+            thread.start()
+
+    def other() -> None:
+        while not (tmp_path / "out" / "dataset.json").exists():
+            pass
+        try:
+            alone()
+        except BuildError as error:
+            refused.append(error)
+        asked.set()
+
+    thread = threading.Thread(target=other)
+    with first_publisher_waits_for(monkeypatch, asked):
+        share(corpus, tmp_path, 0, intrude)
+    thread.join()
+    assert "another process is writing a dataset into this folder" in str(refused[0])
+    assert files(tmp_path / "out") == local
+
+
+def test_a_work_folder_that_is_shared_is_kept_though_it_is_the_default_one(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    for number in range(2):
+        places = [f"output.path={tmp_path / 'out'}"]
+        build(corpus, overrides=places, workers=1, task_slice=TaskSlice(number, 2), progress=False)
+    assert files(tmp_path / "out") == local
+    assert (tmp_path / "out.work" / "pack").is_dir()
+
+
+def test_one_that_does_not_share_is_kept_out(corpus: Path, tmp_path: Path) -> None:
+    def hear(report: StageProgress) -> None:
+        with pytest.raises(BuildError, match="another build uses this work folder"):
+            build(
+                corpus,
+                overrides=[f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'other'}"],
+                workers=1,
+                progress=False,
+            )
+
+    share(corpus, tmp_path, 0, hear)
+
+
+def test_a_dataset_counts_as_published_when_it_came_after_the_beginning(
+    local: dict[str, bytes], tmp_path: Path
+) -> None:
+    card = local["dataset.json"]
+    fresh = Watch(tmp_path, replace=False)
+    for name, data in local.items():
+        if name != "index.json":
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+    assert not fresh.shows(card)
+    (tmp_path / "index.json").write_bytes(local["index.json"])
+    assert fresh.shows(card)
+    assert not fresh.shows(card + b" ")
+    replacing = Watch(tmp_path, replace=True)
+    assert not replacing.shows(card), "the one that is to be replaced"
+    (tmp_path / "index.json").unlink()
+    (tmp_path / "index.json").write_bytes(local["index.json"])
+    assert replacing.shows(card)
+    (tmp_path / ".shardkit-publishing.json").touch()
+    assert not replacing.shows(card), "somebody is at it"
+
+
+class Machines:
+    """Processes of one build."""
+
+    def __init__(self, recipe: Path, *overrides: str) -> None:
+        self._recipe, self._overrides = recipe, overrides
+        self._number = 0
+
+    def start(self, slice: str = "-", where: str = "-", sig: str = "-") -> subprocess.Popen[str]:
+        self._number += 1
+        scratch = self._recipe.parent / f"scratch-{self._number}"
+        command = [sys.executable, PROCESS, self._recipe, slice, where, sig, f"scratch={scratch}"]
+        return subprocess.Popen(
+            [*map(str, command), *self._overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def start_victim(self, where: str, sig: str, slice: str = "-") -> subprocess.Popen[str]:
+        """Returns when it is killed or stopped."""
+        process = self.start(slice, where, sig)
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            return process
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.stderr is not None
+        assert process.returncode == -signal.SIGKILL, process.stderr.read()
+        return process
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """The fingerprint that a process came to."""
+    out, errors = process.communicate(timeout=LONGEST_SECONDS)
+    assert process.returncode == 0, errors
+    return str(json.loads(out)["fingerprint"])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return make_corpus(tmp_path / "corpus", 80)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("where", ["clean", "index"])
+def test_of_three_slices_one_is_killed_and_one_never_comes(
+    recipe: Path, local: dict[str, bytes], where: str
+) -> None:
+    machines = Machines(recipe, "work=shared")
+    machines.start_victim(where, "SIGKILL", "0/3")
+    late = machines.start("1/3")
+    assert ended(late) == json.loads(local["dataset.json"])["fingerprint"]
+    assert files(recipe.parent / "out") == local
+    assert list((recipe.parent / "shared" / "unfinished").iterdir()) == []
+
+
+@pytest.mark.extended
+def test_a_publisher_that_sleeps_past_its_lease_is_waited_for(recipe: Path, local: dict[str, bytes]) -> None:
+    machines = Machines(recipe, "work=shared")
+    asleep = machines.start_victim("index", "SIGSTOP", "0/2")
+    other = machines.start("1/2")
+    with pytest.raises(subprocess.TimeoutExpired):  # the lock of the output says that it is there
+        other.wait(4.0)
+    assert not (recipe.parent / "out" / "index.json").exists()
+    asleep.send_signal(signal.SIGCONT)
+    assert ended(asleep) == ended(other)
+    assert files(recipe.parent / "out") == local
+
+
+@pytest.mark.extended
+def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
+    recipe: Path,
+    local: dict[str, bytes],
+    rgw_bucket: RgwBucket,
+    rgw_proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", rgw_proxy.endpoint_url)
+    rgw_proxy.set_rules(
+        Rule(fault="status", status=503, probability=0.05),
+        Rule(fault="corrupt", method="GET", path="/data/", after_bytes=20, probability=0.1),
+    )
+    machines = Machines(recipe, f"work={rgw_bucket.url}/work", f"output.path={rgw_bucket.url}/out")
+    asleep = machines.start_victim("clean", "SIGSTOP")
+    machines.start_victim("index", "SIGKILL")  # all files are there, and the index is about to be
+    output = connect(f"{rgw_bucket.url}/out")
+    assert "index.json" not in {info.key for info in output.list()}
+    fingerprint = ended(machines.start())
+    assert min(rgw_proxy.hits()) > 0
+    rgw_proxy.set_rules()
+    assert {info.key: output.get(info.key) for info in output.list()} == local
+    asleep.send_signal(signal.SIGCONT)
+    assert ended(asleep) == fingerprint == json.loads(local["dataset.json"])["fingerprint"]
+    assert {info.key: output.get(info.key) for info in output.list()} == local
+
+
+def test_files_that_tasks_read_go_to_all_machines_under_the_names_they_have_now(
+    corpus: Path, tmp_path: Path
+) -> None:
+    work = fresh_memory()
+    for name, changes in (
+        ("tokenizer.json", []),
+        ("renamed.json", [f"tokenizer.path={tmp_path}/renamed.json"]),
+    ):
+        (tmp_path / "renamed.json").write_bytes((corpus.parent / "tokenizer.json").read_bytes())
+        places = [f"work={work.url}", f"scratch={tmp_path}/s", f"output.path={tmp_path}/{name}-out", *changes]
+        result = build(corpus, overrides=places, workers=1, progress=False)
+        assert json.loads((result.output / "dataset.json").read_bytes())["tokenizer"]["file"] == name

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from shardkit.formats.mds.encodings import Encoding, encoding_of
+from support import peers
+
+MODES = ["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "I;16", "P", "PA", "LAB"]
+
+
+def picture(mode: str = "RGB", width: int = 9, height: int = 5) -> Image.Image:
+    noise = np.random.default_rng(3).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    return (
+        image if mode == "RGB" else Image.frombytes(mode, image.size, Image.new(mode, image.size).tobytes())
+    )
+
+
+def file_bytes(image: Image.Image, file_format: str) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format=file_format)
+    return out.getvalue()
+
+
+def decode(encoding: Encoding, data: bytes) -> Any:
+    return encoding.decode(memoryview(data))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_raw_images_of_every_mode_come_back(mode: str) -> None:
+    encoding, image = encoding_of("pil"), picture(mode)
+    assert peers.comparable(decode(encoding, encoding.encode(image))) == peers.comparable(image)
+
+
+def test_png_comes_back_exactly_and_jpeg_as_the_file_says() -> None:
+    image = picture()
+    png, jpeg = encoding_of("png"), encoding_of("jpeg")
+    assert peers.comparable(decode(png, png.encode(image))) == peers.comparable(image)
+    expected = Image.open(io.BytesIO(file_bytes(image, "JPEG")))
+    assert peers.comparable(decode(jpeg, jpeg.encode(image))) == peers.comparable(expected)
+
+
+def test_bytes_are_those_of_mosaicml(tmp_path: Path) -> None:
+    peers.import_streaming()
+    from streaming.base.format.mds.encodings import mds_encode
+
+    file = tmp_path / "a.jpg"
+    file.write_bytes(file_bytes(picture(), "JPEG"))
+    images = [picture(), picture("L", 3, 8)]
+    cases: list[tuple[str, Any]] = [("pil", images[0]), ("png", images[1]), ("jpeg", images[0])]
+    cases += [("jpeg", Image.open(file)), ("jpeg_array", [file.read_bytes(), b"x"])]
+    cases += [(f"list[{kind}]", images) for kind in ("pil", "jpeg", "png")] + [("list[png]", [])]
+    for name, value in cases:
+        assert encoding_of(name).encode(value) == mds_encode(name, value), name
+
+
+def test_a_jpeg_opened_from_a_file_keeps_the_bytes_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(file_bytes(picture(), "JPEG"))
+    image = Image.open(file)
+    assert encoding_of("jpeg").encode(image) == file.read_bytes()
+    image.thumbnail((4, 4))  # in place: the file is no longer this image
+    assert decode(encoding_of("jpeg"), encoding_of("jpeg").encode(image)).size == image.size
+
+
+@pytest.mark.parametrize("kind", ["list[pil]", "list[jpeg]", "list[png]", "jpeg_array"])
+def test_lists_come_back_in_order(kind: str) -> None:
+    images = [picture("L", width, 4) for width in (3, 9, 6)]
+    values = [file_bytes(image, "JPEG") for image in images] if kind == "jpeg_array" else images
+    back = decode(encoding_of(kind), encoding_of(kind).encode(values))
+    assert [image.size for image in back] == [image.size for image in images]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("pil", b""),
+        ("pil", struct.pack("<III", 1, 1, 2**32 - 1)),
+        ("pil", struct.pack("<III", 2**32 - 1, 2**32 - 1, 1) + b"L"),
+        ("pil", struct.pack("<III", 2, 2, 1) + b"L" + bytes(3)),
+        ("pil", struct.pack("<III", 2, 2, 1) + b"L" + bytes(5)),
+        ("pil", struct.pack("<III", 2, 2, 3) + b"XYZ" + bytes(12)),
+        ("pil", struct.pack("<III", 1, 1, 1) + b"\xff" + bytes(1)),
+        ("jpeg", b""),
+        ("jpeg", b"\xff\xd8\xff"),
+        ("png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),  # would start Ghostscript
+        ("jpeg_array", b""),
+        ("jpeg_array", struct.pack("<I", 0)),
+        ("jpeg_array", struct.pack("<I", 2**32 - 1)),
+        ("jpeg_array", struct.pack("<II", 1, 2**32 - 1)),
+        ("list[png]", struct.pack("<I", 0)),
+        ("list[png]", struct.pack("<II", 1, 0)),
+        ("list[png]", struct.pack("<II", 0, 2**30)),
+        ("list[png]", struct.pack("<II", 0, 0) + b"x"),
+    ],
+)
+def test_damaged_images_are_refused(name: str, data: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode(encoding_of(name), data)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_images_beyond_pillows_pixel_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    png, raw = encoding_of("png").encode(picture("L")), encoding_of("pil").encode(picture("L"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
+    for name, data in [("png", png), ("pil", raw)]:
+        with pytest.raises(ValueError, match=r"pixels|bomb"):
+            decode(encoding_of(name), data)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(["png", "jpeg", "pil", "list[png]"]),
+    position=st.integers(0, 10**6),
+    value=st.integers(1, 255),
+)
+def test_a_flipped_byte_gives_an_image_or_a_value_error(name: str, position: int, value: int) -> None:
+    encoding = encoding_of(name)
+    data = bytearray(encoding.encode([picture()] if name.startswith("list") else picture()))
+    data[position % len(data)] ^= value
+    try:
+        image = decode(encoding, bytes(data))
+    except ValueError:
+        return
+    images = image if isinstance(image, list) else [image]
+    assert all(isinstance(i, Image.Image) for i in images)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pil", "x"),
+        ("jpeg", np.zeros((2, 2))),
+        ("jpeg", Image.new("RGBA", (2, 2))),
+        ("jpeg_array", []),
+        ("jpeg_array", [picture()]),
+        ("list[png]", (1,)),
+        ("list[png]", [1]),
+    ],
+)
+def test_values_that_are_no_such_images_are_refused(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        encoding_of(name).encode(value)

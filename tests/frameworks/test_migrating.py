@@ -1,0 +1,190 @@
+"""The page for those who come from other libraries: its snippets run, and its tables name what there is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+
+from shardkit.cache.contract import CacheOptions
+from shardkit.cli.main import main
+from shardkit.dataset import open_dataset
+from shardkit.formats import mds
+from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import LoaderConfig
+from shardkit.storage import open_store
+from support import peers
+from support.foreign_tars import PARTS, tars
+from support.remote_harness import fresh_url, put_folder
+
+CONVERTED = Path(__file__).resolve().parents[1] / "golden" / "convert"
+PAGE = Path(__file__).resolve().parents[2] / "loaders" / "MIGRATING.md"
+SECTIONS = dict(re.findall(r"^## From (\S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+ROWS = np.random.default_rng(3).integers(1, 60_000, (96, 8)).astype(np.uint16)
+
+Run = Callable[[str], dict[str, Any]]
+
+
+def snippets(section: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a snippet, on small data in place of the page's; "seen" has what it gave to `train`."""
+    (tmp_path / "buckets" / "tars").mkdir(parents=True)
+    for name, rows in (("mds", ROWS), ("more", ROWS[:32] // 2)):
+        with mds.MdsWriter(
+            tmp_path / "buckets" / name, columns={"tokens": "ndarray:uint16:8"}, shard_bytes=400
+        ) as writer:
+            writer.write_rows(rows)
+    for name, data in tars([part for part in PARTS if part[0] != part[1]]).items():
+        (tmp_path / "buckets" / "tars" / name).write_bytes(data)
+    url = fresh_url()
+    put_folder(tmp_path / "buckets", open_store(url))
+    monkeypatch.chdir(tmp_path)
+
+    def run_snippet(code: str) -> dict[str, Any]:
+        ours = "shardkit" in code
+        code = code.replace("pipe:aws s3 cp s3://bucket", f"pipe:cat {tmp_path}/buckets").replace(
+            ".tar -", ".tar"
+        )
+        code = code.replace("s3://bucket", url if ours else f"{tmp_path}/buckets")
+        code = code.replace("/nvme/cache", f"{tmp_path}/cache").replace("num_workers=4", "num_workers=0")
+        seen: list[Any] = []
+        space: dict[str, Any] = {"seen": seen, "train": lambda *batch: seen.append(batch)}
+        exec(compile(code, str(PAGE), "exec"), space)
+        return space
+
+    return run_snippet
+
+
+def in_order(batches: Sequence[tuple[torch.Tensor, ...]]) -> list[bytes]:
+    """The samples of batches as bytes, sorted."""
+    return sorted(
+        b"".join(part.numpy().tobytes() for part in sample)
+        for batch in batches
+        for sample in zip(*batch, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # theirs
+def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
+    theirs, ours, their_streams, our_streams, writer = snippets("mosaicml-streaming")
+    with peers.streaming_datasets():
+        before = [(batch.to(torch.int64),) for (batch,) in run(theirs)["seen"]]
+        assert len(run(their_streams)["dataset"].streams) == 2
+    after = run(ours)
+    assert in_order(after["seen"]) == in_order(before)
+    assert len(in_order(before)) == len(ROWS)
+    assert after["state"]["position"] == len(ROWS)
+    mixed = run(our_streams)["loader"]
+    assert {tuple(batch["tokens"].shape) for batch in mixed} == {(8, 8)}
+    mixed.close()
+    run(writer)
+    assert list(open_dataset("written")) == [{"text": "hello", "label": 1}]
+
+
+def test_mosaicml_repeats_samples_where_ranks_do_not_divide_them() -> None:
+    """What the page says of it."""
+    peers.import_streaming()
+    from streaming.base.partition import get_partitions
+
+    numbers = get_partitions("relaxed", 10, 1, 1, 4, 1, 2).ravel()
+    assert sorted(numbers[numbers >= 0].tolist()) == sorted([*range(10), 5, 6])
+
+
+def test_a_pipeline_of_webdatasets_becomes_a_loader(run: Run) -> None:
+    theirs, ours, publish = snippets("webdataset")
+    # Images of two sizes cannot be stacked, there or here: one at a time.
+    before = run(theirs.replace(".batched(8)", ".batched(1)"))["seen"]
+    after = run(ours.replace("batch_size=8", "batch_size=1"))["seen"]
+    assert in_order(after) == in_order([(images, torch.as_tensor(labels)) for images, labels in before])
+    assert len(after) == 23
+    space = run(publish)
+    with open_dataset(space["dataset"].location) as listed:
+        assert listed.fingerprint == space["dataset"].fingerprint
+        assert len(listed) == 23
+        assert listed.shards is not None
+        assert listed.shards.store.metrics.snapshot().bytes_read < len(tars()["part-000.tar"]), (
+            "no tar was read"
+        )
+
+
+def test_what_litdata_wrote_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the page, on what litdata wrote in small."""
+    expected = json.loads((CONVERTED / "expected.json").read_text())
+    (tmp_path / "images").symlink_to(CONVERTED / "litdata_items")
+    (tmp_path / "chunks").symlink_to(CONVERTED / "litdata_tokens")
+    monkeypatch.chdir(tmp_path)
+    [commands] = re.findall(r"```bash\n(.*?)```", SECTIONS["litdata"], re.DOTALL)
+    block_size = expected["litdata_tokens"]["block_size"]
+    for command in commands.splitlines():
+        words = command.replace("2049", str(block_size)).replace("2048", "8").split()
+        assert words[0] == "shardkit"
+        assert main(words[1:]) == 0, command
+    assert [sample["number"] for sample in open_dataset("mds")] == [
+        row["number"] for row in expected["litdata_items"]
+    ]
+    assert tokens("rows") == expected["litdata_tokens"]["blocks"]
+    stream = [t for document in expected["litdata_tokens"]["documents"] for t in [*document, 50256]]
+    found = [t for row in tokens("packed") for t in row]
+    assert found == stream + [50256] * (-len(stream) % 8)
+
+
+def tokens(folder: str) -> list[list[int]]:
+    dataset = open_dataset(folder)
+    name = dataset.token_column
+    assert name is not None
+    return [np.asarray(sample[name]).tolist() for sample in dataset]
+
+
+def table(section: str, title: str) -> list[tuple[str, str]]:
+    """(left, right) cells of the table under `title`."""
+    [text] = re.findall(
+        rf"^\| {re.escape(title)} \| shardkit \|\n\|[-|]+\|\n((?:\|.*\n)+)", SECTIONS[section], re.MULTILINE
+    )
+    return [(row.split(" | ")[0], row.split(" | ")[1]) for row in text.splitlines()]
+
+
+def names(cell: str) -> set[str]:
+    return set(re.findall(r"`([a-z_]+)(?:=[^`]*)?`", cell))
+
+
+def parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters) - {"self", "args", "kwargs"}
+
+
+OURS = (
+    parameters(StreamingLoader.__init__)
+    | parameters(open_dataset)
+    | {field.name for kind in (LoaderConfig, Stream, CacheOptions) for field in fields(kind)}
+    | {"open_dataset", "exclude"}
+)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_stands_on_the_right_is_ours(section: str) -> None:
+    for title in re.findall(r"^\| (.*) \| shardkit \|$", SECTIONS[section], re.MULTILINE):
+        for _, right in table(section, title):
+            assert names(right) - {"f"} <= OURS
+
+
+def test_every_argument_of_mosaicmls_dataset_has_its_row() -> None:
+    rows = table("mosaicml-streaming", "`StreamingDataset`")
+    expected = parameters(peers.import_streaming().StreamingDataset.__init__)
+    assert {name for left, _ in rows for name in names(left)} == expected
+
+
+def test_every_argument_of_webdatasets_dataset_has_its_row() -> None:
+    rows = table("webdataset", "`WebDataset`")
+    assert {name for left, _ in rows for name in names(left)} == parameters(webdataset.WebDataset.__init__)

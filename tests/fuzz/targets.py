@@ -1,0 +1,287 @@
+"""Every reader of files or data that others may have written, as targets of `fuzzing`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fuzz.engine import Target
+from fuzz.sources import SOURCES
+from shardkit.dataset import open_dataset
+from shardkit.errors import ShardError
+from shardkit.formats import mds, tar
+from shardkit.formats.mds import index as index_table
+from shardkit.formats.mds import index as mds_index
+from shardkit.loaders import StreamingLoader
+from shardkit.order.exclusions import Exclusions
+from shardkit.publish.contents import find_contents
+from shardkit.storage.local import LocalStore
+from shardkit.writers.execution.task import Output, Task, parse_commit, record_of
+from shardkit.writers.recipe import load_recipe
+from support.audit_runs import log_report, logged_run
+from support.foreign_tars import tar_bytes
+from support.small_build import RECIPE
+
+__all__ = ["NAMES", "target"]
+
+_ROWS = np.arange(6 * 8, dtype=np.uint16).reshape(6, 8)
+_FEW = 64  # rows of a hostile file that are decoded
+
+
+def _rows(number: int) -> npt.NDArray[np.uint16]:
+    return (_ROWS + number).astype(np.uint16)
+
+
+def target(name: str) -> Target:
+    """The target of that name, one of `NAMES`."""
+    kind, _, rest = name.partition("=")
+    made = _MAKERS[kind](rest) if rest else _MAKERS[kind]()
+    assert made.name == name
+    return made
+
+
+def _read_all(folder: Path) -> None:
+    """Open a dataset and decode some rows of each shard: a damaged one must not hide the others."""
+    with open_dataset(folder) as dataset:
+        assert len(dataset) >= 0
+        first = 0
+        for number, samples in enumerate(dataset.manifest.shard_samples.tolist()):
+            for row in range(first, first + min(samples, _FEW)):
+                try:
+                    assert isinstance(dataset[row], dict)
+                except ShardError:
+                    continue
+            if number == 4:
+                break
+            first += samples
+
+
+def _files(write: Callable[[Path], object]) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name))
+        return {
+            path.relative_to(name).as_posix(): path.read_bytes()
+            for path in sorted(Path(name).rglob("*"))
+            if path.is_file()
+        }
+
+
+@cache
+def _mds_rows(compression: str = "") -> Target:
+    def write(folder: Path) -> None:
+        shards = [
+            mds.write_rows_shard(
+                folder,
+                f"shard.{n:05d}.mds",
+                _rows(n),
+                hashes=["xxh64"] if n else [],
+                compression=compression,
+            )
+            for n in range(2)
+        ]
+        mds.write_index(folder, shards)
+
+    return Target(f"mds-rows={compression}" if compression else "mds-rows", _files(write), _read_all)
+
+
+def _mds_any_columns() -> Target:
+    columns = {
+        "text": "str",
+        "data": "bytes",
+        "count": "int",
+        "half": "float16",
+        "long": "str_int",
+        "exact": "str_decimal",
+        "facts": "json",
+        "any": "ndarray",
+        "typed": "ndarray:int32",
+        "row": "ndarray:uint8:3",
+        "image": "png",
+    }
+
+    def write(folder: Path) -> None:
+        from decimal import Decimal
+
+        from PIL import Image
+
+        with mds.MdsWriter(folder, columns=columns, hashes=["xxh64"], shard_bytes=4096) as writer:
+            for n in range(5):
+                sample: dict[str, Any] = {
+                    "text": f"größe {n}",
+                    "data": b"\0\1" * n,
+                    "count": n,
+                    "half": np.float16(n),
+                    "long": 10**20 + n,
+                    "exact": Decimal("1.50"),
+                    "facts": {"a": [n, None]},
+                    "any": np.arange(1 + n, dtype=np.int16),
+                    "typed": np.ones((2, 1 + n), np.int32),
+                    "row": np.array([n] * 3, np.uint8),
+                    "image": Image.new("RGB", (3, 2), (n, 0, 0)),
+                }
+                writer.write(sample)
+
+    return Target("mds-any-columns", _files(write), _read_all)
+
+
+def _index_table() -> Target:
+    def write(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mds_index, "TABLE_SHARDS", 1)
+            shards = [mds.write_rows_shard(folder, f"shard.{n:05d}.mds", _rows(n)) for n in range(3)]
+            mds.write_index(folder, shards)
+
+    def read(folder: Path) -> None:
+        """What is damaged is left alone: index.json says the same."""
+        with open_dataset(folder) as dataset:
+            assert len(dataset) == 3 * len(_ROWS)
+            assert [len(dataset.shard(n)) for n in range(3)] == [len(_ROWS)] * 3
+
+    return Target("index-table", _files(write), read, (index_table.TABLE_NAME,), refuses=False)
+
+
+def _tar_rows() -> Target:
+    def write(folder: Path) -> None:
+        shards = [
+            tar.write_rows_shard(folder, f"shard-{n:05d}.tar", _rows(n), key_start=6 * n, hashes=["xxh64"])
+            for n in range(2)
+        ]
+        tar.write_shard_list(folder, shards)
+
+    return Target("tar-rows", _files(write), _read_all, tokens=(b"ustar\x0000", b"\x93NUMPY"))
+
+
+def _tar_foreign() -> Target:
+    files = {"part-000.tar": tar_bytes(0, 3), "part-001.tar": tar_bytes(3, 5)}
+    tokens = (
+        b"30 path=../../x\n",
+        b"x" * 100,
+        b"ustar  \0",
+        b"7777777",
+        b"\x80\0\0\0\0\0\0\0\xff\xff\xff\xff",
+    )
+    return Target("tar-foreign", files, _read_all, tokens=tokens)
+
+
+def _card() -> Target:
+    files = dict(_mds_rows().files)
+    card = {
+        "fingerprint": "0" * 32,
+        "samples": 12,
+        "column": "tokens",
+        "files": {"report.html": {"bytes": 1}},
+    }
+    files["dataset.json"] = json.dumps(card).encode()
+
+    def read(folder: Path) -> None:
+        find_contents(LocalStore(folder), strict=False)
+        from shardkit.verify import verify
+
+        verify(folder)
+
+    return Target("card", files, read, ("dataset.json", "index.json"))
+
+
+def _recipe() -> Target:
+    tokens = (b"<<: *x", b"!!python/object/apply:os.system [x]", b"${HOME}", b"\t", b"- " * 300, b"&a [*a]")
+    return Target(
+        "recipe",
+        {"recipe.yaml": RECIPE.encode()},
+        lambda folder: load_recipe(folder / "recipe.yaml"),
+        tokens=tokens,
+    )
+
+
+@cache
+def _dataset() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="shardkit-fuzz-"))
+    for name, data in _mds_rows().files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def _state() -> Target:
+    with StreamingLoader(_dataset(), batch_size=2, rank=0, world_size=1) as loader:
+        next(iter(loader))
+        state = json.dumps(loader.state_dict()).encode()
+
+    def read(folder: Path) -> None:
+        try:
+            loaded = json.loads((folder / "state.json").read_bytes())
+        except (ValueError, RecursionError):
+            return  # not ours to read: a checkpoint holds the dict
+        with StreamingLoader(_dataset(), batch_size=2, rank=0, world_size=1) as loader:
+            loader.load_state_dict(loaded)
+            assert len(next(_batches(loader))["tokens"]) >= 0
+
+    return Target("state", {"state.json": state}, read, tokens=(b"true", b"{}", b'"carry"'))
+
+
+def _batches(loader: StreamingLoader) -> Iterator[dict[str, Any]]:
+    yield from loader
+    yield {"tokens": []}
+
+
+def _usage_log() -> Target:
+    def write(folder: Path) -> None:
+        logged_run(_dataset(), folder / "logs", world_size=2, batch_size=2, steps=5)
+
+    logs = _files(write)
+
+    def read(folder: Path) -> None:
+        with open_dataset(_dataset()) as dataset:
+            report = log_report(folder / "logs", dataset)
+        if not report.ok:
+            raise ShardError(folder, "the audit says what is wrong")
+
+    return Target("usage-log", logs, read)
+
+
+def _exclusions() -> Target:
+    text = b"# fingerprint: " + b"0" * 32 + b"\n3\n5:9\n\n100:1000000 # gone\n"
+
+    def read(folder: Path) -> None:
+        try:
+            Exclusions.read(folder / "rows.txt")
+        except ValueError as error:  # its contract
+            raise ShardError(folder / "rows.txt", str(error)) from error
+
+    return Target("exclusions", {"rows.txt": text}, read, tokens=(b"5:3\n", b"\xc2\xb2"))
+
+
+def _commit() -> Target:
+    record = record_of(Task("pack", "a", {}, dict), "0", {}, {"tokens.bin": Output(7, "0" * 32)})
+
+    def read(folder: Path) -> None:
+        if parse_commit((folder / "commit.json").read_bytes(), folder) is None:
+            raise ShardError(folder, "is no commit: the task runs again")
+
+    return Target("commit", {"commit.json": record}, read)
+
+
+_MAKERS: dict[str, Callable[..., Target]] = {
+    "mds-rows": _mds_rows,
+    "mds-any-columns": _mds_any_columns,
+    "index-table": _index_table,
+    "tar-rows": _tar_rows,
+    "tar-foreign": _tar_foreign,
+    "card": _card,
+    "recipe": _recipe,
+    "state": _state,
+    "exclusions": _exclusions,
+    "commit": _commit,
+    "usage-log": _usage_log,
+    **SOURCES,
+}
+NAMES = (
+    *("mds-rows=zstd", "mds-rows=gz", "litdata=tokens", "litdata=items", "litdata=zstd"),
+    *(name for name in _MAKERS if name != "litdata"),
+)

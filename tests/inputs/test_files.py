@@ -1,0 +1,273 @@
+"""Inputs in stores: the same names and documents as of local files, of one version each, or an error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from shardkit.errors import BuildError, RecipeError
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.s3 import S3Store
+from shardkit.storage.store import StorageOptions
+from shardkit.writers import BuildResult, build
+from shardkit.writers.inputs import scan
+from shardkit.writers.inputs.files import expand_path, expand_url, key_matches
+from shardkit.writers.inputs.readers import read_split
+from shardkit.writers.inputs.scan import scan_inputs
+from shardkit.writers.ledger import Ledger, Quarantine
+from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from support.remote_harness import fresh_url, put_folder
+from support.s3_moto import S3Server, s3_server
+from support.small_build import make_corpus, tree
+
+NAMES = (
+    "a.jsonl", "b.jsonl.zst", "sub/a.jsonl", "sub/deep/a.jsonl", "sub/deep/b.txt", "_SUCCESS", ".a.jsonl",
+    "sub/_hidden/a.jsonl", "sub/.a.jsonl", "we[ir]d.jsonl", "subway/a.jsonl", "c.jsonl/part.jsonl",
+    "c.jsonl/_SUCCESS", "c.jsonl/.part.jsonl.crc", "c.jsonl/x/_temporary/part.jsonl",
+)  # fmt: skip
+PATTERNS = (
+    "*", "*.jsonl", "**", "**/*.jsonl", "sub/**", "sub/**/a.jsonl", "**/deep/*", "sub*/a.jsonl", "_*",
+    ".*.jsonl", "?.jsonl", "[ab].jsonl*", "sub/*/*", "**/_hidden/*", "sub/_hidden/*", "**/**/a.jsonl",
+    "none/*", "*/", "we[ir]d.jsonl", "sub", "sub/", "a.jsonl", "", "c*", "c.json?", "*/deep", "*/_hidden",
+)  # fmt: skip
+
+
+def recipe(folder: Path, *inputs: str | dict[str, Any]) -> Recipe:
+    data = {
+        "inputs": [{"path": i} if isinstance(i, str) else i for i in inputs],
+        "tokenizer": {"path": "tokenizer.json", "eos": "</s>"},
+        "output": {"path": "out"},
+    }
+    return recipe_from_mapping(data, folder=folder)
+
+
+def texts(built: Recipe, storage: StorageOptions | None = None) -> list[tuple[str, int, bytes, str]]:
+    """(file, record, document id, text) of all documents."""
+    rows: list[tuple[str, int, bytes, str]] = []
+    for split in scan_inputs(built, storage):
+        split = pickle.loads(pickle.dumps(split))  # as workers get it
+        for batch in read_split(split, built.inputs[split.source], Ledger(), Quarantine()):
+            columns = [batch.column(name).to_pylist() for name in ("file", "record", "document_id", "text")]
+            rows += zip(*columns, strict=True)
+    return rows
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(fresh_url())
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_names_the_same_files_in_a_bucket_and_in_a_folder(
+    pattern: str, store: MemoryStore, tmp_path: Path
+) -> None:
+    for name in NAMES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        store.put(name, b"x")
+    local = [path.relative_to(tmp_path).as_posix() for path in expand_path(tmp_path, pattern)]
+    found = expand_url(f"{store.url}/{pattern}", None)
+    assert sorted(url.removeprefix(store.url + "/") for url in found) == local
+
+
+def test_two_stars_cross_folders_that_are_not_hidden_and_no_name_is_matched_in_part() -> None:
+    assert key_matches("a/**/z", "a/z")
+    assert key_matches("a/**/z", "a/b/c/z")
+    assert not key_matches("a/**/z", "a/.b/z")
+    assert not key_matches("a/*", "ab/c")
+    assert not key_matches("a/**", "a")
+
+
+def test_a_glob_reads_the_folders_that_it_matches_and_no_folder_markers() -> None:
+    assert key_matches("a/*", "a/b/c")
+    assert not key_matches("a/*", "a/b/_c/d")
+    assert not key_matches("a/*", "a/b/")
+    assert not key_matches("a/**", "a/b/")
+
+
+def test_documents_have_the_ids_of_local_ones_where_base_says_what_to_leave_out(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    lines = "".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(50))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text(lines)
+    table = pa.table({"text": [f"row {n}" for n in range(500)], "other": ["x"] * 500})
+    pq.write_table(table, tmp_path / "data/b.parquet", row_group_size=100)
+    put_folder(tmp_path, store)
+    local = texts(recipe(tmp_path, "data"))
+    assert len(local) == 550
+    assert texts(recipe(tmp_path, {"path": f"{store.url}/data", "base": store.url})) == local
+    assert texts(recipe(tmp_path, {"path": f"{store.url}/*/*", "base": f"{store.url}/"})) == local
+    named = texts(recipe(tmp_path, f"{store.url}/data/**"))
+    assert [row[0].removeprefix(f"{store.url}/") for row in named] == [row[0] for row in local]
+    assert not {row[2] for row in named} & {row[2] for row in local}
+
+
+def test_large_plain_files_are_one_split_and_parquet_is_cut_as_at_home(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    rows = [hashlib.sha256(bytes([n])).hexdigest() for n in range(250)]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "b.parquet", row_group_size=50)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 500)
+    put_folder(tmp_path, store)
+    local = scan_inputs(recipe(tmp_path, "."), split_bytes=2000)
+    remote = scan_inputs(recipe(tmp_path, {"path": store.url, "base": store.url}), split_bytes=2000)
+    cuts = [[(s.file, s.start, s.end, s.first_record, s.bytes) for s in splits] for splits in (local, remote)]
+    assert [cut for cut in cuts[1] if cut[0] == "a.jsonl"] == [("a.jsonl", 0, 7000, 0, 7000)]
+    parquet = [cut for cut in cuts[0] if cut[0] == "b.parquet"]
+    assert len(parquet) > 2
+    assert [cut for cut in cuts[1] if cut[0] == "b.parquet"] == parquet
+
+
+def test_inputs_that_are_not_there_or_clash_are_named(store: MemoryStore, tmp_path: Path) -> None:
+    other = MemoryStore(fresh_url())
+    for place in (store, other):
+        place.put("a.jsonl", b"{}")
+    (tmp_path / "a.jsonl").write_text("{}")
+    based = {"path": f"{store.url}/a.jsonl", "base": store.url}
+    cases: list[tuple[tuple[str | dict[str, Any], ...], str]] = [
+        ((f"{store.url}/b*",), r"inputs\[0\].path: memory://.*/b\* matches no object"),
+        ((f"{store.url}/*.jsonl", f"{store.url}/a.jsonl"), "is the same file as .* read twice"),
+        ((based, {"path": f"{other.url}/a.jsonl", "base": other.url}), "would both be called a.jsonl"),
+        (("a.jsonl", based), "would both be called a.jsonl"),
+        (({"path": f"{store.url}/a.jsonl", "base": other.url},), r"inputs\[0\].base: .* does not lie below"),
+        (("nosuch://place/a.jsonl",), r"inputs\[0\].path: nosuch://place"),
+        (("https://127.0.0.1:9/folder/",), r"inputs\[0\].path: .* http has no listings"),
+    ]
+    for inputs, message in cases:
+        with pytest.raises(RecipeError, match=message):
+            scan_inputs(recipe(tmp_path, *inputs))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_file_that_changed_since_the_scan_stops_the_build_and_is_named(
+    store: MemoryStore, tmp_path: Path, name: str
+) -> None:
+    pq.write_table(pa.table({"text": ["some text"] * 40}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 9)
+    store.put(name, tmp_path / name)
+    built = recipe(tmp_path, f"{store.url}/{name}")
+    (split,) = scan_inputs(built)
+    store.put(name, tmp_path / name)  # the same bytes: the version tells
+    with pytest.raises(
+        BuildError, match=rf"{store.url}/{name}: cannot be read: the object changed after it was listed"
+    ):
+        list(read_split(split, built.inputs[0], Ledger(), Quarantine(max_bad_fraction=1.0)))
+
+
+class FolderFileSystem(LocalFileSystem):  # type: ignore[misc]
+    protocol = ("inputtest",)
+
+
+def test_other_file_systems_are_read_through_fsspec(tmp_path: Path) -> None:
+    fsspec.register_implementation("inputtest", FolderFileSystem, clobber=True)
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / f"data/{name}.jsonl").write_text(json.dumps({"text": name}))
+    url = f"inputtest://{tmp_path}"
+    assert texts(recipe(tmp_path, {"path": f"{url}/data/*.jsonl", "base": url})) == texts(
+        recipe(tmp_path, "data")
+    )
+
+
+def test_a_file_on_a_web_server_is_named_without_its_query(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")  # fsspec's http
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as web:
+        threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{web.server_port}"
+        signed = {"path": f"{url}/data/a.jsonl?signature=1", "base": url}
+        assert texts(recipe(tmp_path, signed)) == texts(recipe(tmp_path, "data"))
+        with pytest.raises(RecipeError, match=r"b.jsonl: there is no such file"):
+            scan_inputs(recipe(tmp_path, f"{url}/b.jsonl"))
+        web.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> BuildResult:
+    """Built of local files, whose plain ones are many splits."""
+    path = make_corpus(tmp_path_factory.mktemp("corpus"), 200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=5000))
+        return build(path, workers=1, progress=False)
+
+
+@pytest.mark.extended
+def test_a_corpus_moved_to_a_bucket_gives_the_same_shards(
+    local: BuildResult, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = local.output.parent
+    base = f"s3://{server.new_bucket()}/some/corpus"
+    monkeypatch.delenv("AWS_ENDPOINT_URL")  # so that workers know the server from the tasks alone
+    storage = StorageOptions(endpoint_url=server.endpoint_url)
+    with_inputs = S3Store(base, storage)
+    for pattern in ("plain-*", "tables/*", "lines*"):
+        for file in corpus.glob(pattern):
+            with_inputs.put(file.relative_to(corpus).as_posix(), file)
+    patterns = ("plain-*.jsonl", "tables", "**/lines.jsonl.gz")
+    overrides = [f"inputs[{n}].path={base}/{pattern}" for n, pattern in enumerate(patterns)]
+    overrides += [f"inputs[{n}].base={base}" for n in range(len(patterns))]
+
+    def build_remote() -> BuildResult:
+        return build(
+            corpus / "recipe.yaml",
+            output=tmp_path / "out",
+            overrides=overrides,
+            workers=1,
+            progress=False,
+            storage=storage,
+        )
+
+    result = build_remote()
+    shards = {
+        name: digest
+        for name, digest in tree(local.output).items()
+        if name not in ("dataset.json", "report.html")
+    }
+    assert {name: digest for name, digest in tree(result.output).items() if name in shards} == shards
+    assert result.fingerprint == local.fingerprint
+    card = json.loads((result.output / "dataset.json").read_text())
+    assert card["funnel"] == json.loads((local.output / "dataset.json").read_text())["funnel"]
+
+    server.requests.clear()
+    assert build_remote().up_to_date
+    bodies = [request for request in server.requests if request.startswith("GET") and "jsonl" in request]
+    assert bodies == []  # sizes and versions are enough
+
+    with_inputs.put("lines.jsonl.gz", corpus / "plain-0.jsonl")
+    with pytest.raises(BuildError, match="made from other input files"):
+        build_remote()
+
+
+def test_an_input_below_the_output_is_refused(server: S3Server, tmp_path: Path) -> None:
+    bucket = server.new_bucket()
+    server.client().put_object(Bucket=bucket, Key="data/in/a.jsonl", Body=b"{}")
+    path = make_corpus(tmp_path, 20)
+    overrides = [f"inputs=[{{path: 's3://{bucket}/**/*.jsonl'}}]"]
+    with pytest.raises(RecipeError, match="keep inputs, output and work apart"):
+        build(path, output=f"s3://{bucket}/data", overrides=overrides, workers=1, progress=False)

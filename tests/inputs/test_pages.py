@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shardkit.errors import MissingExtraError
+from shardkit.writers.inputs.pages import decode_page, main_text_by
+from support.read_inputs import put, read
+
+PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
+OTHER = "Other sentences follow, on the packing of sequences, which a reader wants to keep as well. " * 6
+PAGE = (
+    f"<html><body><nav><a href=x>Home</a></nav><main><article><h1>Title</h1><p>{PARAGRAPH}</p>"
+    f"<script>var x = 1;</script><p>{OTHER}</p></article></main><footer>Imprint</footer></body></html>"
+)
+
+
+@pytest.mark.parametrize("extractor", ["resiliparse", "trafilatura"])
+def test_the_main_text_is_what_a_reader_reads(extractor: str) -> None:
+    main_text = main_text_by(extractor)
+    text = main_text(PAGE)
+    assert text is not None
+    assert PARAGRAPH.strip() in text
+    assert OTHER.strip() in text
+    assert "Imprint" not in text
+    assert "var x" not in text
+    assert main_text("<html><body></body></html>") == ""
+    assert main_text("") == ""
+    assert main_text(PAGE) == text  # whatever was read before
+
+
+def test_hostile_nesting_costs_no_time_and_says_so() -> None:
+    main_text = main_text_by("resiliparse")
+    began = time.process_time()
+    assert main_text("<div>" * 1_000_000 + "deep") is None
+    assert main_text("<b><i>" * 2_000 + PAGE) is None
+    assert time.process_time() - began < 20  # unguarded: hours
+    rows = "".join(f"<tr><td>{i}<td><p>{PARAGRAPH}<br><li>x" for i in range(1000))
+    assert main_text(f"<article><table>{rows}</table></article>")
+
+
+def test_bytes_become_text_by_mark_header_meta_and_looks() -> None:
+    text = "Grüße aus Köln – „Zitat“ und ein wenig mehr Text, damit es etwas zu raten gibt. " * 4
+    assert decode_page(text.encode("cp1252"), "latin1") == text
+    assert decode_page(b"\xef\xbb\xbf" + text.encode(), "latin1") == text
+    assert decode_page(text.encode("utf-16-be"), "utf-16be") == text
+    meta = '<meta charset="windows-1251">привет'
+    assert decode_page(meta.encode("cp1251"), None) == meta
+    assert decode_page(text.encode(), "x-user-defined") == text
+    assert decode_page(b"caf\xe9 \xff", "utf-8") == "caf\ufffd \ufffd"
+    assert decode_page(b"", None) == ""
+
+
+def test_fields_of_jsonl_and_parquet_may_hold_pages(tmp_path: Path) -> None:
+    pages = [PAGE, "<p></p>", "<div>" * 3000]
+    put(tmp_path, "a.jsonl", b"\n".join(orjson.dumps({"page": {"html": page}}) for page in pages))
+    pq.write_table(pa.table({"page": [{"html": page} for page in pages]}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        table, bad, ledger = read(tmp_path, name, text="page.html", extract="resiliparse")
+        assert not bad
+        assert table["record"].to_pylist() == [0]
+        assert "Imprint" not in table["text"][0].as_py()
+        counts = {reason: (count.documents, count.bytes) for reason, count in ledger.dropped.items()}
+        markup = len(PAGE) - len(table["text"][0].as_py().encode())
+        assert counts == {
+            "html/markup": (0, markup),
+            "html/no_text": (1, 7),
+            "html/unreadable": (1, 15000),
+        }
+        assert ledger.read.bytes == sum(map(len, pages))
+
+
+@pytest.mark.parametrize(("extractor", "module"), [("resiliparse", "resiliparse"), ("trafilatura",) * 2])
+def test_without_the_package_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, extractor: str, module: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[html\]'"):
+        main_text_by(extractor)

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import random
+import zlib
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import brotli
+import orjson
+import pytest
+import zstandard
+
+from shardkit.errors import BuildError
+from shardkit.writers.inputs import pages as web
+from shardkit.writers.inputs import read_warc
+from support.read_inputs import data_folder, put, read
+
+PARAGRAPH = "A sentence about tokens that is long enough to be taken for the content of a page. " * 6
+_HTML = ("text/html", "application/xhtml")
+PAGE = f"<html><head><title>t</title></head><body><nav>menu</nav><p>{PARAGRAPH}</p></body></html>".encode()
+
+
+def record(kind: str, content: bytes, url: str = "http://a.example/", **headers: str) -> bytes:
+    lines = {
+        "WARC-Type": kind,
+        "WARC-Record-ID": f"<urn:{len(content)}>",
+        "WARC-Date": "2026-01-01T00:00:00Z",
+    }
+    lines |= {"WARC-Target-URI": url} if url else {}
+    lines |= {"Content-Length": str(len(content))} | {k.replace("_", "-"): v for k, v in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return b"WARC/1.0\r\n" + head.encode() + b"\r\n" + content + b"\r\n\r\n"
+
+
+def response(body: bytes, status: str = "200 OK", kind: str = "text/html", **headers: str) -> bytes:
+    lines = {"Content-Type": kind} if kind else {}
+    lines |= {name.replace("_", "-"): value for name, value in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + body
+
+
+def chunked(body: bytes, size: int = 100) -> bytes:
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    return b"".join(b"%x;ext=1\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def arc(*records: tuple[str, bytes]) -> bytes:
+    version = b"1 0 Somebody\nURL IP-address Archive-date Content-type Archive-length\n"
+    header = b"filedesc://a.arc 0.0.0.0 20260101000000 text/plain %d\n" % len(version)
+    body = (
+        f"{url} 1.2.3.4 20260101000000 text/html {len(content)}\n".encode() + content
+        for url, content in records
+    )
+    return b"\n".join([header + version, *body]) + b"\n"
+
+
+def dropped(ledger: Any) -> dict[str, int]:
+    return {reason: count.documents for reason, count in ledger.dropped.items()}
+
+
+def test_pages_come_out_whatever_they_were_wrapped_in(tmp_path: Path) -> None:
+    bodies = {
+        "plain": (PAGE, {}),
+        "gzip": (gzip.compress(PAGE), {"Content_Encoding": "gzip"}),
+        "deflate": (zlib.compress(PAGE), {"content-encoding": "deflate"}),
+        "raw deflate": (zlib.compress(PAGE, wbits=-15), {"Content_Encoding": "deflate"}),
+        "br": (brotli.compress(PAGE), {"Content_Encoding": "br"}),
+        "zstd": (zstandard.compress(PAGE), {"Content_Encoding": "zstd"}),
+        "chunked": (chunked(PAGE), {"Transfer_Encoding": "chunked"}),
+        "both": (chunked(gzip.compress(PAGE)), {"Transfer_Encoding": "Chunked", "Content_Encoding": "GZIP"}),
+        "said only": (PAGE, {"Transfer_Encoding": "chunked", "Content_Encoding": "gzip"}),
+        "cut short": (chunked(PAGE)[:-90], {"Transfer_Encoding": "chunked"}),
+    }
+    data = b"".join(record("response", response(body, **headers)) for body, headers in bodies.values())
+    table, bad, ledger = read(
+        tmp_path, put(tmp_path, "a.warc", data), extract="none", metadata=["date", "status"]
+    )
+    assert not bad
+    texts = dict(zip(bodies, table["text"].to_pylist(), strict=True))
+    assert PAGE.decode().startswith(texts.pop("cut short"))
+    assert set(texts.values()) == {PAGE.decode()}
+    assert set(table["url"].to_pylist()) == {"http://a.example/"}
+    assert table["id"][0].as_py().startswith("<urn:")
+    assert table["metadata"][0].as_py() == '{"date":"2026-01-01T00:00:00Z","status":200}'
+    table, bad, ledger = read(tmp_path, "a.warc")
+    assert set(table["text"].to_pylist()[:-1]) == {PARAGRAPH.strip()}
+    assert ledger.dropped["html/markup"].bytes > 10 * (len(PAGE) - len(PARAGRAPH)) - 200
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
+def test_what_is_no_page_is_dropped_and_says_why(tmp_path: Path, suffix: str) -> None:
+    records = [
+        record("warcinfo", b"software: x\r\n", url=""),
+        record("request", b"GET / HTTP/1.1\r\n\r\n"),
+        record("response", response(PAGE)),
+        record("response", response(PAGE, "404 Not Found")),
+        record("response", response(b"", "301 Moved")),
+        record("response", b""),
+        record("response", response(b"\x89PNG", kind="image/png")),
+        record("response", b"a.example. 1 IN A 1.2.3.4", "dns:a.example"),
+        record("response", response(b"{}", kind="")),
+        record("response", response(PAGE, kind="")),
+        record("response", response(gzip.compress(PAGE)[:90] + b"?" * 400, Content_Encoding="gzip")),
+        record("response", response(PAGE, Content_Encoding="rot13")),
+        record("response", response(b"<html><body></body></html>")),
+        record("revisit", b"", WARC_Profile="x"),
+    ]
+    packs: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".zst": zstandard.compress,
+    }
+    table, bad, ledger = read(
+        tmp_path, put(tmp_path, f"a.warc{suffix}", b"".join(map(packs[suffix], records)))
+    )
+    assert not bad
+    assert table["record"].to_pylist() == [2, 9]
+    assert dropped(ledger) == {
+        "warc/not_a_response": 3,
+        "warc/http_status": 3,
+        "warc/not_html": 3,
+        "warc/bad_body": 2,
+        "html/no_text": 1,
+        "html/markup": 0,
+    }
+    assert ledger.read.documents == len(records)
+
+
+def test_conversions_are_text_as_it_is(tmp_path: Path) -> None:
+    texts = ["first line\r\n\u2028 <b>not markup</b>", "", "é" * 1000]
+    data = b"".join(gzip.compress(record("conversion", text.encode())) for text in texts)
+    data += gzip.compress(record("conversion", b"bad \xff text")) + gzip.compress(
+        record("conversion", b"last")
+    )
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.warc.wet.gz", data))
+    assert table["text"].to_pylist() == [*texts, "last"]
+    assert [(entry["record"], entry["reason"]) for entry in bad] == [(3, "bad_utf8")]
+
+
+def test_arc_files_are_read_too(tmp_path: Path) -> None:
+    data = arc(("http://a.example/x y", response(PAGE)), ("dns:a", b"1.2.3.4"), ("http://b/", response(PAGE)))
+    table, bad, ledger = read(tmp_path, put(tmp_path, "a.arc.gz", gzip.compress(data)), metadata=["date"])
+    assert not bad
+    assert table["url"].to_pylist() == ["http://a.example/x%20y", "http://b/"]
+    assert table["metadata"][0].as_py() == '{"date":"20260101000000"}'
+    assert dropped(ledger) == {"warc/not_a_response": 1, "html/markup": 0, "warc/not_html": 1}
+
+
+def test_charsets_are_found_in_header_page_and_bytes(tmp_path: Path) -> None:
+    text = "Äpfel, Öl und Übermut — “quoted”. " * 8
+    pages = [
+        (f"<p>{text}", "cp1252", "text/html; charset=ISO-8859-1"),
+        (f"<p>{text}", "utf-16-le", "text/html; charset='utf-16le'"),
+        (f"<meta charset=windows-1252><p>{text}", "cp1252", "text/html"),
+        (f"<p>{text}", "utf-8", "text/html"),
+        (f"<p>{text}", "utf-8-sig", "text/html; charset=latin-1"),
+        (f"<p>{text}", "utf-8", "text/html; charset=no-such-thing"),
+    ]
+    data = b"".join(record("response", response(p.encode(code), kind=kind)) for p, code, kind in pages)
+    table, bad, _ = read(tmp_path, put(tmp_path, "a.warc", data), extract="none")
+    assert not bad
+    assert table["text"].to_pylist() == [page for page, _, _ in pages]
+
+
+def test_a_damaged_record_costs_itself_and_reading_goes_on_at_the_next(tmp_path: Path) -> None:
+    good = record("response", response(PAGE))
+    damages = {
+        good.replace(b"Content-Length: ", b"Content-Length: x", 1): "its length is 'x",
+        good.replace(b"Content-Length: ", b"X-Length: ", 1): "its length is ''",
+        good.replace(b"WARC/1.0", b"WARC/9.9", 1): "unreadable header",
+        b"WARC/1.0\r\n" + b"x: y\r\n" * 180_000 + b"\r\n": "a header of more than a megabyte",
+    }
+    data = good + b"".join(damage + good for damage in damages)
+    table, bad, ledger = read(tmp_path, put(tmp_path, "a.warc", data))
+    assert table.num_rows == 1 + len(damages)
+    assert [entry["reason"] for entry in bad] == ["bad_record"] * len(damages)
+    at = 0
+    for entry, (damage, words) in zip(bad, damages.items(), strict=True):
+        at += len(good)
+        assert entry["byte_offset"] == at
+        assert words in entry["error"]
+        at += len(damage)
+    assert ledger.quarantined["bad_record"].bytes == sum(map(len, damages))
+    with pytest.raises(BuildError, match=r"a.warc: record 1 \(byte \d+\): bad_record: its length"):
+        read(tmp_path, "a.warc", allowed=0)
+
+
+@pytest.mark.parametrize("by", [-40, -1, 300])
+@pytest.mark.parametrize("kind", ["response", "conversion", "request"])
+def test_a_record_whose_length_is_wrong_is_quarantined_with_the_bytes_behind_it(
+    tmp_path: Path, kind: str, by: int
+) -> None:
+    content = PAGE if kind == "conversion" else response(PAGE)
+    good, other = record("conversion", b"good"), record(kind, content)
+    size = len(content)
+    wrong = other.replace(b"Content-Length: %d" % size, b"Content-Length: %d" % (size + by))
+    table, bad, ledger = read(tmp_path, put(tmp_path, "a.warc", good + wrong + other + good), extract="none")
+    swallowed = by > 4  # the next record begins inside of this one, and its end is all that is left of it
+    assert [entry["reason"] for entry in bad] == ["bad_record"]
+    assert (bad[0]["record"], bad[0]["byte_offset"]) == (1, len(good))
+    assert f"its length is {size + by:,} bytes, and no record begins after it" in bad[0]["error"]
+    assert ledger.quarantined["bad_record"].bytes == len(wrong) + (len(other) if swallowed else 0)
+    texts = table["text"].to_pylist()
+    assert texts == ["good"] + ([PAGE.decode()] if kind != "request" and not swallowed else []) + ["good"]
+
+
+def test_a_sound_record_before_a_damaged_gzip_member_is_kept(tmp_path: Path) -> None:
+    packed = [gzip.compress(record("conversion", b"text %d" % n), mtime=0) for n in range(4)]
+    packed[2] = packed[2][:-6] + b"xx" + packed[2][-4:]
+    table, (entry,), ledger = read(tmp_path, put(tmp_path, "a.warc.wet.gz", b"".join(packed)))
+    assert table["text"].to_pylist() == ["text 0", "text 1"]
+    assert (entry["record"], entry["reason"]) == (2, "damaged_file")
+    assert entry["byte_offset"] == 2 * len(record("conversion", b"text 0"))
+    assert ledger.read.documents == 3
+    assert (
+        ledger.quarantined["damaged_file"].bytes < len(record("conversion", b"text 2")) + len(packed[3]) + 20
+    )
+
+
+def test_long_records_cost_themselves_and_what_is_no_page_may_be_long(tmp_path: Path) -> None:
+    data = record("response", response(b"x" * 90_000, kind="video/mp4"))
+    data += record("conversion", b"x" * 9000) + record("response", response(b"<p>" + b"x" * 9000))
+    data += record("response", response(gzip.compress(bytes(90_000)), Content_Encoding="gzip"))
+    data += record("conversion", b"fine")
+    table, bad, ledger = read(tmp_path, put(tmp_path, "a.warc", data), limit=5000)
+    assert table["text"].to_pylist() == ["fine"]
+    assert [(entry["record"], entry["reason"]) for entry in bad] == [(1, "too_long"), (2, "too_long")]
+    assert dropped(ledger) == {"warc/not_html": 1, "warc/bad_body": 1}
+
+
+@pytest.mark.parametrize("kind", ["warc", "warc.gz", "arc"])
+def test_a_file_cut_anywhere_gives_the_pages_before_and_hides_nothing(tmp_path: Path, kind: str) -> None:
+    contents = [response(PAGE[:90] + b"%d</p>" % i) for i in range(10)]
+    if kind == "arc":
+        rows = [(f"http://a/{i}", content) for i, content in enumerate(contents)]
+        whole, ends = arc(*rows), [len(arc(*rows[:n])) for n in range(11)]
+    else:
+        records = [record("response", content) for content in contents]
+        packed = [gzip.compress(r) if kind == "warc.gz" else r for r in records]
+        whole, ends = b"".join(packed), [sum(map(len, packed[:n])) for n in range(11)]
+    for length in range(0, len(whole), 61):
+        name = put(tmp_path, f"a.{kind}", whole[:length])
+        table, bad, _ = read(tmp_path, name, extract="none")
+        count = table.num_rows
+        assert [text[-5:-4] for text in table["text"].to_pylist()] == list("0123456789")[:count]
+        if kind != "arc":
+            assert bad or any(0 <= length - end <= 0 or (end - length) in (1, 2, 3, 4) for end in ends), (
+                length
+            )
+        assert len(bad) <= 1
+        assert {entry["reason"] for entry in bad} <= {"damaged_file", "bad_record"}
+
+
+def test_flipped_bits_never_raise_anything_else(tmp_path: Path) -> None:
+    data = b"".join(
+        record("response", response(chunked(PAGE[:200]), Transfer_Encoding="chunked")) for _ in "abc"
+    )
+    data += arc(("http://a/", response(PAGE[:200])))
+    rng = random.Random(3)
+    for _ in range(100):
+        flipped = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        read(tmp_path, put(tmp_path, "a.warc", bytes(flipped)), extract="none")
+
+
+@pytest.mark.data
+def test_real_archives_give_what_warcio_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = data_folder() / "warc/dev"
+    seen: list[str] = []
+    decode = web.decode_body
+
+    def spy(*args: Any) -> bytes:
+        page = decode(*args)
+        seen.append(sha256(page).hexdigest())
+        return page
+
+    monkeypatch.setattr(read_warc, "decode_body", spy)
+    damaged = {  # name: (records beyond warcio's, quarantined)
+        "bad.arc": (0, 3),  # lengths of -1 and "abc"
+        "example-bad-non-chunked.warc.gz": (5, 0),  # one gzip member for all, which warcio refuses to seek in
+        "example-bad.warc.gz.bad": (0, 1),  # gzip that its name hides
+        "example-space-in-url.arc": (0, 1),  # ends 12 bytes before its record does
+        "example-trunc.warc": (0, 1),  # two bytes more than Content-Length says
+        "example-wrong-chunks.warc.gz": (1, 0),
+    }
+    for entry in json.loads((folder / "expected_warcio.json").read_text())["files"]:
+        name = Path(entry["file"]).name
+        seen.clear()
+        put(tmp_path, name, (folder / entry["file"]).read_bytes())
+        _, bad, ledger = read(tmp_path, name, format="warc", extract="none")
+        more, quarantined = damaged.get(name, (0, 0))
+        assert (ledger.read.documents, len(bad)) == (len(entry["records"]) + more, quarantined), name
+        if name in damaged:
+            continue
+        pages = [
+            found["payload_sha256"]
+            for found in entry["records"]
+            if (found["type"], found["http_status"]) == ("response", "200")
+            and (found["http_content_type"] or "text/html")
+            .lower()
+            .startswith(("text/html", "application/xhtml"))
+        ]
+        assert seen == pages, name
+
+
+@pytest.mark.data
+def test_generated_archives_read_to_the_byte(tmp_path: Path) -> None:
+    folder = data_folder() / "warc/gen_dev"
+    for stem, suffix in (("wet-00000", "warc.wet.gz"), ("html-00000", "warc.gz")):
+        expected = orjson.loads((folder / f"{stem}.expected.json").read_bytes())
+        wanted = [entry for entry in expected if entry.get("status", 200) == 200]
+        name = put(tmp_path, f"{stem}.{suffix}", (folder / f"{stem}.{suffix}").read_bytes())
+        table, bad, _ = read(tmp_path, name, extract="none")
+        assert not bad
+        assert table["url"].to_pylist() == [entry["url"] for entry in wanted]
+        for text, entry in zip(table["text"].to_pylist(), wanted, strict=True):
+            digests = {sha256(text.encode(code)).hexdigest() for code in ("utf-8", "utf-8-sig")}
+            if entry.get("encoding") == "latin-1":
+                digests = {sha256(text.encode("latin-1")).hexdigest()}
+            assert entry.get("sha256", entry.get("decoded_sha256")) in digests, entry["url"]

@@ -1,0 +1,302 @@
+"""One protocol, whatever moves the files: builds, uploads, downloads and conversions replace a dataset alike.
+
+The old dataset is MDS with index.bin, side files that only its card names, and more shards; the new one tar.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from crash.power_cut import Disk, Way
+from shardkit import open_dataset
+from shardkit.formats import mds, tar
+from shardkit.manifest import Manifest
+from shardkit.publish import download, upload
+from shardkit.storage.local import LocalStore
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.store import Store
+from shardkit.tools.convert import OutputOptions, convert
+from shardkit.writers import publish as writers_publish
+from shardkit.writers.card import card_bytes, describe_file
+from shardkit.writers.publish import RemoteOutput, global_shards, publish
+from support.watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
+
+OPERATIONS = [
+    (os, "link"),
+    (os, "fsync"),
+    (Path, "unlink"),
+    (Path, "rename"),
+    (Path, "replace"),
+    (Path, "mkdir"),
+]
+
+
+class Built:
+    """What a build hands to its publication: shards and side files in a work folder, and the card."""
+
+    def __init__(self, work: Path, kind: str, shards: int, first: int, sides: dict[str, bytes]) -> None:
+        work.mkdir()
+        rows = (first + np.arange(shards * 32, dtype=np.uint16)).reshape(shards, 8, 4)
+        if kind == "mds":
+            made = [
+                mds.write_rows_shard(work, f"part-00000.{n:05d}.mds", part, hashes=["xxh64"])
+                for n, part in enumerate(rows)
+            ]
+        else:
+            made = [
+                tar.write_rows_shard(work, f"part-00000.{n:05d}.tar", part, key_start=8 * n, hashes=["xxh64"])
+                for n, part in enumerate(rows)
+            ]
+        named = global_shards([(work, made)])
+        self.work = work
+        self.manifest = Manifest("mds" if kind == "mds" else "tar", [shard for _, shard in named])
+        self.links = {shard.stored.basename: path for path, shard in named}
+        for number, (name, data) in enumerate(sides.items()):
+            (work / f"side-{number}").write_bytes(data)
+            self.links[name] = work / f"side-{number}"
+        card = {
+            "fingerprint": self.manifest.fingerprint,
+            "files": {name: describe_file(data) for name, data in sides.items()},
+        }
+        self.texts = {"dataset.json": card_bytes(card)}
+
+    def publish(self, output: Path | RemoteOutput, *, replace: bool = False) -> None:
+        publish(output, self.manifest, self.links, self.texts, replace=replace)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, so that operations have an order, and index.bin from the first shard on."""
+    monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 1)
+    monkeypatch.setattr(writers_publish, "_THREADS", 1)
+    monkeypatch.setattr("shardkit.tools.convert.staging._THREADS", 1)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Built:
+    sides = {"report.html": b"old", "decontamination.jsonl": b"{}\n", "annotations/part-00000.parquet": b"a"}
+    return Built(tmp_path / "old-work", "mds", 4, 0, sides)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Built:
+    return make_new(tmp_path / "new-work", "tar")
+
+
+def make_new(work: Path, kind: str) -> Built:
+    sides = {"report.html": b"new", "provenance/part-00000.parquet": b"p"}
+    return Built(work, kind, 3, 500, sides)
+
+
+class Place(Protocol):
+    """Where a dataset goes, and what is there."""
+
+    store: Store
+
+    def put_old(self, old: Built) -> None: ...
+    def interrupted_at(self, limit: int, action: Callable[[], None]) -> bool:
+        """Run `action` until its operation number `limit` on the place; whether it got there."""
+
+
+class Folder:
+    """A folder of this machine, whose files are linked, synced, renamed and removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.store = path, LocalStore(path)
+
+    def put_old(self, old: Built) -> None:
+        old.publish(self.path)
+        assert (self.path / "index.bin").exists()
+
+    def interrupted_at(self, limit: int, action: Callable[[], None]) -> bool:
+        done = 0
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def operation(*arguments: Any, **settings: Any) -> Any:
+                nonlocal done
+                done += 1
+                if done > limit:
+                    raise PulledPlugError
+                return real(*arguments, **settings)
+
+            return operation
+
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in OPERATIONS:
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            try:
+                action()
+            except PulledPlugError:
+                return True
+        return False
+
+
+class Bucket:
+    """A store in memory."""
+
+    def __init__(self) -> None:
+        self.memory = fresh_memory()
+        self.store: WatchedStore | MemoryStore = self.memory
+
+    def put_old(self, old: Built) -> None:
+        send(old, self)
+
+    def interrupted_at(self, limit: int, action: Callable[[], None]) -> bool:
+        self.store = WatchedStore(self.memory, limit=limit + 1)
+        try:
+            action()
+        except PulledPlugError:
+            return True
+        finally:
+            self.store = self.memory
+        return False
+
+
+def send(built: Built, place: Bucket, *, replace: bool = False) -> None:
+    """A build to a store."""
+
+    @contextmanager
+    def reach(*_: object) -> Iterator[Store]:
+        yield place.store
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writers_publish, "transfer_store", reach)
+        built.publish(RemoteOutput(place.memory.url), replace=replace)
+
+
+class Transport:
+    """One way from `new`, made ready in `folder`, to a place."""
+
+    def __init__(self, name: str, folder: Path, new: Built) -> None:
+        self._name, self._new = name, new
+        self._source = folder / "source"
+        if name in ("upload", "upload to a folder"):
+            new.publish(self._source)
+        elif name == "download":
+            self._bucket = Bucket()
+            send(new, self._bucket)
+        elif name == "convert":
+            Built(folder / "source-work", "mds", 3, 700, {}).publish(self._source)
+
+    def place(self, path: Path) -> Folder | Bucket:
+        return Bucket() if self._name in ("build to a store", "upload") else Folder(path)
+
+    def put(self, place: Folder | Bucket, *, replace: bool = False) -> None:
+        if isinstance(place, Bucket) and self._name == "build to a store":
+            send(self._new, place, replace=replace)
+        elif isinstance(place, Bucket):
+            upload(self._source, place.store, threads=1, replace=replace, progress=False)
+        elif self._name == "build":
+            self._new.publish(place.path, replace=replace)
+        elif self._name == "upload to a folder":
+            upload(self._source, place.path, threads=1, replace=replace, progress=False)
+        elif self._name == "download":
+            download(self._bucket.memory, place.path, threads=1, replace=replace, progress=False)
+        else:
+            output = OutputOptions(format="wds" if self._new.manifest.format == "tar" else "mds")
+            convert(self._source, place.path, output=output, verify=False, replace=replace, progress=False)
+
+
+IN_FOLDERS = ("build", "upload to a folder", "download", "convert")
+NAMES = (*IN_FOLDERS, "build to a store", "upload")
+
+
+@pytest.fixture(params=NAMES)
+def transport(request: pytest.FixtureRequest, tmp_path: Path, new: Built) -> Transport:
+    return Transport(request.param, tmp_path, new)
+
+
+def files(place: Folder | Bucket) -> dict[str, bytes]:
+    return objects(place.store)
+
+
+def expected(transport: Transport, tmp_path: Path) -> dict[str, bytes]:
+    """The files of the new dataset where there was nothing."""
+    fresh = transport.place(tmp_path / "fresh")
+    transport.put(fresh)
+    return files(fresh)
+
+
+def fingerprints(*datasets: dict[str, bytes], folder: Path) -> set[str]:
+    found = set()
+    for number, dataset in enumerate(datasets):
+        for name, data in dataset.items():
+            (folder / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / str(number) / name).write_bytes(data)
+        found.add(open_dataset(folder / str(number)).fingerprint)
+    return found
+
+
+def test_after_a_replacement_the_place_holds_exactly_the_new_dataset_and_what_was_never_ours(
+    transport: Transport, tmp_path: Path, old: Built
+) -> None:
+    place = transport.place(tmp_path / "out")
+    place.put_old(old)
+    before = files(place)
+    assert {"decontamination.jsonl", "annotations/part-00000.parquet"} <= before.keys()
+    with pytest.raises(Exception, match="use --replace"):
+        transport.put(place)
+    assert files(place) == before
+    place.store.put("notes/mine.txt", b"mine")
+    transport.put(place, replace=True)
+    assert files(place) == expected(transport, tmp_path) | {"notes/mine.txt": b"mine"}
+
+
+def interrupt_everywhere(
+    transport: Transport, tmp_path: Path, old: Built, new: Built, ways: Sequence[Way | None], stride: int = 1
+) -> None:
+    """A replacement that ends at its operations, in turn by a kill (None) and ways of power cuts."""
+    goal = expected(transport, tmp_path)
+    known: set[str] = set()
+    for limit in range(0, 1000, stride):
+        place = transport.place(tmp_path / f"out-{limit}")
+        place.put_old(old)
+        known = known or fingerprints(files(place), goal, folder=tmp_path / "known")
+        way = ways[limit % len(ways)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", os.fsync)  # is put back at the end
+            disk = None
+            if way is not None and isinstance(place, Folder):
+                disk = Disk([place.path, new.work], tmp_path / f"kept-{limit}")
+                disk.install()
+            interrupted = place.interrupted_at(limit, partial(transport.put, place, replace=True))
+        if disk is not None and way is not None:
+            disk.cut(way, limit)
+        check_reader(place.store, known)
+        if not interrupted:
+            assert files(place) == goal, "the dataset was whole before the power was cut"
+        transport.put(place, replace=True)
+        assert files(place) == goal, f"operation {limit}, {way}"
+        if not interrupted:
+            break
+    assert 20 < limit < 900
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replacement_that_ends_at_any_operation_shows_no_false_index_and_is_made_good(
+    tmp_path: Path, old: Built, name: str
+) -> None:
+    new = make_new(tmp_path / "new-work", "mds")  # whose files have the names of the old ones
+    transport = Transport(name, tmp_path, new)
+    interrupt_everywhere(transport, tmp_path, old, new, (None, "some", "all", "data"), stride=3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["mds", "tar"])
+@pytest.mark.parametrize("way", [None, "all", "some", "data"])
+def test_every_way_to_end_at_every_operation(
+    tmp_path: Path, old: Built, name: str, kind: str, way: Way | None
+) -> None:
+    if way is not None and name not in IN_FOLDERS:
+        pytest.skip("a store has no power of its own")
+    new = make_new(tmp_path / "new-work", kind)
+    interrupt_everywhere(Transport(name, tmp_path, new), tmp_path, old, new, [way])

@@ -1,0 +1,231 @@
+"""Builds to a store: the same bytes as to a folder, nothing false in between, and no work done twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli.main import main
+from shardkit.errors import BuildError
+from shardkit.publish import upload
+from shardkit.publish.contents import MARKER_NAME
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.s3 import S3Store
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
+from shardkit.writers import BuildResult, build
+from shardkit.writers import publish as module
+from support.killing_server import run_and_kill
+from support.s3_moto import s3_server
+from support.small_build import make_corpus, tree
+from support.small_dataset import make_dataset
+from support.watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
+
+pytestmark = pytest.mark.usefixtures("inline_builds")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), 80)
+
+
+@pytest.fixture(scope="module")
+def local(corpus: Path) -> dict[str, bytes]:
+    """The files of the dataset as a folder has them."""
+    folder = build(corpus, overrides=["work=work"], workers=1, progress=False).output
+    return {name: (folder / name).read_bytes() for name in tree(folder)}
+
+
+def build_to(corpus: Path, store: MemoryStore, *changes: str, replace: bool = False) -> BuildResult:
+    """A build that takes its tasks from the work folder that `local` left."""
+    overrides = ["work=work", *changes]
+    return build(corpus, output=store.url, overrides=overrides, workers=1, progress=False, replace=replace)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["output.format=mds", "output.format=wds", "output.compression=zstd"],
+    ids=["mds", "tar", "zstd"],
+)
+@pytest.mark.usefixtures("local")
+def test_every_object_equals_the_local_file(corpus: Path, tmp_path: Path, change: str) -> None:
+    shutil.copytree(corpus.parent / "work", tmp_path / "work")
+    overrides = [f"work={tmp_path / 'work'}", change]
+    folder = build(corpus, output=tmp_path / "out", overrides=overrides, workers=1, progress=False).output
+    memory = fresh_memory()
+    result = build(corpus, output=memory.url, overrides=overrides, workers=1, progress=False)
+    assert objects(memory) == {name: (folder / name).read_bytes() for name in tree(folder)}
+    assert result.location == memory.url
+    assert result.to_dict()["output"] == memory.url
+    with pytest.raises(BuildError, match="is no folder of this machine"):
+        assert result.output
+
+
+def test_a_finished_build_is_up_to_date_at_once_and_writes_nothing(
+    corpus: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = fresh_memory()
+    first = build_to(corpus, memory)
+    assert objects(memory) == local
+    assert not first.up_to_date
+    watched = WatchedStore(memory)
+    use(monkeypatch, watched)
+    again = build_to(corpus, memory)
+    assert again.up_to_date
+    assert again.fingerprint == first.fingerprint
+    assert again.location == memory.url
+    assert watched.puts == []
+
+
+def test_the_work_folder_is_in_the_recipes_folder_and_goes_after_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_corpus(tmp_path / "deep", 40)
+    memory = MemoryStore(f"{fresh_memory().url}/name")
+    with monkeypatch.context() as patch:
+        use(patch, WatchedStore(memory, limit=8))
+        with pytest.raises(PulledPlugError):
+            build(recipe, overrides=[f"output.path={memory.url}"], workers=1, progress=False)
+    assert (tmp_path / "deep" / "name.work" / "pack").is_dir()
+    result = build(recipe, overrides=[f"output.path={memory.url}/"], workers=1, progress=False)
+    assert result.tasks_reused == result.tasks
+    assert not (tmp_path / "deep" / "name.work").exists()
+    assert not list((tmp_path / "deep").rglob("*.mds")), "shards were written to this machine"
+
+
+def use(patch: pytest.MonkeyPatch, store: Store) -> None:
+    """Let builds reach `store`, whatever their URL says."""
+
+    @contextmanager
+    def transfer_store(*_: object) -> Iterator[Store]:
+        yield store
+
+    patch.setattr(module, "transfer_store", transfer_store)
+
+
+def test_a_publication_killed_at_any_operation_is_gone_on_with(
+    corpus: Path, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint = json.loads(local["dataset.json"])["fingerprint"]
+    monkeypatch.setattr(module, "_THREADS", 1)
+    probe = WatchedStore(fresh_memory())
+    use(monkeypatch, probe)
+    build_to(corpus, fresh_memory())
+    memory = fresh_memory()
+
+    def watch(number: int) -> None:
+        check_reader(memory, {fingerprint})
+
+    for limit in sorted({1, 2, 5, 8, 9, 10, 12, *range(probe.operations - 4, probe.operations + 1)}):
+        memory = fresh_memory()
+        killed = WatchedStore(memory, limit=limit, watch=watch)
+        use(monkeypatch, killed)
+        with pytest.raises(PulledPlugError):
+            build_to(corpus, memory)
+        again = WatchedStore(memory)
+        use(monkeypatch, again)
+        build_to(corpus, memory)
+        assert objects(memory) == local
+        sent = [name for name in killed.puts + again.puts if name != MARKER_NAME]
+        assert sorted(sent) == sorted(local), limit
+
+
+@pytest.mark.extended
+# Seven writes: the marker, two shards, the provenance, the report, the card and the index.
+@pytest.mark.parametrize(("fatal", "late"), [(1, True), (7, False)], ids=str)
+def test_a_build_process_that_is_killed_while_it_publishes_goes_on_with_the_rest(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path, fatal: int, late: bool
+) -> None:
+    shutil.copytree(corpus.parent / "work", tmp_path / "work")
+    with s3_server() as server:
+        bucket = server.new_bucket()
+        options = ["--output", f"s3://{bucket}/data", "--set", f"work={tmp_path / 'work'}", "--workers", "1"]
+        command = [sys.executable, "-m", "shardkit", "build", str(corpus), *options]
+        run_and_kill(server, command, fatal, late=late)
+        store = S3Store(f"s3://{bucket}/data")
+        before = objects(store).keys()
+        assert len(before) == 1 if late else local.keys() - before == {"index.json"}
+        server.requests.clear()
+        result = build(
+            corpus,
+            output=f"s3://{bucket}/data",
+            overrides=[f"work={tmp_path / 'work'}"],
+            workers=1,
+            progress=False,
+        )
+        assert result.tasks_reused == result.tasks
+        assert objects(store) == local
+        puts = [line.split("/data/")[1] for line in server.requests if line.startswith("PUT ")]
+        assert sorted(puts) == sorted(local.keys() - before)
+
+
+def foreign(folder: Path) -> MemoryStore:
+    """A store that holds another dataset."""
+    make_dataset(folder / "foreign", shards=90)
+    memory = fresh_memory()
+    upload(folder / "foreign", memory, progress=False)
+    return memory
+
+
+def test_another_dataset_is_refused_before_any_work_and_replaced_when_told(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    memory = foreign(tmp_path)
+    before = objects(memory)
+    with pytest.raises(BuildError, match=r"already holds a dataset, which no recipe made; .*--replace"):
+        build_to(corpus, memory)
+    assert objects(memory) == before
+    build_to(corpus, memory, replace=True)
+    assert objects(memory) == local
+
+
+def test_a_foreign_dataset_that_appears_meanwhile_is_not_overwritten(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = foreign(tmp_path)
+    before = objects(memory)
+    monkeypatch.setattr("shardkit.writers.up_to_date.find_published", lambda output: None)
+    with pytest.raises(BuildError, match="holds another dataset; use --replace"):
+        build_to(corpus, memory)
+    assert objects(memory) == before
+
+
+def test_a_damaged_dataset_is_told_and_made_good_when_told(corpus: Path, local: dict[str, bytes]) -> None:
+    memory = fresh_memory()
+    build_to(corpus, memory)
+    memory.delete("shard.00001.mds")
+    with pytest.raises(BuildError, match=r"which is damaged \(is not whole: shard\.00001\.mds is missing"):
+        build_to(corpus, memory)
+    build_to(corpus, memory, replace=True)
+    assert objects(memory) == local
+
+
+def test_an_unreachable_store_is_told_before_the_work(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class NoBucket(MemoryStore):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            raise ObjectNotFoundError(self.url, "there is no such bucket", status=404)
+
+    memory = fresh_memory()
+    use(monkeypatch, NoBucket(memory.url))
+    with pytest.raises(BuildError, match=r"output memory://.*: there is no such bucket"):
+        build_to(corpus, memory, f"work={tmp_path / 'work'}")
+    assert not (tmp_path / "work").exists()
+
+
+def test_the_command_builds_to_a_url(
+    corpus: Path, local: dict[str, bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    memory = fresh_memory()
+    command = ["build", str(corpus), "--output", memory.url, "--set", "work=work", "--workers", "1"]
+    assert main(command) == 0
+    assert f"{memory.url} built in" in capfd.readouterr().err
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["up_to_date"] is True
+    assert objects(memory) == local

@@ -1,1 +1,0 @@
-"""Doubles and helpers that tests share."""
