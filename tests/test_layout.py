@@ -117,6 +117,16 @@ def test_layers_point_one_way() -> None:
                 assert layer_of(imported) in ALLOWED[layer_of(name)], f"{file} imports {imported}"
 
 
+def test_kernels_and_filters_do_not_import_what_uses_them() -> None:
+    """Kernels serve filters and dedup; a type that kernels share with them is theirs."""
+    for name, file in MODULES:
+        inside = {imported for imported in imported_names(file) if imported.startswith("shardkit.writers.")}
+        if name.startswith("shardkit.writers.kernels."):
+            assert all(imported.startswith("shardkit.writers.kernels") for imported in inside), file
+        if name.startswith("shardkit.writers.filters."):
+            assert not any(imported.startswith("shardkit.writers.dedup") for imported in inside), file
+
+
 def test_importing_shardkit_imports_nothing_heavy() -> None:
     heavy = ["torch", "tokenizers", "gigatoken", "boto3", "pyarrow", "numba", "pydantic", "rich", "lightning"]
     code = f"import sys, shardkit.manifest, shardkit.hashing; print([m for m in {heavy} if m in sys.modules])"

@@ -31,8 +31,8 @@ with naming_extras("shardkit.writers.annotations"):
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-from shardkit.writers.documents import text_offsets
 from shardkit.writers.filters.chain import Filtered
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count
 from shardkit.writers.publish import ANNOTATIONS_FOLDER
 

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from shardkit.writers.kernels.text_arrays import text_offsets
+
 __all__ = [
     "BATCH_DOCUMENTS",
     "BATCH_TEXT_BYTES",
@@ -27,7 +29,6 @@ __all__ = [
     "document_ids",
     "keyed_hashes",
     "text_digests",
-    "text_offsets",
 ]
 
 BATCH_DOCUMENTS = 4096
@@ -81,10 +82,3 @@ def content_ranks(
     """
     ids = np.frombuffer(b"".join(document_ids.to_pylist()), np.uint8).reshape(-1, 16)
     return np.concatenate([digests[:, :8], ids[:, :8]], axis=1)
-
-
-def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-    """int64[n + 1]: where texts begin and end in the array's buffer of UTF-8, slices included; a view."""
-    if not len(texts):
-        return np.zeros(1, np.int64)
-    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]

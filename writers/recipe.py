@@ -26,9 +26,10 @@ from shardkit.hashing import HASH_NAMES
 from shardkit.storage.url import is_remote
 from shardkit.units import parse_bytes
 from shardkit.writers.dedup.config import DedupConfig
-from shardkit.writers.filters.config import FilterConfig, FilterEntry
-from shardkit.writers.filters.settings import FieldName, Ratio, StrictModel
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.recipe_text import apply_override, describe_problems, load_yaml
+from shardkit.writers.settings import FieldName, Ratio, StrictModel
 
 __all__ = [
     "InputConfig",
@@ -285,7 +286,7 @@ class Recipe(StrictModel):
         """The label of each input."""
         return tuple(config.source or f"input-{number}" for number, config in enumerate(self.inputs))
 
-    def filter_chain(self) -> tuple[tuple[str, FilterConfig], ...]:
+    def filter_chain(self) -> tuple[tuple[str, FilterSettings], ...]:
         """(name, settings) of every filter in order, profiles expanded."""
         return tuple(step for entry in self.filters for step in entry.filters())
 

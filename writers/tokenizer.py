@@ -34,9 +34,9 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
 from shardkit.files import load_json
-from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.utf8 import next_character
 
 __all__ = [

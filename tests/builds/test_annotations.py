@@ -13,14 +13,16 @@ import pytest
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.annotations import AnnotationFile, Bounds, thresholds
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.filters.c4_settings import C4QualityConfig
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.bounds import LengthConfig
+from shardkit.writers.filters.c4 import C4QualityConfig
 from shardkit.writers.filters.chain import FilterChain, Filtered
-from shardkit.writers.filters.config import FilterConfig, GopherQualityConfig, LengthConfig
+from shardkit.writers.filters.gopher import GopherQualityConfig
 from shardkit.writers.ledger import Count
 
 WORDS = ["house. Then", "river.", "the", "of", "and", "with", "house", "garden", "#", "...", "1234", "•"]
 WORDS += ["wonderfully", "\n", "- "]
-STEPS: list[tuple[str, FilterConfig]] = [
+STEPS: list[tuple[str, FilterSettings]] = [
     ("length", LengthConfig(min_words=5, max_chars=200)),
     ("gopher_quality", GopherQualityConfig(min_doc_words=8, max_symbol_word_ratio=0.2)),
 ]
@@ -40,7 +42,9 @@ def documents(count: int, first: int = 0, seed: int = 1) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=DOCUMENT_SCHEMA)
 
 
-def annotate(folder: Path, steps: list[tuple[str, FilterConfig]], *batches: pa.RecordBatch) -> list[Filtered]:
+def annotate(
+    folder: Path, steps: list[tuple[str, FilterSettings]], *batches: pa.RecordBatch
+) -> list[Filtered]:
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     chain = FilterChain(steps, annotate=True)
     number = len(list((folder / "annotations").iterdir()))
@@ -51,7 +55,7 @@ def annotate(folder: Path, steps: list[tuple[str, FilterConfig]], *batches: pa.R
     return made
 
 
-def kept_by(steps: list[tuple[str, FilterConfig]], *batches: pa.RecordBatch) -> Count:
+def kept_by(steps: list[tuple[str, FilterSettings]], *batches: pa.RecordBatch) -> Count:
     kept = [FilterChain(steps).apply(batch) for batch in batches]
     ids = [one for filtered in kept for one in filtered.kept.column("document_id").to_pylist()]
     texts = [text for batch in batches for text in batch.column("text").to_pylist()]
@@ -111,7 +115,7 @@ def test_other_thresholds_keep_what_a_build_with_them_keeps(
 
 
 def test_texts_are_judged_as_editors_leave_them_also_those_dropped_before(tmp_path: Path) -> None:
-    def steps(length: int, words: int) -> list[tuple[str, FilterConfig]]:
+    def steps(length: int, words: int) -> list[tuple[str, FilterSettings]]:
         c4 = C4QualityConfig(min_words_per_line=4, min_num_sentences=2, filter_no_terminal_punct=False)
         gopher = GopherQualityConfig(min_doc_words=words, max_symbol_word_ratio=None, min_stop_words=None)
         return [("length", LengthConfig(min_words=length)), ("c4_quality", c4), ("gopher_quality", gopher)]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.config import DedupConfig, ExactDedupConfig
+from shardkit.writers.filters.config import FilterEntry
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping, recipe_schema
 
 SMALLEST: dict[str, Any] = {
@@ -233,3 +236,29 @@ def test_every_key_is_described_in_the_schema() -> None:
     objects = [model for model in models.values() if "properties" in model]
     assert all(model.get("additionalProperties") is False for model in objects)
     assert set(schema["properties"]) == set(Recipe.model_fields)
+
+
+def test_a_recipe_with_every_filter_is_read_without_numba_arrow_or_a_model(tmp_path: Path) -> None:
+    """So that commands that only read a recipe start at once, and on machines without the optional models."""
+    required: dict[str, object] = {
+        "url_lists": {"hosts": ["hosts.txt"]},
+        "bad_words": {"lists": ["words.txt"]},
+        "stop_words": {"languages": {"en": ["the"]}},
+        "python": {"function": "module:function", "file": "filter.py"},
+        "classifier": {"model": "model.bin", "label": "good"},
+        "decontamination": {"evaluations": [{"path": "test.jsonl"}]},
+        "perplexity": {"model": "model.arpa"},
+        "unigram_log_prob": {"frequencies": "words.csv"},
+        "profile": "fineweb",
+    }
+    entries = [{name: required.get(name, {})} for name in FilterEntry.model_fields]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({**SMALLEST, "filters": entries}))
+    heavy = ["numba", "pyarrow", "kenlm", "tokenizers", "torch"]
+    code = (
+        "import sys; from shardkit.writers.recipe import load_recipe\n"
+        f"recipe = load_recipe({str(path)!r})\n"
+        f"print(len(recipe.filter_chain()) > {len(entries)}, [m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "True []", done.stderr

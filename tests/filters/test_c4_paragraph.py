@@ -6,8 +6,7 @@ import pyarrow as pa
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.filters.c4_paragraph import C4ParagraphFilter
-from shardkit.writers.filters.c4_paragraph_settings import C4ParagraphConfig
+from shardkit.writers.filters.c4 import C4ParagraphConfig, C4ParagraphFilter
 from shardkit.writers.filters.text_batch import TextBatch
 
 TEXT = st.lists(st.sampled_from(["a", "é", "\n", "\r\n", "\u2028", " ", "wörd"]), max_size=40).map("".join)

@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.c4 import reference_c4, reference_sentences
-from shardkit.writers.filters.c4_quality import C4QualityFilter
-from shardkit.writers.filters.c4_settings import C4QualityConfig
-from shardkit.writers.filters.rules import first_failing
+from shardkit.writers.filters.base import first_failing
+from shardkit.writers.filters.c4 import C4QualityConfig, C4QualityFilter
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels.sentences import count_sentences, sentence_tables
 

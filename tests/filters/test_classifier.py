@@ -13,8 +13,7 @@ import pytest
 from reference.fasttext import reference_scores
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.filters.classifier import ClassifierFilter
-from shardkit.writers.filters.classifier_settings import ClassifierConfig
+from shardkit.writers.filters.fasttext import ClassifierConfig, ClassifierFilter
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels.fasttext_model import load_fasttext
 from shardkit.writers.train_classifier import TrainingSettings, train_classifier
@@ -99,16 +98,16 @@ def test_documents_with_the_label_are_kept_or_removed(
 def test_a_score_at_the_threshold_has_the_label(model: Path) -> None:
     batch = TextBatch(pa.array(["the article"], pa.large_string()))
     config = ClassifierConfig(model=str(model), label="good")
-    score = float(ClassifierFilter(config).judge(batch)[0].values[0])  # type: ignore[index]
+    score = float(ClassifierFilter(config, model.parent).judge(batch)[0].values[0])  # type: ignore[index]
     assert 0 < score < 1
     for threshold, fails in ((score, False), (score + 1e-9, True)):
         at = config.model_copy(update={"threshold": threshold})
-        assert ClassifierFilter(at).judge(batch)[0].fails.tolist() == [fails]  # type: ignore[union-attr]
+        assert ClassifierFilter(at, model.parent).judge(batch)[0].fails.tolist() == [fails]  # type: ignore[union-attr]
 
 
 def test_a_label_or_a_file_that_is_not_there_is_a_recipe_error(model: Path) -> None:
     with pytest.raises(RecipeError, match=r"has no label 'fine'; it has (good, bad|bad, good)"):
-        ClassifierFilter(ClassifierConfig(model=str(model), label="fine"))
+        ClassifierFilter(ClassifierConfig(model=str(model), label="fine"), model.parent)
     with pytest.raises(RecipeError, match="No such file"):
         ClassifierFilter(ClassifierConfig(model="none.bin", label="good"), model.parent)
 

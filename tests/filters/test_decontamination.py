@@ -17,10 +17,14 @@ from pydantic import ValidationError
 from reference.filters import reference_overlaps
 from shardkit.errors import RecipeError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.filters import evaluation_items
-from shardkit.writers.filters.decontamination import DecontaminationFilter
-from shardkit.writers.filters.decontamination_settings import DecontaminationConfig, EvaluationConfig
+from shardkit.writers.filters.decontamination import (
+    DecontaminationConfig,
+    DecontaminationFilter,
+    EvaluationConfig,
+    read_items,
+)
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels import hash_tables
 
 QUESTION = "A farmer has seventeen sheep, and all but nine of them run away at night: how many are left?"
 
@@ -129,7 +133,7 @@ def test_words_confirm_what_hashes_find(tmp_path: Path, monkeypatch: pytest.Monk
     made, batch = judged(tmp_path, ["z " * 20, QUESTION], [QUESTION])
     for table in made._tables:
         table.bits[:] = np.uint64(2**64 - 1)
-    real = evaluation_items.find_matches
+    real = hash_tables.find_matches
 
     def all_equal(hashes: Any, bits: Any, keys: Any, places: Any) -> Any:
         return (
@@ -138,7 +142,7 @@ def test_words_confirm_what_hashes_find(tmp_path: Path, monkeypatch: pytest.Monk
             else real(hashes, bits, keys, places)
         )
 
-    monkeypatch.setattr("shardkit.writers.filters.decontamination.find_matches", all_equal)
+    monkeypatch.setattr(hash_tables, "find_matches", all_equal)
     overlap, _ = made.judge(batch)
     assert overlap.values is not None
     assert overlap.values.tolist() == [0, 1]
@@ -152,7 +156,7 @@ def test_items_come_from_fields_lists_lines_and_gzip(tmp_path: Path) -> None:
     sets = [{"path": "a.jsonl.gz", "fields": ["question", "choices"], "name": "sheep"}, {"path": "b.txt"}]
     config = DecontaminationConfig.model_validate({"evaluations": sets})
     assert config.files() == ("a.jsonl.gz", "b.txt")
-    read = evaluation_items.read_items(config, tmp_path)
+    read = read_items(config, tmp_path)
     assert [(item.evaluation, item.record) for item in read] == [("sheep", 0), ("b.txt", 1)]
     assert read[0].text == f"{QUESTION}\nnine words that are in a list of choices"
     batch = TextBatch(

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.filters.bounds import LengthConfig
 from shardkit.writers.filters.chain import FilterChain, Filtered
-from shardkit.writers.filters.config import GopherQualityConfig, LengthConfig
+from shardkit.writers.filters.gopher import GopherQualityConfig
 from shardkit.writers.funnel import FilterCounts, filters_card
 from shardkit.writers.report.page import render_filters
 

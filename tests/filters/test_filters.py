@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.bounds import LengthConfig
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.filters.config import (
-    FilterConfig,
-    FinewebQualityConfig,
-    GopherQualityConfig,
-    LengthConfig,
-)
+from shardkit.writers.filters.fineweb import FinewebQualityConfig
+from shardkit.writers.filters.gopher import GopherQualityConfig
 from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
 
 ROOMY = GopherQualityConfig(min_doc_words=3, min_stop_words=1, min_avg_word_length=2)
@@ -26,7 +24,7 @@ GOOD = (
 )
 
 
-def reasons(config: FilterConfig, texts: list[str]) -> list[str | None]:
+def reasons(config: FilterSettings, texts: list[str]) -> list[str | None]:
     """Reason or None of each text under one filter."""
     chain = FilterChain([("x", config)])
     codes = chain.codes(pa.array(texts, pa.large_string()))

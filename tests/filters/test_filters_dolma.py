@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.filters import reference_dolma_statistics, reference_ngrams, reference_repetition
+from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.filters.config import FilterConfig
-from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
-from shardkit.writers.filters.dolma_statistics import LONGEST, dolma_statistics
+from shardkit.writers.filters.dolma import DolmaQualityConfig, DolmaRepetitionConfig
 from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.dolma_statistics import LONGEST, dolma_statistics
 from shardkit.writers.kernels.lines import ALL_LINES
 from shardkit.writers.kernels.ngrams import COPIES, TOP
 
@@ -23,7 +23,7 @@ PARTS = [*" \n\t\r…#*-1", "the", "be", "of", "é", "\u3000", "\u2028", "\x85",
 TEXT = st.one_of(st.lists(st.sampled_from(PARTS), max_size=60).map("".join), st.text(max_size=20))
 
 
-def reasons(config: FilterConfig, texts: list[str]) -> list[str | None]:
+def reasons(config: FilterSettings, texts: list[str]) -> list[str | None]:
     chain = FilterChain([("x", config)])
     codes = chain.codes(pa.array(texts, pa.large_string()))
     return [chain.reasons[code - 1].removeprefix("x/") if code else None for code in codes]

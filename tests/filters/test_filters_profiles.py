@@ -10,8 +10,7 @@ import yaml
 
 from shardkit.writers.card import recipe_content
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.filters.config import FilterEntry
-from shardkit.writers.filters.profiles import PROFILES
+from shardkit.writers.filters.config import PROFILES, FilterEntry
 from shardkit.writers.recipe import recipe_from_mapping
 
 README = Path(__file__).resolve().parents[2] / "writers" / "README.md"

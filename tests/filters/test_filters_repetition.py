@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from reference.filters import reference_ngrams, reference_repetition
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import FilterEntry
-from shardkit.writers.filters.gopher_repetition import GopherRepetitionFilter
-from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
+from shardkit.writers.filters.gopher import GopherRepetitionConfig, GopherRepetitionFilter
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels.lines import ALL_LINES, LINES, PARAGRAPHS, line_repetition
 from shardkit.writers.kernels.ngrams import COPIES, EXCESS, TOP, ngram_statistics

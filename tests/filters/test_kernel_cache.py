@@ -23,7 +23,7 @@ def test_kernels_are_kept_by_the_version_of_all_their_sources(
     assert Path(folder).is_dir()
     assert kernel_cache() == {"NUMBA_CACHE_DIR": folder}
     (tmp_path / "a.py").write_text("import numba\n")
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "kernel_cache.py"))
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "kernels" / "numba_support.py"))
     [other] = kernel_cache().values()
     (tmp_path / "b.py").write_text("no kernel in here\n")
     assert kernel_cache() == {"NUMBA_CACHE_DIR": other}

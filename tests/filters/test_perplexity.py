@@ -16,10 +16,14 @@ from pydantic import ValidationError
 
 from reference.filters import reference_log_prob
 from shardkit.errors import RecipeError
-from shardkit.writers.filters.perplexity import PerplexityFilter
-from shardkit.writers.filters.perplexity_settings import PerplexityConfig, UnigramLogProbConfig
+from shardkit.writers.filters.perplexity import (
+    PerplexityConfig,
+    PerplexityFilter,
+    UnigramLogProbConfig,
+    UnigramLogProbFilter,
+    read_frequencies,
+)
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.unigram_log_prob import UnigramLogProbFilter, read_frequencies
 
 LIST = "word,count\nthe,60\nof,25\nÉtude,10\nice cream,4\nthe,1\n"
 ARPA = """\\data\\
@@ -78,7 +82,9 @@ def test_unigram_values_are_those_of_the_plain_reference(
     path = tmp_path_factory.getbasetemp() / "list.csv.gz"
     if not path.exists():
         path.write_bytes(gzip.compress(LIST.encode()))
-    [rule] = UnigramLogProbFilter(UnigramLogProbConfig(frequencies=str(path))).judge(batch_of(texts))
+    [rule] = UnigramLogProbFilter(UnigramLogProbConfig(frequencies=path.name), path.parent).judge(
+        batch_of(texts)
+    )
     assert rule.values is not None
     known = read_frequencies(path)
     assert rule.values.tolist() == pytest.approx([reference_log_prob(text, known) for text in texts])

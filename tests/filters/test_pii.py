@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.filters.pii import PiiEditor, find_emails, find_ip_addresses, find_phones
-from shardkit.writers.filters.pii_settings import PiiConfig
+from shardkit.writers.filters.pii import PiiConfig, PiiEditor, find_emails, find_ip_addresses, find_phones
 from shardkit.writers.filters.text_batch import TextBatch
 
 ANGLED = PiiConfig(email_replacement=("<EMAIL>",), ip_replacement=("<IP>",), phone_replacement=("<PHONE>",))

@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.filters import reference_kinds
-from shardkit.writers.filters.ratios import RatiosFilter
-from shardkit.writers.filters.ratios_settings import RatiosConfig
-from shardkit.writers.filters.rules import first_failing
+from shardkit.writers.filters.base import first_failing
+from shardkit.writers.filters.bounds import RatiosConfig, RatiosFilter
 from shardkit.writers.filters.text_batch import TextBatch
 
 TEXT = st.text(

@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.lines import reference_repeated_lines
-from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor
-from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
-from shardkit.writers.filters.rules import Edit
+from shardkit.writers.filters.base import Edit
+from shardkit.writers.filters.repeated_lines import RepeatedLinesConfig, RepeatedLinesEditor
 from shardkit.writers.filters.text_batch import TextBatch
 
 PARTS = st.sampled_from(

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shardkit.writers.filters.rules import first_failing
+from shardkit.writers.filters.base import first_failing
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.url_lists import UrlListsFilter, plain_url, url_host
-from shardkit.writers.filters.url_lists_settings import UrlListsConfig
+from shardkit.writers.filters.url_lists import UrlListsConfig, UrlListsFilter, plain_url, url_host
 
 
 @pytest.fixture

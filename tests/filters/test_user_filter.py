@@ -11,8 +11,8 @@ import pytest
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.filters.pii_settings import PiiConfig
-from shardkit.writers.filters.user_settings import PythonConfig
+from shardkit.writers.filters.pii import PiiConfig
+from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe import recipe_from_mapping
 from shardkit.writers.stages.tasks import filter_files
 

@@ -15,8 +15,12 @@ from reference.filters import reference_count
 from shardkit.errors import RecipeError
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.word_lists import BadWordsFilter, StopWordsFilter
-from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
+from shardkit.writers.filters.word_lists import (
+    BadWordsConfig,
+    BadWordsFilter,
+    StopWordsConfig,
+    StopWordsFilter,
+)
 from shardkit.writers.kernels.phrases import Phrases, lower
 
 PARTS = st.sampled_from([*"ab _.&\n\u2028中é\u0301٣", "bad", "a bad", "ÉA", "\r\n", "s&m", "x"])
@@ -91,3 +95,9 @@ def test_a_list_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("latin.txt", "none.txt"):
         with pytest.raises(RecipeError, match=name):
             BadWordsFilter(BadWordsConfig(lists=(name,)), tmp_path)
+
+
+def test_stop_words_may_be_listed_in_the_recipe_itself() -> None:
+    config = StopWordsConfig.model_validate({"languages": {"en": ["the", "of"], "de": "de.txt"}})
+    assert config.languages == {"en": ("the", "of"), "de": "de.txt"}
+    assert config.files() == ("de.txt",)

@@ -5,7 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.documents import document_ids, keyed_hashes, text_offsets
+from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.kernels.text_arrays import text_offsets
 
 
 def test_document_ids_are_pinned_because_every_order_hangs_on_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardkit.writers.filters.c4_settings import C4QualityConfig
+from shardkit.writers.filters.c4 import C4QualityConfig
 from shardkit.writers.kernels.sentences import (
     _AFFIX,
     _BEFORE_STOP,

@@ -1,4 +1,4 @@
-"""What fastText predicts, in plain Python: the kernels of `fasttext_scores.py` are tested equal to it."""
+"""What fastText predicts, in plain Python: the kernel of `kernels/fasttext.py` is tested equal to it."""
 
 from __future__ import annotations
 

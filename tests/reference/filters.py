@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from statistics import median
 
-from shardkit.writers.filters.dolma_statistics import LONGEST
+from shardkit.writers.kernels.dolma_statistics import LONGEST
 from shardkit.writers.kernels.lines import ALL_LINES, PARAGRAPHS, LineStatistics
 from shardkit.writers.kernels.ngrams import COPIES, TOP
 from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
+from shardkit.writers.filters.repeated_lines import RepeatedLinesConfig
 
 _MASK = (1 << 64) - 1
 _FACTORS = (0x87C37B91114253D5, 0x4CF5AD432745937F)

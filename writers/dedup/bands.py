@@ -27,13 +27,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
 from shardkit.writers.execution.work_files import file_bytes, local, open_file, read_into
+from shardkit.writers.kernels.numba_support import UInt32s, UInt64s, int64, kernel
 
 __all__ = [
     "BandWriter",
@@ -135,20 +135,22 @@ def argsort_keys(
     return sorted_keys, sorted_order
 
 
-@numba.njit(nogil=True, cache=True)
-def _radix_sort(keys, order, to_keys, to_order):  # type: ignore[no-untyped-def]
+@kernel
+def _radix_sort(
+    keys: UInt64s, order: UInt32s, to_keys: UInt64s, to_order: UInt32s
+) -> tuple[UInt64s, UInt32s]:
     """Eight passes over bytes, lowest first; `keys` is left as it was, the others are work space."""
     counts = np.zeros((8, 256), np.int64)
     for i in range(len(keys)):
         for byte in range(8):
-            counts[byte, np.int64(keys[i] >> np.uint64(8 * byte) & np.uint64(255))] += 1
+            counts[byte, int64(keys[i] >> np.uint64(8 * byte) & np.uint64(255))] += 1
     source_keys, source_order = keys, order
     spare_keys, spare_order = np.empty_like(keys), np.empty_like(order)
     for byte in range(8):
         places = np.cumsum(counts[byte]) - counts[byte]
         for i in range(len(keys)):
             key = source_keys[i]
-            digit = np.int64(key >> np.uint64(8 * byte) & np.uint64(255))
+            digit = int64(key >> np.uint64(8 * byte) & np.uint64(255))
             place = places[digit]
             places[digit] = place + 1
             to_keys[place] = key

@@ -25,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +32,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.population import BANDS_FILE, PAIR, Part, Population
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 
 __all__ = [
     "NUMBERS_FILE",
@@ -145,12 +145,20 @@ def _problem(part: Part, problem: str) -> str:
     return f"{part.folder / BANDS_FILE}: {problem}; {remedy}"
 
 
-@numba.njit(nogil=True, cache=True)
-def _take(keys, documents, start, removed, out_keys, out_numbers, end):  # type: ignore[no-untyped-def]
+@kernel
+def _take(
+    keys: UInt64s,
+    documents: UInt32s,
+    start: np.uint64,
+    removed: UInt8s,
+    out_keys: UInt64s,
+    out_numbers: UInt64s,
+    end: int,
+) -> int:
     """Append the entries whose documents are not removed; returns the new end."""
     for i in range(len(keys)):
         number = start + np.uint64(documents[i])
-        place = np.int64(number >> np.uint64(3))
+        place = int64(number >> np.uint64(3))
         if len(removed) and removed[place] >> np.uint8(number & np.uint64(7)) & 1:
             continue
         out_keys[end] = keys[i]
@@ -201,10 +209,12 @@ def _all_pairs(
         add(a[:count], b[:count])
 
 
-@numba.njit(nogil=True, cache=True)
-def _next_pairs(numbers, edges, inputs, wanted, state, a, b):  # type: ignore[no-untyped-def]
+@kernel
+def _next_pairs(
+    numbers: UInt64s, edges: Int64s, inputs: Int64s, wanted: Bools, state: Int64s, a: UInt64s, b: UInt64s
+) -> int:
     """Fill `a` and `b` from state = (bucket, place of the input in it, pairs of it already made)."""
-    count = 0
+    count: int = 0
     bucket, one, done = state
     while bucket < len(inputs):
         start, stop = edges[bucket], edges[bucket + 1]
@@ -218,8 +228,8 @@ def _next_pairs(numbers, edges, inputs, wanted, state, a, b):  # type: ignore[no
             if first + taken < stop:
                 state[0], state[1], state[2] = bucket, one, done + taken
                 return count
-            one, done = one + 1, np.int64(0)
-        bucket, one = bucket + 1, np.int64(0)
+            one, done = one + 1, int64(0)
+        bucket, one = bucket + 1, int64(0)
     state[0], state[1], state[2] = bucket, one, done
     return count
 
@@ -312,13 +322,13 @@ class PairWriter:
                 file.write((np.flatnonzero(bits) + 8 * start).astype("<u8").data)
 
 
-@numba.njit(nogil=True, cache=True)
-def _mark(a, b, bits):  # type: ignore[no-untyped-def]
+@kernel
+def _mark(a: UInt64s, b: UInt64s, bits: UInt8s) -> int:
     """Set the bits of these numbers; returns how many were not set before."""
     count = 0
     for i in range(len(a)):
         for number in (a[i], b[i]):
-            place, bit = np.int64(number >> np.uint64(3)), np.uint8(1) << np.uint8(number & np.uint64(7))
+            place, bit = int64(number >> np.uint64(3)), np.uint8(1) << np.uint8(number & np.uint64(7))
             count += (bits[place] & bit) == 0
             bits[place] |= bit
     return count

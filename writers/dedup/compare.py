@@ -20,20 +20,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.shingle_store import Sets
+from shardkit.writers.kernels.numba_support import Bools, Float32s, Int64s, UInt64s, int64, kernel
 
 __all__ = ["Compared", "compare_pairs"]
 
 _NEVER = 2.0  # a share that no pair reaches
 _SEARCH_RATIO = 16  # sets of such different sizes are searched, not merged
 _STEPS = 64  # of a merge between two looks whether it can still suffice
-
-_kernel = numba.njit(nogil=True, cache=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,21 @@ def compare_pairs(
     return result
 
 
-@_kernel
-def _compare(first, second, a_rows, b_rows, rule, verified, jaccard, containment):  # type: ignore[no-untyped-def]
+# Hashes, offsets, distinct and total n-grams of documents.
+_Sets = tuple[UInt64s, Int64s, Int64s, Int64s]
+
+
+@kernel
+def _compare(
+    first: _Sets,
+    second: _Sets,
+    a_rows: Int64s,
+    b_rows: Int64s,
+    rule: tuple[float, float, float, int, float],
+    verified: Bools,
+    jaccard: Float32s,
+    containment: Float32s,
+) -> None:
     similarity, small_similarity, contained, small_shingles, small_repetition = rule
     a_hashes, a_offsets, a_distinct, a_total = first
     b_hashes, b_offsets, b_distinct, b_total = second
@@ -101,26 +112,35 @@ def _compare(first, second, a_rows, b_rows, rule, verified, jaccard, containment
             containment[pair] = shared / smaller if smaller else 0.0
 
 
-@_kernel
-def _small(distinct, total, small_shingles, small_repetition):  # type: ignore[no-untyped-def]
+@kernel
+def _small(distinct: int, total: int, small_shingles: int, small_repetition: float) -> bool:
     return distinct < small_shingles or total / distinct >= small_repetition
 
 
-@_kernel
-def _common_sample(a_hashes, i, i_end, a_distinct, b_hashes, j, j_end, b_distinct):  # type: ignore[no-untyped-def]
+@kernel
+def _common_sample(
+    a_hashes: UInt64s,
+    i: int,
+    i_end: int,
+    a_distinct: int,
+    b_hashes: UInt64s,
+    j: int,
+    j_end: int,
+    b_distinct: int,
+) -> tuple[int, int]:
     """Where the hashes end in both sets that lie below the largest one of the sketch."""
     limit = np.uint64(0xFFFFFFFFFFFFFFFF)
     if i_end - i < a_distinct:
         limit = a_hashes[i_end - 1]
     if j_end - j < b_distinct:
         limit = min(limit, b_hashes[j_end - 1])
-    i_end = i + np.searchsorted(a_hashes[i:i_end], limit)
-    j_end = j + np.searchsorted(b_hashes[j:j_end], limit)
+    i_end = i + int64(np.searchsorted(a_hashes[i:i_end], limit))
+    j_end = j + int64(np.searchsorted(b_hashes[j:j_end], limit))
     return i_end, j_end
 
 
-@_kernel
-def _least_shared(m, n, share):  # type: ignore[no-untyped-def]
+@kernel
+def _least_shared(m: int, n: int, share: float) -> int:
     """The fewest common elements, at least 1, that make sets of m and n similar to the degree `share`."""
     shared = max(int(share / (1.0 + share) * (m + n)) - 1, 1)
     while shared <= min(m, n) and shared / (m + n - shared) < share:
@@ -128,16 +148,16 @@ def _least_shared(m, n, share):  # type: ignore[no-untyped-def]
     return shared
 
 
-@_kernel
-def _least_contained(size, share):  # type: ignore[no-untyped-def]
+@kernel
+def _least_contained(size: int, share: float) -> int:
     shared = max(int(share * size) - 1, 1)
     while shared <= size and shared / size < share:
         shared += 1
     return shared
 
 
-@_kernel
-def _shared(a, i, i_end, b, j, j_end, needed):  # type: ignore[no-untyped-def]
+@kernel
+def _shared(a: UInt64s, i: int, i_end: int, b: UInt64s, j: int, j_end: int, needed: int) -> int:
     """Common elements of a[i:i_end] and the longer b[j:j_end]; if fewer than `needed`, any such number."""
     shared = 0
     if j_end - j > _SEARCH_RATIO * (i_end - i):

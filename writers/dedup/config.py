@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardkit.writers.filters.settings import Ratio, StrictModel
+from shardkit.writers.settings import Ratio, StrictModel
 
 __all__ = [
     "DedupConfig",

@@ -48,13 +48,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.writers.dedup.bands import argsort_keys
 from shardkit.writers.dedup.population import DOCUMENTS_FILE, SIGNATURES_FILE, Kind, Population, priority
 from shardkit.writers.dedup.tables import RowFile
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, int64, kernel
 
 __all__ = [
     "INDEX",
@@ -99,8 +99,12 @@ def matches_for(similarity: float, permutations: int) -> int:
     return int(np.ceil(permutations * equal - 1e-9)) + filling
 
 
-@numba.njit(nogil=True, cache=True)
-def count_matches(document, columns, count, out):  # type: ignore[no-untyped-def]
+_Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]
+_Space = tuple[UInt64s, Int64s, UInt8s, UInt8s, UInt64s]
+
+
+@kernel
+def count_matches(document: UInt64s, columns: UInt64s, count: int, out: UInt64s) -> None:
     """out[i] = equal bytes of the print `document` and of column i of `columns`, for i < count."""
     for start in range(0, count, _BLOCK):
         stop = min(count, start + _BLOCK)
@@ -119,8 +123,19 @@ def count_matches(document, columns, count, out):  # type: ignore[no-untyped-def
             sums[i] = halves * _ONES >> np.uint64(48)
 
 
-@numba.njit(nogil=True, cache=True)
-def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at):  # type: ignore[no-untyped-def]
+@kernel
+def scan(
+    prints: UInt64s,
+    kinds: UInt8s,
+    ranks: Int64s,
+    begin: int,
+    leaders: int,
+    settings: _Settings,
+    bounded: UInt8s,
+    space: _Space,
+    out: Int64s,
+    at: int,
+) -> tuple[int, int, int]:
     """Pair documents with the leaders before them, making leaders of those that none covers.
 
     Goes through the rows of `prints` from `begin` while a row's pairs fit into `out` from `at`. space holds
@@ -166,8 +181,18 @@ def scan(prints, kinds, ranks, begin, leaders, settings, bounded, space, out, at
     return len(prints), leaders, at
 
 
-@numba.njit(nogil=True, cache=True)
-def _pair(rank, kind, leaders, floor, hits, most, space, out, at):  # type: ignore[no-untyped-def]
+@kernel
+def _pair(
+    rank: int,
+    kind: int,
+    leaders: int,
+    floor: np.uint64,
+    hits: int,
+    most: int,
+    space: _Space,
+    out: Int64s,
+    at: int,
+) -> int:
     """Write the pairs of one document; of more than `most`, half the first and half the most alike others."""
     _, heads, head_kinds, _, sums = space
     first = hits if hits <= most else most // 2
@@ -191,17 +216,19 @@ def _pair(rank, kind, leaders, floor, hits, most, space, out, at):  # type: igno
     return at
 
 
-@numba.njit(nogil=True, cache=True)
-def _cut(kind, leaders, floor, first, most, head_kinds, sums):  # type: ignore[no-untyped-def]
+@kernel
+def _cut(
+    kind: int, leaders: int, floor: np.uint64, first: int, most: int, head_kinds: UInt8s, sums: UInt64s
+) -> tuple[np.uint64, int]:
     """(least, ties): past `first` hits, the `most` alike are those over least, and ties equal to it."""
-    histogram = np.zeros(np.int64(sums[:leaders].max()) + 1, np.int64)
+    histogram = np.zeros(int64(sums[:leaders].max()) + 1, np.int64)
     for j in range(leaders):
         if sums[j] >= floor and (kind != PLANTED or head_kinds[j] == INPUT):
             if first > 0:
                 first -= 1
             else:
-                histogram[np.int64(sums[j])] += 1
-    left = np.int64(most)
+                histogram[int64(sums[j])] += 1
+    left = int64(most)
     for matches in range(len(histogram) - 1, -1, -1):
         if histogram[matches] >= left:
             return np.uint64(matches), left
@@ -209,8 +236,17 @@ def _cut(kind, leaders, floor, first, most, head_kinds, sums):  # type: ignore[n
     return floor, left
 
 
-@numba.njit(nogil=True, cache=True)
-def scan_groups(prints, kinds, ranks, edges, state, settings, space, out):  # type: ignore[no-untyped-def]
+@kernel
+def scan_groups(
+    prints: UInt64s,
+    kinds: UInt8s,
+    ranks: Int64s,
+    edges: Int64s,
+    state: Int64s,
+    settings: _Settings,
+    space: _Space,
+    out: Int64s,
+) -> int:
     """`scan` of many small groups of rows, group g from edges[g] to edges[g + 1], where all become leaders:
 
     no group may have as many documents, planted ones aside, as settings allow leaders, nor any be covered.

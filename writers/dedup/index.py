@@ -57,11 +57,11 @@ from shardkit.writers.dedup.population import (
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE, ShingleReader, ShingleWriter
 from shardkit.writers.dedup.signatures import KEYS_FILE, band_keys, bands_and_rows, part_settings, sign_batch
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter, read_header
-from shardkit.writers.documents import text_offsets
 from shardkit.writers.execution.work_files import open_arrow
-from shardkit.writers.filters.settings import StrictModel
 from shardkit.writers.kernels.shingles import shingle_batch
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
+from shardkit.writers.settings import StrictModel
 
 __all__ = [
     "INDEX_FILE",

@@ -53,10 +53,11 @@ from shardkit.writers.dedup.exact import (
 from shardkit.writers.dedup.near import SplitDocuments
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, SplitRows, piece_of_split
 from shardkit.writers.dedup.tables import Rows, RowsWriter
-from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests, text_offsets
+from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
 from shardkit.writers.execution.task import Commit, Task, contents, partition_name
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.kernels.line_units import cut_units, find_units
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count, Ledger
 
 __all__ = [

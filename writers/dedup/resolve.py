@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +36,7 @@ from shardkit.writers.dedup.exact import LOSER_DTYPE, WINNER_DTYPE
 from shardkit.writers.dedup.population import Population
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows, RowsWriter
 from shardkit.writers.dedup.verify import EDGE, read_documents
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt64s, int64, kernel
 
 __all__ = [
     "GROUP_SIZES",
@@ -54,8 +54,6 @@ MAX_FILES = 256  # merged at a time
 _BYTES_PER_ROW = 4 * EDGE.itemsize  # held with keys, taken out, put in order, and the order
 
 _MIN_ROWS = 16
-
-_kernel = numba.njit(nogil=True, cache=True)
 
 
 def merge_edges(
@@ -139,17 +137,18 @@ def _merge(files: Sequence[Path], memory_bytes: int) -> Iterator[npt.NDArray[np.
         yield edges[_merged_order(np.ascontiguousarray(edges["hi_priority"]), starts)]
 
 
-@_kernel
-def _above(first, second):  # type: ignore[no-untyped-def]
+@kernel
+def _above(first: UInt64s, second: UInt64s) -> bool:
     """Whether the first key of three numbers is greater than the second."""
     for column in range(3):
         if first[column] != second[column]:
-            return first[column] > second[column]
+            above: bool = first[column] > second[column]
+            return above
     return False
 
 
-@_kernel
-def _not_above(keys, limit):  # type: ignore[no-untyped-def]
+@kernel
+def _not_above(keys: UInt64s, limit: UInt64s) -> int:
     """How many of these ascending keys are not above the limit."""
     begin, end = 0, len(keys)
     while begin < end:
@@ -161,8 +160,8 @@ def _not_above(keys, limit):  # type: ignore[no-untyped-def]
     return begin
 
 
-@_kernel
-def _merged_order(keys, starts):  # type: ignore[no-untyped-def]
+@kernel
+def _merged_order(keys: UInt64s, starts: Int64s) -> Int64s:
     """int64[n]: the order that merges the runs keys[starts[i]:starts[i + 1]], each of them ascending."""
     order, other = np.arange(len(keys)), np.empty(len(keys), np.int64)
     edges = starts.copy()
@@ -222,10 +221,6 @@ _BYTES_PER_NUMBER = 128  # in a range, at the worst: every document is removed
 _MIN_RANGE = 16
 
 _PENDING_ROWS = 1 << 17  # files are opened anew for so many records
-
-_U64 = npt.NDArray[np.uint64]
-
-_Bits = npt.NDArray[np.uint8]
 
 
 def resolve(
@@ -342,7 +337,7 @@ class _Ranges:
         return Rows(self._paths[at], self._dtype, header=False).read()
 
 
-def _add_equal(population: Population, files: Sequence[Path], removed: _Bits, equals: _Ranges) -> int:
+def _add_equal(population: Population, files: Sequence[Path], removed: UInt8s, equals: _Ranges) -> int:
     """Mark the documents that equal another, and file them under that; returns how many there are."""
     count = 0
     for path in files:
@@ -358,7 +353,7 @@ def _add_equal(population: Population, files: Sequence[Path], removed: _Bits, eq
     return count
 
 
-def _fall(edges: npt.NDArray[np.void], removed: _Bits) -> npt.NDArray[np.void]:
+def _fall(edges: npt.NDArray[np.void], removed: UInt8s) -> npt.NDArray[np.void]:
     """The rule; returns who fell and on whom."""
     fallen = np.empty(len(edges), np.int64)
     count = _remove_losers(edges["hi"].copy(), edges["lo"].copy(), removed, fallen)
@@ -368,12 +363,12 @@ def _fall(edges: npt.NDArray[np.void], removed: _Bits) -> npt.NDArray[np.void]:
     return records
 
 
-@_kernel
-def _remove_losers(hi, lo, removed, fallen):  # type: ignore[no-untyped-def]
+@kernel
+def _remove_losers(hi: UInt64s, lo: UInt64s, removed: UInt8s, fallen: Int64s) -> int:
     """Put the positions of edges that remove a document into `fallen`; returns how many."""
     count = 0
     for edge in range(len(hi)):
-        winner, loser = np.int64(hi[edge]), np.int64(lo[edge])
+        winner, loser = int64(hi[edge]), int64(lo[edge])
         if not removed[winner >> 3] >> (winner & 7) & 1 and not removed[loser >> 3] >> (loser & 7) & 1:
             removed[loser >> 3] |= np.uint8(1 << (loser & 7))
             fallen[count] = edge
@@ -381,15 +376,15 @@ def _remove_losers(hi, lo, removed, fallen):  # type: ignore[no-untyped-def]
     return count
 
 
-@_kernel
-def _mark(numbers, bits):  # type: ignore[no-untyped-def]
+@kernel
+def _mark(numbers: UInt64s, bits: UInt8s) -> None:
     for at in range(len(numbers)):
-        number = np.int64(numbers[at])
+        number = int64(numbers[at])
         bits[number >> 3] |= np.uint8(1 << (number & 7))
 
 
-@_kernel
-def _marked(begin, end, bits):  # type: ignore[no-untyped-def]
+@kernel
+def _marked(begin: int, end: int, bits: UInt8s) -> Bools:
     """bool[end - begin]: the bits of these numbers."""
     found = np.empty(end - begin, np.bool_)
     for number in range(begin, end):
@@ -444,7 +439,7 @@ def _write_losers(
 
 
 def _write_winners(
-    population: Population, removed: _Bits, gained: _Ranges, folder: Path, tally: _Tally
+    population: Population, removed: UInt8s, gained: _Ranges, folder: Path, tally: _Tally
 ) -> None:
     """winners.npy, from what every document gains and its own copies."""
     with RowsWriter(folder / WINNERS_FILE, WINNER_DTYPE) as winners:

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
 
 __all__ = ["SET", "SETS_FILE", "SHINGLES_FILE", "Sets", "ShingleReader", "ShingleWriter"]
 
@@ -45,23 +45,19 @@ _FENCE_ROWS = 4096
 _GAP_HASHES = 8192  # 64 KiB read for nothing cost less than another call
 _READ_HASHES = 1 << 19  # what is held beside the sets
 
-_U64 = npt.NDArray[np.uint64]
-_I64 = npt.NDArray[np.int64]
-_kernel = numba.njit(nogil=True, cache=True)
-
 
 @dataclass(frozen=True, slots=True)
 class Sets:
     """Sets of some documents, held: hashes [offsets[i], offsets[i + 1]) belong to row i of `rows` (SET)."""
 
     rows: npt.NDArray[np.void]
-    hashes: _U64
-    offsets: _I64
+    hashes: UInt64s
+    offsets: Int64s
 
     @property
-    def numbers(self) -> _U64:
+    def numbers(self) -> UInt64s:
         """uint64[n]: the documents, ascending."""
-        numbers: _U64 = self.rows["number"]
+        numbers: UInt64s = self.rows["number"]
         return numbers
 
 
@@ -78,7 +74,7 @@ class ShingleWriter:
         self._rows = RowsWriter(folder / SETS_FILE, SET)
         self._shingles = (folder / SHINGLES_FILE).open("wb")
 
-    def write(self, numbers: _U64, hashes: _U64, offsets: _I64) -> None:
+    def write(self, numbers: UInt64s, hashes: UInt64s, offsets: Int64s) -> None:
         """hashes[offsets[i]:offsets[i + 1]]: all n-grams of document i, in any order, with repetitions."""
         if not len(numbers):
             return
@@ -122,8 +118,8 @@ class ShingleWriter:
             self._rows.__exit__(kind, error, trace)
 
 
-@_kernel
-def _keep_distinct(hashes, offsets, smallest, stored, distinct):  # type: ignore[no-untyped-def]
+@kernel
+def _keep_distinct(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int64s, distinct: Int64s) -> int:
     """Move each document's first `smallest` distinct hashes to the front of `hashes`; returns how many."""
     out = 0
     for document in range(len(stored)):
@@ -151,12 +147,12 @@ class ShingleReader:
         self._firsts = np.array([folder.first for folder in self._folders], np.uint64)
         assert bool((self._firsts[1:] > self._firsts[:-1]).all()), "folders overlap"
 
-    def find(self, numbers: _U64) -> npt.NDArray[np.void]:
+    def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
         """SET rows of these documents, given in ascending order."""
         found = [folder.find(part) for folder, part in self._divide(numbers)]
         return np.concatenate(found) if found else np.empty(0, SET)
 
-    def read(self, numbers: _U64) -> Sets:
+    def read(self, numbers: UInt64s) -> Sets:
         """The sets of these documents, given in ascending order: all of them, whatever their size."""
         parts = [(folder, folder.find(part)) for folder, part in self._divide(numbers)]
         rows = np.concatenate([rows for _, rows in parts]) if parts else np.empty(0, SET)
@@ -168,7 +164,7 @@ class ShingleReader:
             at += folder.read_into(hashes[at:], some)
         return Sets(rows, hashes, offsets)
 
-    def chunks(self, numbers: _U64, hashes_bytes: int) -> Iterator[Sets]:
+    def chunks(self, numbers: UInt64s, hashes_bytes: int) -> Iterator[Sets]:
         """The same in pieces whose hashes take at most so many bytes, or that hold one document."""
         for begin in range(0, len(numbers), _FENCE_ROWS):
             some = numbers[begin : begin + _FENCE_ROWS]
@@ -186,7 +182,7 @@ class ShingleReader:
             for start in range(0, len(folder.rows), rows):
                 yield folder.rows.read(start, min(start + rows, len(folder.rows)))
 
-    def _divide(self, numbers: _U64) -> Iterator[tuple[_Folder, _U64]]:
+    def _divide(self, numbers: UInt64s) -> Iterator[tuple[_Folder, UInt64s]]:
         cuts = [*np.searchsorted(numbers, self._firsts).tolist(), len(numbers)]
         if cuts[0]:
             where = f"{self._folders[0].rows.path}: " if self._folders else ""
@@ -208,12 +204,12 @@ class _Folder:
         return int(self.rows.read(0, 1)["number"][0])
 
     @cached_property
-    def _fences(self) -> _U64:
+    def _fences(self) -> UInt64s:
         """The number in every 4,096th row."""
-        numbers: _U64 = self.rows.sample(0, len(self.rows), _FENCE_ROWS)["number"].copy()
+        numbers: UInt64s = self.rows.sample(0, len(self.rows), _FENCE_ROWS)["number"].copy()
         return numbers
 
-    def find(self, numbers: _U64) -> npt.NDArray[np.void]:
+    def find(self, numbers: UInt64s) -> npt.NDArray[np.void]:
         """Their rows; BuildError if one is not there, or is not what kernels can rely on."""
         found = np.empty(len(numbers), SET)
         fences = np.maximum(np.searchsorted(self._fences, numbers, "right") - 1, 0)
@@ -240,7 +236,7 @@ class _Folder:
                 f"{self.rows.path}: document {number:,}: its set is not in the file; make it again"
             )
 
-    def read_into(self, out: _U64, rows: npt.NDArray[np.void]) -> int:
+    def read_into(self, out: UInt64s, rows: npt.NDArray[np.void]) -> int:
         """Put the hashes of these rows into `out`, one after the other; returns how many."""
         starts = rows["start"].astype(np.int64)
         stops = starts + rows["stored"]
@@ -253,8 +249,8 @@ class _Folder:
         return at
 
 
-@_kernel
-def _reads(starts, stops, gap, longest):  # type: ignore[no-untyped-def]
+@kernel
+def _reads(starts: Int64s, stops: Int64s, gap: int, longest: int) -> Int64s:
     """int64[reads + 1]: documents read at once: of up to `longest` hashes, no gap over `gap` between."""
     edges = np.empty(len(starts) + 1, np.int64)
     edges[0] = 0
@@ -268,8 +264,8 @@ def _reads(starts, stops, gap, longest):  # type: ignore[no-untyped-def]
     return edges[: count + 1]
 
 
-@_kernel
-def _gather(hashes, starts, stops, first, out):  # type: ignore[no-untyped-def]
+@kernel
+def _gather(hashes: UInt64s, starts: Int64s, stops: Int64s, first: int, out: UInt64s) -> int:
     at = 0
     for document in range(len(starts)):
         for position in range(starts[document] - first, stops[document] - first):

@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -32,10 +31,12 @@ from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
 from shardkit.writers.dedup.tables import RowsWriter
-from shardkit.writers.documents import content_ranks, text_digests, text_offsets
+from shardkit.writers.documents import content_ranks, text_digests
 from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import make_shingle_scratch, next_shingles
-from shardkit.writers.kernels.words import character_tables, composed, text_bytes
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
 from shardkit.writers.stages.tokenize import Removed
 
 __all__ = [
@@ -117,8 +118,18 @@ def band_keys(
     return keys
 
 
-@numba.njit(nogil=True, cache=True)
-def _sign(data, edges, ngram, characters, tables, factors, values, keys, shingles):  # type: ignore[no-untyped-def]
+@kernel
+def _sign(
+    data: UInt8s,
+    edges: Int64s,
+    ngram: int,
+    characters: bool,
+    tables: CharacterTables,
+    factors: UInt32s,
+    values: UInt32s,
+    keys: UInt64s,
+    shingles: Int64s,
+) -> None:
     scratch = make_shingle_scratch(ngram)
     hashes = scratch[2]
     some = len(factors) > 0
@@ -134,8 +145,8 @@ def _sign(data, edges, ngram, characters, tables, factors, values, keys, shingle
         shingles[text] = count
 
 
-@numba.njit(nogil=True, cache=True)
-def _lower_values(hashes, count, factors, values):  # type: ignore[no-untyped-def]
+@kernel
+def _lower_values(hashes: UInt64s, count: int, factors: UInt32s, values: UInt32s) -> None:
     """values[i] = min(values[i], factors[i] * x) over the x of hashes[:count].
 
     Eight n-grams a round, so that factors are loaded an eighth as often; the loop over factors is what
@@ -165,13 +176,13 @@ def _lower_values(hashes, count, factors, values):  # type: ignore[no-untyped-de
         at += 1
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _upper(number):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _upper(number: np.uint64) -> np.uint32:
     return np.uint32(number >> _U32)
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash_bands(signatures, groups, rows, keys):  # type: ignore[no-untyped-def]
+@kernel
+def _hash_bands(signatures: UInt32s, groups: Int64s, rows: int, keys: UInt64s) -> None:
     for text in range(len(keys)):
         for band in range(keys.shape[1]):
             value = _BAND_SEED_64 ^ np.uint64(band)

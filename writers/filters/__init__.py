@@ -1,1 +1,1 @@
-"""Document filters: published rules as named, parameterised profiles over columnar batches."""
+"""Filters that judge documents and editors that rewrite them, one module for each family of rules."""

@@ -1,15 +1,15 @@
-"""The steps of a recipe in order: the first rule that a document fails drops it; editors rewrite on the way.
+"""Run the filters of a recipe in order: the first rule that a document fails drops it; editors rewrite texts.
 
-A document that was dropped is not looked at again, unless annotations are wanted: then every rule judges
-every document, edited by all editors before. Of a sample, every rule is also counted alone. Bytes are
-accounted for: what a document had is what editors cut out of it and what it had when it was kept or dropped.
+A dropped document is skipped by the following filters, except with annotations: then every rule judges every
+document, as edited by all previous editors. On a sample, every rule is also counted independently of the
+others. Bytes are conserved: a document's original size is what editors cut out of it plus its size when it
+was kept or dropped; `_run` asserts this for every edit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +19,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shardkit.writers.documents import keyed_hashes
-from shardkit.writers.filters.config import FilterConfig, GopherQualityConfig
-from shardkit.writers.filters.language_settings import LanguageConfig
-from shardkit.writers.filters.rules import Edit, Editor, Filter, Rule, Telling, first_failing
+from shardkit.writers.filters.base import (
+    Edit,
+    Editor,
+    Filter,
+    FilterSettings,
+    Rule,
+    SideOutput,
+    first_failing,
+)
+from shardkit.writers.filters.fasttext import LanguageConfig
+from shardkit.writers.filters.gopher import GopherQualityConfig
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
-__all__ = ["EXCERPTS", "SAMPLE", "Excerpt", "FilterChain", "Filtered", "make_step"]
+__all__ = ["EXCERPTS", "SAMPLE", "Excerpt", "FilterChain", "Filtered"]
 
-SAMPLE = 100  # one document in so many is judged by every rule alone
-EXCERPTS = 3  # dropped documents of which each rule shows the beginning
+SAMPLE = 100  # one in this many documents is judged by every rule independently
+EXCERPTS = 3  # dropped documents for each rule whose beginning is reported
 EXCERPT_CHARACTERS = 120
-STEPS = {  # by the name of its settings: module and class
-    "LengthConfig": ("length", "LengthFilter"),
-    "LanguageConfig": ("language", "LanguageFilter"),
-    "ClassifierConfig": ("classifier", "ClassifierFilter"),
-    "PerplexityConfig": ("perplexity", "PerplexityFilter"),
-    "UnigramLogProbConfig": ("unigram_log_prob", "UnigramLogProbFilter"),
-    "DecontaminationConfig": ("decontamination", "DecontaminationFilter"),
-    "GopherQualityConfig": ("gopher_quality", "GopherQualityFilter"),
-    "FinewebQualityConfig": ("fineweb_quality", "FinewebQualityFilter"),
-    "C4QualityConfig": ("c4_quality", "C4QualityFilter"),
-    "PiiConfig": ("pii", "PiiEditor"),
-    "PythonConfig": ("user", "PythonFilter"),
-    "UrlListsConfig": ("url_lists", "UrlListsFilter"),
-    "BadWordsConfig": ("word_lists", "BadWordsFilter"),
-    "StopWordsConfig": ("word_lists", "StopWordsFilter"),
-    "RatiosConfig": ("ratios", "RatiosFilter"),
-    "RepeatedLinesConfig": ("repeated_lines", "RepeatedLinesEditor"),
-    "GopherRepetitionConfig": ("gopher_repetition", "GopherRepetitionFilter"),
-    "C4ParagraphConfig": ("c4_paragraph", "C4ParagraphFilter"),
-    "DolmaQualityConfig": ("dolma_quality", "DolmaQualityFilter"),
-    "DolmaRepetitionConfig": ("dolma_repetition", "DolmaRepetitionFilter"),
-}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Excerpt:
-    """The beginning of a document as it was when it was dropped; those of the lowest hashes are shown."""
+    """The beginning of a document when it was dropped; the documents with the lowest hashes are chosen."""
 
     hash: int
     file: str
@@ -66,14 +52,15 @@ class Excerpt:
 
 @dataclass
 class Filtered:
-    """What a chain made of a batch: the kept documents, edited; drops and cuts by "<filter>/<name>".
+    """The result for a batch: the kept documents, edited, and counts by "<filter>/<name>".
 
-    `alone` are documents of the sample that fail each rule whatever else they fail, of `sampled` in all.
-    `excerpts` are up to EXCERPTS of the documents that each rule dropped.
-    `annotations` has a value of every rule for every document of the batch (before dropping), if wanted, with
-    the reason it was dropped for under "dropped"; `failed` tells, bool[n], who fails each rule.
-    `side_rows` are what filters tell beyond that, by the name of the file it belongs into.
-    `languages` are the labels of the kept documents, object[n], if there is a language filter.
+    `dropped` counts documents and bytes by rule, `cut` bytes by edit, `counts` further statistics of editors.
+    `alone` counts, over `sampled` documents, those that fail each rule, whichever others they fail.
+    `excerpts` has up to EXCERPTS of the documents that each rule dropped. `annotations`, if requested, has
+    the value of every rule for every document of the batch (before dropping), and under "dropped" the reason
+    it was dropped; `failed` has bool[n], which documents fail each rule. `side_rows` has rows for files next
+    to the dataset, by file name. `languages` is object[n], the labels of the kept documents, if there is a
+    language filter.
     """
 
     kept: pa.RecordBatch
@@ -96,29 +83,32 @@ class _Step:
 
 
 class FilterChain:
-    """`folder` is where the recipe's relative paths start."""
+    """The filters of a recipe, built once per process and applied to many batches.
+
+    `folder` is the base of the recipe's relative paths. `seed` selects the sample.
+    """
 
     def __init__(
         self,
-        steps: Sequence[tuple[str, FilterConfig]],
+        steps: Sequence[tuple[str, FilterSettings]],
         folder: Path | None = None,
         *,
         annotate: bool = False,
         seed: int = 0,
     ) -> None:
-        self._steps = [_Step(name, make_step(config, folder or Path())) for name, config in steps]
+        self._steps = [_Step(name, config.build(folder or Path())) for name, config in steps]
         self._annotate, self._seed = annotate, seed
         self.reasons = tuple(f"{step.name}/{reason}" for step in self._steps for reason in step.work.reasons)
         editors = [(step.name, step.work) for step in self._steps if isinstance(step.work, Editor)]
         self.edits = tuple(f"{name}/{edit}" for name, editor in editors for edit in editor.edits)
-        self._sides = [step.work for step in self._steps if isinstance(step.work, Telling)]
+        self._sides = [step.work for step in self._steps if isinstance(step.work, SideOutput)]
         self.side_files = tuple(sorted({work.side_file for work in self._sides}))
         gopher = [config for _, config in steps if isinstance(config, GopherQualityConfig)]
         self._stop_words = tuple(gopher[0].stop_words) if gopher else ()
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:
-        """Run all steps over a batch of DOCUMENT_SCHEMA."""
+        """Run all filters on a batch of DOCUMENT_SCHEMA."""
         result = Filtered(documents)
         if not self._steps or not documents.num_rows:
             return result
@@ -132,7 +122,7 @@ class FilterChain:
             result.annotations["dropped"] = np.array(dropped, np.object_)
         self._sample(documents, hashes, result)
         for work in self._sides:
-            work.take_rows()  # of the sample, told above
+            work.take_rows()  # the sample's rows were reported above
         if batch.texts is not documents.column("text"):
             number = documents.schema.get_field_index("text")
             documents = documents.set_column(number, documents.schema.field(number), batch.texts)
@@ -143,18 +133,18 @@ class FilterChain:
 
     @property
     def has_languages(self) -> bool:
-        """Whether it finds the language of each document."""
+        """Whether a filter identifies the language of each document."""
         return self._language is not None
 
     def codes(self, texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-        """int64[n]: 0 for texts that pass everything, else 1 + the index of the reason in `reasons`."""
+        """int64[n]: 0 for texts that pass all rules, else 1 + the index of the reason in `reasons`."""
         batch = TextBatch(texts, stop_words=self._stop_words)
         return self._codes(batch, Filtered(pa.RecordBatch.from_arrays([], names=[])), None)
 
     def _codes(
         self, batch: TextBatch, result: Filtered, hashes: npt.NDArray[np.uint64] | None
     ) -> npt.NDArray[np.int64]:
-        """Judge a batch; its texts are edited afterwards. Drops are booked as they happen."""
+        """Judge a batch, edit its texts in place, and count drops in `result`."""
         codes = np.zeros(len(batch), np.int64)
         first = 0
         for step in self._steps:
@@ -178,7 +168,7 @@ class FilterChain:
         return codes
 
     def _sample(self, documents: pa.RecordBatch, hashes: npt.NDArray[np.uint64], result: Filtered) -> None:
-        """Count each rule alone over the documents whose hash says so."""
+        """Count each rule independently over the documents that the hash selects."""
         chosen = np.flatnonzero(hashes % np.uint64(SAMPLE) == 0)
         result.sampled = len(chosen)
         if not len(chosen):
@@ -193,7 +183,7 @@ class FilterChain:
 
 
 def _run(step: _Step, batch: TextBatch, chosen: npt.NDArray[np.bool_]) -> tuple[Sequence[Rule], Edit | None]:
-    """The rules of a step on a batch; an editor's texts replace those of `chosen` documents."""
+    """Run a step on a batch; an editor's texts replace those of the `chosen` documents."""
     if not isinstance(step.work, Editor):
         rules = step.work.judge(batch)
         assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
@@ -225,7 +215,7 @@ def _drop(
     chosen: npt.NDArray[np.int64],
     hashes: npt.NDArray[np.uint64] | None,
 ) -> None:
-    """Book documents with the size they have now, and show some of them as they are now."""
+    """Count dropped documents with their current size, and keep excerpts of some of them."""
     before = result.dropped.get(reason, Count())
     result.dropped[reason] = before + Count(len(chosen), int(batch.sizes[chosen].sum()))
     if hashes is None or batch.columns is None:
@@ -240,9 +230,8 @@ def _drop(
 
 def _beginning(batch: TextBatch, row: int) -> str:
     start = int(batch.offsets[row])
-    end = min(
-        int(batch.offsets[row + 1]), start + 4 * EXCERPT_CHARACTERS
-    )  # a character has four bytes at most
+    # A character has at most four bytes.
+    end = min(int(batch.offsets[row + 1]), start + 4 * EXCERPT_CHARACTERS)
     return batch.data[start:end].tobytes().decode(errors="ignore")[:EXCERPT_CHARACTERS]
 
 
@@ -254,10 +243,3 @@ def _annotate(result: Filtered, name: str, rules: Sequence[Rule]) -> None:
         if rule.fails is not None:
             before = result.failed.get(key)
             result.failed[key] = rule.fails if before is None else before | rule.fails
-
-
-def make_step(config: FilterConfig, folder: Path) -> Filter | Editor:
-    """The filter or editor of a configuration; only its own module is imported."""
-    module, name = STEPS[type(config).__name__]
-    made: Filter | Editor = getattr(import_module(f"shardkit.writers.filters.{module}"), name)(config, folder)
-    return made

@@ -1,11 +1,17 @@
-"""The settings of every filter, and the entry of a recipe that holds one of them.
+"""The filters that a recipe can name, and profiles: named lists of filters.
 
-Names and defaults are datatrove's where the rule is datatrove's, so that a published configuration can be
-copied over as it is.
+A field of FilterEntry registers a filter: its name is the recipe's key, its type the settings, which build
+the filter. Names and defaults of settings are datatrove's where the rule is datatrove's, so a published
+configuration can be copied.
+
+In a profile, cheap rules come first where order does not affect what is kept: filters that only judge may be
+reordered, an editor such as `c4_quality` may not. FineWeb's own order (language, repetition, quality) is
+therefore not kept; the same documents stay, and only the reported reason may differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -16,95 +22,43 @@ from pydantic import (
     model_validator,
 )
 
-from shardkit.writers.filters.c4_paragraph_settings import C4ParagraphConfig
-from shardkit.writers.filters.c4_settings import C4QualityConfig
-from shardkit.writers.filters.classifier_settings import ClassifierConfig
-from shardkit.writers.filters.decontamination_settings import DecontaminationConfig
-from shardkit.writers.filters.dolma_settings import DolmaQualityConfig, DolmaRepetitionConfig
-from shardkit.writers.filters.gopher_repetition_settings import GopherRepetitionConfig
-from shardkit.writers.filters.language_settings import LanguageConfig
-from shardkit.writers.filters.perplexity_settings import PerplexityConfig, UnigramLogProbConfig
-from shardkit.writers.filters.pii_settings import PiiConfig
-from shardkit.writers.filters.profiles import PROFILES
-from shardkit.writers.filters.ratios_settings import RatiosConfig
-from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
-from shardkit.writers.filters.settings import FieldName, FilterSettings, Ratio, StrictModel
-from shardkit.writers.filters.url_lists_settings import UrlListsConfig
-from shardkit.writers.filters.user_settings import PythonConfig
-from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
+from shardkit.writers.filters.base import FilterSettings
+from shardkit.writers.filters.bounds import LengthConfig, RatiosConfig
+from shardkit.writers.filters.c4 import C4ParagraphConfig, C4QualityConfig
+from shardkit.writers.filters.decontamination import DecontaminationConfig
+from shardkit.writers.filters.dolma import DolmaQualityConfig, DolmaRepetitionConfig
+from shardkit.writers.filters.fasttext import ClassifierConfig, LanguageConfig
+from shardkit.writers.filters.fineweb import FinewebQualityConfig
+from shardkit.writers.filters.gopher import GopherQualityConfig, GopherRepetitionConfig
+from shardkit.writers.filters.perplexity import PerplexityConfig, UnigramLogProbConfig
+from shardkit.writers.filters.pii import PiiConfig
+from shardkit.writers.filters.repeated_lines import RepeatedLinesConfig
+from shardkit.writers.filters.url_lists import UrlListsConfig
+from shardkit.writers.filters.user import PythonConfig
+from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
+from shardkit.writers.settings import StrictModel
 
-__all__ = [
-    "FilterConfig",
-    "FilterEntry",
-    "FinewebQualityConfig",
-    "GopherQualityConfig",
-    "LengthConfig",
-]
+__all__ = ["PROFILES", "FilterEntry"]
 
+_Entry = Mapping[str, Mapping[str, Any]]
 
-class LengthConfig(FilterSettings):
-    """Bounds on a document's length; null means no bound. Words are separated by white space."""
+_GOPHER: tuple[_Entry, ...] = ({"gopher_quality": {}}, {"gopher_repetition": {}})
+_FINEWEB: tuple[_Entry, ...] = ({"c4_quality": {"filter_no_terminal_punct": False}}, {"fineweb_quality": {}})
 
-    min_words: int | None = Field(default=None, ge=0, description="Fewest words.")
-    max_words: int | None = Field(default=None, ge=0, description="Most words.")
-    min_chars: int | None = Field(default=None, ge=0, description="Fewest characters (code points).")
-    max_chars: int | None = Field(default=None, ge=0, description="Most characters (code points).")
-
-
-class GopherQualityConfig(FilterSettings):
-    """Gopher's quality rules as datatrove counts them, on white-space words. null: no rule."""
-
-    min_doc_words: int | None = Field(
-        default=50, ge=0, description="Fewest words that are not only punctuation."
-    )
-    max_doc_words: int | None = Field(
-        default=100_000, ge=0, description="Most words that are not only punctuation."
-    )
-    min_avg_word_length: float | None = Field(
-        default=3, ge=0, description="Least mean length of those words."
-    )
-    max_avg_word_length: float | None = Field(
-        default=10, ge=0, description="Greatest mean length of those words."
-    )
-    max_symbol_word_ratio: float | None = Field(
-        default=0.1, ge=0, description="Most # per word; most ... and … per word."
-    )
-    max_bullet_lines_ratio: Ratio | None = Field(
-        default=0.9, description="Most lines that start with • or -."
-    )
-    max_ellipsis_lines_ratio: Ratio | None = Field(
-        default=0.3, description="Most lines that end with ... or …."
-    )
-    max_non_alpha_words_ratio: Ratio | None = Field(
-        default=0.8, description="Least part of words with a letter (datatrove's name; it is a minimum)."
-    )
-    min_stop_words: int | None = Field(default=2, ge=0, description="Fewest distinct stop words.")
-    stop_words: tuple[FieldName, ...] = Field(
-        default=("the", "be", "to", "of", "and", "that", "have", "with"),
-        strict=False,
-        max_length=64,
-        description="The stop words, compared exactly.",
-    )
-
-
-class FinewebQualityConfig(FilterSettings):
-    """FineWeb's own line rules as datatrove counts them, on white-space words."""
-
-    line_punct_thr: Ratio = Field(
-        default=0.12, description="Least part of lines that end in terminal punctuation."
-    )
-    line_punct_exclude_zero: bool = Field(
-        default=False, description="Pass documents that have no such line at all."
-    )
-    short_line_thr: Ratio = Field(
-        default=0.67, description="Most lines of at most short_line_length characters."
-    )
-    short_line_length: int = Field(default=30, ge=0, description="Characters up to which a line is short.")
-    char_duplicates_ratio: Ratio = Field(default=0.01, description="Most characters in repeated lines.")
-    new_line_ratio: float = Field(default=0.3, ge=0, description="Most newlines per word.")
-
-
-FilterConfig = FilterSettings
+PROFILES: Mapping[str, tuple[_Entry, ...]] = {
+    # At least ten words.
+    "minimal": ({"length": {"min_words": 10}},),
+    # Rae et al. 2021, as datatrove has it.
+    "gopher": _GOPHER,
+    # Raffel et al. 2020, without its list of bad words.
+    "c4": ({"c4_quality": {}},),
+    # Penedo et al. 2024, as datatrove's examples/fineweb.py has it; lists of URLs are the user's.
+    "fineweb": (*_GOPHER, {"language": {"languages": ["en"], "threshold": 0.65}}, *_FINEWEB),
+    # The same without the language model.
+    "fineweb_rules": (*_GOPHER, *_FINEWEB),
+    # Soldaini et al. 2024: the rules of Dolma v1.5's web pages, without its classifiers and deduplication.
+    "dolma": ({"dolma_quality": {}}, {"dolma_repetition": {}}),
+}
 
 
 class FilterEntry(StrictModel):
@@ -140,7 +94,6 @@ class FilterEntry(StrictModel):
     unigram_log_prob: UnigramLogProbConfig | None = Field(
         default=None, description="Mean log-probability of words."
     )
-    # One line here and one in chain.STEPS make a filter known; its settings live in a module of their own.
     profile: Literal["c4", "dolma", "fineweb", "fineweb_rules", "gopher", "minimal"] | None = Field(
         default=None, description="A named list of filters: profiles.py has them as a recipe would."
     )
@@ -170,7 +123,7 @@ class FilterEntry(StrictModel):
     def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in handler(self).items() if value is not None}
 
-    def filters(self) -> tuple[tuple[str, FilterConfig], ...]:
+    def filters(self) -> tuple[tuple[str, FilterSettings], ...]:
         """(name, settings) of the filters this entry stands for, in order."""
         if self.profile is not None:
             entries = [FilterEntry.model_validate(entry) for entry in PROFILES[self.profile]]

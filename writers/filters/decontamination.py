@@ -1,46 +1,92 @@
-"""Decontamination: documents that hold a run of words of an evaluation set.
+"""Decontamination: drop or mark documents that contain a run of words of an evaluation set.
 
-A document overlaps an item if `ngram` normalized words in a row (13, as for GPT-3) are the same, or all words
-of a shorter item. Hashes of 64 bits find candidates, at the speed of hashing; the words themselves confirm
-them, so that nothing is called contaminated by chance. Of n-grams of the evaluation sets that share a hash
-the first is known: an overlap is missed with a probability of their number / 2^64.
+A document overlaps an item if `ngram` consecutive normalized words are the same (13, as for GPT-3), or all
+words of a shorter item; items of fewer than `min_item_words` words are ignored. Words are those of
+near-duplicate removal (`kernels/words.py`): lower case, without punctuation.
 
-Every overlap is told: after `judge`, `take_rows` gives the spans of the documents that were looked at, which
-belong into a file beside the dataset.
+Hashes of 64 bits find candidates at the speed of hashing, and comparing the words confirms them, so no
+document is called contaminated by chance. If two n-grams of the evaluation sets share a hash, only the first
+is stored: an overlap is missed with probability (number of n-grams) / 2^64.
+
+Every overlap is reported: after `judge`, `take_rows` returns the spans of the judged documents, which the
+build writes to a file next to the dataset.
 """
 
 from __future__ import annotations
 
+import gzip
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
+from pydantic import Field, model_validator
 
-from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.filters.decontamination_settings import DecontaminationConfig
-from shardkit.writers.filters.evaluation_items import (
-    EvaluationItem,
-    HashTable,
-    find_matches,
-    make_tables,
-    read_items,
-)
-from shardkit.writers.filters.rules import Rule
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.kernels.words import normalized_words
+from shardkit.errors import RecipeError
+from shardkit.files import load_json
+from shardkit.writers.filters.base import FilterSettings, Rule
+from shardkit.writers.settings import FieldName, StrictModel
 
-__all__ = ["DecontaminationFilter", "Overlap"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = [
+    "DecontaminationConfig",
+    "DecontaminationFilter",
+    "EvaluationConfig",
+    "Overlap",
+]
 
 _WORDS = re.compile(r"\w+")
-_EXCERPT = 400  # characters of a span that are told
+_EXCERPT = 400  # characters of a span that are reported
+_MAX_ITEM_BYTES = 1 << 26  # a line of an evaluation file; the largest items are books of a few MB
+_BITS_PER_KEY = 16  # a hash that is not in the table passes its bits once in 16 times
+
+
+class EvaluationConfig(StrictModel):
+    """One file of evaluation items."""
+
+    path: FieldName = Field(description="JSONL, or text with an item a line; plain or .gz.")
+    name: str | None = Field(default=None, description="What reports call it; null: the file's name.")
+    fields: tuple[FieldName, ...] = Field(
+        default=("text",), strict=False, min_length=1, description="JSONL: fields whose texts make an item."
+    )
+
+
+class DecontaminationConfig(FilterSettings):
+    """Which evaluation sets documents must not hold, and what counts as holding one."""
+
+    evaluations: tuple[EvaluationConfig, ...] = Field(
+        strict=False, min_length=1, description="Files of evaluation items."
+    )
+    ngram: int = Field(default=13, ge=1, le=64, description="Words in a row that make an overlap.")
+    min_item_words: int = Field(
+        default=8, ge=1, description="Shorter items are left out; those up to ngram are found as a whole."
+    )
+    min_matches: int = Field(default=1, ge=1, description="From so many n-grams on a document is dropped.")
+    action: Literal["drop", "mark"] = Field(default="drop", description="mark: only tell which.")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [one.name or one.path for one in self.evaluations]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two evaluations have the same name among {', '.join(names)}; set name")
+        return self
+
+    def build(self, folder: Path) -> DecontaminationFilter:
+        """See FilterSettings.build."""
+        return DecontaminationFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        return tuple(one.path for one in self.evaluations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +101,27 @@ class Overlap:
 
 
 class DecontaminationFilter:
-    """Drops documents that overlap an evaluation set, or marks them. Raises RecipeError for a bad file."""
+    """Drops or marks documents that overlap an evaluation set. Raises RecipeError for a bad file."""
 
     reasons = ("overlap", "item")
     side_file = "decontamination.jsonl"
 
-    def __init__(self, config: DecontaminationConfig, folder: Path | None = None) -> None:
+    def __init__(self, config: DecontaminationConfig, folder: Path) -> None:
+        from shardkit.writers.kernels.words import normalized_words
+
         self._config = config
-        self._items, self._tables = _load(config, folder or Path())
+        self._items, self._tables = _load(config, folder)
         self._words = lru_cache(maxsize=256)(lambda item: normalized_words(self._items[item].text))
         self._rows: list[dict[str, Any]] = []
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. Values: n-grams that overlap, and "<evaluation>:<line>" of the first item."""
-        numbers = np.flatnonzero(batch.wanted)
-        texts = batch.texts if len(numbers) == len(batch) else batch.texts.take(pa.array(numbers))
+        rows, texts = batch.wanted_texts()
         counts = np.zeros(len(batch), np.int64)
         first = np.full(len(batch), "", np.object_)
         self._rows = []
         for at, matches, overlaps in self._overlaps(texts):
-            number = int(numbers[at])
+            number = int(rows[at])
             counts[number] = matches
             first[number] = f"{overlaps[0].evaluation}:{overlaps[0].item}"
             self._rows += _rows(batch, number, overlaps)
@@ -85,15 +132,19 @@ class DecontaminationFilter:
         ]
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """The overlaps that the last `judge` found, as plain data, and forgets them."""
+        """See SideOutput.take_rows: the overlaps that the last `judge` found."""
         rows, self._rows = self._rows, []
         return rows
 
     def _overlaps(self, texts: pa.LargeStringArray) -> Iterator[tuple[int, int, list[Overlap]]]:
         """(index, n-grams, spans) of the texts that overlap."""
+        from shardkit.writers.kernels.hash_tables import find_matches
+        from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+        from shardkit.writers.kernels.words import normalized_words
+
         matches: dict[int, list[tuple[int, int, int, int]]] = {}
         for table in self._tables:
-            hashes, offsets = shingle_batch(texts, MinHashConfig(ngram=table.ngram))
+            hashes, offsets = shingle_batch(texts, Ngrams(table.ngram))
             candidates = find_matches(hashes, table.bits, table.keys, table.places)
             owners = np.searchsorted(offsets, candidates[:, 0], side="right") - 1
             candidates[:, 0] -= offsets[owners]
@@ -131,7 +182,7 @@ class DecontaminationFilter:
 
 
 def _load(config: DecontaminationConfig, folder: Path) -> tuple[list[EvaluationItem], list[HashTable]]:
-    """Items and tables, kept for the process's next task as long as the files stay the same."""
+    """Items and tables, cached for the process's next task while the files stay the same."""
     states = []
     for path in config.files():
         if (folder / path).exists():
@@ -159,3 +210,113 @@ def _rows(batch: TextBatch, number: int, overlaps: Sequence[Overlap]) -> Iterato
     for overlap in overlaps:
         begin, end = edges[overlap.begin][0], edges[overlap.end - 1][1]
         yield where | asdict(overlap) | {"text": text[begin : min(end, begin + _EXCERPT)]}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationItem:
+    """One item: which set, its line in the file (from 0), and its text."""
+
+    evaluation: str
+    record: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HashTable:
+    """n-grams of `ngram` words of some items; `places` are indexes into `first`-sorted n-grams of all items.
+
+    `bits` reject most hashes that are not there; keys[slot] is a hash whose n-gram is number places[slot]
+    (-1: empty slot). N-gram g belongs to item items[i] and begins at its word g - first[i], where i is the
+    last with first[i] <= g. Of equal n-grams the first is stored.
+    """
+
+    ngram: int
+    bits: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.uint64]
+    places: npt.NDArray[np.int64]
+    items: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+
+    def place(self, ngram: int) -> tuple[int, int]:
+        """(item, word at which it begins there) of an n-gram's number."""
+        at = int(np.searchsorted(self.first, ngram, side="right")) - 1
+        return int(self.items[at]), ngram - int(self.first[at])
+
+
+def read_items(config: DecontaminationConfig, folder: Path) -> list[EvaluationItem]:
+    """All items; RecipeError for a file or a line that cannot be read."""
+    return [item for one in config.evaluations for item in _read(one, folder / one.path)]
+
+
+def _read(config: EvaluationConfig, path: Path) -> Iterator[EvaluationItem]:
+    name = config.name or Path(config.path).name
+    is_jsonl = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    try:
+        with path.open("rb") as raw:
+            file = cast(BinaryIO, gzip.open(raw)) if path.suffix == ".gz" else raw  # noqa: SIM115
+            number = 0
+            while line := file.readline(_MAX_ITEM_BYTES):
+                where = f"decontamination: {path}: line {number + 1:,}"
+                text = _decoded(line, where)
+                if text.strip():
+                    text = _item(text, config.fields, where) if is_jsonl else text
+                    yield EvaluationItem(name, number, text)
+                number += 1
+    except (OSError, EOFError) as error:
+        raise RecipeError(f"decontamination: {path}: {error}") from None
+
+
+def _decoded(line: bytes, where: str) -> str:
+    if len(line) == _MAX_ITEM_BYTES and not line.endswith(b"\n"):
+        raise RecipeError(f"{where} is longer than {_MAX_ITEM_BYTES:,} bytes")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{where} is not UTF-8: {error}") from None
+
+
+def _item(line: str, fields: Sequence[str], where: str) -> str:
+    try:
+        record = load_json(line)
+    except ValueError as error:
+        raise RecipeError(f"{where} is not JSON: {error}") from None
+    texts = [_text(record.get(field)) if isinstance(record, dict) else None for field in fields]
+    if all(text is None for text in texts):
+        raise RecipeError(f"{where} has no text under {', '.join(fields)}; set fields to those of your file")
+    return "\n".join(filter(None, texts)).encode(errors="replace").decode()
+
+
+def _text(value: Any) -> str | None:
+    """A string, or the strings of a list such as choices."""
+    if isinstance(value, list):
+        return "\n".join(one for one in value if isinstance(one, str))
+    return value if isinstance(value, str) else None
+
+
+def make_tables(items: Sequence[EvaluationItem], config: DecontaminationConfig) -> list[HashTable]:
+    """A table for n-grams of `config.ngram` words, and one for each length of shorter items."""
+    import pyarrow as pa
+
+    from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+    texts = pa.array([item.text for item in items], pa.large_string())
+    lengths = np.diff(shingle_batch(texts, Ngrams(1)).offsets)
+    tables = []
+    for size in range(min(config.min_item_words, config.ngram), config.ngram + 1):
+        chosen = lengths >= size if size == config.ngram else lengths == size
+        numbers = np.flatnonzero(chosen & (lengths >= config.min_item_words))
+        if len(numbers):
+            tables.append(_table(texts.take(pa.array(numbers)), size, numbers))
+    return tables
+
+
+def _table(texts: pa.LargeStringArray, size: int, numbers: npt.NDArray[np.int64]) -> HashTable:
+    from shardkit.writers.kernels.hash_tables import fill_places
+    from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+    hashes, offsets = shingle_batch(texts, Ngrams(size))
+    slots = 1 << (2 * len(hashes)).bit_length()
+    bits = np.zeros(max(1, slots * _BITS_PER_KEY // 128), np.uint64)
+    keys, places = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
+    fill_places(hashes, bits, keys, places)
+    return HashTable(size, bits, keys, places, numbers, offsets[:-1])

@@ -1,27 +1,75 @@
-"""The perplexity of documents to a KenLM model of the user's own.
+"""Filters by how likely a text is: its perplexity to a KenLM model, or the mean log-probability of its words.
 
-As CCNet has it: every line with a word is a sentence, and the perplexity is 10 ** -(the sum of log10 of their
-probabilities / (words + sentences)). A document without a word has none, told as 0, and passes. Words are
-those that the model was trained on: normalized ones (`dedup/normalization.py`), or split at white space;
-models of sentence pieces are not read. KenLM takes one sentence a call: this is one of the slow filters.
+`perplexity` follows CCNet: every line with a word is a sentence, and the perplexity is 10 ** -(sum of the
+log10 probabilities / (words + sentences)). A document without a word has the value 0 and passes. Words are
+those the model was trained on: normalized ones (`kernels/words.py`) or split at white space; models of
+sentence pieces are not supported. KenLM takes one sentence per call, so this is one of the slow filters.
+
+`unigram_log_prob` is datatrove's UnigramLogProbFilter with a list of frequencies. The probability of a word
+is its share of all counts, or 1e-9 if it is not in the list; a document stays if the mean of the natural
+logarithms is above the threshold. datatrove splits with spaCy, so punctuation counts as unknown words; here
+words are normalized ones, which such lists contain, and values are higher. Words are identified by 64-bit
+hashes, which are exact for words of up to eight bytes.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
 
 from shardkit.errors import MissingExtraError, RecipeError
-from shardkit.writers.filters.perplexity_settings import PerplexityConfig
-from shardkit.writers.filters.rules import Rule
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.kernels.words import normalized_words
+from shardkit.writers.filters.base import FilterSettings, Rule, file_version
+from shardkit.writers.settings import FieldName
 
-__all__ = ["PerplexityFilter"]
+if TYPE_CHECKING:
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = [
+    "PerplexityConfig",
+    "PerplexityFilter",
+    "UnigramLogProbConfig",
+    "UnigramLogProbFilter",
+    "read_frequencies",
+]
+
+_UNKNOWN = 1e-9  # datatrove's
+
+
+class PerplexityConfig(FilterSettings):
+    """Bounds on the perplexity of a document to a KenLM model of your own."""
+
+    model: FieldName = Field(description="A KenLM file, binary or ARPA.")
+    words: Literal["normalized", "white_space"] = Field(
+        default="normalized",
+        description="What the model was trained on: lower case without punctuation, or not.",
+    )
+    min_perplexity: float | None = Field(default=None, ge=0, description="Least perplexity.")
+    max_perplexity: float | None = Field(default=None, ge=0, description="Greatest perplexity.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        low, high = self.min_perplexity, self.max_perplexity
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_perplexity {low} is above max_perplexity {high}, so nothing would stay")
+        return self
+
+    def build(self, folder: Path) -> PerplexityFilter:
+        """See FilterSettings.build."""
+        return PerplexityFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        return (self.model,)
 
 
 class PerplexityFilter:
@@ -29,14 +77,12 @@ class PerplexityFilter:
 
     reasons = ("too_low", "too_high")
 
-    def __init__(self, config: PerplexityConfig, folder: Path | None = None) -> None:
-        path = (folder or Path()) / config.model
-        try:
-            state = path.stat()
-        except OSError as error:
-            raise RecipeError(f"perplexity.model: {path}: {error.strerror or error}") from None
+    def __init__(self, config: PerplexityConfig, folder: Path) -> None:
+        from shardkit.writers.kernels.words import normalized_words
+
+        path = folder / config.model
         self._config = config
-        self._model = _load(path, state.st_size, state.st_mtime_ns)
+        self._model = _load(path, *file_version(path, "perplexity.model"))
         self._split = normalized_words if config.words == "normalized" else str.split
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -62,7 +108,7 @@ class PerplexityFilter:
 
 @lru_cache(maxsize=2)
 def _load(path: Path, _size: int, _time: int) -> Any:
-    """The model, kept for the process's next task as long as the file stays the same."""
+    """Load the model, and cache it for the process's next task while the file stays the same."""
     try:
         import kenlm
     except ImportError as error:
@@ -74,3 +120,86 @@ def _load(path: Path, _size: int, _time: int) -> Any:
         return kenlm.Model(str(path), config)
     except (OSError, RuntimeError) as error:
         raise RecipeError(f"perplexity.model: {path} is not a KenLM model: {error}") from error
+
+
+class UnigramLogProbConfig(FilterSettings):
+    """datatrove's UnigramLogProbFilter with a list of frequencies of your own."""
+
+    frequencies: FieldName = Field(description="CSV with the columns word and count, plain or .gz.")
+    logprobs_threshold: float = Field(
+        default=-10, le=0, description="Documents whose mean log-probability is not above it go."
+    )
+
+    def build(self, folder: Path) -> UnigramLogProbFilter:
+        """See FilterSettings.build."""
+        return UnigramLogProbFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        return (self.frequencies,)
+
+
+class UnigramLogProbFilter:
+    """Drops documents of rare words. Raises RecipeError for a bad list."""
+
+    reasons = ("unigram_log_prob",)
+
+    def __init__(self, config: UnigramLogProbConfig, folder: Path) -> None:
+        path = folder / config.frequencies
+        self._threshold = config.logprobs_threshold
+        self._table = _table(path, *file_version(path, "unigram_log_prob.frequencies"))
+
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """See Filter.judge. Documents without words have the value 0, as in datatrove."""
+        from shardkit.writers.kernels.hash_tables import mean_values
+        from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+        rows, texts = batch.wanted_texts()
+        hashes, offsets = shingle_batch(texts, Ngrams(1))
+        values = np.zeros(len(batch), np.float64)
+        values[rows] = mean_values(hashes, offsets, *self._table, math.log(_UNKNOWN))
+        return [Rule("unigram_log_prob", ~(values > self._threshold), values)]
+
+
+@lru_cache(maxsize=2)
+def _table(path: Path, _size: int, _time: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
+    """(hashes in slots, log-probabilities, 1 where a slot is empty)."""
+    import pyarrow as pa
+
+    from shardkit.writers.kernels.hash_tables import fill_values
+    from shardkit.writers.kernels.shingles import Ngrams, shingle_batch
+
+    known = read_frequencies(path)
+    hashes, _ = shingle_batch(pa.array(known, pa.large_string()), Ngrams(1))
+    logs = np.log(np.fromiter(known.values(), np.float64, len(known)))
+    slots = 1 << (2 * len(known)).bit_length()
+    keys, values = np.zeros(slots, np.uint64), np.ones(slots, np.float64)
+    fill_values(hashes, logs, keys, values)
+    return keys, values
+
+
+def read_frequencies(path: Path) -> dict[str, float]:
+    """Probability by normalized word; entries that are not one word are part of the sum only."""
+    from shardkit.writers.kernels.words import normalized_words
+
+    counts: dict[str, int] = {}
+    total = 0
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        rows = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
+        for row in rows:
+            count = int(row["count"])
+            words = normalized_words(row["word"])
+            if count <= 0:
+                raise ValueError(f"the count of {row['word']!r} is {count}")
+            total += count
+            if len(words) == 1:
+                counts[words[0]] = counts.get(words[0], 0) + count
+    except (OSError, EOFError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise RecipeError(
+            f"unigram_log_prob.frequencies: {path}: {type(error).__name__}: {error}; give a CSV file with "
+            "the columns word and count"
+        ) from None
+    if not counts:
+        raise RecipeError(f"unigram_log_prob.frequencies: {path} has no words")
+    return {word: count / total for word, count in counts.items()}

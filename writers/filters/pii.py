@@ -1,14 +1,13 @@
 """Redact e-mail addresses, public IP addresses and phone numbers, and count them.
 
-An e-mail address is a local part of at most 64 characters, "@" and a host with a dot and a domain of letters,
-in any case (datatrove's pattern finds lower case only). An IP address is public if it is global by Python's
-`ipaddress`, and of IPv6 only 2000::/3, so that C++'s "a::b" is none. A phone number is
-"+", a country code and 8 to 15 digits in all, or a North American (212) 555-0123, 212-555-0123 or
-212.555.0123, with or without "1-" before; not a part of a longer number or word. What is a
-replacement already stays.
+An e-mail address is a local part of at most 64 characters, "@" and a host with a dot and a top-level domain
+of letters, in any case (datatrove's pattern finds lower case only). An IP address is public if `ipaddress`
+calls it global, and for IPv6 only within 2000::/3, so that C++'s "a::b" is none. A phone number is "+", a
+country code and 8 to 15 digits in all, or a North American (212) 555-0123, 212-555-0123 or 212.555.0123,
+optionally after "1-"; it is not part of a longer number or word. Text that already is a replacement stays.
 
-Arrow's regular expressions pick the few documents that can have finds; only those meet Python's. All patterns
-are bounded, so that no text takes more than linear time.
+Arrow's regular expressions select the few documents that can contain a match; only those are searched with
+Python's. All patterns are bounded, so no text takes more than linear time.
 """
 
 from __future__ import annotations
@@ -18,20 +17,23 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
+from pydantic import Field
 
-from shardkit.writers.filters.pii_settings import PiiConfig
-from shardkit.writers.filters.rules import Edit, Rule
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.base import Edit, FilterSettings, Rule
+from shardkit.writers.settings import FieldName
 
-__all__ = ["PiiEditor", "find_emails", "find_ip_addresses", "find_phones"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["PiiConfig", "PiiEditor", "find_emails", "find_ip_addresses", "find_phones"]
 
 Spans = Iterator[tuple[int, int]]
-
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-][A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{0,63}\Z")
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9-])")
 _IPV4 = re.compile(r"(?<![\w.])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w]|\.\d)", re.ASCII)
@@ -42,21 +44,58 @@ _AMERICAN = r"(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[.-]\d{4}"
 _PHONE = re.compile(rf"(?<![\w+.-])(?:{_INTERNATIONAL}|{_AMERICAN})(?![\w-]|\.\d)", re.ASCII)
 
 
+class PiiConfig(FilterSettings):
+    """What is redacted, and by what: the k-th find of a document gets the k-th replacement, in a circle."""
+
+    emails: bool = Field(default=True, description="Redact e-mail addresses.")
+    ip_addresses: bool = Field(default=True, description="Redact public IPv4 and IPv6 addresses.")
+    phones: bool = Field(default=True, description="Redact phone numbers, international or North American.")
+    email_replacement: tuple[FieldName, ...] = Field(
+        default=("email@example.com", "firstname.lastname@example.org"),
+        strict=False,
+        min_length=1,
+        description="Text in the place of e-mail addresses; datatrove's.",
+    )
+    ip_replacement: tuple[FieldName, ...] = Field(
+        default=(
+            "22.214.171.124",
+            "126.96.36.199",
+            "188.8.131.52",
+            "184.108.40.206",
+            "220.127.116.11",
+            "18.104.22.168",
+        ),
+        strict=False,
+        min_length=1,
+        description="Text in the place of IP addresses; datatrove's.",
+    )
+    phone_replacement: tuple[FieldName, ...] = Field(
+        default=("<PHONE>",), strict=False, min_length=1, description="Text in the place of phone numbers."
+    )
+    max_matches: int | None = Field(
+        default=None, ge=0, description="Drop documents with more finds; dolma: 5; null: none."
+    )
+
+    def build(self, folder: Path) -> PiiEditor:
+        """See FilterSettings.build."""
+        return PiiEditor(self)
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     name: str
-    candidate: str  # RE2: matches every text with a find
+    candidate: str  # RE2: matches every text that contains a match
     find: Callable[[str], Spans]
     replacements: tuple[str, ...]
 
 
 class PiiEditor:
-    """Replaces what it finds, and drops documents with too many finds."""
+    """Replaces matches, and drops documents with too many."""
 
     reasons = ("too_many_matches",)
     edits = ("emails", "ip_addresses", "phones")
 
-    def __init__(self, config: PiiConfig, folder: Path | None = None) -> None:
+    def __init__(self, config: PiiConfig) -> None:
         self._most = config.max_matches
         ip_candidate = r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]|[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]"
         phone_candidate = r"\+[1-9][0-9 .(-]|[2-9][0-9][0-9]\)? ?[ .-]?[2-9][0-9][0-9][.-][0-9]{4}"
@@ -92,7 +131,11 @@ def _redact(
     cut: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
 ) -> pa.LargeStringArray:
-    """The texts without finds of a kind; fills what was cut and found of each."""
+    """Replace the matches of a kind; fills the bytes cut from, and the matches in, each document."""
+    import pyarrow.compute as pc
+
+    from shardkit.writers.kernels.text_arrays import replace_texts
+
     hits = pc.match_substring_regex(texts, kind.candidate).to_numpy(zero_copy_only=False)
     changed = {}
     for document in np.flatnonzero(hits & wanted).tolist():
@@ -101,15 +144,11 @@ def _redact(
         if counts[document]:
             cut[document] = len(before.encode()) - len(after.encode())
             changed[document] = after
-    if not changed:
-        return texts
-    mask = np.zeros(len(texts), np.bool_)
-    mask[list(changed)] = True
-    return pc.replace_with_mask(texts, pa.array(mask), pa.array(changed.values(), pa.large_string()))
+    return replace_texts(texts, changed)
 
 
 def _replace(kind: _Kind, text: str) -> tuple[str, int]:
-    """(the text with every find replaced, how many)."""
+    """(the text with every match replaced, number of matches)."""
     pieces, last, count = [], 0, 0
     for begin, end in kind.find(text):
         if text[begin:end] not in kind.replacements:

@@ -1,24 +1,46 @@
-"""Cut lines or paragraphs that stood before in the same document; the first copy stays.
+"""Cut lines or paragraphs that occurred earlier in the same document; the first copy stays.
 
-Units and their equality are those of `dedup.lines` (`dedup/lines_units.py`): lines end at LF, white space at
-both ends does not count, blank ones never go. Two different units of a document of n are taken for equal with
-a probability of n^2 / 2^129. Costs 28 bytes a unit of the batch.
+Units and their equality are those of line dedup (`kernels/line_units.py`): lines end at LF, white space at
+both ends is ignored, and blank ones are never cut. Two different units of a document with n units are taken
+for equal with probability n^2 / 2^129. Memory: 28 bytes for each unit of the batch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.filters.repeated_lines_settings import RepeatedLinesConfig
-from shardkit.writers.filters.rules import Edit, Rule, ratio
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.kernels.line_units import Units, cut_units, find_units
+from shardkit.writers.filters.base import Edit, FilterSettings, Rule, ratio
+from shardkit.writers.settings import Ratio
 
-__all__ = ["RepeatedLinesEditor"]
+if TYPE_CHECKING:
+    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.kernels.line_units import Units
+
+__all__ = [
+    "RepeatedLinesConfig",
+    "RepeatedLinesEditor",
+]
+
+
+class RepeatedLinesConfig(FilterSettings):
+    """What a repetition is within a document; the first copy stays."""
+
+    unit: Literal["line", "paragraph"] = Field(
+        default="line", description="line, or paragraph: between blank lines."
+    )
+    min_characters: int = Field(default=1, ge=1, description="Shorter units are never cut.")
+    max_cut_fraction: Ratio | None = Field(
+        default=None, description="Drop documents of which more bytes are cut; null: none."
+    )
+
+    def build(self, folder: Path) -> RepeatedLinesEditor:
+        """See FilterSettings.build."""
+        return RepeatedLinesEditor(self)
 
 
 class RepeatedLinesEditor:
@@ -27,19 +49,22 @@ class RepeatedLinesEditor:
     reasons = ("repeated",)
     edits = ("repeated",)
 
-    def __init__(self, config: RepeatedLinesConfig, folder: Path | None = None) -> None:
-        self._units = LinesDedupConfig(unit=config.unit, min_characters=config.min_characters)
-        self._most = config.max_cut_fraction
+    def __init__(self, config: RepeatedLinesConfig) -> None:
+        self._config = config
 
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit."""
-        units = find_units(batch.texts, batch.wanted, self._units)
+        from shardkit.writers.kernels.line_units import cut_units, find_units
+        from shardkit.writers.kernels.text_arrays import text_offsets
+
+        units = find_units(batch.texts, batch.wanted, self._config)
         again = _repeated(units)
-        texts, _ = cut_units(batch.texts, units.document[again], units.unit[again], self._units)
-        cut = batch.sizes - TextBatch(texts).sizes
+        texts, _ = cut_units(batch.texts, units.document[again], units.unit[again], self._config)
+        cut = batch.sizes - np.diff(text_offsets(texts))
         lines = np.bincount(units.document[again], minlength=len(batch))
         part = ratio(cut, batch.sizes)
-        fails = None if self._most is None else part > self._most
+        most = self._config.max_cut_fraction
+        fails = None if most is None else part > most
         return Edit(texts, [Rule("repeated", fails, part)], {"repeated": cut}, {"repeated": lines})
 
 

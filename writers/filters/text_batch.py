@@ -1,4 +1,4 @@
-"""The documents of a batch as filters see them: one UTF-8 buffer, other columns, and shared counts."""
+"""A batch of documents as filters read it: one UTF-8 buffer, the other columns, and cached word counts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.documents import text_offsets
 from shardkit.writers.kernels.lines import LineStatistics, line_statistics
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.word_statistics import WordStatistics, word_statistics
 
 __all__ = ["TextBatch"]
 
 
 class TextBatch:
-    """Texts of a large_string array without nulls, and the columns of the documents they are from.
+    """Texts of a large_string array without nulls, and the columns of their documents.
 
-    `wanted` tells which documents are to be looked at; counts are made for those only and stay good while
-    documents only leave. `stop_words` are those counted unless a filter asks for others.
+    `wanted` is a mask of the documents to look at. Statistics are computed for those only and stay valid
+    while documents only leave the mask. `stop_words` are counted unless a filter asks for others.
     """
 
     def __init__(
@@ -38,15 +38,12 @@ class TextBatch:
         return len(self.wanted)
 
     def set_texts(self, texts: pa.LargeStringArray) -> None:
-        """Put other texts in the place of those that were; what was counted is forgotten."""
+        """Replace the texts and discard the statistics of the old ones."""
         if texts.type != pa.large_string() or texts.null_count:
             raise ValueError(f"texts must be large_string without nulls, these are {texts.type}")
-        data = texts.buffers()[2]
         self.texts = texts
         self.offsets = text_offsets(texts)
-        self.data: npt.NDArray[np.uint8] = (
-            np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
-        )
+        self.data = text_bytes(texts)
         self._words: dict[tuple[str, ...], WordStatistics] = {}
 
     @property
@@ -54,20 +51,25 @@ class TextBatch:
         """int64[n]: bytes of each text."""
         return np.diff(self.offsets)
 
+    def wanted_texts(self) -> tuple[npt.NDArray[np.int64], pa.LargeStringArray]:
+        """(row numbers, texts) of the wanted documents."""
+        rows = np.flatnonzero(self.wanted)
+        return rows, self.texts if len(rows) == len(self) else self.texts.take(pa.array(rows))
+
     def column(self, name: str) -> list[Any]:
-        """A column of the documents (url, metadata, …) as Python values; Nones if there is none."""
+        """A column of the documents (url, metadata, …) as Python values; Nones if there are no columns."""
         if self.columns is None:
             return [None] * len(self)
         values: list[Any] = self.columns.column(name).to_pylist()
         return values
 
     def words(self, stop_words: tuple[str, ...] | None = None) -> WordStatistics:
-        """Counts of words; with these distinct stop words, if any are given."""
+        """Word statistics; with these distinct stop words, if given."""
         key = self._stop_words if stop_words is None else stop_words
         if key not in self._words:
             self._words[key] = word_statistics(self.data, self.offsets, self.wanted, key)
         return self._words[key]
 
     def lines(self, short_line_length: int) -> LineStatistics:
-        """Counts of lines."""
+        """Line statistics."""
         return line_statistics(self.data, self.offsets, self.wanted, short_line_length=short_line_length)

@@ -1,13 +1,12 @@
-"""Drop documents by their URL: datatrove's URLFilter with lists given as files, without a public-suffix list.
+"""Drop documents by their URL: datatrove's URLFilter with lists from files and no public-suffix list.
 
-An entry of `domains` matches the host of that name and all below it, so "example.co.uk" matches
-"www.example.co.uk" and never "example2.co.uk"; which suffixes are public does not matter. Hosts are compared
-in lower case and, if they are not ASCII, in IDNA; URLs without scheme, fragment and a slash at the end. Words
-are what lies between characters that are no ASCII letters and digits, in lower case (datatrove compares
-words of URLs in their own case). Documents without a URL pass.
+An entry of `domains` matches that host and all its subdomains, so "example.co.uk" matches "www.example.co.uk"
+and never "example2.co.uk"; public suffixes play no role. Hosts are compared in lower case and, unless they
+are ASCII, in IDNA; URLs without scheme, fragment and trailing slash. Words are the runs of ASCII letters and
+digits, in lower case (datatrove compares words of URLs in their own case). Documents without a URL pass.
 
-Hosts and URLs are kept as sorted 64-bit hashes, 8 bytes each: among n entries another host is taken for one
-with a probability of n / 2^64.
+Hosts and URLs are stored as sorted 64-bit hashes, 8 bytes each: with n entries a host that is not listed
+matches with probability n / 2^64.
 """
 
 from __future__ import annotations
@@ -16,19 +15,54 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import Field, model_validator
 
-from shardkit.writers.filters.list_files import load_list
-from shardkit.writers.filters.rules import Rule
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.url_lists_settings import UrlListsConfig
+from shardkit.writers.filters.base import FilterSettings, Rule, load_list
+from shardkit.writers.settings import FieldName
 
-__all__ = ["UrlListsFilter", "plain_url", "url_host"]
+if TYPE_CHECKING:
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["UrlListsConfig", "UrlListsFilter", "plain_url", "url_host"]
 
 _WORDS = re.compile(r"[^a-z0-9]+")
+_Files = tuple[FieldName, ...]
+
+
+class UrlListsConfig(FilterSettings):
+    """Files of one entry a line, and how many soft words are too many."""
+
+    domains: _Files = Field(default=(), strict=False, description="Files of hosts that go with subdomains.")
+    hosts: _Files = Field(
+        default=(), strict=False, description="Files of hosts that go, not their subdomains."
+    )
+    urls: _Files = Field(default=(), strict=False, description="Files of whole addresses.")
+    banned_words: _Files = Field(default=(), strict=False, description="Files of words of an address.")
+    soft_banned_words: _Files = Field(default=(), strict=False, description="Files of words, if several.")
+    soft_word_threshold: int = Field(default=2, ge=1, description="From so many distinct ones on it goes.")
+    banned_subwords: _Files = Field(
+        default=(), strict=False, description="Files of parts of the address without punctuation."
+    )
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.files():
+            raise ValueError("url_lists needs a file: domains, hosts, urls, banned_words, …")
+        return self
+
+    def build(self, folder: Path) -> UrlListsFilter:
+        """See FilterSettings.build."""
+        return UrlListsFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        words = (*self.banned_words, *self.soft_banned_words, *self.banned_subwords)
+        return (*self.domains, *self.hosts, *self.urls, *words)
 
 
 class UrlListsFilter:

@@ -1,11 +1,11 @@
 """Filters that users write: any function over an Arrow record batch.
 
-The function gets the documents that are still there (columns of `DOCUMENT_SCHEMA` in `documents.py`, the text
-as edited so far) and the parameters of the recipe as keyword arguments. It returns, for each row, whether the
+The function receives the remaining documents (columns of `DOCUMENT_SCHEMA` in `documents.py`, the text as
+edited so far) and the recipe's parameters as keyword arguments. It returns, for each row, whether the
 document stays (a boolean Arrow array, NumPy array or list without nulls), or, if the recipe lists `reasons`,
-one of them, or null or "" for those that stay. It must be a pure function of its batch: batches are cut
-anywhere. The digest of its source file is part of a task's identity, so that changing the code runs it
-again; that of modules which it imports is not.
+one of them, or null or "" for a document that stays. It must be a pure function of its batch, because batch
+boundaries are arbitrary. The digest of its source file is part of a task's identity, so changing the code
+runs the task again; digests of modules that it imports are not.
 """
 
 from __future__ import annotations
@@ -15,22 +15,66 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
+from pydantic import Field, JsonValue, model_validator
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.filters.rules import Rule
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.user_settings import PythonConfig
+from shardkit.writers.filters.base import FilterSettings, Rule
+from shardkit.writers.settings import FieldName
 
-__all__ = ["PythonFilter"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = ["PythonConfig", "PythonFilter"]
+
+
+class PythonConfig(FilterSettings):
+    """A function that judges Arrow batches, and what it is called with."""
+
+    function: str = Field(
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+        description="package.module:function; with file, the module is a name for messages.",
+    )
+    file: FieldName | None = Field(
+        default=None, description="Python file that holds it, in the place of an installed module."
+    )
+    parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of the function.")
+    reasons: tuple[FieldName, ...] = Field(
+        default=(), strict=False, description="The reasons it may return; none: it returns what to keep."
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        if len(set(self.reasons)) < len(self.reasons):
+            raise ValueError(f"a reason is listed twice: {', '.join(self.reasons)}")
+        return self
+
+    def build(self, folder: Path) -> PythonFilter:
+        """See FilterSettings.build."""
+        return PythonFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """The function's source file: its digest is part of the identity of what was made with it."""
+        return (self.file if self.file is not None else self._installed(),)
+
+    def _installed(self) -> str:
+        module: Any = self.function.partition(":")[0]
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError) as error:  # a parent package is missing or fails
+            raise RecipeError(f"filters: python: {self.function}: {error}") from None
+        if found is None or not found.has_location or found.origin is None:
+            raise RecipeError(f"filters: python: {self.function}: no module {module} with a source file")
+        return found.origin
 
 
 class PythonFilter:
-    """Drops what the user's function says."""
+    """Drops the documents that the user's function rejects."""
 
     def __init__(self, config: PythonConfig, folder: Path) -> None:
         self._config = config
@@ -40,6 +84,8 @@ class PythonFilter:
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. BuildError names the function, whatever it raises or returns."""
+        import pyarrow as pa
+
         chosen = np.flatnonzero(batch.wanted)
         documents = _with_texts(batch)
         if len(chosen) < len(batch):
@@ -51,6 +97,8 @@ class PythonFilter:
 
     def _codes(self, documents: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """0 where a document stays, else 1 + the index of its reason."""
+        import pyarrow as pa
+
         try:
             answer: Any = self._function(documents, **self._config.parameters)
         except Exception as error:  # the user's code may raise anything
@@ -89,6 +137,8 @@ class PythonFilter:
 
 def _with_texts(batch: TextBatch) -> pa.RecordBatch:
     """The documents with their texts as they are by now."""
+    import pyarrow as pa
+
     if batch.columns is None:
         return pa.RecordBatch.from_arrays([batch.texts], names=["text"])
     number = batch.columns.schema.get_field_index("text")

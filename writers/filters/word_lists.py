@@ -1,25 +1,50 @@
-"""Filters by lists of words: what documents should not have, and what a language cannot do without.
+"""Filters by lists of words: words that documents must not contain, and stop words that they must.
 
-Bad words are datatrove's C4BadWordsFilter with lists given as files: which documents stay for `keep_fraction`
-is a hash of their id, so that the result does not depend on order. Phrases are found as `phrases.py` says.
+`bad_words` is datatrove's C4BadWordsFilter with the lists given as files. Which documents `keep_fraction`
+lets through depends on a hash of their id, so the result does not depend on their order. Matching is
+described in `kernels/phrases.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from shardkit.writers.documents import keyed_hashes
-from shardkit.writers.filters.list_files import load_list
-from shardkit.writers.filters.rules import Rule, ratio
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.word_lists_settings import BadWordsConfig, StopWordsConfig
-from shardkit.writers.kernels.phrases import Phrases, lower
+from shardkit.writers.filters.base import FilterSettings, Rule, load_list, ratio
+from shardkit.writers.settings import FieldName, Ratio
 
-__all__ = ["BadWordsFilter", "StopWordsFilter"]
+if TYPE_CHECKING:
+    from shardkit.writers.filters.text_batch import TextBatch
+    from shardkit.writers.kernels.phrases import Phrases
+
+__all__ = ["BadWordsConfig", "BadWordsFilter", "StopWordsConfig", "StopWordsFilter"]
+
+
+class BadWordsConfig(FilterSettings):
+    """A list of words and phrases that documents should not have, such as LDNOOBW's."""
+
+    lists: tuple[FieldName, ...] = Field(
+        strict=False, min_length=1, description="Files of one word or phrase a line."
+    )
+    separated: bool = Field(
+        default=True, description="Only as whole words; false for scripts without spaces."
+    )
+    min_matches: int = Field(default=1, ge=1, description="From so many occurrences on a document is bad.")
+    keep_fraction: Ratio = Field(default=0, description="Part of the bad documents that stays, by a hash.")
+    seed: int = Field(default=0, ge=0, description="Seed of the hash.")
+
+    def build(self, folder: Path) -> BadWordsFilter:
+        """See FilterSettings.build."""
+        return BadWordsFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        return self.lists
 
 
 class BadWordsFilter:
@@ -33,12 +58,16 @@ class BadWordsFilter:
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. The value is the number of occurrences."""
+        from shardkit.writers.kernels.phrases import lower
+
         found = self._phrases.count(lower(batch.texts), batch.wanted)
         bad = found >= self._config.min_matches
         return [Rule(self.reasons[0], bad & ~self._stays(batch, bad), found)]
 
     def _stays(self, batch: TextBatch, bad: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which of the bad documents are in the fraction that stays; without ids none is."""
+        """Mask of the bad documents in the fraction that stays; a document without an id never does."""
+        from shardkit.writers.documents import keyed_hashes
+
         stays = np.zeros(len(batch), np.bool_)
         if self._config.keep_fraction and bad.any():
             ids = batch.column("document_id")
@@ -46,6 +75,29 @@ class BadWordsFilter:
             hashes = keyed_hashes([ids[number] for number in chosen], self._config.seed, "bad words")
             stays[chosen] = hashes / 2.0**64 < self._config.keep_fraction
         return stays
+
+
+class StopWordsConfig(FilterSettings):
+    """Frequent words of languages; a document needs enough of those of one language."""
+
+    languages: dict[FieldName, FieldName | Annotated[tuple[FieldName, ...], Field(strict=False)]] = Field(
+        strict=False,
+        min_length=1,
+        description="By name: the list of words, or a file of one a line.",
+    )
+    separated: bool = Field(
+        default=True, description="Only as whole words; false for scripts without spaces."
+    )
+    min_stop_words: int = Field(default=2, ge=0, description="Fewest occurrences.")
+    min_stop_word_ratio: Ratio = Field(default=0, description="Fewest occurrences per white-space word.")
+
+    def build(self, folder: Path) -> StopWordsFilter:
+        """See FilterSettings.build."""
+        return StopWordsFilter(self, folder)
+
+    def files(self) -> tuple[str, ...]:
+        """See FilterSettings.files."""
+        return tuple(words for words in self.languages.values() if isinstance(words, str))
 
 
 class StopWordsFilter:
@@ -63,6 +115,8 @@ class StopWordsFilter:
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. Values are those of the language with the most."""
+        from shardkit.writers.kernels.phrases import lower
+
         lowered = lower(batch.texts)
         found = np.max([words.count(lowered, batch.wanted) for words in self._lists], axis=0)
         part = ratio(found, batch.words().words)
@@ -72,8 +126,12 @@ class StopWordsFilter:
 
 
 def _whole(phrases: Iterable[str]) -> Phrases:
+    from shardkit.writers.kernels.phrases import Phrases
+
     return Phrases(phrases)
 
 
 def _anywhere(phrases: Iterable[str]) -> Phrases:
+    from shardkit.writers.kernels.phrases import Phrases
+
     return Phrases(phrases, separated=False)

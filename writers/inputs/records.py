@@ -18,12 +18,12 @@ from shardkit.writers.documents import (
     BATCH_TEXT_BYTES,
     DOCUMENT_SCHEMA,
     document_ids,
-    text_offsets,
 )
 from shardkit.writers.inputs.decompress import ContainerError, decompressed, plain_range
 from shardkit.writers.inputs.fields import MISSING, NamedFields, field_at
 from shardkit.writers.inputs.pages import main_text_by
 from shardkit.writers.inputs.scan import Split
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import BadRecord, Count, Ledger, Quarantine, snippet_of
 from shardkit.writers.recipe import InputConfig
 

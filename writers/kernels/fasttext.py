@@ -1,12 +1,12 @@
-"""The probabilities that a fastText model gives texts, from the UTF-8 of a whole batch at once.
+"""The probabilities that a fastText model assigns to the labels of texts, for a whole UTF-8 batch at once.
 
-As fastText does: tokens are separated by ASCII white space and NUL; a text is the mean of the rows of its
-tokens, of their character n-grams and of n-grams of tokens, with one `</s>` at its end; newlines are spaces.
-Two things differ. `</s>` within a text does not end it. And sums are kept in another order: the vector of a
-token is summed in float32 and kept in a table for the next time, the vectors of a text in float64, so scores
-equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
+As in fastText, tokens are separated by ASCII white space and NUL, and newlines are spaces. The vector of a
+text is the mean of the rows of its tokens, of their character n-grams and of n-grams of tokens, with one
+`</s>` at the end. `descend` and `activate` turn it into probabilities for each of fastText's losses.
 
-From the mean vector of a text to the probabilities of labels, for each of fastText's losses.
+Two things differ: `</s>` inside a text does not end it, and sums are made in another order. The vector of a
+token is summed in float32 and kept in a table for its next occurrence, the vector of a text in float64, so
+scores equal fastText's to a few 1e-5. They depend on nothing but the model and the text.
 """
 
 from __future__ import annotations
@@ -14,29 +14,48 @@ from __future__ import annotations
 import math
 import threading
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
 from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, FastTextModel, aligned
+from shardkit.writers.kernels.numba_support import (
+    Bools,
+    Float32s,
+    Float64s,
+    Int32s,
+    Int64s,
+    UInt8s,
+    UInt64s,
+    int64,
+    kernel,
+)
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.utf8 import next_character
 
-__all__ = ["FastTextScorer", "activate", "descend"]
+__all__ = ["BASIS", "EPSILON", "MASK", "NEXT", "PRIME", "FastTextScorer", "activate", "descend"]
+
+BASIS, PRIME, MASK = 2166136261, 16777619, 0xFFFFFFFF  # FNV-1a, 32 bits
+NEXT = 116049371  # multiplier that chains the hashes of tokens
+EPSILON = 1e-5  # added to every probability before its logarithm
 
 _EPSILON = 1e-5  # that fastText adds to every probability before its logarithm
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _product(total, outputs, row):  # type: ignore[no-untyped-def]
+# Numbers, word slots, words, their offsets, pruned buckets, input rows, separators, label prefix.
+_Arguments = tuple[tuple[int, int, int, int], Int32s, UInt8s, Int64s, UInt64s, Float32s, Bools, UInt8s]
+
+
+@kernel(inline=True)
+def _product(total: Float64s, outputs: Float32s, row: int) -> float:
     value = 0.0
     for i in range(len(total)):
         value += total[i] * outputs[row, i]
     return value
 
 
-@numba.njit(nogil=True, cache=True)
-def descend(total, outputs, tree, nodes, scores, text):  # type: ignore[no-untyped-def]
+@kernel
+def descend(
+    total: Float64s, outputs: Float32s, tree: Int32s, nodes: Float64s, scores: Float32s, text: int
+) -> None:
     """Hierarchical softmax: the probability of a label is the product along its path."""
     labels = len(outputs)
     nodes[2 * labels - 2] = 1.0
@@ -49,8 +68,10 @@ def descend(total, outputs, tree, nodes, scores, text):  # type: ignore[no-untyp
         scores[text, label] = nodes[label]
 
 
-@numba.njit(nogil=True, cache=True)
-def activate(total, outputs, loss, values, scores, text):  # type: ignore[no-untyped-def]
+@kernel
+def activate(
+    total: Float64s, outputs: Float32s, loss: int, values: Float64s, scores: Float32s, text: int
+) -> None:
     """Softmax (1), or one sigmoid for each label from fastText's table of 512 between -8 and 8."""
     labels = len(outputs)
     for label in range(labels):
@@ -68,8 +89,8 @@ def activate(total, outputs, loss, values, scores, text):  # type: ignore[no-unt
         scores[text, label] = _table_sigmoid(values[label]) + _EPSILON
 
 
-@numba.njit(nogil=True, cache=True)
-def _table_sigmoid(value):  # type: ignore[no-untyped-def]
+@kernel
+def _table_sigmoid(value: float) -> float:
     if value < -8:
         return 0.0
     if value > 8:
@@ -77,24 +98,16 @@ def _table_sigmoid(value):  # type: ignore[no-untyped-def]
     return 1.0 / (1.0 + math.exp(-(math.floor((value + 8) * 32) / 32 - 8)))
 
 
-# FNV-1a of 32 bits, and how fastText chains the hashes of tokens.
-_BASIS_64, _PRIME_64, _MASK_64 = np.uint64(2166136261), np.uint64(16777619), np.uint64(0xFFFFFFFF)
-
-_NEXT_64 = np.uint64(116049371)
-
+_BASIS_64, _PRIME_64, _MASK_64, _NEXT_64 = map(np.uint64, (BASIS, PRIME, MASK, NEXT))
 _SIGNED = np.uint64(0xFFFFFF00)  # bytes of 128 and above are negative to fastText's hash
-
 _OPEN, _CLOSE = 60, 62  # < and > around a token
-
-_KEY_BYTES = 32  # longer tokens are summed anew each time
-
+_KEY_BYTES = 32  # longer tokens are summed again each time
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-
 _KEPT_BYTES = 2 << 20  # of vectors kept: more would leave the processor's cache
 
 
 class FastTextScorer:
-    """A model and the tables its kernel works with. One call at a time; calls from other threads wait."""
+    """A model and the tables of its kernel. Thread-safe: one call runs at a time."""
 
     def __init__(self, model: FastTextModel) -> None:
         self.model = model
@@ -114,13 +127,7 @@ class FastTextScorer:
         )
         self._lock = threading.Lock()
 
-    def scores(
-        self,
-        data: npt.NDArray[np.uint8],
-        offsets: npt.NDArray[np.int64],
-        wanted: npt.NDArray[np.bool_],
-        characters: int | None = None,
-    ) -> npt.NDArray[np.float32]:
+    def scores(self, data: UInt8s, offsets: Int64s, wanted: Bools, characters: int | None = None) -> Float32s:
         """float32[n, labels]: probabilities of the texts data[offsets[i]:offsets[i + 1]], valid UTF-8.
 
         Zeros where not `wanted`; of the first `characters` code points only, if given. As from fastText they
@@ -137,7 +144,7 @@ class FastTextScorer:
         return scores
 
 
-def _word_slots(model: FastTextModel) -> npt.NDArray[np.int32]:
+def _word_slots(model: FastTextModel) -> Int32s:
     """A hash table of the words: word number or -1, at its hash or at the next free slot."""
     count = len(model.word_offsets) - 1
     slots = np.full(1 << max(4, (2 * count).bit_length()), -1, np.int32)
@@ -145,8 +152,8 @@ def _word_slots(model: FastTextModel) -> npt.NDArray[np.int32]:
     return slots
 
 
-@numba.njit(nogil=True, cache=True)
-def _fill_slots(words, offsets, slots):  # type: ignore[no-untyped-def]
+@kernel
+def _fill_slots(words: UInt8s, offsets: Int64s, slots: Int32s) -> None:
     mask = np.uint64(len(slots) - 1)
     for word in range(len(offsets) - 1):
         at = _hash(words, offsets[word], offsets[word + 1]) & mask
@@ -155,29 +162,31 @@ def _fill_slots(words, offsets, slots):  # type: ignore[no-untyped-def]
         slots[at] = word
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _add_byte(value, byte):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _add_byte(value: np.uint64, byte: int) -> np.uint64:
     wide = np.uint64(byte)
     if byte >= 128:
         wide |= _SIGNED
     return (value ^ wide) * _PRIME_64 & _MASK_64
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _hash(data: UInt8s, begin: int, end: int) -> np.uint64:
     value = _BASIS_64
     for at in range(begin, end):
         value = _add_byte(value, data[at])
     return value
 
 
-@numba.njit(nogil=True, cache=True)
-def _find_word(data, begin, end, value, slots, words, offsets):  # type: ignore[no-untyped-def]
+@kernel
+def _find_word(
+    data: UInt8s, begin: int, end: int, value: np.uint64, slots: Int32s, words: UInt8s, offsets: Int64s
+) -> int:
     """Number of the word data[begin:end] whose hash is `value`, or -1."""
     mask = np.uint64(len(slots) - 1)
     at = value & mask
     while slots[at] >= 0:
-        word = slots[at]
+        word: int = slots[at]
         start = offsets[word]
         if offsets[word + 1] - start == end - begin:
             same = True
@@ -191,35 +200,37 @@ def _find_word(data, begin, end, value, slots, words, offsets):  # type: ignore[
     return -1
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _add_row(rows, row, out, place):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _add_row(rows: Float32s, row: int, out: Float32s, place: int) -> None:
     for i in range(rows.shape[1]):
         out[place, i] += rows[row, i]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _row_of(value, buckets, pruned):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _row_of(value: np.uint64, buckets: int, pruned: UInt64s) -> int:
     """Row, after those of words, of an n-gram's hash, or -1."""
     bucket = value % np.uint64(buckets)
     if not len(pruned):
-        return np.int64(bucket)
+        return int64(bucket)
     at, bit = bucket >> np.uint64(6), np.uint64(1) << (bucket & np.uint64(63))
     bits = pruned[at, 0]
     if not bits & bit:
-        return np.int64(-1)
-    return np.int64(pruned[at, 1]) + _count_bits(bits & (bit - np.uint64(1)))
+        return int64(-1)
+    return int64(pruned[at, 1]) + _count_bits(bits & (bit - np.uint64(1)))
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _count_bits(value):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _count_bits(value: np.uint64) -> int:
     value -= value >> np.uint64(1) & np.uint64(0x5555555555555555)
     value = (value & np.uint64(0x3333333333333333)) + (value >> np.uint64(2) & np.uint64(0x3333333333333333))
     value = value + (value >> np.uint64(4)) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64(value * np.uint64(0x0101010101010101) >> np.uint64(56))
+    return int64(value * np.uint64(0x0101010101010101) >> np.uint64(56))
 
 
-@numba.njit(nogil=True, cache=True)
-def _token_vector(data, begin, end, arguments, out, place):  # type: ignore[no-untyped-def]
+@kernel
+def _token_vector(
+    data: UInt8s, begin: int, end: int, arguments: _Arguments, out: Float32s, place: int
+) -> tuple[int, np.uint64]:
     """Sum of the rows of the token data[begin:end] into out[place]: (rows, hash); rows -1 for a label."""
     numbers, slots, words, offsets, _, rows, _, prefix = arguments
     out[place] = 0
@@ -236,8 +247,8 @@ def _token_vector(data, begin, end, arguments, out, place):  # type: ignore[no-u
     return count, value
 
 
-@numba.njit(nogil=True, cache=True)
-def _add_ngrams(data, begin, end, arguments, out, place):  # type: ignore[no-untyped-def]
+@kernel
+def _add_ngrams(data: UInt8s, begin: int, end: int, arguments: _Arguments, out: Float32s, place: int) -> int:
     """Add the rows of the character n-grams of <token> to out[place]: how many these are."""
     buckets, least, most, _ = arguments[0]
     first, pruned, rows = len(arguments[3]) - 1, arguments[4], arguments[5]
@@ -269,8 +280,8 @@ def _add_ngrams(data, begin, end, arguments, out, place):  # type: ignore[no-unt
     return count
 
 
-@numba.njit(nogil=True, cache=True)
-def _starts_with(data, begin, end, prefix):  # type: ignore[no-untyped-def]
+@kernel
+def _starts_with(data: UInt8s, begin: int, end: int, prefix: UInt8s) -> bool:
     if end - begin < len(prefix):
         return False
     same = True
@@ -279,16 +290,19 @@ def _starts_with(data, begin, end, prefix):  # type: ignore[no-untyped-def]
     return same
 
 
-@numba.njit(nogil=True, cache=True)
-def _is_end(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _is_end(data: UInt8s, begin: int, end: int) -> bool:
     """Whether data[begin:end] is </s>."""
     if end - begin != 4 or data[begin] != 60:
         return False
-    return data[begin + 1] == 47 and data[begin + 2] == 115 and data[begin + 3] == 62
+    slash: bool = data[begin + 1] == 47
+    return slash and data[begin + 2] == 115 and data[begin + 3] == 62
 
 
-@numba.njit(nogil=True, cache=True)
-def _kept_token(data, begin, end, arguments, kept):  # type: ignore[no-untyped-def]
+@kernel
+def _kept_token(
+    data: UInt8s, begin: int, end: int, arguments: _Arguments, kept: tuple[UInt64s, Float32s]
+) -> int:
     """Place in `kept` of a token of up to _KEY_BYTES bytes, whose vector is summed if it is not there."""
     facts, vectors = kept
     size = end - begin
@@ -307,7 +321,7 @@ def _kept_token(data, begin, end, arguments, kept):  # type: ignore[no-untyped-d
         )
     mixed = ((parts[0] * _MIX ^ parts[1]) * _MIX ^ parts[2]) * _MIX ^ parts[3]
     mixed *= _MIX
-    place = np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(len(facts) - 2))
+    place = int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(len(facts) - 2))
     same = facts[place, 0] == parts[0] and facts[place, 1] == parts[1]
     if not same or facts[place, 2] != parts[2] or facts[place, 3] != parts[3]:
         count, value = _token_vector(data, begin, end, arguments, vectors, place)
@@ -316,8 +330,8 @@ def _kept_token(data, begin, end, arguments, kept):  # type: ignore[no-untyped-d
     return place
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _masked(value, size):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _masked(value: np.uint64, size: int) -> np.uint64:
     """The lowest `size` bytes of a uint64."""
     if size >= 8:
         return value
@@ -326,16 +340,16 @@ def _masked(value, size):  # type: ignore[no-untyped-def]
     return value & ((np.uint64(1) << np.uint64(8 * size)) - np.uint64(1))
 
 
-@numba.njit(nogil=True, cache=True)
-def _gathered(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _gathered(data: UInt8s, begin: int, end: int) -> np.uint64:
     value = np.uint64(0)
     for at in range(begin, end):
         value |= np.uint64(data[at]) << np.uint64(8 * (at - begin))
     return value
 
 
-@numba.njit(nogil=True, cache=True)
-def _cut(data, begin, end, characters):  # type: ignore[no-untyped-def]
+@kernel
+def _cut(data: UInt8s, begin: int, end: int, characters: int) -> int:
     """Where the first `characters` code points of data[begin:end] end; negative: all."""
     if characters < 0 or end - begin <= characters:
         return end
@@ -346,8 +360,19 @@ def _cut(data, begin, end, characters):  # type: ignore[no-untyped-def]
     return at
 
 
-@numba.njit(nogil=True, cache=True)
-def _score(data, offsets, wanted, limit, arguments, kept, outputs, tree, loss, scores):  # type: ignore[no-untyped-def]
+@kernel
+def _score(
+    data: UInt8s,
+    offsets: Int64s,
+    wanted: Bools,
+    limit: int,
+    arguments: _Arguments,
+    kept: tuple[UInt64s, Float32s],
+    outputs: Float32s,
+    tree: Int32s,
+    loss: int,
+    scores: Float32s,
+) -> None:
     end_mark = np.array([60, 47, 115, 62], np.uint8)
     dim, vectors = outputs.shape[1], kept[1]
     spare = len(vectors) - 1
@@ -371,18 +396,26 @@ def _score(data, offsets, wanted, limit, arguments, kept, outputs, tree, loss, s
                 activate(total, outputs, loss, nodes, scores, text)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _add_vector(vectors, place, total):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def _add_vector(vectors: Float32s, place: int, total: Float64s) -> None:
     for i in range(len(total)):
         total[i] += vectors[place, i]
 
 
-@numba.njit(nogil=True, cache=True)
-def _add_text(data, begin, end, arguments, kept, total, runs):  # type: ignore[no-untyped-def]
+@kernel
+def _add_text(
+    data: UInt8s,
+    begin: int,
+    end: int,
+    arguments: _Arguments,
+    kept: tuple[UInt64s, Float32s],
+    total: Float64s,
+    runs: UInt64s,
+) -> tuple[int, int]:
     """Add the vectors of the tokens of data[begin:end] to `total`: (rows, tokens)."""
     separators, word_ngrams = arguments[6], arguments[0][3]
     facts, vectors = kept
-    count, seen = np.int64(0), 0
+    count, seen = int64(0), 0
     at = begin
     while at < end:
         if separators[data[at]]:
@@ -397,7 +430,7 @@ def _add_text(data, begin, end, arguments, kept, total, runs):  # type: ignore[n
         else:
             rows, value = _token_vector(data, start, at, arguments, vectors, place)
             facts[place, 4], facts[place, 5] = np.uint64(rows), value
-        found = np.int64(facts[place, 4])
+        found = int64(facts[place, 4])
         if found < 0:
             continue
         count += found
@@ -408,8 +441,10 @@ def _add_text(data, begin, end, arguments, kept, total, runs):  # type: ignore[n
     return count, seen
 
 
-@numba.njit(nogil=True, cache=True)
-def _add_runs(value, seen, runs, arguments, vectors, total):  # type: ignore[no-untyped-def]
+@kernel
+def _add_runs(
+    value: np.uint64, seen: int, runs: UInt64s, arguments: _Arguments, vectors: Float32s, total: Float64s
+) -> int:
     """Add the n-grams of tokens that end in the one with hash `value`, after `seen` others: how many rows.
 
     runs[n - 1] is the chained hash of the last n tokens. The last of `vectors` is there to work in.

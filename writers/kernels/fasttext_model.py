@@ -1,8 +1,8 @@
 """fastText classification models (.bin, .ftz) as arrays, read straight from the file.
 
 The file is what fastText 0.9 writes (version 11 or 12): arguments, dictionary, input matrix, output matrix.
-Quantised matrices are unfolded to float32; plain ones stay in the file and are mapped, so that all processes
-of a machine share them. `fasttext_scores.py` predicts with them.
+Quantized matrices are expanded to float32; plain ones are memory-mapped, so all processes of a machine share
+them. `fasttext.py` predicts with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from shardkit.errors import RecipeError
 __all__ = ["LABEL_PREFIX", "FastTextModel", "aligned", "load_fasttext"]
 
 LABEL_PREFIX = "__label__"
-
 _MAGIC, _VERSIONS = 793712314, (11, 12)
 
 _ARGUMENTS = (
@@ -31,17 +30,11 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 _LOSSES = {1: "hs", 2: "ns", 3: "softmax", 4: "ova"}
-
 _SUPERVISED = 3
-
 _CENTROIDS = 256  # of a product quantiser; a code is a byte
-
 _MAX_DIMENSIONS, _MAX_LABELS, _MAX_NGRAM = 4096, 1 << 20, 256  # far beyond any model in use
-
 _MAX_ROWS = 1 << 31
-
 _LINE_BYTES = 64
-
 _COPIED_BYTES = 16 << 20  # a larger matrix is not worth a copy in each process
 
 

@@ -1,50 +1,65 @@
-"""Lines and paragraphs of documents, for line dedup: where they are, their hashes, and texts without some.
+"""Lines and paragraphs of documents for line dedup: find and hash them, and cut some of them out.
 
 A line ends at LF only; a paragraph is lines up to a blank one (white space only) or the end, and the blank
-lines after it are cut with it. Two units are the same if their bytes are, without the white space at both
-ends (that of Python's `str.strip`): case and inner white space count. Their hash is MurmurHash3 x64 128 with
-seed 0.
+lines after it are cut with it. Two units are the same if their bytes are, without white space at both ends
+(as by Python's `str.strip`); case and inner white space count. Their hash is MurmurHash3 x64 128 with seed 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character, strip_space
 
-__all__ = ["Units", "cut_units", "find_units"]
+__all__ = [
+    "UnitSettings",
+    "Units",
+    "cut_units",
+    "find_units",
+]
 
-_C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
-
-_MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
-
+_MASK = (1 << 64) - 1
+_FACTORS = (0x87C37B91114253D5, 0x4CF5AD432745937F)
+_MIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+_C1, _C2 = map(np.uint64, _FACTORS)
+_MIX_1, _MIX_2 = map(np.uint64, _MIX)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
-
 _64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
+
+
+class UnitSettings(Protocol):
+    """Which units count; settings of line dedup and of the `repeated_lines` filter are such."""
+
+    @property
+    def unit(self) -> str:
+        """line or paragraph."""
+
+    @property
+    def min_characters(self) -> int:
+        """Shorter units are ignored, counted without white space at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
     """Lines or paragraphs in the order of documents and, inside, of the text; arrays of one length."""
 
-    high: npt.NDArray[np.uint64]  # halves of the hash
-    low: npt.NDArray[np.uint64]
-    document: npt.NDArray[np.int64]  # which text
-    unit: npt.NDArray[np.uint32]  # which unit of it, short ones counted
+    high: UInt64s  # halves of the hash
+    low: UInt64s
+    document: Int64s  # which text
+    unit: UInt32s  # which unit of it, short ones counted
     found: int  # all units, short ones included
 
 
-def find_units(texts: pa.LargeStringArray, wanted: npt.NDArray[np.bool_], config: LinesDedupConfig) -> Units:
+def find_units(texts: pa.LargeStringArray, wanted: Bools, config: UnitSettings) -> Units:
     """The units of the wanted texts that have at least `min_characters` without white space at both ends."""
-    data, offsets = _buffer(texts), text_offsets(texts)
+    data, offsets = text_bytes(texts), text_offsets(texts)
     most = int(offsets[-1] - offsets[0]) // (config.min_characters + 1) + len(texts)
     high, low = np.empty(most, np.uint64), np.empty(most, np.uint64)
     document, unit = np.empty(most, np.int64), np.empty(most, np.uint32)
@@ -61,16 +76,13 @@ def find_units(texts: pa.LargeStringArray, wanted: npt.NDArray[np.bool_], config
 
 
 def cut_units(
-    texts: pa.LargeStringArray,
-    document: npt.NDArray[np.int64],
-    unit: npt.NDArray[np.uint32],
-    config: LinesDedupConfig,
-) -> tuple[pa.LargeStringArray, npt.NDArray[np.bool_]]:
+    texts: pa.LargeStringArray, document: Int64s, unit: UInt32s, config: UnitSettings
+) -> tuple[pa.LargeStringArray, Bools]:
     """(The texts without units unit[i] of texts[document[i]]; which of them have white space alone left).
 
     `document` and `unit` are sorted by (document, unit). A text without cuts is never called blank.
     """
-    data, offsets = _buffer(texts), text_offsets(texts)
+    data, offsets = text_bytes(texts), text_offsets(texts)
     out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
     ends = np.zeros(len(texts) + 1, np.int64)
     blank = np.zeros(len(texts), np.bool_)
@@ -81,13 +93,16 @@ def cut_units(
     return left, blank
 
 
-def _buffer(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
-    data = texts.buffers()[2]
-    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
-
-
-@numba.njit(nogil=True, cache=True)
-def _find(data, offsets, wanted, flags, paragraphs, least, out):  # type: ignore[no-untyped-def]
+@kernel
+def _find(
+    data: UInt8s,
+    offsets: Int64s,
+    wanted: Bools,
+    flags: UInt8s,
+    paragraphs: bool,
+    least: int,
+    out: tuple[UInt64s, UInt64s, Int64s, UInt32s],
+) -> tuple[int, int]:
     """Fill (high, low, document, unit); returns (how many, units of any length)."""
     high, low, documents, units = out
     count = found = 0
@@ -108,8 +123,15 @@ def _find(data, offsets, wanted, flags, paragraphs, least, out):  # type: ignore
     return count, found
 
 
-@numba.njit(nogil=True, cache=True)
-def _cut(data, offsets, places, flags, paragraphs, result):  # type: ignore[no-untyped-def]
+@kernel
+def _cut(
+    data: UInt8s,
+    offsets: Int64s,
+    places: tuple[Int64s, UInt32s],
+    flags: UInt8s,
+    paragraphs: bool,
+    result: tuple[UInt8s, Int64s, Bools],
+) -> int:
     """Fill (bytes, ends, blank); returns how many units were cut."""
     documents, units = places
     out, ends, blank = result
@@ -136,8 +158,8 @@ def _cut(data, offsets, places, flags, paragraphs, result):  # type: ignore[no-u
     return cut
 
 
-@numba.njit(nogil=True, cache=True)
-def _next_unit(data, at, end, flags, paragraphs):  # type: ignore[no-untyped-def]
+@kernel
+def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool) -> tuple[int, int, int]:
     """(Where a unit begins, where its text ends, where the next one begins); line ends at `end` count."""
     if not paragraphs:
         stop = _line_end(data, at, end)
@@ -153,8 +175,8 @@ def _next_unit(data, at, end, flags, paragraphs):  # type: ignore[no-untyped-def
     return begin, max(begin, stop), _skip_blank(data, after, end, flags)
 
 
-@numba.njit(nogil=True, cache=True)
-def _skip_blank(data, at, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _skip_blank(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
     """Where the first line that is not blank begins, from the line at `at`; end + 1 if there is none."""
     while at <= end:
         stop = _line_end(data, at, end)
@@ -164,15 +186,15 @@ def _skip_blank(data, at, end, flags):  # type: ignore[no-untyped-def]
     return at
 
 
-@numba.njit(nogil=True, cache=True)
-def _line_end(data, at, end):  # type: ignore[no-untyped-def]
+@kernel
+def _line_end(data: UInt8s, at: int, end: int) -> int:
     while at < end and data[at] != 10:
         at += 1
     return at
 
 
-@numba.njit(nogil=True, cache=True)
-def _skip_space(data, at, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
     while at < end:
         code, after = next_character(data, at)
         if not flags[code] & SPACE:
@@ -181,8 +203,8 @@ def _skip_space(data, at, end, flags):  # type: ignore[no-untyped-def]
     return at
 
 
-@numba.njit(nogil=True, cache=True)
-def _has_characters(data, begin, end, least):  # type: ignore[no-untyped-def]
+@kernel
+def _has_characters(data: UInt8s, begin: int, end: int, least: int) -> bool:
     if end - begin < least or end - begin >= 4 * least:
         return end - begin >= least
     count = 0
@@ -191,16 +213,16 @@ def _has_characters(data, begin, end, least):  # type: ignore[no-untyped-def]
     return count >= least
 
 
-@numba.njit(nogil=True, cache=True)
-def _copy(data, begin, end, out, size):  # type: ignore[no-untyped-def]
+@kernel
+def _copy(data: UInt8s, begin: int, end: int, out: UInt8s, size: int) -> int:
     source, target = data[begin:end], out[size:]  # two views, indexed from 0: so written it is a memory copy
     for at in range(end - begin):
         target[at] = source[at]
     return size + end - begin
 
 
-@numba.njit(nogil=True, cache=True)
-def _copy_lines(data, begin, after, end, out, size):  # type: ignore[no-untyped-def]
+@kernel
+def _copy_lines(data: UInt8s, begin: int, after: int, end: int, out: UInt8s, size: int) -> int:
     """As `_copy`, where the line feed at `end` is not there."""
     if after <= end or after == begin:
         return _copy(data, begin, after, out, size)
@@ -209,8 +231,8 @@ def _copy_lines(data, begin, after, end, out, size):  # type: ignore[no-untyped-
     return size + 1
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _hash(data: UInt8s, begin: int, end: int) -> tuple[np.uint64, np.uint64]:
     one = two = np.uint64(0)
     at = begin
     while at + 16 <= end:
@@ -231,8 +253,8 @@ def _hash(data, begin, end):  # type: ignore[no-untyped-def]
     return one, two + one
 
 
-@numba.njit(nogil=True, cache=True)
-def _last_bytes(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _last_bytes(data: UInt8s, begin: int, end: int) -> np.uint64:
     """Less than nine bytes as a number, the first one lowest; 0 if there are none."""
     value = np.uint64(0)
     for at in range(end - 1, begin - 1, -1):
@@ -240,13 +262,13 @@ def _last_bytes(data, begin, end):  # type: ignore[no-untyped-def]
     return value
 
 
-@numba.njit(nogil=True, cache=True)
-def _rotate(value, by):  # type: ignore[no-untyped-def]
+@kernel
+def _rotate(value: np.uint64, by: np.uint64) -> np.uint64:
     return value << by | value >> (_64 - by)
 
 
-@numba.njit(nogil=True, cache=True)
-def _finish(value):  # type: ignore[no-untyped-def]
+@kernel
+def _finish(value: np.uint64) -> np.uint64:
     value = (value ^ value >> _33) * _MIX_1
     value = (value ^ value >> _33) * _MIX_2
     return value ^ value >> _33

@@ -1,16 +1,17 @@
-r"""Counts about lines that FineWeb's rules need, one pass over the UTF-8 bytes of a batch.
+"""Line statistics and repeated lines and paragraphs, straight from the UTF-8 bytes of a batch.
 
-Lines are cut at "\n" only and lines of nothing but white space do not count. Repeated lines are found
-exactly: a hash table of line starts, every hit compared byte by byte. Memory is at most 16 bytes for each
-line of the document with the most lines.
+`line_statistics` is what FineWeb's rules need. Lines are cut at LF, and lines of white space only do not
+count. Memory: at most 16 bytes for each line of the longest document.
 
-How much of a text is repeated lines and paragraphs, straight from the UTF-8 bytes of a batch.
+`count_long_lines` is what mC4's rule needs: lines are cut at LF, and blank ones count.
 
-Two ways to cut lines, after those who use them. datatrove: lines lie between runs of newlines, and a text
-that begins or ends with one has an empty line there; paragraphs lie between runs of two or more newlines of
-the text without white space at both ends; what counts are elements that stood before. dolma: every newline
-ends a line, also an empty one, and all copies of a repeated line count. Equal lines are found by a hash table
-whose hits are compared byte by byte. Memory: up to 56 bytes per line of the document with the most.
+`line_repetition` measures how much of a text is repeated, with two definitions of a line. datatrove: lines
+lie between runs of LF, and a text that begins or ends with LF has an empty line there; paragraphs lie between
+runs of two or more LF of the stripped text; copies after the first count. dolma: every LF ends a line, also
+an empty one, and all copies of a repeated line count. Memory: up to 56 bytes for each line of the longest
+document.
+
+Equal lines are found exactly, by a hash table whose hits are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.utf8 import (
     SPACE,
     TERMINAL,
@@ -39,6 +39,7 @@ __all__ = [
     "PARAGRAPHS",
     "LineStatistics",
     "Repetition",
+    "count_long_lines",
     "line_repetition",
     "line_statistics",
 ]
@@ -48,18 +49,14 @@ __all__ = [
 class LineStatistics:
     """int64[n] each: one number per document."""
 
-    lines: npt.NDArray[np.int64]  # lines that are not blank
-    terminal_lines: npt.NDArray[np.int64]  # whose last character is terminal punctuation
-    short_lines: npt.NDArray[np.int64]
-    repeated_characters: npt.NDArray[np.int64]  # in lines that stood before in the document
+    lines: Int64s  # lines that are not blank
+    terminal_lines: Int64s  # whose last character is terminal punctuation
+    short_lines: Int64s
+    repeated_characters: Int64s  # in lines that stood before in the document
 
 
 def line_statistics(
-    data: npt.NDArray[np.uint8],
-    offsets: npt.NDArray[np.int64],
-    wanted: npt.NDArray[np.bool_],
-    *,
-    short_line_length: int,
+    data: UInt8s, offsets: Int64s, wanted: Bools, *, short_line_length: int
 ) -> LineStatistics:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((4, len(wanted)), np.int64)
@@ -67,8 +64,8 @@ def line_statistics(
     return LineStatistics(*counts)
 
 
-@numba.njit(nogil=True, cache=True)
-def _count(data, offsets, wanted, flags, short, counts):  # type: ignore[no-untyped-def]
+@kernel
+def _count(data: UInt8s, offsets: Int64s, wanted: Bools, flags: UInt8s, short: int, counts: Int64s) -> None:
     table = np.zeros(1024, np.int32)
     for document in range(len(wanted)):
         if not wanted[document]:
@@ -87,8 +84,10 @@ def _count(data, offsets, wanted, flags, short, counts):  # type: ignore[no-unty
         _count_one(data, begin, end, flags, short, table[:size], counts[:, document])
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_one(data, begin, end, flags, short, table, out):  # type: ignore[no-untyped-def]
+@kernel
+def _count_one(
+    data: UInt8s, begin: int, end: int, flags: UInt8s, short: int, table: Int32s, out: Int64s
+) -> None:
     lines = terminal = shorts = repeated = 0
     line_begin = begin
     while line_begin <= end:
@@ -111,8 +110,8 @@ def _count_one(data, begin, end, flags, short, table, out):  # type: ignore[no-u
     out[0], out[1], out[2], out[3] = lines, terminal, shorts, repeated
 
 
-@numba.njit(nogil=True, cache=True)
-def _visible(data, begin, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _visible(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
     at = begin
     while at < end:
         code, at = next_character(data, at)
@@ -121,8 +120,8 @@ def _visible(data, begin, end, flags):  # type: ignore[no-untyped-def]
     return False
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _hash(data: UInt8s, begin: int, end: int) -> np.uint64:
     """64 bits of a line: eight bytes a step, multiplied and folded."""
     hashed = np.uint64(end - begin)
     at = begin
@@ -140,17 +139,16 @@ def _hash(data, begin, end):  # type: ignore[no-untyped-def]
     return hashed
 
 
-@numba.njit(nogil=True, cache=True)
-def _seen(data, begin, line_begin, line_end, table):  # type: ignore[no-untyped-def]
+@kernel
+def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32s) -> bool:
     """Whether the line is in the table, where it is put otherwise (as 1 + its start in the document)."""
     mask = len(table) - 1
-    slot = np.int64(_hash(data, line_begin, line_end) >> np.uint64(8)) & mask
+    slot = int64(_hash(data, line_begin, line_end) >> np.uint64(8)) & mask
     length = line_end - line_begin
     while table[slot]:
         other = begin + table[slot] - 1
-        if (
-            data[other + length] == 10
-        ):  # earlier lines end in a newline; this one, as long, is within the data
+        # Earlier lines end in a newline; this one is as long and within the data.
+        if data[other + length] == 10:
             same = True
             for at in range(length):
                 if data[other + at] != data[line_begin + at]:
@@ -163,22 +161,38 @@ def _seen(data, begin, line_begin, line_end, table):  # type: ignore[no-untyped-
     return False
 
 
-LINES, PARAGRAPHS, ALL_LINES = 0, 1, 2
+def count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int) -> Int64s:
+    """int64[n]: lines, blank or not, of at least `least` characters; zeros where not `wanted`."""
+    counts = np.zeros(len(wanted), np.int64)
+    _count_long_lines(data, offsets, wanted, least, counts)
+    return counts
 
+
+@kernel
+def _count_long_lines(data: UInt8s, offsets: Int64s, wanted: Bools, least: int, counts: Int64s) -> None:
+    for document in range(len(wanted)):
+        if not wanted[document]:
+            continue
+        start, end = offsets[document], offsets[document + 1]
+        for at in range(start, end + 1):
+            if at == end or data[at] == 10:
+                counts[document] += count_characters(data, start, at) >= least
+                start = at + 1
+
+
+LINES, PARAGRAPHS, ALL_LINES = 0, 1, 2
 _NEWLINE = 10
 
 
 class Repetition(NamedTuple):
     """int64[n]: elements, those that are repeated, and the characters in those."""
 
-    elements: npt.NDArray[np.int64]
-    repeated: npt.NDArray[np.int64]
-    characters: npt.NDArray[np.int64]
+    elements: Int64s
+    repeated: Int64s
+    characters: Int64s
 
 
-def line_repetition(
-    data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_], kind: int
-) -> Repetition:
+def line_repetition(data: UInt8s, offsets: Int64s, wanted: Bools, kind: int) -> Repetition:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`.
 
     `kind` is LINES or PARAGRAPHS (datatrove's; repeated: what stood before), or ALL_LINES (dolma's; repeated:
@@ -189,8 +203,10 @@ def line_repetition(
     return counts
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_repeated(data, offsets, wanted, kind, flags, counts):  # type: ignore[no-untyped-def]
+@kernel
+def _count_repeated(
+    data: UInt8s, offsets: Int64s, wanted: Bools, kind: int, flags: UInt8s, counts: tuple[Int64s, ...]
+) -> None:
     room = 16
     begins, ends, copies = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int32)
     table = np.empty(2 * room, np.int32)
@@ -206,11 +222,8 @@ def _count_repeated(data, offsets, wanted, kind, flags, counts):  # type: ignore
         if most > room:
             while room < most:
                 room *= 2
-            begins, ends, copies = (
-                np.empty(room, np.int64),
-                np.empty(room, np.int64),
-                np.empty(room, np.int32),
-            )
+            begins, ends = np.empty(room, np.int64), np.empty(room, np.int64)
+            copies = np.empty(room, np.int32)
             table = np.empty(2 * room, np.int32)
         elements = _cut(data, begin, end, kind, begins, ends)
         slots = 16
@@ -221,8 +234,8 @@ def _count_repeated(data, offsets, wanted, kind, flags, counts):  # type: ignore
         counts[0][document], counts[1][document], counts[2][document] = elements, repeated, characters
 
 
-@numba.njit(nogil=True, cache=True)
-def _cut(data, begin, end, kind, begins, ends):  # type: ignore[no-untyped-def]
+@kernel
+def _cut(data: UInt8s, begin: int, end: int, kind: int, begins: Int64s, ends: Int64s) -> int:
     """Cut at runs of newlines that are long enough; how many elements there are."""
     least = 2 if kind == PARAGRAPHS else 1
     elements = 0
@@ -243,8 +256,10 @@ def _cut(data, begin, end, kind, begins, ends):  # type: ignore[no-untyped-def]
     return elements + 1
 
 
-@numba.njit(nogil=True, cache=True)
-def _find_repeated(found, copies, table, every):  # type: ignore[no-untyped-def]
+@kernel
+def _find_repeated(
+    found: tuple[UInt8s, Int64s, Int64s], copies: Int32s, table: Int32s, every: bool
+) -> tuple[int, int]:
     """(elements, their characters) that equal an earlier one; with `every`, those earliest ones too."""
     data, begins, ends = found
     table[:] = 0
@@ -253,7 +268,7 @@ def _find_repeated(found, copies, table, every):  # type: ignore[no-untyped-def]
     for index in range(len(begins)):
         begin, length = begins[index], ends[index] - begins[index]
         copies[index] = 1
-        slot = np.int64(hash_run(data, begin, begin + length) >> np.uint64(20)) & mask
+        slot = int64(hash_run(data, begin, begin + length) >> np.uint64(20)) & mask
         while table[slot]:
             other = table[slot] - 1
             if ends[other] - begins[other] == length and same_runs(data, begin, begins[other], length):

@@ -1,17 +1,19 @@
 """How much of a text is repeated n-grams of words, straight from the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`. Three ways to count, after those who use them:
+Words are those of `str.split()`. There are three ways to count, each after its user:
 
-top       the n-gram that occurs most often, the first of those: occurrences, and characters without spaces
-excess    going from word to word, an n-gram met before counts and is jumped over (datatrove; n-grams are
-          compared as joined words, so "ab c" equals "a bc")
-copies    every occurrence of an n-gram that occurs twice or more, overlapping ones too (dolma)
+top       the most frequent n-gram, the first one of equals: occurrences, and characters without spaces excess
+going from word to word, an n-gram that occurred before counts and is skipped (datatrove; n-grams are compared
+as joined words, so "ab c" equals "a bc") copies    every occurrence of an n-gram that occurs twice or more,
+overlapping ones too (dolma)
 
-A document's words are put one after the other without the spaces; a polynomial hash of every prefix gives the
-hash of any n-gram. Two bits of each n-gram's slot in a table of 16 slots per n-gram tell which may occur
-twice; only those go to a hash table, where every hit is compared byte by byte. What cannot occur twice as an
-n-gram is not looked at as a longer one either; for joined words, what does not share its first 16 bytes.
-Memory: 44 bytes per word of the longest document, and up to 24 more where everything repeats.
+A document's words are concatenated without the spaces; a polynomial hash of every prefix gives the hash of
+any n-gram. Two bits for each n-gram, in a table of 16 slots per n-gram, select those that may occur twice;
+only these go to a hash table, where every hit is compared byte by byte. An n-gram that cannot occur twice is
+not considered as part of a longer one; for joined words, neither is one that does not share its first 16
+bytes.
+
+Memory: 44 bytes for each word of the longest document, and up to 24 more where everything repeats.
 """
 
 from __future__ import annotations
@@ -19,29 +21,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.utf8 import SPACE, character_flags, characters_with, next_character, same_runs
 
 __all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics"]
 
 TOP, EXCESS, COPIES = 0, 1, 2
-
 _BASE = np.uint64(0xD6E8FEB86659FD93)
-
 _SCATTER = np.uint64(0x9E3779B97F4A7C15)
-
 _ONE = np.uint64(1)
-
 _POWERS = 256  # powers of the base for n-grams up to so many bytes are looked up
-
 _PREFIX = 16  # bytes
-
 _TABLE_SHIFT = np.uint64(20)
-
 _MAX_BYTES = 1 << 31  # positions are int32
 
 
@@ -52,36 +46,33 @@ class NgramCounts(NamedTuple):
     of the repeated ones and of all. An n-gram that is longer than the text has zeros.
     """
 
-    characters: npt.NDArray[np.int64]
-    word_characters: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    second: npt.NDArray[np.int64]
+    characters: Int64s
+    word_characters: Int64s
+    first: Int64s
+    second: Int64s
 
 
 class _Words(NamedTuple):
     """m words: word i is joined[starts[i]:starts[i + 1]], of edges[i + 1] - edges[i] characters."""
 
-    joined: npt.NDArray[np.uint8]
-    starts: npt.NDArray[np.int32]
-    edges: npt.NDArray[np.int32]
-    prefixes: npt.NDArray[np.uint64]  # hash of joined[:starts[i]]
-    powers: npt.NDArray[np.uint64]
+    joined: UInt8s
+    starts: Int32s
+    edges: Int32s
+    prefixes: UInt64s  # hash of joined[:starts[i]]
+    powers: UInt64s
 
 
 class _Scratch(NamedTuple):
-    hashes: npt.NDArray[np.uint64]
-    marks: npt.NDArray[np.uint8]
-    chosen: npt.NDArray[np.int32]
-    firsts: npt.NDArray[np.int32]
-    numbers: npt.NDArray[np.int32]
-    table: npt.NDArray[np.int32]
+    hashes: UInt64s
+    marks: UInt8s
+    chosen: Int32s
+    firsts: Int32s
+    numbers: Int32s
+    table: Int32s
 
 
 def ngram_statistics(
-    data: npt.NDArray[np.uint8],
-    offsets: npt.NDArray[np.int64],
-    wanted: npt.NDArray[np.bool_],
-    jobs: Sequence[tuple[int, int]],
+    data: UInt8s, offsets: Int64s, wanted: Bools, jobs: Sequence[tuple[int, int]]
 ) -> NgramCounts:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`.
 
@@ -105,7 +96,7 @@ def ngram_statistics(
     return counts
 
 
-def _byte_classes() -> npt.NDArray[np.uint8]:
+def _byte_classes() -> UInt8s:
     """uint8[256]: 1 for bytes that may begin a white-space character."""
     classes = np.zeros(256, np.uint8)
     for space in characters_with(SPACE):
@@ -113,8 +104,17 @@ def _byte_classes() -> npt.NDArray[np.uint8]:
     return classes
 
 
-@numba.njit(nogil=True, cache=True)
-def _count(data, offsets, wanted, plan, longest, flags, classes, counts):  # type: ignore[no-untyped-def]
+@kernel
+def _count(
+    data: UInt8s,
+    offsets: Int64s,
+    wanted: Bools,
+    plan: Int64s,
+    longest: int,
+    flags: UInt8s,
+    classes: UInt8s,
+    counts: tuple[Int64s, ...],
+) -> None:
     characters, word_characters, first, second = counts
     powers = np.ones(_POWERS, np.uint64)
     for length in range(1, _POWERS):
@@ -140,10 +140,8 @@ def _count(data, offsets, wanted, plan, longest, flags, classes, counts):  # typ
         found, spaces = _split(text, joined, starts, edges, prefixes)
         characters[document], word_characters[document] = edges[found] + spaces, edges[found]
         words = _Words(joined, starts, edges, prefixes, powers)
-        whole, some = (
-            -1,
-            -1,
-        )  # how many of the words' and of the joined n-grams may occur twice; -1: not known
+        # How many of the words' and of the joined n-grams may occur twice; -1: not known.
+        whole, some = -1, -1
         for job in range(len(plan)):
             n, kind, row = plan[job, 0], plan[job, 1], plan[job, 2]
             if n > found:
@@ -169,16 +167,22 @@ def _count(data, offsets, wanted, plan, longest, flags, classes, counts):  # typ
                     second[row, document] += edges[at + n] - edges[at]
 
 
-@numba.njit(nogil=True, cache=True)
-def _slots(least):  # type: ignore[no-untyped-def]
+@kernel
+def _slots(least: int) -> int:
     slots = 16
     while slots < least:
         slots *= 2
     return slots
 
 
-@numba.njit(nogil=True, cache=True)
-def _split(text, joined, starts, edges, prefixes):  # type: ignore[no-untyped-def]
+@kernel
+def _split(
+    text: tuple[UInt8s, int, int, UInt8s, UInt8s],
+    joined: UInt8s,
+    starts: Int32s,
+    edges: Int32s,
+    prefixes: UInt64s,
+) -> tuple[int, int]:
     """Fill what _Words holds, for (number of words, white-space characters)."""
     data, at, end, flags, classes = text
     words = spaces = filled = characters = 0
@@ -207,8 +211,8 @@ def _split(text, joined, starts, edges, prefixes):  # type: ignore[no-untyped-de
     return words, spaces
 
 
-@numba.njit(nogil=True, cache=True)
-def _share_prefix(words, found, n, scratch, chosen):  # type: ignore[no-untyped-def]
+@kernel
+def _share_prefix(words: _Words, found: int, n: int, scratch: _Scratch, chosen: Int32s) -> int:
     """Positions of n-grams, or longer ones, that may be equal when joined, into `chosen`; returns how many.
 
     Those shorter than the prefix are kept; equal ones are as short, and the others have equal prefixes.
@@ -227,8 +231,8 @@ def _share_prefix(words, found, n, scratch, chosen):  # type: ignore[no-untyped-
     return count
 
 
-@numba.njit(nogil=True, cache=True)
-def _choose(words, found, n, positions, scratch):  # type: ignore[no-untyped-def]
+@kernel
+def _choose(words: _Words, found: int, n: int, positions: Int32s, scratch: _Scratch) -> int:
     """Those of `positions` whose n-grams may occur twice: how many, in `chosen` with their `hashes`."""
     hashes, chosen = scratch.hashes, scratch.chosen
     total = len(positions)
@@ -248,8 +252,8 @@ def _choose(words, found, n, positions, scratch):  # type: ignore[no-untyped-def
     return count
 
 
-@numba.njit(nogil=True, cache=True)
-def _power(exponent):  # type: ignore[no-untyped-def]
+@kernel
+def _power(exponent: int) -> np.uint64:
     power, square = _ONE, _BASE
     while exponent:
         if exponent & 1:
@@ -259,8 +263,8 @@ def _power(exponent):  # type: ignore[no-untyped-def]
     return power
 
 
-@numba.njit(nogil=True, cache=True)
-def _mark(hashes, marks):  # type: ignore[no-untyped-def]
+@kernel
+def _mark(hashes: UInt64s, marks: UInt8s) -> np.uint64:
     """Set a slot's two bits to 1 when a hash meets it, to 3 when another one does; the shift to slots."""
     slots = _slots(16 * len(hashes))
     marks[: slots >> 2] = 0
@@ -269,20 +273,20 @@ def _mark(hashes, marks):  # type: ignore[no-untyped-def]
         shift -= _ONE
         slots >>= 1
     for hashed in hashes:
-        slot = np.int64((hashed * _SCATTER) >> shift)
-        mark, bit = np.int64(marks[slot >> 2]), (slot & 3) * 2
+        slot = int64((hashed * _SCATTER) >> shift)
+        mark, bit = int64(marks[slot >> 2]), (slot & 3) * 2
         marks[slot >> 2] = mark | (1 | (mark >> bit & 1) << 1) << bit
     return shift
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _met_again(hashed, shift, marks):  # type: ignore[no-untyped-def]
-    slot = np.int64((hashed * _SCATTER) >> shift)
-    return np.int64(marks[slot >> 2]) >> ((slot & 3) * 2 + 1) & 1
+@kernel(inline=True)
+def _met_again(hashed: np.uint64, shift: np.uint64, marks: UInt8s) -> int:
+    slot = int64((hashed * _SCATTER) >> shift)
+    return int64(marks[slot >> 2]) >> ((slot & 3) * 2 + 1) & 1
 
 
-@numba.njit(nogil=True, cache=True)
-def _excess(words, n, count, scratch):  # type: ignore[no-untyped-def]
+@kernel
+def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     """Characters of n-grams met before, jumping over each."""
     joined, starts, edges = words.joined, words.starts, words.edges
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
@@ -294,7 +298,7 @@ def _excess(words, n, count, scratch):  # type: ignore[no-untyped-def]
         if at < after:
             continue
         length = starts[at + n] - starts[at]
-        slot = np.int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
+        slot = int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
         while table[slot]:
             other = table[slot] - 1
             start = starts[chosen[other]]
@@ -309,11 +313,11 @@ def _excess(words, n, count, scratch):  # type: ignore[no-untyped-def]
             slot = (slot + 1) & (slots - 1)
         else:
             table[slot] = index + 1
-    return np.int64(repeated)
+    return int64(repeated)
 
 
-@numba.njit(nogil=True, cache=True)
-def _tally(words, n, count, scratch):  # type: ignore[no-untyped-def]
+@kernel
+def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     """How many kinds of n-grams there are; `firsts` and `numbers`: where each stands first, and how often."""
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     firsts, numbers = scratch.firsts, scratch.numbers
@@ -322,7 +326,7 @@ def _tally(words, n, count, scratch):  # type: ignore[no-untyped-def]
     kinds = 0
     for index in range(count):
         hashed = hashes[index]
-        slot = np.int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
+        slot = int64((hashed * _SCATTER) >> _TABLE_SHIFT) & (slots - 1)
         while table[slot]:
             kind = table[slot] - 1
             other = firsts[kind]
@@ -337,8 +341,8 @@ def _tally(words, n, count, scratch):  # type: ignore[no-untyped-def]
     return kinds
 
 
-@numba.njit(nogil=True, cache=True)
-def _same_words(words, one, other, n):  # type: ignore[no-untyped-def]
+@kernel
+def _same_words(words: _Words, one: int, other: int, n: int) -> bool:
     starts = words.starts
     shift = starts[other] - starts[one]
     for word in range(1, n + 1):
@@ -347,8 +351,8 @@ def _same_words(words, one, other, n):  # type: ignore[no-untyped-def]
     return same_runs(words.joined, starts[one], starts[other], starts[one + n] - starts[one])
 
 
-@numba.njit(nogil=True, cache=True)
-def _top(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
+@kernel
+def _top(words: _Words, n: int, kinds: int, scratch: _Scratch) -> tuple[int, int]:
     """(occurrences, characters) of the first of the most frequent n-grams."""
     at, most = 0, 1
     for kind in range(kinds):
@@ -357,8 +361,8 @@ def _top(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
     return most, words.edges[at + n] - words.edges[at]
 
 
-@numba.njit(nogil=True, cache=True)
-def _copies(words, n, kinds, scratch):  # type: ignore[no-untyped-def]
+@kernel
+def _copies(words: _Words, n: int, kinds: int, scratch: _Scratch) -> int:
     """Characters of all n-grams that occur twice or more."""
     copied = 0
     for kind in range(kinds):

@@ -1,14 +1,16 @@
-"""Where workers keep compiled kernels: one folder for each version of all kernels.
+"""Numba: the decorator of all kernels, the cache of their machine code, and a watch on compilation.
 
-Numba's own cache looks at the file of a function only, so a kernel that calls one of another file would be
-taken from the cache although the other was changed. Here the folder's name is a digest of every source file
-with kernels. It lies below $XDG_CACHE_HOME (~/.cache), holds some megabytes and may be deleted at any time;
-versions that nobody used for a month are.
+A kernel is a function in Numba's subset of Python with real type annotations, which Numba ignores and mypy
+checks. `kernel` compiles it on first use, releases the GIL while it runs, and caches the machine code on
+disk.
 
-Tells when Numba compiles: the first use of a kernel on a machine takes seconds in which nothing moves.
+Numba's own cache checks only the file that a kernel is in, so a kernel that calls one of another file would
+be loaded from the cache although the other one has changed. `kernel_cache` therefore names a cache folder for
+workers after a digest of every source file with kernels. It is below $XDG_CACHE_HOME (~/.cache), holds some
+megabytes and may be deleted at any time; versions that were not used for a month are deleted.
 
-Compiled kernels are kept (kernel_cache.py), so later workers load them and nothing is told. Numba itself
-reports compilations; kernels that are compiled for one another count once.
+The first use of a kernel on a machine takes seconds without progress, so `CompilationWatch` reports it, from
+Numba's own events. Kernels that are compiled for one another are one compilation.
 """
 
 from __future__ import annotations
@@ -21,17 +23,71 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
-__all__ = ["CompilationWatch", "kernel_cache"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Bools",
+    "CompilationWatch",
+    "Float32s",
+    "Float64s",
+    "Int32s",
+    "Int64s",
+    "UInt8s",
+    "UInt16s",
+    "UInt32s",
+    "UInt64s",
+    "boolean",
+    "int64",
+    "kernel",
+    "kernel_cache",
+]
+
+Bools = npt.NDArray[np.bool_]
+UInt8s = npt.NDArray[np.uint8]
+UInt16s = npt.NDArray[np.uint16]
+UInt32s = npt.NDArray[np.uint32]
+UInt64s = npt.NDArray[np.uint64]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+
+# NumPy's types to Numba, Python's to mypy: in a kernel both are machine numbers.
+int64 = cast(Callable[[Any], int], np.int64)
+boolean = cast(Callable[[Any], bool], np.bool_)
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 _VARIABLE = "NUMBA_CACHE_DIR"
-
 _UNUSED_SECONDS = 30 * 24 * 3600
 
 
+@overload
+def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]: ...
+
+
+@overload
+def kernel(*, inline: bool) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]: ...
+
+
+def kernel(function: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
+    """Compile a function with Numba when it is first called, and return Numba's dispatcher.
+
+    `inline` copies the function into each kernel that calls it. Numba is imported here, so that modules with
+    kernels need it and users of this module's other functions do not.
+    """
+    import numba
+
+    compiler: Any = numba.njit(nogil=True, cache=True, inline="always" if inline else "never")
+    return compiler if function is None else compiler(function)
+
+
 def kernel_cache() -> dict[str, str]:
-    """Environment for workers: {} if there is no place for the cache, or if the environment names one."""
+    """Return environment variables for workers; {} if no folder is writable or the user has set one."""
     if _VARIABLE in os.environ:
         return {}
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -48,8 +104,9 @@ def kernel_cache() -> dict[str, str]:
 
 
 def _kernel_version() -> str:
+    """Digest of all modules below writers/ that mention Numba, directly or by importing this one."""
     state = hashlib.blake2b(importlib.metadata.version("numba").encode(), digest_size=8)
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    for source in sorted(Path(__file__).parent.parent.rglob("*.py")):
         data = source.read_bytes()
         if b"numba" in data:
             state.update(data)
@@ -57,16 +114,16 @@ def _kernel_version() -> str:
 
 
 class CompilationWatch:
-    """Calls `tell(None)` when a compilation starts and `tell(seconds)` when it ends, in the same thread."""
+    """Calls `report(None)` when a compilation starts and `report(seconds)` when it ends, in that thread."""
 
-    def __init__(self, tell: Callable[[float | None], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[float | None], None]) -> None:
+        self._report = report
         self._installed = False
         self._depth = 0
         self._start = 0.0
 
     def install(self) -> None:
-        """Listen from now on, if Numba is imported; else there is nothing to hear yet, and this is free."""
+        """Subscribe to Numba's events if Numba has been imported; call this before each task, it is cheap."""
         if self._installed or "numba" not in sys.modules:
             return
         from numba.core import event
@@ -87,9 +144,9 @@ class CompilationWatch:
         self._depth += 1
         if self._depth == 1:
             self._start = time.perf_counter()
-            self._tell(None)
+            self._report(None)
 
     def _end(self) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._tell(time.perf_counter() - self._start)
+            self._report(time.perf_counter() - self._start)

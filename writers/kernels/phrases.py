@@ -1,9 +1,10 @@
-"""How often the words and phrases of a list stand in texts, whatever the case.
+"""Count occurrences of the words and phrases of a list in texts, ignoring case.
 
-Both sides are in lower case (Arrow's `utf8_lower`, one character for one). With `separated`, what is before
-and after an occurrence is no word character (letters, digits, _, as in regular expressions); otherwise
-phrases are found anywhere, as scripts without spaces need. At each place at most one is counted. Candidates
-are looked up by their first two bytes, so that long lists cost little more than short ones.
+Both sides are lower-cased with Arrow's `utf8_lower`, which maps one character to one. With `separated`, the
+characters before and after an occurrence must not be word characters (letters, digits, _, as in regular
+expressions); otherwise phrases are found anywhere, as scripts without spaces need. At most one is counted at
+each position. Candidates are looked up by their first two bytes, so long lists cost little more than short
+ones.
 """
 
 from __future__ import annotations
@@ -11,20 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import next_character
 
 __all__ = ["Phrases", "lower"]
 
 
 class Phrases:
-    """A list ready to be looked for; empty entries do not count."""
+    """A list of phrases, indexed for search; empty entries are ignored."""
 
     def __init__(self, phrases: Iterable[str], *, separated: bool = True) -> None:
         lowered = {
@@ -38,14 +38,12 @@ class Phrases:
         self._offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
         self._separated = separated
 
-    def count(self, lowered: pa.LargeStringArray, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def count(self, lowered: pa.LargeStringArray, wanted: Bools) -> Int64s:
         """int64[n]: occurrences in each of the wanted texts, which are in lower case; 0 in the others."""
         counts = np.zeros(len(lowered), np.int64)
-        buffer = lowered.buffers()[2]
-        if buffer is not None and buffer.size and len(self._offsets) > 1:
+        if len(self._offsets) > 1:
             tables = (_word_characters(), self._buckets, self._data, self._offsets)
-            data = np.frombuffer(buffer, np.uint8)
-            _count(data, text_offsets(lowered), wanted, tables, self._separated, counts)
+            _count(text_bytes(lowered), text_offsets(lowered), wanted, tables, self._separated, counts)
         return counts
 
 
@@ -55,7 +53,7 @@ def lower(texts: pa.LargeStringArray) -> pa.LargeStringArray:
 
 
 @cache
-def _word_characters() -> npt.NDArray[np.bool_]:
+def _word_characters() -> Bools:
     """bool[1,114,112]: what regular expressions call a word character."""
     found = np.zeros(0x110000, np.bool_)
     found[:0x40000] = [chr(code).isalnum() for code in range(0x40000)]
@@ -63,8 +61,14 @@ def _word_characters() -> npt.NDArray[np.bool_]:
     return found
 
 
-@numba.njit(nogil=True, cache=True)
-def _count(data, offsets, wanted, tables, separated, counts):  # type: ignore[no-untyped-def]
+# Word characters, buckets by first two bytes, phrases, their offsets.
+_Tables = tuple[Bools, Int64s, UInt8s, Int64s]
+
+
+@kernel
+def _count(
+    data: UInt8s, offsets: Int64s, wanted: Bools, tables: _Tables, separated: bool, counts: Int64s
+) -> None:
     words, buckets = tables[0], tables[1]
     for document in range(len(wanted)):
         if not wanted[document]:
@@ -74,7 +78,7 @@ def _count(data, offsets, wanted, tables, separated, counts):  # type: ignore[no
         while at < end:
             code, after = next_character(data, at)
             if not (separated and inside):
-                one = np.int64(data[at]) << 8
+                one = int64(data[at]) << 8
                 two = one | data[at + 1] if at + 1 < end else one
                 found = buckets[two] < buckets[two + 1] and _any(data, at, end, two, tables, separated)
                 if not found and buckets[one] < buckets[one + 1]:
@@ -84,8 +88,8 @@ def _count(data, offsets, wanted, tables, separated, counts):  # type: ignore[no
             at = after
 
 
-@numba.njit(nogil=True, cache=True)
-def _any(data, at, end, key, tables, separated):  # type: ignore[no-untyped-def]
+@kernel
+def _any(data: UInt8s, at: int, end: int, key: int, tables: _Tables, separated: bool) -> bool:
     """Whether a phrase of the bucket stands at `at`."""
     words, buckets, phrases, offsets = tables
     for phrase in range(buckets[key], buckets[key + 1]):

@@ -1,11 +1,13 @@
-"""How many sentences a text has, as spaCy's rule-based sentencizer counts them for English.
+"""Count sentences as spaCy's rule-based sentencizer does for English.
 
-C4's rules ask for sentences, and datatrove splits them with spaCy's English tokenizer and its "sentencizer":
-a full stop, question or exclamation mark that is a token of its own ends a sentence, and the next token that
-is not punctuation begins another one. What makes a full stop a token is said here for words between
-white space: marks are taken off both ends of a word, a full stop only where a lower-case letter, a digit, a
-mark or two capitals precede it; abbreviations and web addresses stay whole. That is spaCy's tokenizer without
-its rarer exceptions: of 19,607 lines of prose, HTML and code 99.5 % have the same count.
+C4's rules need sentences, and datatrove splits them with spaCy's English tokenizer and its "sentencizer": a
+full stop, question mark or exclamation mark that is a token of its own ends a sentence, and the next token
+that is not punctuation begins another one. Whether a full stop is a token is decided here within a word
+between white space: marks are stripped from both ends, a full stop only after a lower-case letter, a digit, a
+mark or two capitals; abbreviations and web addresses stay whole. This is spaCy's tokenizer without its rarer
+exceptions: of 19,607 lines of prose, HTML and code 99.5 % have the same count.
+
+The kernel needs no memory.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from __future__ import annotations
 import unicodedata
 from functools import cache
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt16s, UInt64s, boolean, int64, kernel
 from shardkit.writers.kernels.utf8 import TERMINAL, characters_with, next_character
 
 __all__ = ["character_at", "count_sentences", "sentence_tables"]
@@ -26,11 +27,8 @@ _SPACE, _END, _PUNCTUATION, _AFFIX, _PREFIX, _BEFORE_STOP, _LOWER, _UPPER, _QUOT
 )
 
 _MARKS = "…,:;!?¿؟¡()[]{}<>_#*&。？！，、；：～·।،۔؛٪"
-
 _QUOTES = "'\"”“`‘´’‚,„»«「」『』（）〔〕【】《》〈〉〈〉⟦⟧"
-
 _CURRENCY = "$£€¥฿₽﷼₴₠₡₢₣₤₥₦₧₨₩₪₫₭₮₯₰₱₲₳₵₶₷₸₹₺₻₼₾₿"
-
 _ABBREVIATIONS = """
     Mr. Mrs. Ms. Messrs. Dr. Prof. Rev. Gen. Adm. Gov. Sen. Rep. Jr. Ph.D. St. Mt. Inc. Ltd. Co. co. Corp.
     Bros. a.m. p.m. e.g. E.g. E.G. i.e. I.e. I.E. vs. v.s. ä. ö. ü.
@@ -51,7 +49,7 @@ def _abbreviations() -> frozenset[str]:
 
 
 @cache
-def _flags() -> npt.NDArray[np.uint16]:
+def _flags() -> UInt16s:
     """uint16[1,114,112]: what each code point is, of the flags above."""
     flags = np.zeros(0x110000, np.uint16)
     for code in range(0x40000):  # the other planes are empty, private or tags
@@ -81,7 +79,7 @@ def _flags() -> npt.NDArray[np.uint16]:
 
 
 @cache
-def sentence_tables() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+def sentence_tables() -> tuple[UInt16s, Bools, UInt64s]:
     """What the kernel reads: flags, bytes that may begin an end of a sentence, packed abbreviations."""
     marks = np.zeros(256, np.bool_)
     marks[[character.encode()[0] for character in characters_with(TERMINAL)]] = True
@@ -89,14 +87,14 @@ def sentence_tables() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_], np
     return _flags(), marks, np.array(packed, np.uint64)
 
 
-@numba.njit(nogil=True, cache=True)
-def character_at(data, at):  # type: ignore[no-untyped-def]
+@kernel
+def character_at(data: UInt8s, at: int) -> tuple[int, int]:
     """next_character as a function of its own: kernels that use it often compile in a third of the time."""
     return next_character(data, at)
 
 
-@numba.njit(nogil=True, cache=True)
-def count_sentences(data, begin, end, tables):  # type: ignore[no-untyped-def]
+@kernel
+def count_sentences(data: UInt8s, begin: int, end: int, tables: tuple[UInt16s, Bools, UInt64s]) -> int:
     """Sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables` are sentence_tables()."""
     flags, marks, abbreviations = tables
     while end > begin and flags[_last(data, begin, end)[0]] & _SPACE:
@@ -104,14 +102,14 @@ def count_sentences(data, begin, end, tables):  # type: ignore[no-untyped-def]
     if begin == end:
         return 0
     count, at, done = 1, begin, begin
-    pending = np.bool_(False)  # typed, as 0 below: literals would compile what they are given to twice
+    pending = boolean(False)  # typed, as 0 below: literals would compile what they are given to twice
     while at < end:
         if pending:  # the next word decides
             gap = at
             while flags[character_at(data, at)[0]] & _SPACE:
                 at = character_at(data, at)[1]
             if at - gap > 1 or (at > gap and data[gap] != 32):  # such a gap is a token
-                count, pending = count + 1, np.bool_(False)
+                count, pending = count + 1, boolean(False)
                 continue
             first = at
         else:
@@ -137,8 +135,8 @@ def count_sentences(data, begin, end, tables):  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(nogil=True, cache=True)
-def _last(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _last(data: UInt8s, begin: int, end: int) -> tuple[int, int]:
     """(code point, index) of the character that ends at `end` > begin."""
     at = end - 1
     while data[at] & 0xC0 == 0x80:
@@ -146,11 +144,13 @@ def _last(data, begin, end):  # type: ignore[no-untyped-def]
     return character_at(data, at)[0], at
 
 
-@numba.njit(nogil=True, cache=True)
-def _word(data, begin, end, flags, abbreviations, pending):  # type: ignore[no-untyped-def]
+@kernel
+def _word(
+    data: UInt8s, begin: int, end: int, flags: UInt16s, abbreviations: UInt64s, pending: bool
+) -> tuple[int, bool]:
     """(sentences that begin in a word, whether one has ended at its end)."""
     first, last = _core(data, begin, end, flags, abbreviations)
-    breaks, pending = _affixes(data, begin, first, flags, np.int64(0), pending)
+    breaks, pending = _affixes(data, begin, first, flags, int64(0), pending)
     piece = first
     if not _abbreviated(data, first, last, abbreviations) and not _address(data, first, last, flags):
         for at in range(first + 1, last - 1):
@@ -164,8 +164,8 @@ def _word(data, begin, end, flags, abbreviations, pending):  # type: ignore[no-u
     return _affixes(data, last, end, flags, breaks, pending)
 
 
-@numba.njit(nogil=True, cache=True)
-def _core(data, first, last, flags, abbreviations):  # type: ignore[no-untyped-def]
+@kernel
+def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UInt64s) -> tuple[int, int]:
     """Where a word begins and ends without the marks at its ends."""
     while first < last and not _abbreviated(data, first, last, abbreviations):
         before = (first, last)
@@ -192,8 +192,8 @@ def _core(data, first, last, flags, abbreviations):  # type: ignore[no-untyped-d
     return first, last
 
 
-@numba.njit(nogil=True, cache=True)
-def _full_stop(data, begin, stop, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
     """Whether the dot at `stop` is a token, by what stands before it in the word."""
     if stop == begin:
         return False
@@ -203,8 +203,10 @@ def _full_stop(data, begin, stop, flags):  # type: ignore[no-untyped-def]
     return at > begin and (flags[code] & flags[_last(data, begin, at)[0]] & _UPPER) != 0
 
 
-@numba.njit(nogil=True, cache=True)
-def _affixes(data, begin, end, flags, breaks, pending):  # type: ignore[no-untyped-def]
+@kernel
+def _affixes(
+    data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
+) -> tuple[int, bool]:
     """Marks are tokens of one character, but several dots are one."""
     at = begin
     while at < end:
@@ -216,8 +218,10 @@ def _affixes(data, begin, end, flags, breaks, pending):  # type: ignore[no-untyp
     return breaks, pending
 
 
-@numba.njit(nogil=True, cache=True)
-def _token(data, begin, end, flags, breaks, pending):  # type: ignore[no-untyped-def]
+@kernel
+def _token(
+    data: UInt8s, begin: int, end: int, flags: UInt16s, breaks: int, pending: bool
+) -> tuple[int, bool]:
     """What a token changes: an end of a sentence, nothing (punctuation), or the beginning of one."""
     if begin == end:
         return breaks, pending
@@ -231,8 +235,8 @@ def _token(data, begin, end, flags, breaks, pending):  # type: ignore[no-untyped
     return breaks + pending, False
 
 
-@numba.njit(nogil=True, cache=True)
-def _abbreviated(data, begin, end, abbreviations):  # type: ignore[no-untyped-def]
+@kernel
+def _abbreviated(data: UInt8s, begin: int, end: int, abbreviations: UInt64s) -> bool:
     if end - begin > 8 or begin == end or data[end - 1] != 46:
         return False
     packed = np.uint64(0)
@@ -244,8 +248,8 @@ def _abbreviated(data, begin, end, abbreviations):  # type: ignore[no-untyped-de
     return False
 
 
-@numba.njit(nogil=True, cache=True)
-def _address(data, begin, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _address(data: UInt8s, begin: int, end: int, flags: UInt16s) -> bool:
     """Whether a word looks like [scheme://]host.domain[:/?#…], with a domain of lower-case letters."""
     for at in range(begin, end - 2):
         if data[at] == 58 and data[at + 1] == 47 and data[at + 2] == 47:

@@ -1,58 +1,82 @@
-"""The n-grams (shingles) of texts as 64-bit hashes: what similarity is about.
+"""n-grams (shingles) of texts as 64-bit hashes, the units of similarity.
 
 Units are a text's normalized words (`words.py`), or the characters of those words joined by single spaces. An
-n-gram's hash is made of its n units' hashes u: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32;
-h *= _SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all of them; a text
+n-gram's hash is made of its n units' hashes u: the sum of u[i] * _BASE ** (n - 1 - i), then h ^= h >> 32; h
+*= _SCATTER; h ^= h >> 29, modulo 2**64. A text of fewer than n units has one n-gram, all of them; a text
 without any unit has none. Two different n-grams share a hash with probability 2**-64.
 
-`next_shingles` yields them block by block, so that no memory depends on the length of a text.
+`next_shingles` returns them block by block, so memory does not depend on the length of a text.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.dedup.config import MinHashConfig
-from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, kernel
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import next_character
 from shardkit.writers.kernels.words import (
     SCRATCH_WORDS,
     SEGMENT_BYTES,
     WORD,
+    CharacterTables,
     character_tables,
     composed,
     make_scratch,
     next_words,
     normalized_words,
-    text_bytes,
 )
 
-__all__ = ["Shingles", "add_to_key", "make_shingle_scratch", "next_shingles", "shingle_batch", "text_units"]
+__all__ = [
+    "NgramUnits",
+    "Ngrams",
+    "Shingles",
+    "add_to_key",
+    "make_shingle_scratch",
+    "next_shingles",
+    "shingle_batch",
+    "text_units",
+]
 
-_BASE_64, _SCATTER_64 = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xFF51AFD7ED558CCD)
-
-_CHARACTER_64 = np.uint64(0xC2B2AE3D27D4EB4F)
-
+_BASE, _SCATTER = 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD
+_CHARACTER = 0xC2B2AE3D27D4EB4F
+_BASE_64, _SCATTER_64, _CHARACTER_64 = np.uint64(_BASE), np.uint64(_SCATTER), np.uint64(_CHARACTER)
+_MASK = (1 << 64) - 1
 _U29, _U32 = np.uint64(29), np.uint64(32)
-
 _SPACE = 32
-
 _OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
+
+
+class NgramUnits(Protocol):
+    """What an n-gram is; MinHash settings are one."""
+
+    @property
+    def unit(self) -> str:
+        """words or characters."""
+
+    @property
+    def ngram(self) -> int:
+        """Units in one n-gram."""
+
+
+class Ngrams(NamedTuple):
+    """n-grams of words, unless `unit` is "characters"."""
+
+    ngram: int
+    unit: str = "words"
 
 
 class Shingles(NamedTuple):
     """uint64[m] n-gram hashes of n texts one after the other, in order and with repetitions; int64[n + 1]."""
 
-    hashes: npt.NDArray[np.uint64]
-    offsets: npt.NDArray[np.int64]
+    hashes: UInt64s
+    offsets: Int64s
 
 
-def shingle_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Shingles:
+def shingle_batch(texts: pa.LargeStringArray, config: NgramUnits) -> Shingles:
     """All n-grams of each text (large_string without nulls)."""
     texts = composed(texts)
     data, edges = text_bytes(texts), text_offsets(texts)
@@ -66,15 +90,29 @@ def shingle_batch(texts: pa.LargeStringArray, config: MinHashConfig) -> Shingles
     return Shingles(hashes[: offsets[-1]], offsets)
 
 
-@numba.njit(nogil=True, cache=True)
-def make_shingle_scratch(ngram):  # type: ignore[no-untyped-def]
+# Scratch of `next_words`, units, hashes.
+_Scratch = tuple[tuple[UInt8s, UInt8s, Int64s], UInt64s, UInt64s]
+
+
+@kernel
+def make_shingle_scratch(ngram: int) -> _Scratch:
     """(scratch for words, units, hashes): what `next_shingles` works in."""
     room = SCRATCH_WORDS + ngram
     return make_scratch(), np.zeros(room, np.uint64), np.zeros(room, np.uint64)
 
 
-@numba.njit(nogil=True, cache=True)
-def next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key):  # type: ignore[no-untyped-def]
+@kernel
+def next_shingles(
+    data: UInt8s,
+    at: int,
+    stop: int,
+    state: tuple[int, int],
+    ngram: int,
+    characters: bool,
+    tables: CharacterTables,
+    scratch: _Scratch,
+    key: UInt64s,
+) -> tuple[int, int, tuple[int, int]]:
     """The next n-grams of data[at:stop] into scratch's hashes: (how many, where to go on, state).
 
     `state` is (units kept in scratch from before, n-grams so far), at first (0, 0); `stop` is the text's end.
@@ -100,8 +138,8 @@ def next_shingles(data, at, stop, state, ngram, characters, tables, scratch, key
     return 0, at, (count, total)
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
+@kernel
+def _hash_shingles(units: UInt64s, count: int, ngram: int, hashes: UInt64s) -> None:
     for i in range(count):
         hashes[i] = units[i]
     for further in range(1, ngram):
@@ -115,8 +153,8 @@ def _hash_shingles(units, count, ngram, hashes):  # type: ignore[no-untyped-def]
         hashes[i] = value ^ value >> _U29
 
 
-@numba.njit(nogil=True, cache=True)
-def add_to_key(key, hashes, count, position):  # type: ignore[no-untyped-def]
+@kernel
+def add_to_key(key: UInt64s, hashes: UInt64s, count: int, position: int) -> None:
     """Add hashes[:count], the first being n-gram `position` of its text, to a 128-bit key of all n-grams.
 
     The key is the sum of the hashes, and the sum of each times 2 * its position + 1. All n-grams in
@@ -131,8 +169,10 @@ def add_to_key(key, hashes, count, position):  # type: ignore[no-untyped-def]
     key[0], key[1] = first, second
 
 
-@numba.njit(nogil=True, cache=True)
-def _next_characters(data, at, stop, tables, out, count, begun):  # type: ignore[no-untyped-def]
+@kernel
+def _next_characters(
+    data: UInt8s, at: int, stop: int, tables: CharacterTables, out: UInt64s, count: int, begun: bool
+) -> tuple[int, int]:
     """As `next_words` with characters as units, a space between two words being one."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
@@ -153,22 +193,24 @@ def _next_characters(data, at, stop, tables, out, count, begun):  # type: ignore
     return count, at
 
 
-@numba.njit(nogil=True, cache=True)
-def _character_before(data, at):  # type: ignore[no-untyped-def]
+@kernel
+def _character_before(data: UInt8s, at: int) -> int:
     at -= 1
     while data[at] & 0xC0 == 0x80:
         at -= 1
     return next_character(data, at)[0]
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash_character(code):  # type: ignore[no-untyped-def]
+@kernel
+def _hash_character(code: int) -> np.uint64:
     value = np.uint64(code + 1) * _CHARACTER_64
     return value ^ value >> _U32
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_shingles(data, edges, ngram, characters, tables):  # type: ignore[no-untyped-def]
+@kernel
+def _count_shingles(
+    data: UInt8s, edges: Int64s, ngram: int, characters: bool, tables: CharacterTables
+) -> int:
     scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
     total = 0
     for text in range(len(edges) - 1):
@@ -179,8 +221,16 @@ def _count_shingles(data, edges, ngram, characters, tables):  # type: ignore[no-
     return total
 
 
-@numba.njit(nogil=True, cache=True)
-def _collect_shingles(data, edges, ngram, characters, tables, out, offsets):  # type: ignore[no-untyped-def]
+@kernel
+def _collect_shingles(
+    data: UInt8s,
+    edges: Int64s,
+    ngram: int,
+    characters: bool,
+    tables: CharacterTables,
+    out: UInt64s,
+    offsets: Int64s,
+) -> None:
     scratch, key = make_shingle_scratch(ngram), np.zeros(2, np.uint64)
     hashes = scratch[2]
     total = 0

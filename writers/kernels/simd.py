@@ -1,6 +1,6 @@
-"""What Numba cannot say in Python: unaligned loads, and 64 bytes at a time.
+"""Operations that Numba cannot express in Python: unaligned loads, and work on 64 bytes at a time.
 
-Each function is a few instructions of LLVM's portable vector language, so any processor runs them, with the
+Each function is a few instructions of LLVM's portable vector language, so it runs on any processor, with the
 widest registers it has.
 """
 
@@ -15,9 +15,7 @@ from numba.extending import intrinsic
 __all__ = ["load_8_bytes", "trailing_zeros", "word_mask"]
 
 _BYTE = ir.IntType(8)
-
 _WORD = ir.IntType(64)
-
 _BLOCK = ir.VectorType(_BYTE, 64)
 
 

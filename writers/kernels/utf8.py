@@ -1,23 +1,23 @@
-"""Characters of UTF-8, for kernels.
+"""Characters of UTF-8 for kernels: decoding, tables of what each code point is, and runs of bytes.
 
-What kernels must know about characters: one byte of flags for each code point.
+`character_flags` has one byte of flags for each code point. White space, letters and line ends are Python's
+(`str.isspace`, `str.isalpha`, `str.splitlines`), so they follow the Unicode version of the running Python;
+the two punctuation sets are datatrove's, listed here. `count_kinds` counts characters by kind, again
+Python's.
 
-White space, letters and line ends are Python's own (`str.isspace`, `str.isalpha`, `str.splitlines`), so they
-follow the Unicode version of the running Python; the two punctuation sets are datatrove's, listed here.
-
-Runs of bytes in kernels: their hash, whether two are equal, and how many characters they are.
-
-Bounds are the caller's care; nothing is read outside of the runs.
+Runs of bytes can be hashed, compared, stripped and counted in characters. Kernels do not check bounds: the
+caller passes valid UTF-8, and nothing outside a run is read.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from functools import cache
+from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 
 __all__ = [
@@ -26,9 +26,11 @@ __all__ = [
     "PUNCTUATION",
     "SPACE",
     "TERMINAL",
+    "KindCounts",
     "character_flags",
     "characters_with",
     "count_characters",
+    "count_kinds",
     "hash_run",
     "next_character",
     "same_runs",
@@ -37,18 +39,15 @@ __all__ = [
 ]
 
 SPACE = 1
-
 ALPHA = 2
-
 PUNCTUATION = 4  # a word of nothing else is a symbol to Gopher's rules
-
 TERMINAL = 8  # may end a sentence, by FineWeb's line rule
-
 LINE_END = 16
+_KINDS = tuple(1 << bit for bit in range(5))
+_SYMBOL, _DIGIT, _UPPER, _SPACE, _ALPHA = _KINDS
 
 # Letters are assigned in planes 0 to 3 only; the other planes hold tags, private use and nothing.
 _ASSIGNED = 0x40000
-
 _CODE_POINTS = 0x110000
 
 # datatrove.utils.text.TERMINAL_PUNCTUATION: Unicode's sentence terminals with a few more full stops.
@@ -71,7 +70,7 @@ _LINE_ENDS = "A-D 1C-1E 85 2028-2029"
 
 
 @cache
-def character_flags() -> npt.NDArray[np.uint8]:
+def character_flags() -> UInt8s:
     """uint8[1,114,112]: the flags of every code point, read-only."""
     flags = np.zeros(_CODE_POINTS, np.uint8)
     every = [chr(code) for code in range(_ASSIGNED)]
@@ -99,10 +98,10 @@ def _ranges(text: str) -> list[tuple[int, int]]:
     return [(int(pair[0], 16), int(pair[-1], 16)) for pair in pairs]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def next_character(data, at):  # type: ignore[no-untyped-def]
+@kernel(inline=True)
+def next_character(data: UInt8s, at: int) -> tuple[int, int]:
     """(code point, index after it) of valid UTF-8."""
-    byte = np.int64(data[at])
+    byte = int64(data[at])
     if byte < 0x80:
         return byte, at + 1
     if byte < 0xE0:
@@ -113,8 +112,55 @@ def next_character(data, at):  # type: ignore[no-untyped-def]
     return high | (data[at + 2] & 0x3F) << 6 | (data[at + 3] & 0x3F), at + 4
 
 
-@numba.njit(nogil=True, cache=True)
-def utf8_bytes(code):  # type: ignore[no-untyped-def]
+class KindCounts(NamedTuple):
+    """int64[n] each: characters of each text by their kind."""
+
+    characters: Int64s
+    symbols: Int64s  # Unicode categories P and S, but not white space
+    digits: Int64s  # str.isdigit
+    upper_case: Int64s  # letters with str.isupper
+    space: Int64s  # str.isspace
+    letters: Int64s  # str.isalpha
+
+
+def count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools) -> KindCounts:
+    """Kinds of the characters of data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
+    counts = np.zeros((len(wanted), 1 << len(_KINDS)), np.int64)
+    _count_kinds(data, offsets, wanted, _kinds(), counts)
+    masks = np.arange(counts.shape[1])
+    return KindCounts(counts.sum(axis=1), *(counts[:, masks & kind > 0].sum(axis=1) for kind in _KINDS))
+
+
+@cache
+def _kinds() -> UInt8s:
+    """uint8[1,114,112]: the kinds of every code point; none in planes that are empty or private."""
+    kinds = np.zeros(_CODE_POINTS, np.uint8)
+    for code in range(_ASSIGNED):
+        character = chr(code)
+        if character.isalpha():
+            kinds[code] = _ALPHA | _UPPER * character.isupper()
+        elif character.isspace():
+            kinds[code] = _SPACE
+        else:
+            symbol = unicodedata.category(character)[0] in "PS"
+            kinds[code] = _SYMBOL * symbol | _DIGIT * character.isdigit()
+    kinds.flags.writeable = False
+    return kinds
+
+
+@kernel
+def _count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools, kinds: UInt8s, counts: Int64s) -> None:
+    """Characters of each document by their combination of kinds."""
+    for document in range(len(wanted)):
+        if wanted[document]:
+            at, end = offsets[document], offsets[document + 1]
+            while at < end:
+                code, at = next_character(data, at)
+                counts[document, kinds[code]] += 1
+
+
+@kernel
+def utf8_bytes(code: int) -> tuple[np.uint64, int]:
     """(the UTF-8 bytes of a code point as a uint64, the first byte lowest; how many they are)."""
     rest = np.uint64(code)
     if rest < np.uint64(0x80):
@@ -132,8 +178,8 @@ def utf8_bytes(code):  # type: ignore[no-untyped-def]
     return first | second << np.uint64(8) | third << np.uint64(16) | last << np.uint64(24), 4
 
 
-@numba.njit(nogil=True, cache=True)
-def strip_space(data, begin, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def strip_space(data: UInt8s, begin: int, end: int, flags: UInt8s) -> tuple[int, int]:
     """(begin, end) of data[begin:end] without white space at both ends; `flags` as `character_flags`."""
     while begin < end:
         code, after = next_character(data, begin)
@@ -151,12 +197,11 @@ def strip_space(data, begin, end, flags):  # type: ignore[no-untyped-def]
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
 _HALF = np.uint64(32)
 
 
-@numba.njit(nogil=True, cache=True)
-def hash_run(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
     """uint64: eight bytes a step, multiplied and folded. A hash for tables whose hits are compared."""
     hashed = np.uint64(end - begin)
     at = begin
@@ -171,8 +216,8 @@ def hash_run(data, begin, end):  # type: ignore[no-untyped-def]
     return hashed
 
 
-@numba.njit(nogil=True, cache=True)
-def same_runs(data, one, other, length):  # type: ignore[no-untyped-def]
+@kernel
+def same_runs(data: UInt8s, one: int, other: int, length: int) -> bool:
     """Whether data[one:one + length] and data[other:other + length] are the same bytes."""
     at = 0
     while at + 8 <= length:
@@ -186,8 +231,8 @@ def same_runs(data, one, other, length):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(nogil=True, cache=True)
-def count_characters(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def count_characters(data: UInt8s, begin: int, end: int) -> int:
     """Code points of valid UTF-8."""
     characters = 0
     for at in range(begin, end):

@@ -1,6 +1,6 @@
 """Counts of characters, words and lines in the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`, lines those of `str.splitlines()`. No memory but the counts.
+Words are those of `str.split()`, lines those of `str.splitlines()`. Needs no memory but the counts.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.utf8 import (
     ALPHA,
     LINE_END,
@@ -25,7 +24,6 @@ from shardkit.writers.kernels.utf8 import (
 __all__ = ["WordStatistics", "word_statistics"]
 
 _ELLIPSIS = 0x2026
-
 _BULLET = 0x2022
 
 
@@ -33,25 +31,22 @@ _BULLET = 0x2022
 class WordStatistics:
     """int64[n] each: one number per document."""
 
-    characters: npt.NDArray[np.int64]
-    words: npt.NDArray[np.int64]
-    plain_words: npt.NDArray[np.int64]  # words with a character that is not punctuation
-    plain_word_characters: npt.NDArray[np.int64]
-    letter_words: npt.NDArray[np.int64]  # words with a letter
-    hashes: npt.NDArray[np.int64]
-    ellipses: npt.NDArray[np.int64]  # "..." that do not overlap, and "…"
-    newlines: npt.NDArray[np.int64]
-    lines: npt.NDArray[np.int64]
-    bullet_lines: npt.NDArray[np.int64]  # the first character that is no space is • or -
-    ellipsis_lines: npt.NDArray[np.int64]  # without spaces at the end, they end in ... or …
-    stop_words: npt.NDArray[np.int64]  # distinct ones
+    characters: Int64s
+    words: Int64s
+    plain_words: Int64s  # words with a character that is not punctuation
+    plain_word_characters: Int64s
+    letter_words: Int64s  # words with a letter
+    hashes: Int64s
+    ellipses: Int64s  # "..." that do not overlap, and "…"
+    newlines: Int64s
+    lines: Int64s
+    bullet_lines: Int64s  # the first character that is no space is • or -
+    ellipsis_lines: Int64s  # without spaces at the end, they end in ... or …
+    stop_words: Int64s  # distinct ones
 
 
 def word_statistics(
-    data: npt.NDArray[np.uint8],
-    offsets: npt.NDArray[np.int64],
-    wanted: npt.NDArray[np.bool_],
-    stop_words: Sequence[str] = (),
+    data: UInt8s, offsets: Int64s, wanted: Bools, stop_words: Sequence[str] = ()
 ) -> WordStatistics:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(fields(WordStatistics)), len(wanted)), np.int64)
@@ -69,7 +64,7 @@ def word_statistics(
     return WordStatistics(*counts)
 
 
-def _line_marks() -> npt.NDArray[np.bool_]:
+def _line_marks() -> Bools:
     """bool[256]: bytes that begin a line end, a dot or an ellipsis; all others can be passed over."""
     marks = np.zeros(256, np.bool_)
     for character in characters_with(LINE_END) | {".", chr(_ELLIPSIS)}:
@@ -77,8 +72,12 @@ def _line_marks() -> npt.NDArray[np.bool_]:
     return marks
 
 
-@numba.njit(nogil=True, cache=True)
-def _count(data, offsets, wanted, tables, counts):  # type: ignore[no-untyped-def]
+# Character flags, ASCII letters, line marks, stop words, their offsets, their first bytes.
+_Tables = tuple[UInt8s, Bools, Bools, UInt8s, Int64s, Bools]
+
+
+@kernel
+def _count(data: UInt8s, offsets: Int64s, wanted: Bools, tables: _Tables, counts: Int64s) -> None:
     flags, letters, marks, stop_data, stop_offsets, starts = tables
     for document in range(len(wanted)):
         if wanted[document]:
@@ -87,8 +86,18 @@ def _count(data, offsets, wanted, tables, counts):  # type: ignore[no-untyped-de
             _count_lines(data, begin, end, flags, marks, out)
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, starts, out):  # type: ignore[no-untyped-def]
+@kernel
+def _count_words(
+    data: UInt8s,
+    begin: int,
+    end: int,
+    flags: UInt8s,
+    letters: Bools,
+    stop_data: UInt8s,
+    stop_offsets: Int64s,
+    starts: Bools,
+    out: Int64s,
+) -> None:
     characters = words = plain_words = plain_characters = letter_words = hashes = newlines = 0
     stops = np.uint64(0)
     at = begin
@@ -129,8 +138,8 @@ def _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, star
     out[5], out[7], out[11] = hashes, newlines, _bits(stops)
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_lines(data, begin, end, flags, marks, out):  # type: ignore[no-untyped-def]
+@kernel
+def _count_lines(data: UInt8s, begin: int, end: int, flags: UInt8s, marks: Bools, out: Int64s) -> None:
     ellipses = lines = bullet_lines = ellipsis_lines = 0
     line_begin = at = begin
     while at < end:
@@ -158,8 +167,8 @@ def _count_lines(data, begin, end, flags, marks, out):  # type: ignore[no-untype
     out[6], out[8], out[9], out[10] = ellipses, lines, bullet_lines, ellipsis_lines
 
 
-@numba.njit(nogil=True, cache=True)
-def _begins_with_bullet(data, begin, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _begins_with_bullet(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
     at = begin
     while at < end:
         code, at = next_character(data, at)
@@ -168,8 +177,8 @@ def _begins_with_bullet(data, begin, end, flags):  # type: ignore[no-untyped-def
     return False
 
 
-@numba.njit(nogil=True, cache=True)
-def _ends_with_ellipsis(data, begin, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _ends_with_ellipsis(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
     at = end
     while at > begin:
         at -= 1
@@ -182,8 +191,8 @@ def _ends_with_ellipsis(data, begin, end, flags):  # type: ignore[no-untyped-def
     return False
 
 
-@numba.njit(nogil=True, cache=True)
-def _stop_bit(data, begin, end, stop_data, stop_offsets):  # type: ignore[no-untyped-def]
+@kernel
+def _stop_bit(data: UInt8s, begin: int, end: int, stop_data: UInt8s, stop_offsets: Int64s) -> np.uint64:
     for word in range(len(stop_offsets) - 1):
         start = stop_offsets[word]
         if stop_offsets[word + 1] - start == end - begin:
@@ -197,8 +206,8 @@ def _stop_bit(data, begin, end, stop_data, stop_offsets):  # type: ignore[no-unt
     return np.uint64(0)
 
 
-@numba.njit(nogil=True, cache=True)
-def _bits(mask):  # type: ignore[no-untyped-def]
+@kernel
+def _bits(mask: np.uint64) -> int:
     count = 0
     while mask:
         mask &= mask - np.uint64(1)

@@ -1,20 +1,18 @@
-r"""The hashes of a text's normalized words, straight from its UTF-8 bytes.
+r"""Normalized words of texts, as lists in plain Python and as 64-bit hashes straight from UTF-8 bytes.
+
+Normalization "shardkit-1": a text in Unicode normalization form C, in lower case, and of it the maximal runs
+of letters, digits and underscores of any script (Python's `\w`). Punctuation, symbols and white space do not
+count; digits and accents do. Lower case is `str.lower` character by character, with two exceptions where
+`str.lower` depends on context or changes the length: a final sigma becomes a sigma, and a dotted capital I a
+plain i. Letters and forms are those of the running Python's Unicode version.
 
 A word's hash is made of its lower-case UTF-8 bytes, eight at a time as little-endian numbers, the last ones
-filled with zeros: h = seed; for each eight: h = (h ^ eight) * factor; h ^= h >> 32, modulo 2**64. Words of up
-to eight bytes never share a hash.
+padded with zeros: h = _SEED; for each eight: h = (h ^ eight) * _FACTOR; h ^= h >> 32, modulo 2**64. Words of
+up to eight bytes never share a hash.
 
-Text is worked on in segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, whose
-changes from 0 to 1 and back are the runs; a run of ASCII is a word, and hashing it costs a load and a
-multiplication per eight bytes. Runs with other characters are decoded one by one.
-
-What two documents must share to be alike: their words, without case and without what is between them.
-
-Version "shardkit-1": a text in Unicode normalization form C, in lower case, and of it the maximal runs of
-letters, digits and underscores of any script (Python's `\w`). So punctuation, symbols and white space do not
-count, digits and accents do. Lower case is `str.lower` character by character, with two exceptions that
-depend on context or length there: a final sigma is a sigma, and a dotted capital I is a plain i.
-Letters and forms are those of the running Python's Unicode version.
+`next_words` works on segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, and its
+changes from 0 to 1 and back are the runs. A run of ASCII is a word, which costs a load and a multiplication
+for each eight bytes; runs with other characters are decoded one by one.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ import unicodedata
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from shardkit.writers.documents import text_offsets
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, trailing_zeros, word_mask
+from shardkit.writers.kernels.text_arrays import replace_texts, text_bytes, text_offsets
 from shardkit.writers.kernels.utf8 import next_character, utf8_bytes
 
 __all__ = [
@@ -50,39 +46,28 @@ __all__ = [
 ]
 
 NORMALIZATION = "shardkit-1"
-
 WORD = 1
-
 CHANGING = 2  # form C writes it differently
-
 LEADING = 4  # form C may make one of it and a JOINING character after it
-
 JOINING = 8
-
 _ASSIGNED = 0x40000  # planes above hold tags, private use and nothing
-
 _CODE_POINTS = 0x110000
-
 _SPECIAL_LOWER = {0x0130: 0x69, 0x03C2: 0x03C3}  # dotted capital I, final sigma
-
 _HANGUL_INITIALS, _HANGUL_SYLLABLES = range(0x1100, 0x1113), range(0xAC00, 0xD7A4)
-
 _HANGUL_VOWELS, _HANGUL_FINALS = range(0x1161, 0x1176), range(0x11A8, 0x11C3)
-
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
-
 _WORDS = re.compile(r"\w+")
 
 
 class CharacterTables(NamedTuple):
     """For every code point: flags, uint8[1,114,112], and its lower case, uint32[1,114,112]; read-only."""
 
-    flags: npt.NDArray[np.uint8]
-    lower: npt.NDArray[np.uint32]
+    flags: UInt8s
+    lower: UInt32s
 
 
 @cache
-def combining_classes() -> npt.NDArray[np.uint8]:
+def combining_classes() -> UInt8s:
     """uint8[1,114,112]: canonical combining class of every code point."""
     classes = np.zeros(_CODE_POINTS, np.uint8)
     for code in range(_ASSIGNED):
@@ -91,7 +76,7 @@ def combining_classes() -> npt.NDArray[np.uint8]:
 
 
 def normalization_version() -> str:
-    """What the words of a text depend on beside the text."""
+    """What the words of a text depend on, apart from the text itself."""
     return f"{NORMALIZATION}, Unicode {unicodedata.unidata_version}"
 
 
@@ -113,7 +98,7 @@ def character_tables() -> CharacterTables:
     return CharacterTables(flags, lower)
 
 
-def _mark_composing(flags: npt.NDArray[np.uint8], every: list[str]) -> None:
+def _mark_composing(flags: UInt8s, every: list[str]) -> None:
     """Set CHANGING, LEADING and JOINING: what form C writes differently, and which pairs it makes one."""
     for code, character in enumerate(every):
         decomposition = unicodedata.decomposition(character) if code >= 0xC0 else ""
@@ -141,34 +126,27 @@ def composed(texts: pa.LargeStringArray) -> pa.LargeStringArray:
         text = texts[number].as_py()
         if not unicodedata.is_normalized("NFC", text):
             changed[number] = unicodedata.normalize("NFC", text)
-    if not changed:
-        return texts
-    mask = np.zeros(len(texts), np.bool_)
-    mask[list(changed)] = True
-    replacements = pa.array(list(changed.values()), pa.large_string())
-    return pc.replace_with_mask(texts, pa.array(mask), replacements)
+    return replace_texts(texts, changed)
 
 
-def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
-    """uint8[m]: the array's buffer of UTF-8, a view; never empty, so that kernels may take its address."""
-    data = texts.buffers()[2]
-    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+# A segment, its lower case, edges of its runs.
+_Scratch = tuple[UInt8s, UInt8s, Int64s]
 
 
-@numba.njit(nogil=True, cache=True)
-def _find_composing(data, offsets, flags, classes, found):  # type: ignore[no-untyped-def]
+@kernel
+def _find_composing(data: UInt8s, offsets: Int64s, flags: UInt8s, classes: UInt8s, found: Bools) -> None:
     """Texts that may not be in form C: the quick check of Unicode Standard Annex 15, which also looks at what
     stands before a character that joins, as vowel signs and dots of Indic scripts seldom do."""
     for text in range(len(found)):
         at, stop = offsets[text], offsets[text + 1]
-        leading = before = np.int64(0)
+        leading = before = int64(0)
         while at < stop:
             if at + 8 <= stop and not load_8_bytes(data, at) & _BEYOND_ASCII:
                 at += 8
-                leading, before = np.int64(data[at - 1]), np.int64(0)
+                leading, before = int64(data[at - 1]), int64(0)
                 continue
             code, at = next_character(data, at)
-            flag, combining = flags[code], np.int64(classes[code])
+            flag, combining = flags[code], int64(classes[code])
             joins = (flag & JOINING) != 0 and (flags[leading] & LEADING) != 0
             if joins or flag & CHANGING or 0 < combining < before:
                 found[text] = True
@@ -193,18 +171,16 @@ def normalized_words(text: str) -> list[str]:
 
 
 SEGMENT_BYTES = 4096
-
 SCRATCH_WORDS = 2 * SEGMENT_BYTES  # a call finds at most SEGMENT_BYTES words
-
-_SEED_64, _FACTOR_64 = np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)
-
+_SEED = 0x243F6A8885A308D3
+_FACTOR = 0x9E3779B97F4A7C15
+_SEED_64, _FACTOR_64 = np.uint64(_SEED), np.uint64(_FACTOR)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-
 _ONE, _HALF, _TOP = np.uint64(1), np.uint64(32), np.uint64(63)
 
 
-@numba.njit(nogil=True, cache=True)
-def make_scratch():  # type: ignore[no-untyped-def]
+@kernel
+def make_scratch() -> _Scratch:
     """What `next_words` works in, to be used again: 45 KB."""
     return (
         np.zeros(SEGMENT_BYTES + 128, np.uint8),
@@ -213,8 +189,10 @@ def make_scratch():  # type: ignore[no-untyped-def]
     )
 
 
-@numba.njit(nogil=True, cache=True)
-def next_words(data, at, stop, tables, scratch, out, count):  # type: ignore[no-untyped-def]
+@kernel
+def next_words(
+    data: UInt8s, at: int, stop: int, tables: CharacterTables, scratch: _Scratch, out: UInt64s, count: int
+) -> tuple[int, int]:
     """Append hashes of words of data[at:stop] to out[count:]; returns (count, where to go on).
 
     `at` and what is returned for it are never inside of a word; `stop` is the end of the text. `scratch` is
@@ -254,8 +232,8 @@ def next_words(data, at, stop, tables, scratch, out, count):  # type: ignore[no-
     return count, at + after
 
 
-@numba.njit(nogil=True, cache=True)
-def _find_edges(segment, size, lower, edges):  # type: ignore[no-untyped-def]
+@kernel
+def _find_edges(segment: UInt8s, size: int, lower: UInt8s, edges: Int64s) -> int:
     """Where runs of word bytes begin and end, in turns; how many such places there are."""
     found = 0
     before = np.uint64(0)
@@ -270,8 +248,8 @@ def _find_edges(segment, size, lower, edges):  # type: ignore[no-untyped-def]
     return found
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash_long(lower, begin, length):  # type: ignore[no-untyped-def]
+@kernel
+def _hash_long(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
     """Hash of a run of more than eight bytes, and bits that are set where a byte is not ASCII."""
     value, other = _SEED_64, np.uint64(0)
     while length > 0:
@@ -286,8 +264,17 @@ def _hash_long(lower, begin, length):  # type: ignore[no-untyped-def]
     return value, other
 
 
-@numba.njit(nogil=True, cache=True)
-def _hash_run(data, at, stop, open_end, flags, lower_table, out, count):  # type: ignore[no-untyped-def]
+@kernel
+def _hash_run(
+    data: UInt8s,
+    at: int,
+    stop: int,
+    open_end: bool,
+    flags: UInt8s,
+    lower_table: UInt32s,
+    out: UInt64s,
+    count: int,
+) -> tuple[int, int]:
     """As `next_words`, one by one, to `stop`; with an open end to ASCII that is no word's or enough words."""
     limit = count + SEGMENT_BYTES
     value, eight, filled = _SEED_64, np.uint64(0), 0
@@ -320,8 +307,8 @@ def _hash_run(data, at, stop, open_end, flags, lower_table, out, count):  # type
     return count, at
 
 
-@numba.njit(nogil=True, cache=True)
-def _finish(value, eight, filled):  # type: ignore[no-untyped-def]
+@kernel
+def _finish(value: np.uint64, eight: np.uint64, filled: int) -> np.uint64:
     if filled:
         value = (value ^ eight) * _FACTOR_64
         value ^= value >> _HALF

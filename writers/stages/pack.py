@@ -1,39 +1,33 @@
-"""Packing: which tokens of which documents go to which place of which row.
+"""Packing: place the tokens of documents into rows of L tokens.
 
 `pack_concat` cuts the stream of documents every L tokens: no padding, but at L = 2,048 a quarter of all
-documents is cut that need not be. `pack_best_fit` cuts only documents longer than L, into pieces of L and a
+documents is cut without need. `pack_best_fit` cuts only documents longer than L, into pieces of L and a
 remainder, and packs the remainders by best-fit-decreasing in windows of about 10,000: longest first, each
 into the open row with the least room that still holds it. Both keep every token exactly once.
 
-A remainder of one token is a lone eos. After another document's end it would read as padding, so it is put
-first in its row, and a row takes only one.
+A remainder of one token is a lone eos. After the end of another document it would look like padding, so it is
+placed first in its row, and a row takes only one.
 
-How best fit is fast: rows wait in one stack per number of free tokens, and a two-level bit set finds the
-first stack that is not empty, so that a piece costs L / 4096 words at worst and some nanoseconds in practice.
-All is pure arithmetic on lengths; the kernels release the GIL.
+Best fit keeps open rows in one stack for each number of free tokens, and a two-level bit set finds the first
+stack that is not empty: a piece costs L / 4096 words at worst and some nanoseconds in practice. Everything is
+arithmetic on lengths, without the GIL.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Int32s, Int64s, UInt64s, kernel
 from shardkit.writers.tokenizer import Tokens
 
 __all__ = ["WINDOW_PIECES", "Placement", "fill_rows", "pack_best_fit", "pack_concat"]
 
 WINDOW_PIECES = 10_000
 
-_Ints = npt.NDArray[np.int64]
-
-_kernel = numba.njit(nogil=True, cache=True)
-
 # Position of the lowest set bit of a word: multiply the isolated bit by a de Bruijn sequence.
 _DE_BRUIJN = 0x03F79D71B4CB0A89
-
 _BIT_INDEX = np.zeros(64, np.int64)
 
 for _bit in range(64):
@@ -50,18 +44,18 @@ class Placement:
 
     sequence_length: int
     rows: int
-    document: _Ints
-    start: _Ints
-    length: _Ints
-    row: _Ints
-    column: _Ints
+    document: Int64s
+    start: Int64s
+    length: Int64s
+    row: Int64s
+    column: Int64s
 
     @property
     def padding(self) -> int:
         """Tokens of padding in all rows."""
         return self.rows * self.sequence_length - int(self.length.sum())
 
-    def moved(self, rows: _Ints) -> Placement:
+    def moved(self, rows: Int64s) -> Placement:
         """The same placement with row r moved to `rows[r]`, and pieces sorted by (row, column)."""
         row = rows[self.row]
         order = _by_row(row, self.column, self.rows)
@@ -69,7 +63,7 @@ class Placement:
         return Placement(self.sequence_length, self.rows, *(values[order] for values in columns))
 
 
-def pack_best_fit(lengths: _Ints, sequence_length: int, window: int = WINDOW_PIECES) -> Placement:
+def pack_best_fit(lengths: Int64s, sequence_length: int, window: int = WINDOW_PIECES) -> Placement:
     """Place documents of `lengths` >= 2 tokens in rows of `sequence_length` >= 2 without a needless cut.
 
     The remainders are dealt evenly to windows of `window` to 2 * `window` - 1 (fewer if there are fewer).
@@ -81,7 +75,7 @@ def pack_best_fit(lengths: _Ints, sequence_length: int, window: int = WINDOW_PIE
     return Placement(sequence_length, int(rows), *columns)
 
 
-def pack_concat(lengths: _Ints, sequence_length: int) -> Placement:
+def pack_concat(lengths: Int64s, sequence_length: int) -> Placement:
     """Place documents one after the other, cut wherever a row ends; only the last row is padded."""
     _check(lengths, sequence_length)
     rows, *columns = _concat(np.ascontiguousarray(lengths, np.int64), sequence_length)
@@ -89,7 +83,7 @@ def pack_concat(lengths: _Ints, sequence_length: int) -> Placement:
 
 
 def fill_rows(
-    tokens: Tokens, sources: _Ints, lengths: _Ints, rows: _Ints, columns: _Ints, out: Tokens, eos_id: int
+    tokens: Tokens, sources: Int64s, lengths: Int64s, rows: Int64s, columns: Int64s, out: Tokens, eos_id: int
 ) -> None:
     """Write piece i, `tokens[sources[i] : sources[i] + lengths[i]]`, to `out[rows[i], columns[i] :]`.
 
@@ -102,21 +96,25 @@ def fill_rows(
     _copy_pieces(tokens, sources, lengths, rows, columns, out)
 
 
-def _check(lengths: _Ints, sequence_length: int) -> None:
+def _check(lengths: Int64s, sequence_length: int) -> None:
     if sequence_length < 2:
         raise ValueError(f"a sequence needs at least 2 tokens, not {sequence_length}")
     if len(lengths) and int(lengths.min()) < 2:
         raise ValueError("a document has at least one token and its eos: a length below 2 cannot be packed")
 
 
-@_kernel
-def _lowest_bit(word):  # type: ignore[no-untyped-def]
+_Buckets = tuple[UInt64s, UInt64s, Int32s, Int32s, Int32s]
+
+
+@kernel
+def _lowest_bit(word: np.uint64) -> int:
     isolated = word & (~word + np.uint64(1))
-    return _BIT_INDEX[(isolated * np.uint64(_DE_BRUIJN)) >> np.uint64(58)]
+    position: int = _BIT_INDEX[(isolated * np.uint64(_DE_BRUIJN)) >> np.uint64(58)]
+    return position
 
 
-@_kernel
-def _first_at_least(words, summary, start):  # type: ignore[no-untyped-def]
+@kernel
+def _first_at_least(words: UInt64s, summary: UInt64s, start: int) -> int:
     """Smallest member >= start of the bit set, or -1; bit i of `summary` says whether word i is not 0."""
     all_ones = ~np.uint64(0)
     index = start >> 6
@@ -135,21 +133,21 @@ def _first_at_least(words, summary, start):  # type: ignore[no-untyped-def]
     return (index << 6) + _lowest_bit(words[index])
 
 
-@_kernel
-def _set_bit(words, summary, i):  # type: ignore[no-untyped-def]
+@kernel
+def _set_bit(words: UInt64s, summary: UInt64s, i: int) -> None:
     words[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
     summary[i >> 12] |= np.uint64(1) << np.uint64((i >> 6) & 63)
 
 
-@_kernel
-def _clear_bit(words, summary, i):  # type: ignore[no-untyped-def]
+@kernel
+def _clear_bit(words: UInt64s, summary: UInt64s, i: int) -> None:
     words[i >> 6] &= ~(np.uint64(1) << np.uint64(i & 63))
     if words[i >> 6] == 0:
         summary[i >> 12] &= ~(np.uint64(1) << np.uint64((i >> 6) & 63))
 
 
-@_kernel
-def _best_fit(lengths, size, window):  # type: ignore[no-untyped-def]
+@kernel
+def _best_fit(lengths: Int64s, size: int, window: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
     """Cut whole rows off the long documents, then pack the remainders window by window."""
     whole, count = 0, 0
     for length in lengths:
@@ -194,8 +192,8 @@ def _best_fit(lengths, size, window):  # type: ignore[no-untyped-def]
     return rows, document, start, piece, row, column
 
 
-@_kernel
-def _new_buckets(size, pieces):  # type: ignore[no-untyped-def]
+@kernel
+def _new_buckets(size: int, pieces: int) -> _Buckets:
     """(words, summary, top of each stack, row under each row, counts): all empty."""
     words = np.zeros((size >> 6) + 2, np.uint64)
     summary = np.zeros((len(words) >> 6) + 1, np.uint64)
@@ -203,8 +201,8 @@ def _new_buckets(size, pieces):  # type: ignore[no-untyped-def]
     return words, summary, tops, np.empty(pieces, np.int32), counts
 
 
-@_kernel
-def _longest_first(rests, counts):  # type: ignore[no-untyped-def]
+@kernel
+def _longest_first(rests: Int32s, counts: Int32s) -> tuple[Int32s, Int32s]:
     """(order by falling size, ties as they stand; the sizes in that order): one counting sort."""
     counts[:] = 0
     for rest in rests:
@@ -220,8 +218,8 @@ def _longest_first(rests, counts):  # type: ignore[no-untyped-def]
     return order, sizes
 
 
-@_kernel
-def _pack_window(sizes, rows, size, buckets, row, column):  # type: ignore[no-untyped-def]
+@kernel
+def _pack_window(sizes: Int32s, rows: int, size: int, buckets: _Buckets, row: Int64s, column: Int64s) -> int:
     """Best fit of pieces in falling order, from row `rows` on, into `row` and `column`; returns rows used."""
     words, summary, top, under, _ = buckets
     used = 0
@@ -254,8 +252,8 @@ def _pack_window(sizes, rows, size, buckets, row, column):  # type: ignore[no-un
     return used
 
 
-@_kernel
-def _lone_eos_first(sizes, rows, used, row, column):  # type: ignore[no-untyped-def]
+@kernel
+def _lone_eos_first(sizes: Int32s, rows: int, used: int, row: Int64s, column: Int64s) -> None:
     """Move the one-token remainders to the start of their rows and what stood there one place on."""
     ones = len(sizes)
     while ones > 0 and sizes[ones - 1] == 1:
@@ -270,8 +268,8 @@ def _lone_eos_first(sizes, rows, used, row, column):  # type: ignore[no-untyped-
         column[k] += shift[row[k] - rows]
 
 
-@_kernel
-def _concat(lengths, size):  # type: ignore[no-untyped-def]
+@kernel
+def _concat(lengths: Int64s, size: int) -> tuple[int, Int64s, Int64s, Int64s, Int64s, Int64s]:
     total, count = 0, 0
     for length in lengths:
         count += (total + length - 1) // size - total // size + 1
@@ -294,8 +292,8 @@ def _concat(lengths, size):  # type: ignore[no-untyped-def]
     return -(-total // size), document, start, piece, row, column
 
 
-@_kernel
-def _by_row(row, column, rows):  # type: ignore[no-untyped-def]
+@kernel
+def _by_row(row: Int64s, column: Int64s, rows: int) -> Int64s:
     """Order by (row, column): a counting sort by row, then an insertion sort of the few pieces of a row."""
     ends = np.zeros(rows + 1, np.int64)
     for r in row:
@@ -315,8 +313,10 @@ def _by_row(row, column, rows):  # type: ignore[no-untyped-def]
     return order
 
 
-@_kernel
-def _copy_pieces(tokens, sources, lengths, rows, columns, out):  # type: ignore[no-untyped-def]
+@kernel
+def _copy_pieces(
+    tokens: Tokens, sources: Int64s, lengths: Int64s, rows: Int64s, columns: Int64s, out: Tokens
+) -> None:
     flat = out.reshape(-1)
     for i in range(len(sources)):
         # Two views, indexed from 0: so written it is vectorised, four times as fast as with sums as indices.

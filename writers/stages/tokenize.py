@@ -26,8 +26,9 @@ import pyarrow as pa
 
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
-from shardkit.writers.documents import keyed_hashes, text_offsets
+from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens

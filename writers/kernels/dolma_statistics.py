@@ -1,7 +1,7 @@
-"""Counts that dolma's rules of quality need, one pass over the UTF-8 bytes of a batch.
+"""Counts for dolma's quality rules, in one pass over the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`; lines end at "\\n" only, and blank ones count. A median that is greater than
-LONGEST is told as LONGEST. Memory: 16 KB.
+Words are those of `str.split()`; lines end at LF only, and blank ones count. A median above LONGEST is
+reported as LONGEST. Memory: 16 KB.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, next_character
 
 __all__ = ["LONGEST", "DolmaStatistics", "dolma_statistics"]
@@ -24,21 +23,18 @@ _ELLIPSIS = 0x2026
 class DolmaStatistics(NamedTuple):
     """int64[n] each: one number per document."""
 
-    words: npt.NDArray[np.int64]
-    median_twice: npt.NDArray[np.int64]  # twice the median length of words: an integer
-    symbol_words: npt.NDArray[np.int64]  # words with # or …
-    letter_words: npt.NDArray[np.int64]
-    required: npt.NDArray[np.int64]  # occurrences of required words
-    lines: npt.NDArray[np.int64]
-    bullet_lines: npt.NDArray[np.int64]  # the first character is * or -
-    ellipsis_lines: npt.NDArray[np.int64]  # the last character is …
+    words: Int64s
+    median_twice: Int64s  # twice the median length of words: an integer
+    symbol_words: Int64s  # words with # or …
+    letter_words: Int64s
+    required: Int64s  # occurrences of required words
+    lines: Int64s
+    bullet_lines: Int64s  # the first character is * or -
+    ellipsis_lines: Int64s  # the last character is …
 
 
 def dolma_statistics(
-    data: npt.NDArray[np.uint8],
-    offsets: npt.NDArray[np.int64],
-    wanted: npt.NDArray[np.bool_],
-    required: Sequence[str],
+    data: UInt8s, offsets: Int64s, wanted: Bools, required: Sequence[str]
 ) -> DolmaStatistics:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(DolmaStatistics._fields), len(wanted)), np.int64)
@@ -49,8 +45,12 @@ def dolma_statistics(
     return DolmaStatistics(*counts)
 
 
-@numba.njit(nogil=True, cache=True)
-def _count(data, offsets, wanted, tables, counts):  # type: ignore[no-untyped-def]
+# Character flags, required words, their offsets.
+_Tables = tuple[UInt8s, UInt8s, Int64s]
+
+
+@kernel
+def _count(data: UInt8s, offsets: Int64s, wanted: Bools, tables: _Tables, counts: Int64s) -> None:
     lengths = np.zeros(LONGEST + 1, np.int64)
     for document in range(len(wanted)):
         if wanted[document]:
@@ -59,8 +59,8 @@ def _count(data, offsets, wanted, tables, counts):  # type: ignore[no-untyped-de
             _count_lines(data, begin, end, counts[:, document])
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_words(data, begin, end, tables, lengths, out):  # type: ignore[no-untyped-def]
+@kernel
+def _count_words(data: UInt8s, begin: int, end: int, tables: _Tables, lengths: Int64s, out: Int64s) -> None:
     flags, listed, edges = tables
     words = symbols = letters = required = longest = 0
     at = begin
@@ -89,8 +89,8 @@ def _count_words(data, begin, end, tables, lengths, out):  # type: ignore[no-unt
     lengths[: longest + 1] = 0
 
 
-@numba.njit(nogil=True, cache=True)
-def _is_listed(data, begin, end, listed, edges):  # type: ignore[no-untyped-def]
+@kernel
+def _is_listed(data: UInt8s, begin: int, end: int, listed: UInt8s, edges: Int64s) -> bool:
     for word in range(len(edges) - 1):
         size = edges[word + 1] - edges[word]
         if size == end - begin and data[begin] == listed[edges[word]]:
@@ -102,8 +102,8 @@ def _is_listed(data, begin, end, listed, edges):  # type: ignore[no-untyped-def]
     return False
 
 
-@numba.njit(nogil=True, cache=True)
-def _median_twice(lengths, words):  # type: ignore[no-untyped-def]
+@kernel
+def _median_twice(lengths: Int64s, words: int) -> int:
     """The sum of the two lengths in the middle, which may be one."""
     if not words:
         return 0
@@ -116,8 +116,8 @@ def _median_twice(lengths, words):  # type: ignore[no-untyped-def]
     return total
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_lines(data, begin, end, out):  # type: ignore[no-untyped-def]
+@kernel
+def _count_lines(data: UInt8s, begin: int, end: int, out: Int64s) -> None:
     lines = bullets = ellipses = 0
     start = begin
     for at in range(begin, end + 1):

@@ -1,87 +1,71 @@
-"""C4's line rules: datatrove's C4QualityFilter, decision for decision and byte for byte of what it leaves.
+"""The kernel of C4's line rules: judge and copy lines in one pass over the UTF-8 bytes of a batch.
 
-Source: Raffel et al. 2020, section 2.2, as implemented in `c4_filters.py` with split_paragraph. Lines are
-those of `str.splitlines()`, words of `str.split()`, sentences of `sentences.py`. A line is judged in the
-order of `edits`; a document with a line that gets as far as the rules of lorem ipsum or { is dropped, and
-so is one of too few sentences in what stays. A document that it drops keeps its text, as in datatrove.
-
-One pass over the bytes into a second buffer of the batch's size.
+Lines are those of `str.splitlines()`, words those of `str.split()`, sentences those of `sentences.py`. The
+rules on a line are, in order: too long a word (0), no terminal punctuation (1), too few words (2), javascript
+(3) and policy (4); the numbers are rows of the counts. Lines that stay are written to a second buffer of the
+batch's size. Phrases are found by their rarest letter.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
+from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from shardkit.writers.filters.c4_settings import C4QualityConfig
-from shardkit.writers.filters.rules import Edit, Rule
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt16s, UInt64s, kernel
 from shardkit.writers.kernels.sentences import character_at, count_sentences, sentence_tables
 from shardkit.writers.kernels.utf8 import LINE_END, SPACE, character_flags, characters_with, strip_space
 
-__all__ = ["C4QualityFilter"]
+__all__ = ["LineCounts", "edit_lines"]
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
-_LINES = ("too_long_word", "no_terminal_punct", "too_few_words", "javascript", "policy")
-# Rows of the kernel's counts: bytes of lines cut, by rule; then these.
-_CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(len(_LINES), len(_LINES) + 4)
+# Rows of the kernel's counts: bytes of the lines cut by each of five rules, then these.
+_CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(5, 9)
 
 
-class C4QualityFilter:
-    """Cuts lines that are no prose, and drops documents of too little of it."""
+class LineCounts(NamedTuple):
+    """Per document. `cut` is int64[6, n]: bytes of the lines cut by each of the five rules, and of citations.
 
-    reasons = ("lorem_ipsum", "curly_bracket", "too_few_sentences")
-    edits = (*_LINES, "citations", "white_space")
+    `lorem` and `curly` are the number (from 1) of the first line that fails that rule, or 0; `sentences`
+    counts those of the remaining lines.
+    """
 
-    def __init__(self, config: C4QualityConfig, folder: Path | None = None) -> None:
-        self._config = config
+    cut: Int64s
+    lorem: Int64s
+    curly: Int64s
+    sentences: Int64s
 
-    def edit(self, batch: TextBatch) -> Edit:
-        """See Editor.edit."""
-        config, size = self._config, len(batch)
-        base = int(batch.offsets[0])
-        edited = np.empty(int(batch.offsets[-1]) - base, np.uint8)
-        offsets = np.zeros(size + 1, np.int64)
-        counts = np.zeros((_SENTENCES + 1, size), np.int64)
-        switches = (
-            config.remove_citations,
-            config.filter_no_terminal_punct,
-            config.filter_lorem_ipsum,
-            config.filter_javascript,
-            config.filter_curly_bracket,
-            config.filter_policy,
-        )
-        limits = (config.min_num_sentences, config.min_words_per_line, config.max_word_length)
-        tables = (character_flags(), _anchors(), _line_marks(), _decimals(), sentence_tables())
-        _edit(batch.data, batch.offsets, batch.wanted, switches, limits, tables, edited, offsets, counts)
-        texts = pa.LargeStringArray.from_buffers(size, pa.py_buffer(offsets), pa.py_buffer(edited))
-        cut = dict(zip(self.edits, counts[: _CITATIONS + 1], strict=False))
-        cut["white_space"] = batch.sizes - np.diff(offsets) - counts[: _CITATIONS + 1].sum(axis=0)
-        return Edit(texts, self._rules(counts), cut)
 
-    def _rules(self, counts: npt.NDArray[np.int64]) -> list[Rule]:
-        lorem, curly, sentences = counts[_LOREM_AT], counts[_CURLY_AT], counts[_SENTENCES]
-        enough, least = self._config.min_num_sentences, -1
-        return [
-            Rule("lorem_ipsum", (lorem > 0) & ((curly == 0) | (lorem < curly)), (lorem > 0).astype(np.int64)),
-            Rule("curly_bracket", curly > 0, (curly > 0).astype(np.int64)),
-            Rule("too_few_sentences", sentences < enough if enough > least else None, sentences),
-        ]
+def edit_lines(
+    data: UInt8s, offsets: Int64s, wanted: Bools, switches: tuple[bool, ...], limits: tuple[int, int, int]
+) -> tuple[pa.LargeStringArray, Int64s, LineCounts]:
+    """(edited texts, their sizes in bytes, counts) of data[offsets[i]:offsets[i + 1]], valid UTF-8.
+
+    `switches`: cut citations, require terminal punctuation, lorem ipsum, javascript, {, policy. `limits`:
+    fewest sentences of a document, fewest words of a line, most characters of a word; -1 for no rule. Texts
+    that are not `wanted` or that are dropped stay as they are.
+    """
+    size = len(wanted)
+    edited = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
+    ends = np.zeros(size + 1, np.int64)
+    counts = np.zeros((_SENTENCES + 1, size), np.int64)
+    tables = (character_flags(), _anchors(), _line_marks(), _decimals(), sentence_tables())
+    _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts)
+    texts = pa.LargeStringArray.from_buffers(size, pa.py_buffer(ends), pa.py_buffer(edited))
+    found = LineCounts(counts[: _CITATIONS + 1], counts[_LOREM_AT], counts[_CURLY_AT], counts[_SENTENCES])
+    return texts, np.diff(ends), found
 
 
 @cache
-def _decimals() -> npt.NDArray[np.bool_]:
+def _decimals() -> Bools:
     """bool[131,072]: the characters that `\\d` matches in regular expressions; beyond there are none."""
     return np.fromiter((chr(code).isdecimal() for code in range(0x20000)), np.bool_, 0x20000)
 
 
 @cache
-def _line_marks() -> npt.NDArray[np.bool_]:
+def _line_marks() -> Bools:
     """bool[256]: first bytes of line ends."""
     marks = np.zeros(256, np.bool_)
     marks[[character.encode()[0] for character in characters_with(LINE_END)]] = True
@@ -89,7 +73,7 @@ def _line_marks() -> npt.NDArray[np.bool_]:
 
 
 @cache
-def _anchors() -> npt.NDArray[np.bool_]:
+def _anchors() -> Bools:
     """bool[256]: first bytes of the characters by which phrases are found; few letters of a text are such."""
     anchors = np.zeros(256, np.bool_)
     anchors[[ord(character) for character in "vVpPfFkK{"]] = True
@@ -97,7 +81,7 @@ def _anchors() -> npt.NDArray[np.bool_]:
     return anchors
 
 
-def _letters(text: str) -> npt.NDArray[np.uint8]:
+def _letters(text: str) -> UInt8s:
     return np.frombuffer(text.encode(), np.uint8)
 
 
@@ -114,8 +98,22 @@ _SPACE_USE = _letters(" use")
 _CITED = (_letters("edit]"), _letters("citation needed]"))
 
 
-@numba.njit(nogil=True, cache=True)
-def _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts):  # type: ignore[no-untyped-def]
+# Character flags, anchors of phrases, line marks, decimal digits, tables of sentences.
+_Tables = tuple[UInt8s, Bools, Bools, Bools, tuple[UInt16s, Bools, UInt64s]]
+
+
+@kernel
+def _edit(
+    data: UInt8s,
+    offsets: Int64s,
+    wanted: Bools,
+    switches: tuple[bool, ...],
+    limits: tuple[int, int, int],
+    tables: _Tables,
+    edited: UInt8s,
+    ends: Int64s,
+    counts: Int64s,
+) -> None:
     flags = tables[0]
     to = ends[0]  # 0; a literal would compile everything twice
     for document in range(len(wanted)):
@@ -136,8 +134,18 @@ def _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts)
         ends[document + 1] = to
 
 
-@numba.njit(nogil=True, cache=True)
-def _document(data, begin, end, switches, limits, tables, edited, start, out):  # type: ignore[no-untyped-def]
+@kernel
+def _document(
+    data: UInt8s,
+    begin: int,
+    end: int,
+    switches: tuple[bool, ...],
+    limits: tuple[int, int, int],
+    tables: _Tables,
+    edited: UInt8s,
+    start: int,
+    out: Int64s,
+) -> int:
     """Write the lines that stay to `edited` from `start` on, each with a newline; where they end."""
     flags, marks = tables[0], tables[2]
     to, at, lines = start, begin, 0
@@ -165,8 +173,19 @@ def _document(data, begin, end, switches, limits, tables, edited, start, out):  
     return to
 
 
-@numba.njit(nogil=True, cache=True)
-def _line(data, first, last, number, switches, limits, tables, edited, start, out):  # type: ignore[no-untyped-def]
+@kernel
+def _line(
+    data: UInt8s,
+    first: int,
+    last: int,
+    number: int,
+    switches: tuple[bool, ...],
+    limits: tuple[int, int, int],
+    tables: _Tables,
+    edited: UInt8s,
+    start: int,
+    out: Int64s,
+) -> int:
     """Where the line ends in `edited` if it stays, else -1 - start."""
     citations, terminal, lorem, javascript, curly, policy = switches
     minimum, least_words, longest_word = limits
@@ -204,8 +223,8 @@ def _line(data, first, last, number, switches, limits, tables, edited, start, ou
     return to
 
 
-@numba.njit(nogil=True, cache=True)
-def _words(data, at, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _words(data: UInt8s, at: int, end: int, flags: UInt8s) -> tuple[int, int]:
     """(words, characters of the longest one)."""
     words = longest = length = 0
     while at < end:
@@ -222,8 +241,8 @@ def _words(data, at, end, flags):  # type: ignore[no-untyped-def]
     return words, longest
 
 
-@numba.njit(nogil=True, cache=True)
-def _copy(data, at, end, decimals, citations, edited, to):  # type: ignore[no-untyped-def]
+@kernel
+def _copy(data: UInt8s, at: int, end: int, decimals: Bools, citations: bool, edited: UInt8s, to: int) -> int:
     """Copy a line without its citations; where it ends."""
     while at < end:
         if citations and data[at] == 91:
@@ -237,8 +256,8 @@ def _copy(data, at, end, decimals, citations, edited, to):  # type: ignore[no-un
     return to
 
 
-@numba.njit(nogil=True, cache=True)
-def _citation(data, begin, end, decimals):  # type: ignore[no-untyped-def]
+@kernel
+def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
     """Where the citation ends whose bracket is before `begin`; 0 if there is none."""
     at = begin
     while at < end:
@@ -258,26 +277,26 @@ def _citation(data, begin, end, decimals):  # type: ignore[no-untyped-def]
     return 0
 
 
-@numba.njit(nogil=True, cache=True)
-def _ends_well(data, begin, end):  # type: ignore[no-untyped-def]
+@kernel
+def _ends_well(data: UInt8s, begin: int, end: int) -> bool:
     if begin == end:
         return False
-    last = data[end - 1]
+    last: int = data[end - 1]
     if last == 46:
         return not (end - begin > 2 and data[end - 2] == 46 and data[end - 3] == 46)
     return last == 63 or last == 33 or last == 34 or last == 39
 
 
-@numba.njit(nogil=True, cache=True)
-def _before(data, begin, at, text):  # type: ignore[no-untyped-def]
+@kernel
+def _before(data: UInt8s, begin: int, at: int, text: UInt8s) -> bool:
     """Whether data[begin:at] ends with `text`, whatever the case of its ASCII letters."""
     if at - begin < len(text):
         return False
     return _after(data, at - len(text), at, text)
 
 
-@numba.njit(nogil=True, cache=True)
-def _after(data, at, end, text):  # type: ignore[no-untyped-def]
+@kernel
+def _after(data: UInt8s, at: int, end: int, text: UInt8s) -> bool:
     """Whether data[at:end] begins with `text`, whatever the case of its ASCII letters."""
     if end - at < len(text):
         return False
@@ -290,8 +309,8 @@ def _after(data, at, end, text):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(nogil=True, cache=True)
-def _phrases(data, begin, end, anchors):  # type: ignore[no-untyped-def]
+@kernel
+def _phrases(data: UInt8s, begin: int, end: int, anchors: Bools) -> int:
     """Bits of the phrases in a line, each found by its rarest letter."""
     found = 0
     for at in range(begin, end):
@@ -321,8 +340,8 @@ def _phrases(data, begin, end, anchors):  # type: ignore[no-untyped-def]
     return found
 
 
-@numba.njit(nogil=True, cache=True)
-def _strip(edited, start, end, flags):  # type: ignore[no-untyped-def]
+@kernel
+def _strip(edited: UInt8s, start: int, end: int, flags: UInt8s) -> int:
     """Take white space off both ends of edited[start:end]; where it ends then."""
     first, last = strip_space(edited, start, end, flags)
     if first > start:

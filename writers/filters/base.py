@@ -1,0 +1,185 @@
+"""The contract of a filter: its settings, the rules that it judges by, and the edits that it makes.
+
+A filter is one module. It holds a FilterSettings model, which is what a recipe says, and a class that judges
+batches (`Filter`) or rewrites them (`Editor`), which `FilterSettings.build` makes. To add a filter, write
+that module and add one field to `config.FilterEntry`.
+
+A rule reports, for each document of a batch, whether the document fails and the value that was compared, so
+that values can be written out and thresholds changed later. Rules are tried in a fixed order; the first one
+that a document fails is the reason it is dropped. A ratio without a denominator is 0.
+
+A recipe is read without Numba, Arrow or a model: filter modules import those inside the functions that use
+them, and kernels live in writers/kernels/.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import RecipeError
+from shardkit.writers.settings import StrictModel
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shardkit.writers.filters.text_batch import TextBatch
+
+__all__ = [
+    "Edit",
+    "Editor",
+    "Filter",
+    "FilterSettings",
+    "Rule",
+    "SideOutput",
+    "file_version",
+    "first_failing",
+    "load_list",
+    "ratio",
+]
+
+_Loaded = TypeVar("_Loaded")
+
+
+class FilterSettings(StrictModel):
+    """The settings of one filter."""
+
+    @abstractmethod
+    def build(self, folder: Path) -> Filter | Editor:
+        """Make the filter or editor. `folder` is the base of the relative paths in the settings."""
+
+    def files(self) -> tuple[str, ...]:
+        """Paths, relative to the recipe's folder, of the lists and models that the filter uses."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The result of one rule for a batch of n documents.
+
+    `fails` is bool[n], or None if the rule is switched off. `values` [n] are the numbers or labels that were
+    compared. Both are meaningful only where `batch.wanted` is true.
+    """
+
+    name: str
+    fails: npt.NDArray[np.bool_] | None
+    values: npt.NDArray[Any] | None = None
+
+
+class Filter(Protocol):
+    """A step that judges documents and leaves their texts unchanged."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Names of the rules in the order they are tried; known before the first batch."""
+
+    def judge(self, batch: TextBatch) -> Sequence[Rule]:
+        """Return one rule for each of `reasons`, in that order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What an editor did to a batch of n documents: new texts, rules that drop documents, and byte counts.
+
+    `cut` has the UTF-8 bytes removed from each document, int64[n] for each name; negative where a text grew.
+    Summed over all names it is the size before minus the size after. `counts` has further statistics,
+    int64[n] for each name, such as the number of redacted addresses.
+    """
+
+    texts: pa.LargeStringArray
+    rules: Sequence[Rule] = ()
+    cut: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    counts: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Editor(Protocol):
+    """A step that rewrites texts and may drop documents afterwards."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Names of the rules that drop documents, in the order they are tried."""
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Names under which removed bytes are counted."""
+
+    def edit(self, batch: TextBatch) -> Edit:
+        """Rewrite the texts of the wanted documents; the other texts may stay as they are."""
+
+
+@runtime_checkable
+class SideOutput(Protocol):
+    """A step that also writes rows to a JSON-lines file next to the dataset."""
+
+    @property
+    def side_file(self) -> str:
+        """Name of that file."""
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the last batch in document order, and clear them."""
+
+
+def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Divide integers as Python does; 0 where `whole` is 0."""
+    return np.divide(part, whole, out=np.zeros(len(part)), where=whole != 0)
+
+
+def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:
+    """int64[count]: 0 where a document passes, else 1 + the index of the first rule that it fails."""
+    codes = np.zeros(count, np.int64)
+    for number in range(len(rules), 0, -1):
+        failed = rules[number - 1].fails
+        if failed is not None:
+            codes[failed] = number
+    return codes
+
+
+def file_version(path: Path, key: str) -> tuple[int, int]:
+    """(size, mtime in nanoseconds) of a file; a RecipeError names the recipe's `key` if it cannot be read."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise RecipeError(f"{key}: {path}: {error.strerror or error}") from None
+    return state.st_size, state.st_mtime_ns
+
+
+def load_list(folder: Path, paths: Iterable[str], make: Callable[[Iterator[str]], _Loaded]) -> _Loaded:
+    """Call `make` with the entries of list files, and cache its result for the life of the process.
+
+    A file has one entry per line; blank lines and lines that start with # are skipped. Entries are streamed.
+    `make` must be a module-level function, because it is part of the cache key. A file whose size or mtime
+    changes is read again. Raises RecipeError for a file that cannot be read.
+    """
+    files = []
+    for path in paths:
+        try:
+            state = (folder / path).stat()
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror or error}") from None
+        files.append((folder / path, state.st_mtime_ns, state.st_size))
+    loaded: _Loaded = _load(make, tuple(files))
+    return loaded
+
+
+@lru_cache(maxsize=32)
+def _load(make: Callable[[Iterator[str]], Any], files: tuple[tuple[Path, int, int], ...]) -> Any:
+    return make(_entries(path for path, _, _ in files))
+
+
+def _entries(paths: Iterable[Path]) -> Iterator[str]:
+    """Entries without white space at both ends."""
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                stripped = map(str.strip, file)
+                yield from (entry for entry in stripped if entry and not entry.startswith("#"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: not a list, one entry a line in UTF-8: {error}") from None

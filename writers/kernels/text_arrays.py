@@ -1,0 +1,38 @@
+"""Arrow string arrays as kernels need them: the UTF-8 buffer, its offsets, and replacing single texts.
+
+All arrays are large_string without nulls. `text_offsets` and `text_bytes` are views and copy nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+__all__ = ["replace_texts", "text_bytes", "text_offsets"]
+
+
+def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
+    """int64[n + 1]: where texts begin and end in the array's UTF-8 buffer; slices are supported."""
+    if not len(texts):
+        return np.zeros(1, np.int64)
+    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+
+
+def text_bytes(texts: pa.LargeStringArray) -> npt.NDArray[np.uint8]:
+    """uint8[m]: the array's UTF-8 buffer; never empty, so that kernels may take its address."""
+    data = texts.buffers()[2]
+    return np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
+
+
+def replace_texts(texts: pa.LargeStringArray, replacements: Mapping[int, str]) -> pa.LargeStringArray:
+    """Replace the texts at some rows; `replacements` is in row order. The same array if it is empty."""
+    if not replacements:
+        return texts
+    mask = np.zeros(len(texts), np.bool_)
+    mask[list(replacements)] = True
+    changed = pa.array(list(replacements.values()), pa.large_string())
+    return pc.replace_with_mask(texts, pa.array(mask), changed)
