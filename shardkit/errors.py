@@ -32,7 +32,7 @@ _EXTRAS = {
     "boto3": ("boto3", "s3"),
     "botocore": ("boto3", "s3"),
     "brotli": ("Brotli", "formats"),
-    "cbor": ("cbor", "webdataset"),
+    "cbor2": ("cbor2", "webdataset"),
     "floret": ("floret", "classifier"),
     "fsspec": ("fsspec", "fsspec"),
     "gigatoken": ("gigatoken", "write"),

@@ -118,8 +118,8 @@ def test_a_lost_output_is_named(recipe: Path) -> None:
 
 def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(recipe)
-    for module in ("task", "planner"):
-        monkeypatch.setattr(f"shardkit.writers.execution.{module}.code_version", lambda: "newer")
+    for module in ("execution.task", "maintenance"):
+        monkeypatch.setattr(f"shardkit.writers.{module}.code_version", lambda: "newer")
     for count, reasons in to_run(explain(recipe)).values():
         assert count
         assert all(reason.startswith("code: not made by this version of shardkit") for reason in reasons)

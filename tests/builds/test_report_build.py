@@ -105,7 +105,7 @@ def test_languages_follow_their_documents_through_line_dedup(card: dict[str, Any
     plain, german = (source["languages"] for source in card["inputs"])
     assert set(german) == {"de"}
     assert "he" in plain
-    assert card["funnel"]["dropped"]["repeated_lines"]["bytes"]  # rows are not what they were
+    assert card["funnel"]["dropped"]["duplicate_lines"]["bytes"]  # rows are not what they were
 
 
 def test_steps_of_the_funnel_lead_from_read_to_kept(card: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def test_every_module_that_a_task_runs_is_covered_or_left_out_for_a_reason(reach
         ),
         *(
             "shardkit.writers.filters.user",
-            "shardkit.writers.inputs.html_text",
+            "shardkit.writers.inputs.pages",
             "shardkit.formats.tar.writer",
         ),
     ],
@@ -157,7 +157,7 @@ def test_the_walk_finds_what_a_definition_reaches_and_no_more(
     (package / "d.py").write_text("class Typed:\n    def method(self):\n        import orjson\n")
     (package / "e.py").write_text("def late():\n    return 1\ndef not_reached():\n    import isal\n")
     (package / "f.py").write_text("def far():\n    return other_name\nother_name = 1\n")
-    monkeypatch.setattr("reached_code.FOLDERS", {"shardkit": package})
+    monkeypatch.setattr("support.reached_code.FOLDERS", {"shardkit": package})
     reached = Sources().reached_from(("shardkit.a", "start"))
     names = {(module, name) for module, name in reached.definitions if name}
     assert names == {
