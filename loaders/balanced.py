@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.tar.shard import TarShard
 from shardkit.loaders.config import Stream

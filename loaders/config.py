@@ -21,7 +21,7 @@ from shardkit.units import parse_bytes
 if TYPE_CHECKING:
     import torch
 
-    from shardkit.dataset import Dataset
+    from shardkit.datasets.dataset import Dataset
     from shardkit.order.exclusions import Exclusions
 
 __all__ = ["LoaderConfig", "LoaderOptions", "Stream", "TokenDtype", "Weights", "output_dtype"]

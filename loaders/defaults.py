@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
+from shardkit.datasets.dataset import MAX_RESIDENT_BYTES, Dataset
 from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.metrics import Source

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias, Unpack
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights

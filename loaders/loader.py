@@ -21,7 +21,7 @@ from typing import Self, Unpack
 
 import torch
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights

@@ -39,7 +39,7 @@ from typing import Any, SupportsIndex, Unpack, cast
 
 import numpy as np
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype

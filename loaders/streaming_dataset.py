@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError, naming_extras
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderOptions, Stream, TokenDtype

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.reader import CacheReader
-from shardkit.dataset import Dataset, ShardReader, open_dataset
+from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.state import LoaderState, MixtureState, StreamState
 from shardkit.manifest import ShardInfo

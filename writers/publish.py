@@ -16,8 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import BuildError, ShardError, ShardkitError
-from shardkit.locate import CARD_NAME
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, TransferListener, TransferProgress
 from shardkit.publish.api import publish_files

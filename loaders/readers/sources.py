@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.loaders.config import TokenDtype, output_dtype

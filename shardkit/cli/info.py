@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]:
     """The facts as plain data; what is not known is null."""
-    from shardkit.dataset import open_dataset
+    from shardkit.datasets.dataset import open_dataset
 
     with open_dataset(path, storage=storage) as dataset:
         manifest, dtype = dataset.manifest, dataset.token_dtype

@@ -189,7 +189,7 @@ def _data(arguments: argparse.Namespace) -> _Data:
     if (arguments.path is None) == (arguments.samples is None):
         raise ValueError("give the PATH of a dataset, or --samples for one that there is not")
     if arguments.path is not None:
-        from shardkit.dataset import open_dataset
+        from shardkit.datasets.dataset import open_dataset
 
         if any(getattr(arguments, quantity.key) is not None for quantity in SYNTHETIC):
             raise ValueError("--shards, --sample-bytes and --shard-bytes belong to --samples")

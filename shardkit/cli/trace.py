@@ -12,7 +12,7 @@ from shardkit.cli.trace_run import add_run_arguments, find_run
 
 if TYPE_CHECKING:
     from shardkit.cli.trace_run import TracedRun
-    from shardkit.dataset import Dataset
+    from shardkit.datasets.dataset import Dataset
     from shardkit.tools.trace.answers import Tracer
     from shardkit.tools.trace.text import Decoder
 
@@ -121,7 +121,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer the question and print what was found."""
     from shardkit.cli import trace_show
-    from shardkit.dataset import open_dataset
+    from shardkit.datasets.dataset import open_dataset
 
     kind = _kind(arguments)
     with ExitStack() as opened:

@@ -14,7 +14,7 @@ from shardkit.errors import MissingExtraError, ShardkitError, StateError
 from shardkit.files import load_json
 
 if TYPE_CHECKING:
-    from shardkit.dataset import Dataset
+    from shardkit.datasets.dataset import Dataset
     from shardkit.loaders.state import LoaderState
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import OrderSpec, Shuffle
@@ -164,7 +164,7 @@ def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _open_others(arguments: argparse.Namespace, opened: ExitStack) -> list[Dataset]:
-    from shardkit.dataset import open_dataset
+    from shardkit.datasets.dataset import open_dataset
 
     storage = storage_options(arguments)
     return [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]

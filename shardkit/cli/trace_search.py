@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from shardkit.cli.trace_run import TracedRun
-    from shardkit.dataset import Dataset
+    from shardkit.datasets.dataset import Dataset
     from shardkit.tools.trace.answers import Tracer
     from shardkit.tools.trace.search import Selection
     from shardkit.tools.trace.table import Piece

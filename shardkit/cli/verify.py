@@ -44,7 +44,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify and print what was found."""
-    from shardkit.verify import verify
+    from shardkit.datasets.verify import verify
 
     report = verify(
         arguments.path,

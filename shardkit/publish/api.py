@@ -17,10 +17,10 @@ from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
+from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.files import link_or_copy
 from shardkit.hashing import hash_file
-from shardkit.locate import CARD_NAME
 from shardkit.manifest import ShardInfo
 from shardkit.progress import TransferListener, make_listener
 from shardkit.publish.contents import Contents, Listing, check_files, find_only_contents, make_contents

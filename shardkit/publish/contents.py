@@ -13,10 +13,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardkit.datasets.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
 from shardkit.errors import ShardError
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
-from shardkit.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
 from shardkit.manifest import FileInfo, Manifest, checked_basename
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 

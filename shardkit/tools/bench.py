@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.config import TokenDtype
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.storage.store import StorageOptions

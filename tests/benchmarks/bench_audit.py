@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.formats import mds
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardkit import open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, ShardError
-from shardkit.verify import verify
 from shardkit.writers import build, making
 from shardkit.writers.inputs import scan
 from support.small_build import make_corpus, tree

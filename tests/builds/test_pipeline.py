@@ -15,8 +15,8 @@ import pytest
 import tokenizers
 
 from shardkit import open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, RecipeError
-from shardkit.verify import verify
 from shardkit.writers import BuildResult, build, load_recipe
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress

@@ -21,7 +21,7 @@ import yaml
 import zstandard
 
 from shardkit import open_dataset
-from shardkit.verify import verify
+from shardkit.datasets.verify import verify
 from shardkit.writers import build, build_dedup_index, load_recipe
 from support.default_cases import cases
 from support.s3_moto import s3_server

@@ -19,10 +19,10 @@ import zstandard
 
 from builds.test_recipes import DANISH, PAGE, PROFILES, PROSE, STORY
 from shardkit import open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.tools.demo.story import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
-from shardkit.verify import verify
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 from support.small_build import make_corpus
 

@@ -24,9 +24,9 @@ from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
 from shardkit.cache.shards import CachedShards
+from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index
-from shardkit.locate import find_remote
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore

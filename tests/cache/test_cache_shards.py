@@ -18,7 +18,7 @@ from shardkit.cache.folder import entry_name
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.reader import CacheReader
 from shardkit.cache.shards import CachedShards
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.metrics import CacheStats
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore

@@ -15,7 +15,7 @@ import pytest
 import webdataset
 
 import shardkit
-from shardkit import dataset as dataset_module
+from shardkit.datasets import dataset as dataset_module
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 

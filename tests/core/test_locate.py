@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit import locate
 from shardkit.cache.contract import CacheOptions
 from shardkit.cli.info import describe
 from shardkit.cli.main import main
-from shardkit.dataset import open_dataset
+from shardkit.datasets import locate
+from shardkit.datasets.dataset import open_dataset
+from shardkit.datasets.locate import find_remote
+from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError, ShardkitError
-from shardkit.locate import find_remote
 from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError, TransientError
-from shardkit.verify import verify
 from support.faulty_store import FaultRule, FaultyStore
 from support.loader_data import parts, token_rows
 from support.remote_harness import fresh_url, put_folder, write_hashed

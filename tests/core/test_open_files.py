@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit import dataset as dataset_module
-from shardkit.dataset import open_dataset
+from shardkit.datasets import dataset as dataset_module
+from shardkit.datasets.dataset import open_dataset
 from shardkit.files import open_maps
 from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader

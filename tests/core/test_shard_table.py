@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.formats.mds import index as index_table
 from shardkit.formats.mds.index import _EntryParser, index_bytes, make_columns, read_index, write_index

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkit.datasets.verify import VerifyReport, verify
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.manifest import ShardInfo
-from shardkit.verify import VerifyReport, verify
 
 ROWS = np.arange(40 * 16, dtype=np.uint16).reshape(40, 16)
 FORMATS = ["mds", "mds.zstd", "tar"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.writers import build

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from webdataset.writer import default_handlers
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.writers import build

@@ -20,7 +20,7 @@ from shardkit.cache import tar_scan as scan
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import SUBFOLDER
 from shardkit.cache.tar_scan import TarIndexes
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats import tar
 from shardkit.formats.tar.find import unscanned
@@ -183,7 +183,7 @@ def test_without_a_cache_folder_every_opening_scans(tmp_path: Path) -> None:
 def test_scans_that_are_not_kept_are_warned_of_where_they_are_long(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.dataset._UNREMEMBERED_BYTES", 1000)
+    monkeypatch.setattr("shardkit.datasets.dataset._UNREMEMBERED_BYTES", 1000)
     with pytest.warns(RuntimeWarning, match=r"133 KB of tars without a list .* give cache_dir") as caught:
         opened(place)
     assert caught[0].filename == __file__

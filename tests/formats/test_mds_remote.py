@@ -12,7 +12,7 @@ import pytest
 
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import SUBFOLDER
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
 from shardkit.storage import open_store

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.formats.tar.shard_list import describe_tar, fixed_size

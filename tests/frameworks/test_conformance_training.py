@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader

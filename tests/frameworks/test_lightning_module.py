@@ -25,7 +25,7 @@ from support import lightning_runs as runs  # first: it makes `import lightning`
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import MissingExtraError, StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.lightning_module import DataMonitor, ShardDataModule

@@ -17,7 +17,7 @@ import webdataset
 
 from shardkit.cache.contract import CacheOptions
 from shardkit.cli.main import main
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig

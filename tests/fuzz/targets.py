@@ -15,7 +15,7 @@ import pytest
 
 from fuzz.engine import Target
 from fuzz.sources import SOURCES
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.mds import index as index_table
@@ -183,7 +183,7 @@ def _card() -> Target:
 
     def read(folder: Path) -> None:
         find_contents(LocalStore(folder), strict=False)
-        from shardkit.verify import verify
+        from shardkit.datasets.verify import verify
 
         verify(folder)
 

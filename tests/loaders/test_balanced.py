@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardkit.cache.belady import _merged
 from shardkit.cache.memory import CacheMemory
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader, balanced_streams, weighted_streams

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.default_cases import cases

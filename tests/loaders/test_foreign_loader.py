@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardkit.cache.contract import CacheOptions
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
 from shardkit.storage import open_store

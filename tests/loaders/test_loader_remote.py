@@ -16,7 +16,7 @@ import pytest
 from shardkit.cache.download import DamagedObjectError
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.loaders import StreamingLoader
 from shardkit.storage.memory import MemoryStore

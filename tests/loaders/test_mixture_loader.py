@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import StateError, StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader

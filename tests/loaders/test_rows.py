@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
 from shardkit.loaders.streams import Streams

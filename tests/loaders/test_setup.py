@@ -15,7 +15,7 @@ import pytest
 from shardkit.cache import contract as options
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.memory import CacheMemory
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders import defaults as setup
 from shardkit.loaders.config import LoaderConfig, Stream

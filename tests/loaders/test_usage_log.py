@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.usage_log import MAGIC, scan
 from shardkit.loaders import Stream, StreamingLoader

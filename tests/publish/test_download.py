@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardkit import open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.publish import TransferError, TransferReport, download, upload
@@ -18,7 +19,6 @@ from shardkit.publish import api as module
 from shardkit.publish.contents import LOCK_NAME, MARKER_NAME, MAX_TRIES
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import Store, StoreError
-from shardkit.verify import verify
 from support.small_build import tree
 from support.small_dataset import make_dataset
 from support.watched_store import PulledPlugError, WatchedStore, fresh_memory, objects

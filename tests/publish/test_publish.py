@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from shardkit import open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, ShardError
 from shardkit.formats import mds
 from shardkit.manifest import FileInfo, Manifest
 from shardkit.publish.transports import Placer
 from shardkit.storage.store import StoreError
-from shardkit.verify import verify
 from shardkit.writers import publish as module
 from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.runner import Journal

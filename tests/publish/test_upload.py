@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit import open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.hashing import hash_bytes
@@ -21,7 +22,6 @@ from shardkit.publish import TransferError, TransferProgress, TransferReport, up
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectInfo, Store, StoreError, TransientError
-from shardkit.verify import verify
 from support.small_build import tree
 from support.small_dataset import make_dataset
 from support.watched_store import WatchedStore, fresh_memory, objects

@@ -18,13 +18,13 @@ import pytest
 from servers.bucket import RgwBucket, s3_client
 from shardkit import open_dataset
 from shardkit.cli.main import main
+from shardkit.datasets.verify import verify
 from shardkit.formats import mds
 from shardkit.publish import download, upload
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.storage.store import StorageOptions
-from shardkit.verify import verify
 from support.killing_server import run_and_kill
 from support.s3_moto import S3Server, s3_server
 from support.small_build import tree

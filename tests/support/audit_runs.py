@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.dry_run import PlannedRun, first_state, settings_of

@@ -21,10 +21,10 @@ import numpy.typing as npt
 from shardkit.cache.contract import Cache
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.shards import CachedShards
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.locate import find_remote
 from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader
-from shardkit.locate import find_remote
 from shardkit.manifest import ShardInfo
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.shards import CachedShards
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.locate import find_remote
 from shardkit.loaders import StreamingLoader
-from shardkit.locate import find_remote
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cli.main import main
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions

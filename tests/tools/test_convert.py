@@ -22,13 +22,13 @@ from PIL import Image
 
 from shardkit import open_dataset
 from shardkit.cli.main import main
+from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.publish import RefusedError, upload
 from shardkit.tools.convert import CutOptions, OutputOptions, convert
 from shardkit.tools.convert import run as card
 from shardkit.tools.convert import run as running
-from shardkit.verify import verify
 from support.foreign_tars import tar_bytes
 from support.peers import comparable, read_with_streaming
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardkit.cli.main import main
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions
 from shardkit.publish import upload

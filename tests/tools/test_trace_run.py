@@ -14,7 +14,7 @@ import pytest
 
 from shardkit.cli.main import main, make_parser
 from shardkit.cli.trace_run import TracedRun, find_run
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions

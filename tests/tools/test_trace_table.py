@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.order.exclusions import Exclusions

@@ -56,24 +56,21 @@ OUTSIDE_TASKS = (
         "shardkit.tools.audit",
         "shardkit.cache",
         "shardkit.tools.convert",
-        "shardkit.dataset",
+        "shardkit.datasets",
         "shardkit.order.exclusions",
     ),
     *(
         "shardkit.order.order",
         "shardkit.loaders",
-        "shardkit.locate",
         "shardkit.order.streams",
         "shardkit.order.residency",
     ),
     *(
         "shardkit.order.mixture",
-        "shardkit.dataset",
         "shardkit.order.order",
         "shardkit.tools.trace",
         "shardkit.order.residency",
     ),
-    "shardkit.verify",
     # What starts, estimates, shows and rehearses builds.
     *(
         "shardkit.__main__",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture

@@ -9,7 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import Literal, get_args
 
-from shardkit.dataset import open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats.tar.shard_list import is_pattern
 from shardkit.storage.store import StorageOptions

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.shard import MdsShard

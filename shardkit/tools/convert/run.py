@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shardkit
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.files import publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.shard import MdsShard
 from shardkit.formats.tar.shard import TarShard
-from shardkit.locate import CARD_NAME
 from shardkit.manifest import Manifest
 from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.storage.store import StorageOptions

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.files import move_durably
 from shardkit.formats.mds.index import TABLE_NAME
-from shardkit.locate import CARD_NAME
 from shardkit.publish.api import publish_files
 from shardkit.publish.contents import INDEX_NAMES, make_contents
 from shardkit.publish.publication import RefusedError, Settings

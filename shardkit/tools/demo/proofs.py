@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.units import format_bytes
-from shardkit.verify import verify
 
 __all__ = [
     "NO_TORCH",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError
 from shardkit.tools.trace.run import Run
 from shardkit.tools.trace.table import NoProvenanceError, Piece, ProvenanceTable, pieces_of

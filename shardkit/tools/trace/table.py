@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.parquet_limits import column_limits
 from shardkit.storage.object_file import open_object

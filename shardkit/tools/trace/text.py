@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.dataset import Dataset
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
 
 __all__ = ["Decoder", "find_tokenizer", "read_rows"]

@@ -30,12 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions, open_cache
+from shardkit.datasets.locate import CARD_NAME as CARD_NAME
+from shardkit.datasets.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
+from shardkit.datasets.locate import Found, locate
 from shardkit.errors import ShardError, warn_user
 from shardkit.files import Closing, open_maps
 from shardkit.formats.tar.values import checked_decode
-from shardkit.locate import CARD_NAME as CARD_NAME
-from shardkit.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
-from shardkit.locate import Found, locate
 from shardkit.manifest import Column, Manifest, ShardInfo, Summed, merge_columns
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore

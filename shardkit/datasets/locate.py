@@ -2,7 +2,7 @@
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
 index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
-`shardkit.dataset`.
+`shardkit.datasets.dataset`.
 """
 
 from __future__ import annotations

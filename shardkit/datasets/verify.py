@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.cache.download import check_hashes, unpack
-from shardkit.dataset import Dataset, ShardReader, open_dataset
+from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
+from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.shard_list import UNKNOWN
 from shardkit.hashing import HASH_NAMES
-from shardkit.locate import CARD_NAME
 from shardkit.manifest import ShardInfo, checked_basename
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 
