@@ -134,3 +134,61 @@ def test_importing_shardkit_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+def folder_of(module: str) -> str:
+    """The package that a module stands in; a package's own `__init__` stands in it, too."""
+    return module if module in PACKAGES else module.rpartition(".")[0]
+
+
+PACKAGES = {name for name, file in MODULES if file.name == "__init__.py"}
+# The entry point stands above all, and `shardkit/__init__` re-exports what stands highest, when asked for it.
+ABOVE_ALL = ("shardkit", "shardkit.__main__")
+
+
+def running_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run, also late ones in functions, but not those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (found for child in node.orelse for found in running_imports(child))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        else:
+            yield from running_imports(node)
+
+
+def imported_folders(file: Path) -> set[str]:
+    """The folders of the modules that `file` imports."""
+    known = {name for name, _ in MODULES}
+    found: set[str] = set()
+    for node in running_imports(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in known}
+        elif node.module in known:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & known) or {node.module}
+    return {folder_of(name) for name in found}
+
+
+@pytest.mark.parametrize("layer", ["core", "tools", "cli"])
+def test_folders_of_a_layer_import_each_other_one_way(layer: str) -> None:
+    imports: dict[str, set[str]] = {}
+    for name, file in MODULES:
+        if layer_of(name) == layer and name not in ABOVE_ALL:
+            folder = folder_of(name)
+            imports.setdefault(folder, set()).update(imported_folders(file) - {folder})
+    for folder in imports:
+        above = reached(folder, imports)
+        assert folder not in above, f"{folder} imports, in the end, itself: by way of {sorted(above)}"
+
+
+def reached(folder: str, imports: dict[str, set[str]]) -> set[str]:
+    """What `folder` imports, what these import, and so on."""
+    found: set[str] = set()
+    waiting = [*imports[folder]]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += imports.get(name, ())
+    return found
