@@ -27,7 +27,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
+
+from shardkit.arrays import Bytes
 
 __all__ = [
     "PART_SUFFIX",
@@ -171,8 +172,6 @@ def upgraded(descriptor: int) -> bool:
         return False
     return True
 
-
-Bytes = npt.NDArray[np.uint8]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -26,6 +26,7 @@ from typing import Literal, Protocol, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
 __all__ = [
@@ -110,9 +111,9 @@ class Summed(Protocol):
     """Shards that know what would take long to work out one by one (`shardkit.manifest`)."""
 
     @property
-    def samples(self) -> npt.NDArray[np.int64]: ...
+    def samples(self) -> Ints: ...
     @property
-    def raw_bytes(self) -> npt.NDArray[np.int64]: ...
+    def raw_bytes(self) -> Ints: ...
     @property
     def kinds(self) -> Sequence[ShardInfo]: ...
     @property
@@ -127,14 +128,14 @@ class Manifest:
     shards: Sequence[ShardInfo]
 
     @cached_property
-    def shard_samples(self) -> npt.NDArray[np.int64]:
+    def shard_samples(self) -> Ints:
         """int64[K]: samples of each shard, in manifest order."""
         if isinstance(self.shards, Summed):
             return self.shards.samples
         return np.fromiter((s.samples for s in self.shards), dtype=np.int64, count=len(self.shards))
 
     @cached_property
-    def raw_bytes(self) -> npt.NDArray[np.int64]:
+    def raw_bytes(self) -> Ints:
         """int64[K]: size of each shard as readers see it; -1 where the index does not say."""
         if isinstance(self.shards, Summed):
             return self.shards.raw_bytes
@@ -148,7 +149,7 @@ class Manifest:
         return list({(s.columns, s.compression, s.size_limit): s for s in self.shards}.values())
 
     @cached_property
-    def shard_starts(self) -> npt.NDArray[np.int64]:
+    def shard_starts(self) -> Ints:
         """int64[K + 1]: sample id of each shard's first row; the last entry is the number of samples."""
         starts = np.zeros(len(self.shards) + 1, dtype=np.int64)
         np.cumsum(self.shard_samples, out=starts[1:])
@@ -191,10 +192,6 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
     return name
 
 
-_Ints = npt.NDArray[np.int64]
-
-_Bytes = npt.NDArray[np.uint8]
-
 _NEWLINE, _SLASH, _DOT = b"\n/."
 
 _MAX_NAME = 1024
@@ -208,13 +205,13 @@ _IS_PLAIN[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_
 class Files:
     """Files of all shards: names, each with a newline behind it, sizes, digests of the same hashes."""
 
-    names: _Bytes
-    sizes: _Ints
+    names: Bytes
+    sizes: Ints
     hash_names: tuple[str, ...]
-    digests: tuple[_Bytes, ...]  # uint8[shards, bytes of the digest], for each hash
+    digests: tuple[Bytes, ...]  # uint8[shards, bytes of the digest], for each hash
 
     @cached_property
-    def _ends(self) -> _Ints:
+    def _ends(self) -> Ints:
         return np.flatnonzero(self.names == _NEWLINE)
 
     def __len__(self) -> int:
@@ -256,7 +253,7 @@ class ShardTable(Sequence[ShardInfo]):
         self,
         kinds: Sequence[ShardInfo],
         kind: npt.NDArray[np.int32],
-        samples: _Ints,
+        samples: Ints,
         raw: Files,
         packed: Files | None,
         fingerprint: str,
@@ -267,7 +264,7 @@ class ShardTable(Sequence[ShardInfo]):
         self.fingerprint = fingerprint
 
     @property
-    def raw_bytes(self) -> _Ints:
+    def raw_bytes(self) -> Ints:
         """int64[shards]: sizes as readers see them."""
         return self.raw.sizes
 

@@ -32,6 +32,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.order.order import Order
 from shardkit.order.residency import ShardUses, shard_uses
 
@@ -42,7 +43,6 @@ NEVER = int(np.iinfo(np.int64).max)  # the next use of a shard that has none
 _CHUNK = 4096  # uses looked at together: a few microseconds of work, seldom much more than needed
 _EPOCHS = 2  # known ahead: each shard's next use is in this epoch or the next
 
-_Ints = npt.NDArray[np.int64]
 _Numbers = npt.NDArray[np.intp]
 
 
@@ -85,7 +85,7 @@ class Future:
         self._position = 0  # of the last call
         self._passed = 0  # uses before this one have ended at that position
 
-    def next_use(self, position: int, shards: npt.ArrayLike) -> _Ints:
+    def next_use(self, position: int, shards: npt.ArrayLike) -> Ints:
         """Where each shard is needed next: `position` if it is in use there, NEVER if not to be foreseen."""
         return np.maximum(self._next_begins(position, np.asarray(shards, dtype=np.int64)), position)
 
@@ -102,7 +102,7 @@ class Future:
         self._passed = int(in_use[0]) if len(in_use) else begun
         return in_use, begun
 
-    def _next_begins(self, position: int, shards: _Ints) -> _Ints:
+    def _next_begins(self, position: int, shards: Ints) -> Ints:
         """Where each shard's first use begins that has not ended at `position`; NEVER if there is none."""
         self._move(position)
         # A binary search, for all shards at once, among the places of a shard's uses in `_by_shard`.
@@ -147,7 +147,7 @@ def plan_fetches(
     future: Future,
     position: int,
     cached: Mapping[int, int],
-    sizes: _Ints,
+    sizes: Ints,
     capacity: int,
     limit: int,
 ) -> list[Fetch]:
@@ -184,7 +184,7 @@ class _Simulation:
         future: Future,
         position: int,
         cached: Mapping[int, int],
-        sizes: _Ints,
+        sizes: Ints,
         capacity: int,
         limit: int,
     ) -> None:

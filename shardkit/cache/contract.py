@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from shardkit.arrays import Bytes
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
     pass  # MERGED
 
 __all__ = ["Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

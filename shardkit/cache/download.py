@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
 from shardkit.formats.compression import decompress
 from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
@@ -22,8 +22,6 @@ from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
 
 __all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_hashes", "unpack"]
-
-Bytes = npt.NDArray[np.uint8]
 
 READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings

@@ -24,9 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from shardkit.arrays import Bytes
 from shardkit.cache.contract import Cache, Contents, Lease, Slot
 from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, Target, unpack
 from shardkit.cache.planner import Planner
@@ -37,8 +35,6 @@ from shardkit.storage.store import Store
 from shardkit.units import format_bytes
 
 __all__ = ["FetchTimeoutError", "Fetcher", "Job", "Shards", "arrival"]
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Shards(Protocol):

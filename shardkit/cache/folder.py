@@ -58,9 +58,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from shardkit.arrays import Bytes
 from shardkit.cache.contract import Contents, Held
 from shardkit.cache.locks import FileLock
 from shardkit.errors import ShardkitError
@@ -82,8 +82,6 @@ __all__ = [
     "seal",
     "sealed_size",
 ]
-
-Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"shardkt1"
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.arrays import Bytes
 from shardkit.cache.contract import Contents, Held
 from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["CacheMemory"]
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)

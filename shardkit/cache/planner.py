@@ -17,15 +17,13 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.cache.contract import Cache, Contents
 from shardkit.storage.forks import remake_after_fork
 
 __all__ = ["Planner"]
-
-_Ints = npt.NDArray[np.int64]
 
 PLANNED = 64  # fetches planned at a time
 IDLE_SECONDS = 60.0  # entries of others, unused for so long, are taken for abandoned
@@ -40,7 +38,7 @@ class Planner:
         self,
         future: Future,
         names: Sequence[str],
-        sizes: _Ints,
+        sizes: Ints,
         samples: int,
         position: int,
         *,
@@ -70,7 +68,7 @@ class Planner:
         self._taken: set[int] = set()  # fetches that have begun and may still be going on
         self._resting: dict[int, float] = {}  # shards whose fetch came to nothing: until when
         self._capacity = 0  # of the last plan, before other plans have their parts
-        self._soonest: tuple[list[str], _Ints] = ([], np.empty(0, dtype=np.int64))  # and cumulated bytes
+        self._soonest: tuple[list[str], Ints] = ([], np.empty(0, dtype=np.int64))  # and cumulated bytes
         self.after_fork()
         remake_after_fork(self)
 

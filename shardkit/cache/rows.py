@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Bytes
 from shardkit.cache.fetcher import FetchTimeoutError, arrival
 from shardkit.errors import ShardError
 from shardkit.formats.tar.members import BLOCK, padded
@@ -27,8 +28,6 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 
 __all__ = ["FetchedRows", "RowLayout", "RowReader", "row_layout"]
-
-Bytes = npt.NDArray[np.uint8]
 
 MAX_THREADS = 32
 MAX_ROW_BYTES = 4 << 20

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.arrays import Bytes
 from shardkit.cache.belady import Future
 from shardkit.cache.contract import Cache
 from shardkit.cache.fetcher import Fetcher
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader
 
 __all__ = ["CachedShards"]
-
-Bytes = npt.NDArray[np.uint8]
 
 DEFAULT_CONNECTIONS = 16
 DEFAULT_TIMEOUT_SECONDS = 600.0

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.order.order import MAX_SAMPLES
 
 __all__ = ["Exclusions"]
@@ -28,8 +29,6 @@ __all__ = ["Exclusions"]
 _LINE = re.compile(r"([0-9]+)(?:\s*:\s*([0-9]+))?")
 
 _FINGERPRINT = re.compile(r"#\s*fingerprint:\s*([0-9a-f]{32})\s*")
-
-_Ints = npt.NDArray[np.int64]
 
 _AnyInts = npt.NDArray[np.integer[Any]]
 
@@ -95,7 +94,7 @@ class Exclusions:
         """The merged ranges, ascending."""
         return list(zip(self._begins.tolist(), self._ends.tolist(), strict=True))
 
-    def kept_of_shards(self, shard_samples: npt.ArrayLike) -> _Ints:
+    def kept_of_shards(self, shard_samples: npt.ArrayLike) -> Ints:
         """int64[K]: how many samples of each shard are kept; ValueError if there are not so many rows."""
         starts = np.concatenate([[0], np.cumsum(np.asarray(shard_samples, dtype=np.int64))])
         if len(self._ends) and self._ends[-1] > starts[-1]:
@@ -105,13 +104,13 @@ class Exclusions:
             )
         return np.diff(starts - self._removed_before(starts))
 
-    def select(self, kept_ids: npt.ArrayLike) -> _Ints:
+    def select(self, kept_ids: npt.ArrayLike) -> Ints:
         """The rows of kept ids, in their shape; IndexError for negative ones."""
         ids = _numbers(kept_ids, "kept ids")
-        rows: _Ints = ids + self._removed[np.searchsorted(self._kept_before, ids, side="right")]
+        rows: Ints = ids + self._removed[np.searchsorted(self._kept_before, ids, side="right")]
         return rows
 
-    def rank(self, rows: npt.ArrayLike) -> _Ints:
+    def rank(self, rows: npt.ArrayLike) -> Ints:
         """The kept ids of rows, in their shape: the inverse of `select`; IndexError for rows left out."""
         array = _numbers(rows, "rows")
         if array.size and (excluded := self.contains(array)).any():
@@ -133,16 +132,16 @@ class Exclusions:
     def __repr__(self) -> str:
         return f"<Exclusions: {self.count:,} rows in {len(self._begins):,} ranges, {self.digest}>"
 
-    def _begun(self, rows: _Ints) -> npt.NDArray[np.intp]:
+    def _begun(self, rows: Ints) -> npt.NDArray[np.intp]:
         """How many ranges begin at or before each row."""
         return np.searchsorted(self._begins, rows, side="right")
 
-    def _removed_before(self, rows: _Ints) -> _Ints:
+    def _removed_before(self, rows: Ints) -> Ints:
         """How many rows before each of these are left out."""
         begun = self._begun(rows)
         # The last range that has begun may go on behind the row.
         beyond = np.concatenate([[0], self._ends])[begun] - rows
-        removed: _Ints = self._removed[begun] - np.maximum(beyond, 0)
+        removed: Ints = self._removed[begun] - np.maximum(beyond, 0)
         return removed
 
 
@@ -165,7 +164,7 @@ def _check(begin: int, end: int) -> None:
         raise ValueError(f"{begin}:{end} goes beyond {MAX_SAMPLES:,}, the most rows that a dataset may have")
 
 
-def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> _Ints:
+def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> Ints:
     """int64[n, 2], checked."""
     if not isinstance(ranges, np.ndarray):
         ranges = list(ranges)
@@ -182,7 +181,7 @@ def _pairs(ranges: Iterable[tuple[int, int]] | _AnyInts) -> _Ints:
     return pairs.astype(np.int64)
 
 
-def _merged(begins: _Ints, ends: _Ints) -> tuple[_Ints, _Ints]:
+def _merged(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
     """(begins, ends) of the union, sorted, with a kept row between any two ranges."""
     by_begin = np.argsort(begins, kind="stable")
     begins, ends = begins[by_begin], np.maximum.accumulate(ends[by_begin])
@@ -191,7 +190,7 @@ def _merged(begins: _Ints, ends: _Ints) -> tuple[_Ints, _Ints]:
     return begins[opens], ends[np.roll(opens, -1)]
 
 
-def _numbers(values: npt.ArrayLike, what: str) -> _Ints:
+def _numbers(values: npt.ArrayLike, what: str) -> Ints:
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{what} must be whole numbers, not {array.dtype}")

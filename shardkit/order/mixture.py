@@ -32,12 +32,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.errors import StateError
-from shardkit.order.permutation import mix64
+from shardkit.order.order import MAX_POSITION
+from shardkit.order.permutation import CHUNK, GOLDEN, ONE, mix64
 
-__all__ = ["MAX_POSITION", "MAX_STREAMS", "MAX_WEIGHT", "Mixture", "Schedule"]
-
-MAX_POSITION = 1 << 62  # as in `shardkit.order.order`: a position plus an epoch stays below 2**63
+__all__ = ["MAX_STREAMS", "MAX_WEIGHT", "Mixture", "Schedule"]
 
 MAX_STREAMS = 4096  # far above any mixture; stream numbers fit int16, and a block's counts a cache
 
@@ -45,25 +45,17 @@ MAX_WEIGHT = 1 << 31  # sum of a segment's weights: the product of two of them s
 
 _BLOCK = 1024  # positions in a block, at most: a few arrays of it stay in a core's first-level cache
 
-_CHUNK = 1 << 14  # positions worked on at once: the temporaries stay in a core's second-level cache
-
 _SLOT_BITS = 10
 
 _SLOTS = np.arange(_BLOCK, dtype=np.uint64)
 
 _SLOT_MASK = np.uint64(_BLOCK - 1)
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-_ONE = np.uint64(1)
-
 Weights = tuple[int, ...]
-
-_Ints = npt.NDArray[np.int64]
 
 _Streams = npt.NDArray[np.int16]
 
-_Number = TypeVar("_Number", int, npt.NDArray[np.int64])
+_Number = TypeVar("_Number", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +181,12 @@ class _Segment:
     start: int
     end: int
     streams: _Streams  # those of weight > 0, and their weights, and the sums of those
-    weights: _Ints
-    sums: _Ints
-    before: _Ints  # samples of every stream of the mixture before `start`
+    weights: Ints
+    sums: Ints
+    before: Ints  # samples of every stream of the mixture before `start`
 
     @classmethod
-    def of(cls, start: int, end: int, weights: Weights, before: _Ints) -> _Segment:
+    def of(cls, start: int, end: int, weights: Weights, before: Ints) -> _Segment:
         streams = np.flatnonzero(weights).astype(np.int16)
         positive = np.array(weights, dtype=np.int64)[streams]
         return cls(start, end, streams, positive, np.cumsum(positive), before)
@@ -212,7 +204,7 @@ class _Segment:
     @property
     def chunk(self) -> int:
         """How many blocks to work on at once."""
-        return max(1, _CHUNK * self.blocks // self.total)
+        return max(1, CHUNK * self.blocks // self.total)
 
     def block(self, done: _Number) -> _Number:
         """The block of the position `done` positions behind the segment's start."""
@@ -223,11 +215,11 @@ class _Segment:
         """How far behind the segment's start a block begins."""
         return block // self.blocks * self.total + block % self.blocks * self.total // self.blocks
 
-    def shares(self, counts: _Ints) -> _Ints:
+    def shares(self, counts: Ints) -> Ints:
         """int64[len(counts), len(streams)]: what each stream has of the first `counts` positions."""
         # n = q * W + r gives q * w_j and what r gives: no product reaches 2**62.
         periods, upper = np.divmod(counts, self.total)
-        shares: _Ints = periods[:, None] * self.weights
+        shares: Ints = periods[:, None] * self.weights
         if not upper.any():
             return shares
         for stream in range(len(self.sums) - 1, 0, -1):
@@ -257,7 +249,7 @@ class Mixture:
             self._segments.append(segment)
             before = self._counts(segment, end)
 
-    def locate(self, start: int, count: int) -> tuple[_Streams, _Ints]:
+    def locate(self, start: int, count: int) -> tuple[_Streams, Ints]:
         """(stream, index) of the `count` positions from `start` on.
 
         `index` counts a stream's samples from 0 on, through all its epochs. ValueError outside of [0, 2**62).
@@ -273,7 +265,7 @@ class Mixture:
             stream[piece], index[piece] = streams[taken], indices[taken]
         return stream, index
 
-    def locate_at(self, positions: _Ints) -> tuple[_Streams, _Ints]:
+    def locate_at(self, positions: Ints) -> tuple[_Streams, Ints]:
         """`locate` for a flat array of positions in any order; a block is worked out for each in use."""
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < MAX_POSITION:
             raise ValueError(f"positions go from 0 to 2**62, not {positions.min():,} to {positions.max():,}")
@@ -294,7 +286,7 @@ class Mixture:
                 stream[which[own]], index[which[own]] = streams[places], indices[places]
         return stream, index
 
-    def counts(self, position: int) -> _Ints:
+    def counts(self, position: int) -> Ints:
         """int64[S]: samples of each stream before `position`, exact for any from 0 to 2**62."""
         if not 0 <= position <= MAX_POSITION:
             raise ValueError(f"positions go from 0 to 2**62, not {position:,}")
@@ -338,7 +330,7 @@ class Mixture:
             yield segment, start, stop
             start = stop
 
-    def _counts(self, segment: _Segment, position: int) -> _Ints:
+    def _counts(self, segment: _Segment, position: int) -> Ints:
         """`counts` at a position of the segment or at its end."""
         done = position - segment.start
         block = segment.block(done)
@@ -350,7 +342,7 @@ class Mixture:
             counts += np.bincount(streams[: done - edge], minlength=len(counts))
         return counts
 
-    def _blocks(self, segment: _Segment, numbers: _Ints) -> tuple[_Streams, _Ints]:
+    def _blocks(self, segment: _Segment, numbers: Ints) -> tuple[_Streams, Ints]:
         """(stream, index) of all positions of these blocks, one after another."""
         edges = segment.edge(numbers)
         first = segment.shares(edges)
@@ -359,8 +351,8 @@ class Mixture:
         size = int(sizes.max())
         # The samples of a stream before the block, less the ranks that streams before it take.
         offsets = segment.before[segment.streams] + first - (np.cumsum(counts, axis=1) - counts)
-        keys = mix64(self._key + _GOLDEN * ((segment.start + edges).view(np.uint64) + _ONE))
-        hashes = mix64(keys[:, None] + _GOLDEN * (_SLOTS[:size] + _ONE))
+        keys = mix64(self._key + GOLDEN * ((segment.start + edges).view(np.uint64) + ONE))
+        hashes = mix64(keys[:, None] + GOLDEN * (_SLOTS[:size] + ONE))
         short = np.flatnonzero(sizes < size)
         streams_of = segment.streams
         if short.size:

@@ -42,11 +42,13 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.errors import StateError
-from shardkit.order.permutation import Domains, Permutation, mix64, permute, unpermute
+from shardkit.order.permutation import CHUNK, GOLDEN, ONE, Domains, Permutation, mix64, permute, unpermute
 
 __all__ = [
     "MAX_LANES",
+    "MAX_POSITION",
     "MAX_SAMPLES",
     "MAX_WINDOW",
     "EpochOrder",
@@ -67,9 +69,7 @@ MAX_LANES = 1 << 16  # lane numbers fit uint16, which NumPy sorts by radix
 
 MAX_WINDOW = 1 << 44  # window * lane stays below 2**60
 
-LaneNumbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-
-_Ints = npt.NDArray[np.int64]
+LaneNumbers = npt.NDArray[np.int32] | Ints
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ class Lanes:
     window: int
 
     @cached_property
-    def lengths(self) -> _Ints:
+    def lengths(self) -> Ints:
         """int64[L]: samples of each lane."""
         length, longer = divmod(self.samples, self.lanes)
         return length + (np.arange(self.lanes) < longer).astype(np.int64)
 
     @cached_property
-    def starts(self) -> _Ints:
+    def starts(self) -> Ints:
         """int64[L]: where each lane's span begins in the epoch's."""
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property
-    def shifts(self) -> _Ints:
+    def shifts(self) -> Ints:
         """int64[L]: by how much each lane's first window is shortened."""
         return np.arange(self.lanes, dtype=np.int64) * self._window // self.lanes
 
@@ -100,17 +100,17 @@ class Lanes:
     def _window(self) -> int:
         return self.window or max(1, -(-self.samples // self.lanes))
 
-    def windows(self, lanes: LaneNumbers, rows: _Ints) -> _Ints:
+    def windows(self, lanes: LaneNumbers, rows: Ints) -> Ints:
         """The number of the window that holds each row of a lane."""
         return np.floor_divide(rows + self.shifts[lanes], self._window, dtype=np.int64)
 
-    def bounds(self, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, _Ints]:
+    def bounds(self, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Ints]:
         """(first row, size) of windows of lanes; the size is <= 0 where a lane has no such window."""
         nominal = windows * self._window - self.shifts[lanes]
         first = np.maximum(nominal, 0)
         return first, np.minimum(nominal + self._window, self.lengths[lanes]) - first
 
-    def find(self, places: _Ints) -> tuple[npt.NDArray[np.int32], _Ints]:
+    def find(self, places: Ints) -> tuple[npt.NDArray[np.int32], Ints]:
         """(lane, row in lane) of places in the epoch's span: the inverse of starts[lane] + row."""
         length, longer = divmod(self.samples, self.lanes)
         edge = longer * (length + 1)
@@ -161,14 +161,6 @@ MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
 _VERSION = 1  # of the arithmetic; it is part of the state, so that no other version continues it
 
 _EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
-
-_CHUNK = 1 << 14  # positions worked on at once: the temporaries stay in a core's second-level cache
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-_ONE = np.uint64(1)
-
-_Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +218,12 @@ class OrderSpec:
 class Located:
     """Where samples are: arrays of one shape. `sample_id` is the row number in dataset order."""
 
-    position: npt.NDArray[np.int64]
-    epoch: npt.NDArray[np.int64]
+    position: Ints
+    epoch: Ints
     shard: npt.NDArray[np.int32]
-    row: npt.NDArray[np.int64]
+    row: Ints
     lane: npt.NDArray[np.int32]
-    sample_id: npt.NDArray[np.int64]
+    sample_id: Ints
 
     def reshape(self, *shape: int) -> Located:
         """The same entries in another shape."""
@@ -249,7 +241,7 @@ class EpochOrder:
     permutation: Permutation | None
     shards: npt.NDArray[np.int32] | None
     """int32[shards]: shard numbers in the epoch's order; None: manifest order."""
-    starts: npt.NDArray[np.int64]
+    starts: Ints
     """int64[shards + 1]: where each of them begins in the epoch's span."""
     window_key: np.uint64
 
@@ -272,7 +264,7 @@ class Order:
         if float(sizes.sum(dtype=np.float64)) > MAX_SAMPLES:
             raise ValueError(f"more than {MAX_SAMPLES:,} samples: the index is damaged")
         self.spec = spec
-        self.shard_starts: npt.NDArray[np.int64] = np.zeros(len(sizes) + 1, dtype=np.int64)
+        self.shard_starts: Ints = np.zeros(len(sizes) + 1, dtype=np.int64)
         """int64[shards + 1]: the sample id at which each shard begins, in dataset order."""
         np.cumsum(sizes, out=self.shard_starts[1:])
         self._samples = int(self.shard_starts[-1])
@@ -290,7 +282,7 @@ class Order:
         """Number of shards, empty ones included."""
         return len(self.shard_starts) - 1
 
-    def locate(self, positions: npt.NDArray[np.int64] | tuple[int, int]) -> Located:
+    def locate(self, positions: Ints | tuple[int, int]) -> Located:
         """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
 
         Positions may be in any order, repeat, and lie in any epochs; the result has their shape.
@@ -305,13 +297,13 @@ class Order:
                 self._check_range(int(array.min()), int(array.max()) - int(array.min()) + 1)
         flat = array.flatten()  # a copy: the result must not change with the caller's array
         located = _empty_located(flat)
-        for begin in range(0, len(flat), _CHUNK):
-            piece = located.take(slice(begin, begin + _CHUNK))
+        for begin in range(0, len(flat), CHUNK):
+            piece = located.take(slice(begin, begin + CHUNK))
             for number, which in _by_epoch(piece.position // self._samples):
                 self._locate_within(number, piece, which)
         return located.reshape(*array.shape)
 
-    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> _Ints:
+    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
         """The positions at which `epoch` delivers these samples, in their shape: the inverse of `locate`."""
         self._check_range(epoch * max(self._samples, 1), self._samples)
         array = _int64(sample_ids, "sample ids")
@@ -321,14 +313,14 @@ class Order:
             )
         flat = array.ravel()
         positions = np.empty_like(flat)
-        for begin in range(0, len(flat), _CHUNK):
-            piece = slice(begin, begin + _CHUNK)
+        for begin in range(0, len(flat), CHUNK):
+            piece = slice(begin, begin + CHUNK)
             positions[piece] = self._find_within(self.epoch(epoch), flat[piece]) + epoch * self._samples
         return positions.reshape(array.shape)
 
-    def global_batch(self, position: int, size: int) -> _Ints:
+    def global_batch(self, position: int, size: int) -> Ints:
         """int64[size]: the positions from `position` on, sorted by lane; within a lane they ascend."""
-        batch: _Ints = self._batches(position, size, 1)[0]
+        batch: Ints = self._batches(position, size, 1)[0]
         return batch
 
     def global_batches(
@@ -341,7 +333,7 @@ class Order:
         """
         return self.locate(self._batches(position, size, count, every)[:, part])
 
-    def _batches(self, position: int, size: int, count: int, every: int = 1) -> _Ints:
+    def _batches(self, position: int, size: int, count: int, every: int = 1) -> Ints:
         if size < 0 or count < 0 or every < 1:
             raise ValueError(
                 f"size and count must not be negative, nor every below 1: {size}, {count}, {every}"
@@ -359,7 +351,7 @@ class Order:
         # uint16 is what NumPy sorts stably by radix, in linear time.
         lanes = (lanes % self._samples % self.spec.lanes).astype(np.uint16)
         by_lane = np.argsort(lanes, axis=1, kind="stable")
-        batches: _Ints
+        batches: Ints
         if alike:
             batches = np.take(positions, by_lane[0], axis=1)
         else:
@@ -388,7 +380,7 @@ class Order:
         )
         piece.sample_id[which] = self.shard_starts[shards] + rows
 
-    def _find_within(self, epoch: EpochOrder, sample_ids: _Ints) -> _Ints:
+    def _find_within(self, epoch: EpochOrder, sample_ids: Ints) -> Ints:
         if epoch.permutation is None:
             places = sample_ids
         else:
@@ -402,7 +394,7 @@ class Order:
         back = unpermute(rows.view(np.uint64), domains).view(np.int64)
         return (firsts + back) * self.spec.lanes + lanes
 
-    def _windows(self, epoch: EpochOrder, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
+    def _windows(self, epoch: EpochOrder, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Domains]:
         """(first row, permutation) of the window of each entry."""
         low, high = int(windows.min()), int(windows.max())
         count = self.spec.lanes * (high - low + 1)
@@ -415,10 +407,10 @@ class Order:
         slots = (windows - low) * self.spec.lanes + lanes
         return firsts[slots], domains.take(slots)
 
-    def _window_domains(self, epoch: EpochOrder, lanes: LaneNumbers, windows: _Ints) -> tuple[_Ints, Domains]:
+    def _window_domains(self, epoch: EpochOrder, lanes: LaneNumbers, windows: Ints) -> tuple[Ints, Domains]:
         firsts, sizes = self.geometry.bounds(lanes, windows)
-        lane_keys = mix64(epoch.window_key + _GOLDEN * (lanes.astype(np.uint64) + _ONE))
-        keys = mix64(lane_keys + _GOLDEN * (windows.view(np.uint64) + _ONE))
+        lane_keys = mix64(epoch.window_key + GOLDEN * (lanes.astype(np.uint64) + ONE))
+        keys = mix64(lane_keys + GOLDEN * (windows.view(np.uint64) + ONE))
         # A window that a lane does not have is never looked up; it only must not break the arithmetic.
         return firsts, Domains.of(np.maximum(sizes, 1).view(np.uint64), keys)
 
@@ -453,14 +445,14 @@ class Order:
             raise ValueError("the dataset has no samples: there are no positions in it")
 
 
-def _int64(values: npt.ArrayLike, what: str) -> _Ints:
+def _int64(values: npt.ArrayLike, what: str) -> Ints:
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{what} must be integers, not {array.dtype}")
     return array.astype(np.int64, copy=False)
 
 
-def _empty_located(positions: _Ints) -> Located:
+def _empty_located(positions: Ints) -> Located:
     n = len(positions)
     return Located(
         position=positions,
@@ -472,7 +464,7 @@ def _empty_located(positions: _Ints) -> Located:
     )
 
 
-def _by_epoch(epochs: _Ints) -> Iterator[tuple[int, slice | npt.NDArray[np.intp]]]:
+def _by_epoch(epochs: Ints) -> Iterator[tuple[int, slice | npt.NDArray[np.intp]]]:
     """(epoch, which entries are of it), ascending."""
     if int(epochs.min()) == int(epochs.max()):
         yield int(epochs[0]), slice(None)

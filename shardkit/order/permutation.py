@@ -33,19 +33,30 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_SIZE", "Domains", "Permutation", "mix64", "permute", "permute_one", "unpermute"]
+from shardkit.arrays import Words
+
+__all__ = [
+    "CHUNK",
+    "GOLDEN",
+    "MAX_SIZE",
+    "ONE",
+    "Domains",
+    "Permutation",
+    "mix64",
+    "permute",
+    "permute_one",
+    "unpermute",
+]
 
 MAX_SIZE = 1 << 62  # left + its increment, and positions derived from elements, stay below 2**63
-
-_Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 8  # six fail the test of pair frequencies at n = 65, eight pass it
 
 _TINY = 64  # largest n that is ranked: about 300 ns for an element
 
-_CHUNK = 1 << 14  # elements worked on at once: nine arrays of 128 KiB stay in a core's second-level cache
+CHUNK = 1 << 14  # elements worked on at once: nine arrays of 128 KiB stay in a core's second-level cache
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _MIX1 = np.uint64(0xFF51AFD7ED558CCD)
 
@@ -53,27 +64,27 @@ _MIX2 = np.uint64(0xC4CEB9FE1A85EC53)
 
 _WORD = (1 << 64) - 1
 
-_ONE, _32, _33, _64 = (np.uint64(value) for value in (1, 32, 33, 64))
+ONE, _32, _33, _64 = (np.uint64(value) for value in (1, 32, 33, 64))
 
-_POWERS = _ONE << np.arange(63, dtype=np.uint64)
+_POWERS = ONE << np.arange(63, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Domains:
     """Sizes, keys and what follows from them; uint64 arrays of one shape, () for a single permutation."""
 
-    sizes: _Words
-    keys: _Words
-    rows: _Words
-    low_bits: _Words
+    sizes: Words
+    keys: Words
+    rows: Words
+    low_bits: Words
 
     @classmethod
-    def of(cls, sizes: _Words, keys: _Words) -> Domains:
+    def of(cls, sizes: Words, keys: Words) -> Domains:
         """Domains of permutations of `sizes` >= 1 elements; `keys` must already be well mixed."""
         # The number of powers of two that are <= n - 1 is its bit length, without floating point.
-        bits = np.searchsorted(_POWERS, sizes - _ONE, side="right")
+        bits = np.searchsorted(_POWERS, sizes - ONE, side="right")
         low_bits = np.asarray(bits // 2, dtype=np.uint64)
-        rows = np.asarray((sizes + (_ONE << low_bits) - _ONE) >> low_bits, dtype=np.uint64)
+        rows = np.asarray((sizes + (ONE << low_bits) - ONE) >> low_bits, dtype=np.uint64)
         return cls(sizes, keys, rows, low_bits)
 
     def take(self, which: npt.NDArray[np.intp] | slice) -> Domains:
@@ -114,7 +125,7 @@ class Permutation:
         indices = self._checked(indices)
         return unpermute(indices.ravel(), self._domain).reshape(indices.shape).view(np.int64)
 
-    def _checked(self, indices: npt.ArrayLike) -> _Words:
+    def _checked(self, indices: npt.ArrayLike) -> Words:
         array = np.asarray(indices)
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"indices must be integers, not {array.dtype}")
@@ -123,7 +134,7 @@ class Permutation:
         return array.astype(np.uint64)
 
 
-def permute(indices: _Words, domains: Domains) -> _Words:
+def permute(indices: Words, domains: Domains) -> Words:
     """Element i of the result is `indices[i]` under permutation i (or under the only one); 1-D uint64.
 
     Every index must be below its permutation's size; this is not checked here.
@@ -131,7 +142,7 @@ def permute(indices: _Words, domains: Domains) -> _Words:
     return _apply(indices, domains, inverse=False)
 
 
-def unpermute(indices: _Words, domains: Domains) -> _Words:
+def unpermute(indices: Words, domains: Domains) -> Words:
     """The inverse of `permute`."""
     return _apply(indices, domains, inverse=True)
 
@@ -139,15 +150,15 @@ def unpermute(indices: _Words, domains: Domains) -> _Words:
 def permute_one(index: int, size: int, key: int) -> int:
     """`permute` of one element in plain Python: the definition that the vectorised one is tested against."""
     if size <= _TINY:
-        hashes = [_mix64_int(key + (element + 1) * int(_GOLDEN)) for element in range(size)]
+        hashes = [_mix64_int(key + (element + 1) * int(GOLDEN)) for element in range(size)]
         return sum(other < hashes[index] for other in hashes)
     low_bits = (size - 1).bit_length() // 2
     rows = (size + (1 << low_bits) - 1) >> low_bits
     while True:
         left, right = index >> low_bits, index & ((1 << low_bits) - 1)
         for number in range(1, _ROUNDS, 2):
-            left = (left + ((_mix64_int(right + key + number * int(_GOLDEN)) >> 32) * rows >> 32)) % rows
-            right ^= _mix64_int(left + key + (number + 1) * int(_GOLDEN)) >> (64 - low_bits)
+            left = (left + ((_mix64_int(right + key + number * int(GOLDEN)) >> 32) * rows >> 32)) % rows
+            right ^= _mix64_int(left + key + (number + 1) * int(GOLDEN)) >> (64 - low_bits)
         index = left << low_bits | right
         if index < size:
             return index
@@ -160,7 +171,7 @@ def _mix64_int(word: int) -> int:
     return word ^ word >> 33
 
 
-def mix64(values: _Words) -> _Words:
+def mix64(values: Words) -> Words:
     """fmix64 of MurmurHash3: a bijection of 64-bit words in which each bit depends on all bits."""
     mixed = np.array(values, dtype=np.uint64)
     scratch = np.empty_like(mixed)
@@ -170,7 +181,7 @@ def mix64(values: _Words) -> _Words:
     return mixed
 
 
-def _mix_high(words: _Words, scratch: _Words) -> None:
+def _mix_high(words: Words, scratch: Words) -> None:
     # fmix64 in place without its last xor-shift, which leaves the high 33 bits alone.
     np.right_shift(words, _33, out=scratch)
     np.bitwise_xor(words, scratch, out=words)
@@ -180,15 +191,15 @@ def _mix_high(words: _Words, scratch: _Words) -> None:
     np.multiply(words, _MIX2, out=words)
 
 
-def _apply(indices: _Words, domains: Domains, *, inverse: bool) -> _Words:
+def _apply(indices: Words, domains: Domains, *, inverse: bool) -> Words:
     result = np.empty_like(indices)
-    for start in range(0, len(indices), _CHUNK):
-        piece = slice(start, start + _CHUNK)
+    for start in range(0, len(indices), CHUNK):
+        piece = slice(start, start + CHUNK)
         result[piece] = _apply_chunk(indices[piece], domains.take(piece), inverse=inverse)
     return result
 
 
-def _apply_chunk(indices: _Words, domains: Domains, *, inverse: bool) -> _Words:
+def _apply_chunk(indices: Words, domains: Domains, *, inverse: bool) -> Words:
     tiny = domains.sizes <= _TINY
     if tiny.all():
         return _ranks_back(indices, domains) if inverse else _ranks(indices, domains)
@@ -214,15 +225,15 @@ class _Rounds:
 
     __slots__ = ("_drop", "_keys", "_low_bits", "_mixed", "_rows", "_scratch", "left", "right")
 
-    def __init__(self, indices: _Words, domains: Domains) -> None:
+    def __init__(self, indices: Words, domains: Domains) -> None:
         self._low_bits, self._rows = domains.low_bits, domains.rows
         self._drop = _64 - domains.low_bits
         self._keys = domains.keys
         self.left = indices >> domains.low_bits
-        self.right = indices & ((_ONE << domains.low_bits) - _ONE)
+        self.right = indices & ((ONE << domains.low_bits) - ONE)
         self._mixed, self._scratch = np.empty_like(indices), np.empty_like(indices)
 
-    def increments(self, number: int) -> _Words:
+    def increments(self, number: int) -> Words:
         """What an odd round adds to left: uniform in [0, rows). Overwritten by the next call."""
         mixed = self._hash(self.right, number)
         np.right_shift(mixed, _32, out=mixed)
@@ -230,7 +241,7 @@ class _Rounds:
         np.right_shift(mixed, _32, out=mixed)
         return mixed
 
-    def masks(self, number: int) -> _Words:
+    def masks(self, number: int) -> Words:
         """What an even round xors onto right. Overwritten by the next call."""
         mixed = self._hash(self.left, number)
         np.right_shift(mixed, self._drop, out=mixed)
@@ -245,20 +256,20 @@ class _Rounds:
         np.add(self.left, self._rows, out=self._mixed)
         np.minimum(self.left, self._mixed, out=self.left)
 
-    def join(self) -> _Words:
+    def join(self) -> Words:
         np.left_shift(self.left, self._low_bits, out=self.left)
         return np.bitwise_or(self.left, self.right, out=self.left)
 
-    def _hash(self, half: _Words, number: int) -> _Words:
+    def _hash(self, half: Words, number: int) -> Words:
         # Integer overflow wraps by intent; a ufunc on arrays does so without a warning.
-        offset = np.multiply(_GOLDEN, np.array(number, dtype=np.uint64), out=np.empty((), dtype=np.uint64))
+        offset = np.multiply(GOLDEN, np.array(number, dtype=np.uint64), out=np.empty((), dtype=np.uint64))
         np.add(half, self._keys, out=self._mixed)
         np.add(self._mixed, offset, out=self._mixed)
         _mix_high(self._mixed, self._scratch)
         return self._mixed
 
 
-def _forward(indices: _Words, domains: Domains) -> _Words:
+def _forward(indices: Words, domains: Domains) -> Words:
     rounds = _Rounds(indices, domains)
     for number in range(1, _ROUNDS, 2):
         np.add(rounds.left, rounds.increments(number), out=rounds.left)
@@ -267,7 +278,7 @@ def _forward(indices: _Words, domains: Domains) -> _Words:
     return rounds.join()
 
 
-def _backward(indices: _Words, domains: Domains) -> _Words:
+def _backward(indices: Words, domains: Domains) -> Words:
     rounds = _Rounds(indices, domains)
     for number in range(_ROUNDS - 1, 0, -2):
         np.bitwise_xor(rounds.right, rounds.masks(number + 1), out=rounds.right)
@@ -276,7 +287,7 @@ def _backward(indices: _Words, domains: Domains) -> _Words:
     return rounds.join()
 
 
-def _ranks(indices: _Words, domains: Domains) -> _Words:
+def _ranks(indices: Words, domains: Domains) -> Words:
     result = np.empty_like(indices)
     for piece, hashes in _element_hashes(len(indices), domains):
         own = np.take_along_axis(hashes, indices[piece, None].astype(np.intp), axis=1)
@@ -284,7 +295,7 @@ def _ranks(indices: _Words, domains: Domains) -> _Words:
     return result
 
 
-def _ranks_back(indices: _Words, domains: Domains) -> _Words:
+def _ranks_back(indices: Words, domains: Domains) -> Words:
     result = np.empty_like(indices)
     for piece, hashes in _element_hashes(len(indices), domains):
         by_rank = np.argsort(hashes, axis=1, kind="stable")
@@ -292,14 +303,14 @@ def _ranks_back(indices: _Words, domains: Domains) -> _Words:
     return result
 
 
-def _element_hashes(count: int, domains: Domains) -> Iterator[tuple[slice, _Words]]:
+def _element_hashes(count: int, domains: Domains) -> Iterator[tuple[slice, Words]]:
     # Row i holds the hashes of all elements of permutation i, then all ones. They are distinct, since G is
     # odd and fmix64 one to one: ranks have no ties.
     sizes, keys = np.broadcast_to(domains.sizes, count), np.broadcast_to(domains.keys, count)
     elements = np.arange(int(sizes.max(initial=1)), dtype=np.uint64)
-    counters = (elements + _ONE) * _GOLDEN
-    for start in range(0, count, _CHUNK // _TINY):
-        piece = slice(start, start + _CHUNK // _TINY)
+    counters = (elements + ONE) * GOLDEN
+    for start in range(0, count, CHUNK // _TINY):
+        piece = slice(start, start + CHUNK // _TINY)
         hashes = mix64(keys[piece, None] + counters)
         hashes[elements >= sizes[piece, None]] = ~np.uint64(0)
         yield piece, hashes

@@ -35,12 +35,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order
 
 __all__ = ["MixedUses", "ShardUses", "lanes_of_part", "shard_uses"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class ShardUses:
     """Samples at global positions [begin, end) may read the shard. Sorted by (begin, shard)."""
 
     shard: npt.NDArray[np.int32]
-    begin: _Ints
-    end: _Ints
+    begin: Ints
+    end: Ints
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -110,7 +109,7 @@ def _lane_start(geometry: Lanes, lane: int) -> int:
     return int(geometry.starts[lane]) if lane < geometry.lanes else geometry.samples
 
 
-def _positions(geometry: Lanes, places: _Ints, sizes: _Ints) -> tuple[_Ints, _Ints]:
+def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:
     """First and last position, within the epoch, of the windows over runs of `sizes` places in a lane."""
     lanes, rows = geometry.find(places)
     first, _ = geometry.bounds(lanes, geometry.windows(lanes, rows))
@@ -161,8 +160,8 @@ class MixedUses:
 
 
 def _of_stream(
-    order: Order, knots: _Ints, counts: _Ints, lanes: range | None, most_passes: int
-) -> tuple[npt.NDArray[np.int32], _Ints, _Ints]:
+    order: Order, knots: Ints, counts: Ints, lanes: range | None, most_passes: int
+) -> tuple[npt.NDArray[np.int32], Ints, Ints]:
     """(shard, begin, end) of a stream that has had `counts` samples when the mixture is at `knots`."""
     low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
     passes = range(low // size, -(-high // size)) if high > low else range(0)

@@ -30,17 +30,16 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.order.exclusions import Exclusions
-from shardkit.order.mixture import MAX_POSITION, Mixture
-from shardkit.order.order import MAX_SAMPLES, MAX_SHARDS, Located, Order
+from shardkit.order.mixture import Mixture
+from shardkit.order.order import MAX_POSITION, MAX_SAMPLES, MAX_SHARDS, Located, Order
 
 __all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
 
 _LANE_BITS = 16  # of a lane's place among its stream's
 
 _CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
-
-_Ints = npt.NDArray[np.int64]
 
 _Streams = npt.NDArray[np.int16]
 
@@ -86,16 +85,16 @@ class StreamOrder:
         """Samples of the dataset, those that are left out too."""
         return int(self.shard_starts[-1])
 
-    def locate(self, positions: _Ints | tuple[int, int]) -> Located:
+    def locate(self, positions: Ints | tuple[int, int]) -> Located:
         """As `Order.locate`."""
         return self._real(self.order.locate(positions))
 
-    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> _Ints:
+    def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
         """As `Order.positions_of`; IndexError for a row that is left out."""
         kept = np.asarray(sample_ids) if self.exclusions is None else self.exclusions.rank(sample_ids)
         return self.order.positions_of(kept, epoch)
 
-    def global_batch(self, position: int, size: int) -> _Ints:
+    def global_batch(self, position: int, size: int) -> Ints:
         """As `Order.global_batch`."""
         return self.order.global_batch(position, size)
 
@@ -148,7 +147,7 @@ class MixedOrder:
         """Positions in an epoch."""
         return self._samples
 
-    def locate(self, positions: _Ints | tuple[int, int]) -> Located:
+    def locate(self, positions: Ints | tuple[int, int]) -> Located:
         """Where the samples at `positions` are; (start, count) stands for `count` positions from `start`.
 
         Positions may be in any order and repeat; the result has their shape. `epoch` and `lane` are the
@@ -172,9 +171,9 @@ class MixedOrder:
         index = self.streams[number].positions_of(sample_id - self.first_samples[number], epoch)
         return self.mixture.position_of(number, int(index))
 
-    def global_batch(self, position: int, size: int) -> _Ints:
+    def global_batch(self, position: int, size: int) -> Ints:
         """int64[size]: the positions from `position` on, sorted by lane; those that tie ascend."""
-        batch: _Ints = self._parts(position, size, 1, slice(None))[0][0]
+        batch: Ints = self._parts(position, size, 1, slice(None))[0][0]
         return batch
 
     def global_batches(
@@ -189,7 +188,7 @@ class MixedOrder:
 
     def _parts(
         self, position: int, size: int, count: int, part: slice, every: int = 1
-    ) -> tuple[_Ints, _Streams, _Ints]:
+    ) -> tuple[Ints, _Streams, Ints]:
         """(position, stream, index) of a part of each global batch: arrays of shape (count, len(part))."""
         if size < 0 or count < 0:
             raise ValueError(f"size and count must not be negative: {size}, {count}")
@@ -217,7 +216,7 @@ class MixedOrder:
             )
         return positions, streams, indices
 
-    def _by_lane(self, stream: _Streams, index: _Ints) -> npt.NDArray[np.intp]:
+    def _by_lane(self, stream: _Streams, index: Ints) -> npt.NDArray[np.intp]:
         """How to sort each row of samples: by lane over lanes of the stream, equals as they are."""
         lanes = self._lanes
         if (lanes == 1).all() or not index.size:
@@ -231,7 +230,7 @@ class MixedOrder:
         # uint16 is what NumPy sorts stably by radix, in linear time.
         return np.argsort(keys.astype(np.uint16), axis=1, kind="stable")
 
-    def _located(self, positions: _Ints, stream: _Streams, index: _Ints) -> Located:
+    def _located(self, positions: Ints, stream: _Streams, index: Ints) -> Located:
         """All of a mixture's `Located`, in the shape of these arrays."""
         stream, index, count = stream.ravel(), index.ravel(), positions.size
         epoch, row, sample_id = (np.empty(count, dtype=np.int64) for _ in range(3))
@@ -245,7 +244,7 @@ class MixedOrder:
         return located.reshape(*positions.shape)
 
 
-def _starts(sizes: npt.ArrayLike) -> _Ints:
+def _starts(sizes: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))])
 
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import StateError
-from shardkit.order.mixture import MAX_POSITION, Mixture, Schedule
+from shardkit.order.mixture import Mixture, Schedule
+from shardkit.order.order import MAX_POSITION
 from shardkit.order.permutation import mix64
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "mixture_locations.json"
