@@ -1,10 +1,6 @@
-"""Files that survive a power cut, locks that end with their process, and small helpers around both.
+"""Local files: durable writes, maps that hold no descriptor, and whom a folder can be trusted with.
 
-A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder. The kernel frees a
-lock (flock) when its holder ends, whatever ended it. Locks hold between processes of a machine, and between
-machines on file systems that support that (NFS 4, Lustre mounted with `flock`, CephFS, …).
-
-Local files: mapped without holding descriptors, opened only if regular, trusted if nobody else writes.
+A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder.
 
 Another user who can write in a folder can put wrong data, links and pipes there and replace folders in it.
 `who_else_writes` tells whether one can; it looks at one folder and not at those that it lies in.
@@ -14,13 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import mmap
 import os
 import shutil
 import stat
-import time
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +29,6 @@ __all__ = [
     "Closing",
     "NotRegularFileError",
     "fsync_path",
-    "held_file",
     "link_or_copy",
     "load_json",
     "make_folder",
@@ -46,13 +39,10 @@ __all__ = [
     "open_regular",
     "part_of",
     "publish_bytes",
-    "upgraded",
     "who_else_writes",
 ]
 
 PART_SUFFIX = ".shardkit-part"
-
-_POLL_SECONDS = 0.1
 
 
 class Closing:
@@ -135,41 +125,6 @@ def make_folder(folder: Path) -> bool:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     fsync_path(folder.parent)
-    return True
-
-
-def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | None:
-    """A descriptor that holds the lock of a file until it is closed; None if others have it. OSError.
-
-    The file is made if there is none. Whoever holds it alone may remove it: that is noticed.
-    """
-    deadline = time.monotonic() + wait_seconds
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass  # removed by who held it: make a new one
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(descriptor)
-                return None
-            time.sleep(_POLL_SECONDS)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def upgraded(descriptor: int) -> bool:
-    """Whether a lock that is shared became ours alone; if not, it may be lost."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
     return True
 
 

@@ -62,10 +62,10 @@ import xxhash
 
 from shardkit.arrays import Bytes
 from shardkit.cache.contract import Contents, Held
-from shardkit.cache.locks import FileLock
 from shardkit.errors import ShardkitError
 from shardkit.files import NotRegularFileError, map_file, open_regular, who_else_writes
 from shardkit.hashing import HASH_NAMES, hash_bytes
+from shardkit.locks import FileLock
 from shardkit.manifest import ShardInfo
 from shardkit.storage.forks import remake_after_fork
 

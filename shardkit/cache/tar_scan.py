@@ -38,7 +38,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.folder import SUBFOLDER, CacheFolderError, make_subfolders
-from shardkit.cache.locks import FileLock
 from shardkit.files import open_regular
 from shardkit.formats.tar.members import (
     Member,
@@ -53,6 +52,7 @@ from shardkit.formats.tar.members import (
 )
 from shardkit.formats.tar.shard import shard_from_raw
 from shardkit.formats.tar.values import encoding_of
+from shardkit.locks import FileLock
 from shardkit.manifest import Column, Manifest, ShardInfo
 from shardkit.progress import reading
 from shardkit.storage.store import Body, Store

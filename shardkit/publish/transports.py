@@ -22,8 +22,9 @@ from errno import ENOLCK, ENOSYS, ENOTSUP
 from pathlib import Path
 
 from shardkit.errors import ShardError
-from shardkit.files import PART_SUFFIX, held_file, link_or_copy, make_folder, part_of
+from shardkit.files import PART_SUFFIX, link_or_copy, make_folder, part_of
 from shardkit.hashing import hash_bytes, hash_file, new_hash
+from shardkit.locks import held_file
 from shardkit.manifest import FileInfo
 from shardkit.publish.contents import (
     CONTENT_HASH,

@@ -29,10 +29,10 @@ from shardkit.cache.folder import (
     seal,
     sealed_size,
 )
-from shardkit.cache.locks import FileLock
 from shardkit.cache.tar_scan import TarIndexes
 from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes
+from shardkit.locks import FileLock
 from support.ended_threads import ended_threads
 from support.other_process import SECONDS, OtherProcess
 
@@ -588,7 +588,7 @@ def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: 
 
 HOLD_LOCK = """
 import pathlib, sys
-from shardkit.cache.locks import FileLock
+from shardkit.locks import FileLock
 from shardkit.cache.tar_scan import TarIndexes
 from shardkit.hashing import hash_bytes
 lock = FileLock(pathlib.Path(sys.argv[1]), keep=True)

@@ -17,7 +17,7 @@ import pytest
 
 from servers.bucket import RgwBucket
 from servers.fault_proxy import FaultProxy, Rule
-from shardkit import files as file_helpers
+from shardkit import locks
 from shardkit.errors import BuildError
 from shardkit.publish import transports
 from shardkit.publish.publication import Publication
@@ -171,7 +171,7 @@ def test_one_that_takes_a_publisher_for_dead_does_not_disturb_it(
     corpus: Path, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came, calls = threading.Event(), []
-    held_file = file_helpers.held_file
+    held_file = locks.held_file
 
     def held(path: Path, **options: Any) -> int | None:
         calls.append(path)

@@ -18,7 +18,8 @@ from pathlib import Path
 import xxhash
 
 from shardkit.errors import BuildError
-from shardkit.files import held_file, who_else_writes
+from shardkit.files import who_else_writes
+from shardkit.locks import held_file
 
 __all__ = ["default_scratch", "folder_of", "prepare", "unfinished"]
 

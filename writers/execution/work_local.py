@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardkit.errors import BuildError
-from shardkit.files import fsync_path, held_file, publish_bytes, upgraded
+from shardkit.files import fsync_path, publish_bytes
+from shardkit.locks import held_file, upgraded
 from shardkit.storage.local import LocalStore
 from shardkit.writers.execution.task import Commit, Task, parse_commit
 from shardkit.writers.execution.work import check_same, hash_output

@@ -1,10 +1,16 @@
-"""Locks between processes that die with their process: flock, with a limit on how long to wait.
+"""Locks between processes that end with their process (flock), with a limit on how long to wait.
 
-The operating system releases a flock when its last descriptor is closed, also after kill -9. Waiting is done
-by the system, not by asking again and again. A lock whose holder has been stopped (kill -STOP, a frozen
-container) would never come: whoever waits gives up in time and goes on without it, because these locks save
-work; they guard no bytes. Until a lock that was given up comes after all, nobody else in the process waits
-for it: one wait in vain is enough, and waits that the system cannot call off do not pile up.
+The kernel frees a flock when its last descriptor is closed, also after kill -9. Locks hold between processes
+of a machine, and between machines on file systems that support that (NFS 4, Lustre mounted with `flock`,
+CephFS, …).
+
+`held_file` guards a folder, alone or shared with others, and asks again every tenth of a second.
+
+A `FileLock` saves work and guards no bytes: processes take one for each shard that they fetch. The system
+does the waiting, so nobody loses time between two tries. A lock whose holder has been stopped (kill -STOP, a
+frozen container) would never come: whoever waits gives up in time and goes on without it. Until a lock that
+was given up comes after all, nobody else in the process waits for it: one wait in vain is enough, and waits
+that the system cannot call off do not pile up.
 """
 
 from __future__ import annotations
@@ -15,11 +21,46 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["FileLock"]
+__all__ = ["FileLock", "held_file", "upgraded"]
+
+_POLL_SECONDS = 0.1
 
 # Links are refused, and pipes do not block: somebody else put them there.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _given_up: set[tuple[int, int, int]] = set()  # (process, device, inode) of locks that were waited for in vain
+
+
+def held_file(path: Path, *, shared: bool, wait_seconds: float = 0.0) -> int | None:
+    """A descriptor that holds the lock of a file until it is closed; None if others have it. OSError.
+
+    The file is made if there is none. Whoever holds it alone may remove it: that is noticed.
+    """
+    deadline = time.monotonic() + wait_seconds
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):  # otherwise its last holder removed it: make a new one
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(_POLL_SECONDS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def upgraded(descriptor: int) -> bool:
+    """Whether a lock that is shared became ours alone; if not, it may be lost."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class FileLock:

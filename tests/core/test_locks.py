@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cache import locks
-from shardkit.cache.locks import FileLock
+from shardkit import locks
+from shardkit.locks import FileLock
 from support.ended_threads import ended_threads
 from support.other_process import SECONDS, OtherProcess
 
 HOLD = """
 import pathlib, sys
-from shardkit.cache.locks import FileLock
+from shardkit.locks import FileLock
 lock = FileLock(pathlib.Path(sys.argv[1]), keep=sys.argv[2] == "True")
 assert lock.acquire(60)
 print("held", flush=True)
@@ -31,7 +31,7 @@ sys.stdin.readline()
 
 PASS_ON = """
 import os, pathlib, sys
-from shardkit.cache.locks import FileLock
+from shardkit.locks import FileLock
 folder, keep, rounds = pathlib.Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -47,7 +47,7 @@ for _ in range(rounds):
 
 HOLD_WITH_CHILD = """
 import pathlib, subprocess, sys
-from shardkit.cache.locks import FileLock
+from shardkit.locks import FileLock
 lock = FileLock(pathlib.Path(sys.argv[1]))
 assert lock.acquire()
 child = subprocess.Popen(["sleep", "300"], close_fds=False)
