@@ -25,7 +25,7 @@ Costs, measured with 450,000 shards, 64 lanes and 8,000 shards cached: 4 to 6 ms
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ from shardkit.arrays import Ints
 from shardkit.order.order import Order
 from shardkit.order.residency import ShardUses, shard_uses
 
-__all__ = ["NEVER", "Fetch", "Future", "min_fetched_bytes", "plan_fetches"]
+__all__ = ["NEVER", "Fetch", "Future", "plan_fetches"]
 
 NEVER = int(np.iinfo(np.int64).max)  # the next use of a shard that has none
 
@@ -297,35 +297,6 @@ def _preference(piece: tuple[int, int], position: int) -> tuple[bool, bool, int]
     # What is lacking comes first. Then, of what is free at `position`, the latest: what is free early may
     # help another fetch to begin early.
     return size > 0, free_from > position, abs(free_from - position)
-
-
-def min_fetched_bytes(requests: Sequence[Collection[int]], sizes: Sequence[int], capacity: int) -> int:
-    """What a cache fetches that knows `requests`, fetches on demand and evicts what is needed farthest ahead.
-
-    Each step requests shards that must be there together. For shards of equal size no cache fetches less; it
-    is the bound that plans are measured by. Plain Python: for thousands of steps, not millions.
-    """
-    uses: dict[int, list[int]] = {}
-    for step in reversed(range(len(requests))):
-        for shard in requests[step]:
-            uses.setdefault(shard, []).append(step)  # the next one is the last in the list
-    cached: set[int] = set()
-    used = fetched = 0
-    for step, requested in enumerate(requests):
-        for shard in requested:
-            uses[shard].pop()
-        for shard in sorted(set(requested) - cached):
-            while used + sizes[shard] > capacity:
-                idle = sorted(cached - set(requested))
-                if not idle:
-                    raise ValueError(f"step {step} requests more than {capacity:,} bytes at once")
-                victim = max(idle, key=lambda one: uses[one][-1] if uses[one] else len(requests))
-                cached.remove(victim)
-                used -= sizes[victim]
-            cached.add(shard)
-            used += sizes[shard]
-            fetched += sizes[shard]
-    return fetched
 
 
 def _joined(order: Order | Uses, epochs: range, lanes: range | None) -> ShardUses:

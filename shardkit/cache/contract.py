@@ -1,6 +1,8 @@
-"""What a cache of shards can do: `CacheFolder` on a disk, for all processes; `CacheMemory` in one process.
+"""What a cache of shards can do, and how to open one.
 
-Where a remote dataset's shards are kept, and how much of them.
+A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a local disk is shared by all
+processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is room for one entry while it is
+filled; a `Lease` keeps two from filling the same one.
 """
 
 from __future__ import annotations
@@ -10,13 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shardkit.arrays import Bytes
 from shardkit.units import parse_bytes
-
-if TYPE_CHECKING:
-    pass  # MERGED
 
 __all__ = ["Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
 
@@ -31,7 +30,6 @@ class Held:
 
 
 Contents = Mapping[str, Held]
-
 """Entries by name."""
 
 

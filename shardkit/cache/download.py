@@ -25,8 +25,6 @@ __all__ = ["DamagedObjectError", "Download", "MemoryTarget", "Target", "check_ha
 
 READ_BYTES = 1 << 18  # at a time, into a buffer that stays in a core's second-level cache
 MIN_PART_BYTES = 2 << 20  # below, a range's latency costs more than its share of the bandwidth brings
-
-
 _threads = threading.local()
 
 
@@ -78,7 +76,7 @@ class Download:
         if count == 1:
             self._hashers = {name: new_hash(name) for name in file.hashes if name in HASH_NAMES}
         self.bytes_done = 0
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
     @property
     def where(self) -> str:
@@ -97,7 +95,7 @@ class Download:
             self._running += 1
             return self._waiting.pop()
 
-    def stop(self, error: BaseException) -> bool:
+    def stop(self, error: Exception) -> bool:
         """End it at its next piece; True if it has parts to fetch and nobody is at one."""
         with self._lock:
             self.error = self.error or error
@@ -107,7 +105,7 @@ class Download:
         """Fetch it; True for the thread that ends the download, by its last part or after an error."""
         try:
             self._stream(*part)
-        except BaseException as error:
+        except Exception as error:
             with self._lock:
                 self.error = self.error or error
         with self._lock:

@@ -1,17 +1,20 @@
 """Shards from a store into a cache: what a reader waits for first, then what will be needed soonest.
 
-A few threads share the work. A shard that a reader waits for goes before all others; it is split into
-ranges when threads are free. The others follow a plan (`shardkit.cache.planner`) by earliest deadline.
-Processes that share a cache folder take leases, so that each shard is fetched by one of them; a lease whose
-holder has been stopped is ignored after a while. Where a cache has no room, a shard that is waited for is
-read into memory. Every wait has a limit, and its error says what had arrived until then.
+A few threads share the work. A shard that a reader waits for goes before all others, and is split into ranges
+when threads are free. The others follow plans (`shardkit.cache.planner`) by earliest deadline: each reader of
+the dataset may have one, and they take turns. A fetcher holds plans weakly, so a plan ends with its reader.
 
-Each reader of the dataset may have a plan of its own; the plans take turns. A fetcher holds them weakly, so
-that a plan ends with its reader.
+A `Job` is one shard on its way, and passes from thread to thread:
 
-One shard being fetched, from the demand or the plan to its last byte in the cache.
+    load or a plan -> _begin: lease, room in the cache, download
+                   -> _run_part, for each range: bytes arrive in that room
+                   -> _end: hashes are checked, the bytes unpacked and handed to who waits, then made durable
+                   -> _finish: lease and room are given back
 
-Waits that took too long, and how their errors say what had arrived until then.
+Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder take leases, so
+that each shard is fetched by one of them; a lease whose holder has been stopped is ignored after a while.
+Where a cache has no room, a shard that is waited for is read into memory. Every wait has a limit, and its
+error says what had arrived until then.
 """
 
 from __future__ import annotations
@@ -30,11 +33,27 @@ from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, 
 from shardkit.cache.planner import Planner
 from shardkit.errors import ShardkitError
 from shardkit.manifest import FileInfo, Format, ShardInfo
-from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.store import Store
+from shardkit.storage.threads import remake_after_fork
 from shardkit.units import format_bytes
 
 __all__ = ["FetchTimeoutError", "Fetcher", "Job", "Shards", "arrival"]
+
+ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
+LEASE_SECONDS = 20.0  # longer than a shard takes at 5 MB/s: who holds a lease for so long has been stopped
+FINISHERS = 2  # threads beside those that hold the connections
+IDLE_SECONDS = 10.0  # without anything to do, after which a thread ends; the next need starts another
+_JOIN_SECONDS = 2.0
+
+
+class FetchTimeoutError(ShardkitError, TimeoutError):
+    """A shard, or rows of one, did not arrive in time; the message says how much had."""
+
+
+def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
+    """How far a fetch is, what the store last answered with an error, and how full the disk is."""
+    disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
+    return f"{done:,} of {total:,} bytes came; last status {'none' if status is None else status}; {disk}"
 
 
 class Shards(Protocol):
@@ -65,12 +84,12 @@ class Job:
         self.lease: Lease | None = None
         self.target: Target | None = None
         self.data: Bytes | None = None
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self.done = threading.Event()
         self.stopped = threading.Event()
         self._lock = threading.Lock()  # a job that is stopped may be let go by two threads
 
-    def stop(self, error: BaseException) -> bool:
+    def stop(self, error: Exception) -> bool:
         """Tell whoever waits, and let the download end at its next piece; True if nobody is at a piece."""
         self.stopped.set()
         self.error = self.error or error
@@ -101,27 +120,6 @@ class Job:
         self.target = None
 
 
-class FetchTimeoutError(ShardkitError, TimeoutError):
-    """A shard, or rows of one, did not arrive in time; the message says how much had."""
-
-
-def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
-    """How far a fetch is, what the store last answered with an error, and how full the disk is."""
-    disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
-    return f"{done:,} of {total:,} bytes came; last status {'none' if status is None else status}; {disk}"
-
-
-ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
-
-LEASE_SECONDS = 20.0  # longer than a shard takes at 5 MB/s: who holds a lease for so long has been stopped
-
-FINISHERS = 2  # threads beside those that hold the connections
-
-IDLE_SECONDS = 10.0  # without anything to do, after which a thread ends; the next need starts another
-
-_JOIN_SECONDS = 2.0
-
-
 class Fetcher:
     """Fetches shards of one dataset into one cache, for one process."""
 
@@ -131,7 +129,7 @@ class Fetcher:
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
         self._squeezed: set[int] = set()  # shards that found no room lately
-        self._unkept: BaseException | None = None  # why the cache could not keep what was delivered
+        self._unkept: Exception | None = None  # why the cache could not keep what was delivered
         self.after_fork()
         remake_after_fork(self)
 
@@ -347,7 +345,7 @@ class Fetcher:
             if job.stopped.is_set() or not self._prepare(job) or job.stopped.is_set():
                 self._finish(job)
                 return
-        except BaseException as error:
+        except Exception as error:
             job.error = error
             self._finish(job)
             return
@@ -412,7 +410,7 @@ class Fetcher:
                 return
             problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
             job.error = job.error or DamagedObjectError(error.file, problem, offset=error.offset)
-        except BaseException as error:
+        except Exception as error:
             job.error = error
         self._finish(job)
 
@@ -420,7 +418,7 @@ class Fetcher:
         """Whether what came damaged will be fetched again."""
         try:
             job.drop_slot(damaged=True)
-        except BaseException as error:
+        except Exception as error:
             job.error = error
             return False
         with self._changed:
@@ -464,7 +462,7 @@ class Fetcher:
         """Make an entry durable, which takes a while: whoever waits has its bytes already."""
         try:
             slot.commit()
-        except BaseException as error:
+        except Exception as error:
             if job.data is None:
                 raise
             self._unkept = error  # for the next who asks: a disk that fails must not stay unnoticed

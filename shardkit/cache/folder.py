@@ -1,6 +1,6 @@
 """The node's cache: one folder that all processes of a machine share, and nothing else between them.
 
-    FOLDER/shardkit-cache-1/shards/NAME          an entry: whole, synced, sealed (see `shardkit.cache.folder`)
+    FOLDER/shardkit-cache-1/shards/NAME          an entry: whole, synced, sealed
                             filling/NAME~PID~N   being filled, flocked by its writer
                             leases/NAME          flocked by whoever fetches the entry
                             damaged/…            the last few entries that failed their seal or their hashes
@@ -12,27 +12,27 @@ to a process that died: it is removed. Whatever is killed, and whenever, leaves 
 wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the sub-folder while it
 is used, it is made anew.
 
-Whoever can write in a cache can put wrong data into it, so one that other users can write is refused. FOLDER
-must belong to this user or root, and only they may write there, or FOLDER's group: giving it write permission
-is how users share a cache (they also need umask 002). FOLDER may be one like /tmp, where everybody writes and
-nobody can replace what others made. The sub-folders must be real folders, not writable by everybody, and
-belong to this user or root, or to a member of the group. Folders that FOLDER lies in are not looked at.
-
-What a cache holds: the raw bytes of one shard and, behind them, a seal that proves them.
+Entries. The file is the raw bytes of one shard and, behind them, a seal that proves them:
 
     raw bytes | magic (8) | their size, u64 | xxh3_128 of the name (16) | xxh3_128 of the raw bytes (16)
 
 An entry's name says what its content is: the size and the strongest hash that the index states. So datasets,
 jobs and copies in several buckets share what they have in common, and a shard appended to a dataset costs
 nothing for the others. Shards without any hash are named after the object they came from and its version.
-The seal is checked when a process first uses an entry: a file that was cut, overwritten, renamed or swapped
-does not pass, whatever hashes the index has. But anyone can write a seal, so an entry whose name states the
-hash of its raw bytes must have that hash as well. If it has at least 128 bits, it is computed in place of the
-seal's, otherwise in addition. A gigabyte takes 0.3 s with xxh3_128 (as with the seal alone), 0.6 to 0.8 s
-with xxh64 and the like, 1.4 s with sha1, 1.7 s with sha256 and 3 to 4 s with md5 and sha512. Entries named by
-a hash of the compressed object, or by its version, are proved by their seal and size only.
 
-An entry of a `CacheFolder` while it is filled: a file in filling/ that moves to shards/, whole or never.
+Proof. A file that was cut, overwritten, renamed or swapped does not pass its seal, whatever hashes the index
+has. But anyone can write a seal, so an entry whose name states the hash of its raw bytes must have that hash
+as well. If it has at least 128 bits, it is computed in place of the seal's, otherwise in addition. A gigabyte
+takes 0.3 s with xxh3_128 (as with the seal alone), 0.6 to 0.8 s with xxh64 and the like, 1.4 s with sha1,
+1.7 s with sha256 and 3 to 4 s with md5 and sha512. Entries named by a hash of the compressed object, or by
+its version, are proved by their seal and size only.
+
+Trust. Whoever can write in a cache can put wrong data into it, so one that other users can write is refused.
+FOLDER must belong to this user or root, and only they may write there, or FOLDER's group: giving it write
+permission is how users share a cache (they also need umask 002). FOLDER may be one like /tmp, where everybody
+writes and nobody can replace what others made. The sub-folders must be real folders, not writable by
+everybody, and belong to this user or root, or to a member of the group. Folders that FOLDER lies in are not
+looked at.
 
 Bytes are written rather than put into a map: a page fault costs more than the copy (measured: 0.25 against
 0.4 CPU-seconds a gigabyte, and up to 1.6 on fresh pages).
@@ -55,9 +55,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
-import numpy as np
 import xxhash
 
 from shardkit.arrays import Bytes
@@ -67,7 +66,7 @@ from shardkit.files import NotRegularFileError, map_file, open_regular, who_else
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.locks import FileLock
 from shardkit.manifest import ShardInfo
-from shardkit.storage.forks import remake_after_fork
+from shardkit.storage.threads import remake_after_fork
 
 __all__ = [
     "SEAL_BYTES",
@@ -79,23 +78,29 @@ __all__ = [
     "is_sealed",
     "make_seal",
     "make_subfolders",
-    "seal",
     "sealed_size",
 ]
 
+SUBFOLDER = "shardkit-cache-1"
+_SUBFOLDERS = ("shards", "filling", "leases", "damaged")
+_KEPT_DAMAGED = 4
+_LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
+_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
+
 _MAGIC = b"shardkt1"
-
 _SEAL = struct.Struct("<8sQ16s16s")
-
 SEAL_BYTES = _SEAL.size
-
 _STRONG_DIGEST_CHARS = 32  # 128 bits, as the seal's
-
 _MAX_DIGEST_CHARS = 128  # sha512 in hex; file names have 255
+# Names of entries that state the hash of their raw bytes, as `entry_name` writes them.
+_RAW_HASH = re.compile(r"-?[0-9a-f]+-(?P<algorithm>[0-9a-z_]+)-(?P<digest>[0-9a-z]+)")
 
-_RAW_HASH = re.compile(
-    r"-?[0-9a-f]+-(?P<algorithm>[0-9a-z_]+)-(?P<digest>[0-9a-z]+)"
-)  # as `entry_name` writes
+_numbers = itertools.count()  # of files being filled
+T = TypeVar("T")
+
+
+class CacheFolderError(ShardkitError):
+    """The cache folder cannot be used; the message says which and why."""
 
 
 def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | None:
@@ -135,11 +140,6 @@ def sealed_size(raw_bytes: int) -> int:
     return raw_bytes + SEAL_BYTES
 
 
-def seal(entry: Bytes, name: str) -> None:
-    """Write the seal behind the raw bytes that fill all but the end of `entry`."""
-    entry[-SEAL_BYTES:] = np.frombuffer(make_seal(entry[:-SEAL_BYTES], name), dtype=np.uint8)
-
-
 def make_seal(raw: Bytes, name: str) -> bytes:
     """The seal of raw bytes under a name."""
     return _SEAL.pack(_MAGIC, len(raw), _digest(name.encode()), _digest(raw.data))
@@ -164,99 +164,6 @@ def is_sealed(entry: Bytes, name: str) -> bool:
 
 def _digest(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
-
-
-_numbers = itertools.count()
-
-
-class CacheFolderError(ShardkitError):
-    """The cache folder cannot be used; the message says which and why."""
-
-
-class Owner(Protocol):
-    """What a slot needs of its cache."""
-
-    def enter(self, name: str, file: Path, descriptor: int) -> None: ...
-    def set_aside(self, file: Path) -> None: ...
-
-
-class FolderSlot:
-    """Room in a `CacheFolder`: a file of its final size, flocked."""
-
-    def __init__(self, cache: Owner, name: str, folder: Path, size: int) -> None:
-        self._cache, self._name, self._size = cache, name, size
-        self._entry: Bytes | None = None
-        self._file, self._descriptor = _create_locked(folder, name)
-        try:
-            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error here, not a SIGBUS later
-        except BaseException:
-            self._end(keep=False)
-            raise
-
-    @property
-    def data(self) -> Bytes:
-        if self._entry is None:
-            self._entry = map_file(self._descriptor, self._size, writable=True)
-        return self._entry[:-SEAL_BYTES]
-
-    def write(self, at: int, piece: memoryview) -> None:
-        written = os.pwrite(self._descriptor, piece, at)
-        if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
-            raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
-
-    def commit(self) -> Bytes:
-        try:
-            os.pwrite(self._descriptor, make_seal(self.data, self._name), self._size - SEAL_BYTES)
-            os.fsync(self._descriptor)
-            self._entry = None
-            data = map_file(self._descriptor, self._size)
-            self._cache.enter(self._name, self._file, self._descriptor)
-        except OSError as error:
-            self._end(keep=False)
-            problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
-            raise CacheFolderError(f"{self._file}: {problem}") from error
-        self._end(keep=True)
-        return data[:-SEAL_BYTES]
-
-    def discard(self, *, damaged: bool = False) -> None:
-        if damaged and self._descriptor >= 0:
-            self._cache.set_aside(self._file)
-        self._end(keep=damaged)
-
-    def _end(self, *, keep: bool) -> None:
-        if self._descriptor >= 0:
-            if not keep:
-                self._file.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-        self._entry = None
-
-
-def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
-    """A new file that nobody else can have, flocked."""
-    while True:
-        file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return file, descriptor
-        except BlockingIOError:
-            pass  # taken for abandoned between these two calls
-        os.close(descriptor)
-
-
-T = TypeVar("T")
-
-SUBFOLDER = "shardkit-cache-1"
-
-_SUBFOLDERS = ("shards", "filling", "leases", "damaged")
-
-_KEPT_DAMAGED = 4
-
-_LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
-
-_MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
 
 
 class CacheFolder:
@@ -501,6 +408,72 @@ class CacheFolder:
                     file.unlink(missing_ok=True)
                 finally:
                     os.close(descriptor)
+
+
+class FolderSlot:
+    """Room in a `CacheFolder`: a file of its final size, flocked."""
+
+    def __init__(self, cache: CacheFolder, name: str, folder: Path, size: int) -> None:
+        self._cache, self._name, self._size = cache, name, size
+        self._entry: Bytes | None = None
+        self._file, self._descriptor = _create_locked(folder, name)
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error here, not a SIGBUS later
+        except BaseException:
+            self._end(keep=False)
+            raise
+
+    @property
+    def data(self) -> Bytes:
+        if self._entry is None:
+            self._entry = map_file(self._descriptor, self._size, writable=True)
+        return self._entry[:-SEAL_BYTES]
+
+    def write(self, at: int, piece: memoryview) -> None:
+        written = os.pwrite(self._descriptor, piece, at)
+        if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
+            raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
+
+    def commit(self) -> Bytes:
+        try:
+            os.pwrite(self._descriptor, make_seal(self.data, self._name), self._size - SEAL_BYTES)
+            os.fsync(self._descriptor)
+            self._entry = None
+            data = map_file(self._descriptor, self._size)
+            self._cache.enter(self._name, self._file, self._descriptor)
+        except OSError as error:
+            self._end(keep=False)
+            problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
+            raise CacheFolderError(f"{self._file}: {problem}") from error
+        self._end(keep=True)
+        return data[:-SEAL_BYTES]
+
+    def discard(self, *, damaged: bool = False) -> None:
+        if damaged and self._descriptor >= 0:
+            self._cache.set_aside(self._file)
+        self._end(keep=damaged)
+
+    def _end(self, *, keep: bool) -> None:
+        if self._descriptor >= 0:
+            if not keep:
+                self._file.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+        self._entry = None
+
+
+def _create_locked(folder: Path, name: str) -> tuple[Path, int]:
+    """A new file that nobody else can have, flocked."""
+    while True:
+        file = folder / f"{name}~{os.getpid()}~{next(_numbers)}~{time.time_ns()}"
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return file, descriptor
+        except BlockingIOError:
+            pass  # taken for abandoned between these two calls
+        os.close(descriptor)
 
 
 def make_subfolders(folder: Path, names: Iterable[str]) -> None:

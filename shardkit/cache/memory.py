@@ -12,7 +12,7 @@ import numpy as np
 
 from shardkit.arrays import Bytes
 from shardkit.cache.contract import Contents, Held
-from shardkit.storage.forks import remake_after_fork
+from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["CacheMemory"]
 

@@ -21,7 +21,7 @@ import numpy as np
 from shardkit.arrays import Ints
 from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.cache.contract import Cache, Contents
-from shardkit.storage.forks import remake_after_fork
+from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["Planner"]
 

@@ -7,9 +7,9 @@ must agree, and is compared again when its shard has come and been proved: a dif
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +23,9 @@ from shardkit.formats.tar.members import BLOCK, padded
 from shardkit.formats.tar.values import make_npy_header
 from shardkit.formats.tar.writer import RECORD_BYTES
 from shardkit.manifest import Manifest, ShardInfo
-from shardkit.storage.limits import Workers
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
+from shardkit.storage.threads import Workers
 
 __all__ = ["FetchedRows", "RowLayout", "RowReader", "row_layout"]
 
@@ -33,28 +33,6 @@ MAX_THREADS = 32
 MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 4  # of one row, before the store is called unreliable
-
-
-class _Batch:
-    """Reads made side by side: each of them, or the first error."""
-
-    def __init__(self, count: int) -> None:
-        self.read: list[bytes | None] = [None] * count
-        self.left = count
-        self.error: BaseException | None = None
-        self.finished = threading.Event()
-        self._lock = threading.Lock()
-
-    def run(self, index: int, get: Callable[[], bytes]) -> None:
-        try:
-            if self.error is None:
-                self.read[index] = get()
-        except BaseException as error:
-            self.error = self.error or error
-        with self._lock:
-            self.left -= 1
-            if not self.left or self.error is not None:
-                self.finished.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +150,23 @@ class RowReader:
 
     def _get_all(self, places: list[tuple[int, int]], deadline: float) -> list[bytes]:
         """The bytes of rows, read side by side; what is not there by the deadline is given up."""
-        batch = _Batch(len(places))
-        for index, place in enumerate(places):
-            self._workers.submit(partial(batch.run, index, partial(self._get, *place)))
-        if not batch.finished.wait(max(0.0, deadline - time.monotonic())):
-            missing = next(place for place, data in zip(places, batch.read, strict=True) if data is None)
-            size = self._manifest.shards[missing[0]].raw.bytes
+        reads = [self._workers.submit(partial(self._get, *place)) for place in places]
+        done, late = wait(reads, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        for read in late:
+            read.cancel()
+        errors = [error for read in done if (error := read.exception()) is not None]
+        if errors:
+            raise errors[0]
+        if late:
+            number, row = next(place for place, read in zip(places, reads, strict=True) if read in late)
+            size = self._manifest.shards[number].raw.bytes
             status = self._store.metrics.snapshot().last_status
             raise FetchTimeoutError(
-                f"{self._where(missing[0])}: row {missing[1]:,} is not here in time; of this batch's rows "
-                f"{len(places) - batch.left} of {len(places)} reads came; "
+                f"{self._where(number)}: row {row:,} is not here in time; of this batch's rows "
+                f"{len(done)} of {len(places)} reads came; "
                 f"{arrival(0, size, status, self._free_disk_bytes())}"
             )
-        if batch.error is not None:
-            raise batch.error
-        return [data for data in batch.read if data is not None]
+        return [read.result() for read in reads]
 
     def _get(self, number: int, row: int) -> bytes:
         layout = self.layout(number)

@@ -25,8 +25,8 @@ from shardkit.cache.rows import RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.order.order import Order
 from shardkit.order.residency import MixedUses
-from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.resilient import ResilientStore
+from shardkit.storage.threads import remake_after_fork
 
 if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader

@@ -1,23 +1,20 @@
 """The manifest of tars that no list describes: every tar is looked through once, in threads.
 
-A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened.
-Where there is a cache folder, `shardkit.cache.tar_scan` keeps what was found: each tar is scanned by one
-of the processes that open it at once, others wait for it (in bounded time), and later openings scan nothing.
+A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened. A
+remote tar that the cache has no room for is scanned while it streams by, and nothing of it is kept; payloads
+that are longer than a request costs are passed over by opening the object anew behind them, so a tar of
+videos costs a request a video instead of its bytes.
 
-The members of a remote tar from its headers, while the tar streams by: nothing of it is kept.
-
-For tars that no cache has room for. Payloads that are longer than a request costs are passed over by opening
-the object anew behind them, so a tar of videos costs a request a video instead of its bytes.
-
-What scans of tars found, kept beside the cache, so that nobody on the machine scans a tar a second time.
+Where there is a cache folder, what was found is kept beside the entries. Each tar is scanned by one of the
+processes that open it at once, others wait for it (in bounded time), and later openings scan nothing:
 
     CACHE_DIR/shardkit-cache-1/tars/NAME        one file a tar, see `shardkit.formats.tar.members`
                                     NAME.lock   flocked by whoever scans it
 
 A file is named by the tar's URL and the version of the object (of a local file: its time, inode and size), so
 a tar that is replaced is scanned again. Files are checked when they are read and appear by rename; they are
-not synced, because what a power cut damages is recognised and made anew. The least recently used give way
-beyond `MAX_BYTES`. Without a folder nothing is kept.
+not synced, because what a power cut damages is recognized and made anew. The least recently used give way
+beyond `MAX_BYTES`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ __all__ = [
     "Permutation",
     "mix64",
     "permute",
-    "permute_one",
     "unpermute",
 ]
 
@@ -61,8 +60,6 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xFF51AFD7ED558CCD)
 
 _MIX2 = np.uint64(0xC4CEB9FE1A85EC53)
-
-_WORD = (1 << 64) - 1
 
 ONE, _32, _33, _64 = (np.uint64(value) for value in (1, 32, 33, 64))
 
@@ -145,30 +142,6 @@ def permute(indices: Words, domains: Domains) -> Words:
 def unpermute(indices: Words, domains: Domains) -> Words:
     """The inverse of `permute`."""
     return _apply(indices, domains, inverse=True)
-
-
-def permute_one(index: int, size: int, key: int) -> int:
-    """`permute` of one element in plain Python: the definition that the vectorised one is tested against."""
-    if size <= _TINY:
-        hashes = [_mix64_int(key + (element + 1) * int(GOLDEN)) for element in range(size)]
-        return sum(other < hashes[index] for other in hashes)
-    low_bits = (size - 1).bit_length() // 2
-    rows = (size + (1 << low_bits) - 1) >> low_bits
-    while True:
-        left, right = index >> low_bits, index & ((1 << low_bits) - 1)
-        for number in range(1, _ROUNDS, 2):
-            left = (left + ((_mix64_int(right + key + number * int(GOLDEN)) >> 32) * rows >> 32)) % rows
-            right ^= _mix64_int(left + key + (number + 1) * int(GOLDEN)) >> (64 - low_bits)
-        index = left << low_bits | right
-        if index < size:
-            return index
-
-
-def _mix64_int(word: int) -> int:
-    word &= _WORD
-    word = (word ^ word >> 33) * int(_MIX1) & _WORD
-    word = (word ^ word >> 33) * int(_MIX2) & _WORD
-    return word ^ word >> 33
 
 
 def mix64(values: Words) -> Words:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.store import StoreError, ThrottledError
+from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["Event", "MetricsSnapshot", "StoreMetrics"]
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import errno
 import io
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from shardkit.storage.limits import Workers
 from shardkit.storage.store import ObjectChangedError, ObjectInfo, StoreError
+from shardkit.storage.threads import Workers
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -105,20 +106,7 @@ class _ObjectFile(io.RawIOBase):
         self._next_bytes = min(2 * self._next_bytes, _MOST_BYTES)
         stop = self._start + len(block)
         if is_next and stop < self._info.bytes:
-            self._coming = self._fetch(stop, self._next_bytes)
-
-    def _fetch(self, start: int, count: int) -> Future[bytes]:
-        """Call `_get` in a thread."""
-        future: Future[bytes] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self._get(start, count))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._workers.submit(run)
-        return future
+            self._coming = self._workers.submit(partial(self._get, stop, self._next_bytes))
 
     def _get(self, start: int, count: int) -> bytes:
         stop = min(start + count, self._info.bytes)

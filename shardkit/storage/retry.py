@@ -31,10 +31,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from shardkit.storage.forks import remake_after_fork
-from shardkit.storage.limits import Gate, Ticket, Workers
+from shardkit.storage.limits import Gate, Ticket
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.store import Body, StoreError, ThrottledError, TransientError
+from shardkit.storage.threads import Workers, remake_after_fork
 
 __all__ = ["Calls", "Health", "Hedging", "Operation", "Race", "Retries", "RetryPolicy"]
 
@@ -254,17 +254,7 @@ class Race(Generic[T]):
         self._winner: Future[T] | None = None
 
     def start(self, request: Callable[[], T]) -> None:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():  # not if it waited too long for a thread
-                try:
-                    future.set_result(request())
-                except BaseException as error:  # raised where the answer is waited for
-                    future.set_exception(error)
-
-        self._requests.append(future)
-        self._workers.submit(run)
+        self._requests.append(self._workers.submit(request))
 
     def answer(self, seconds: float) -> tuple[int, T] | None:
         """Return (number of the request, its answer), or None if none arrives in time.

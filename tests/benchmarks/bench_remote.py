@@ -32,11 +32,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from reference.belady import min_fetched_bytes
 from servers.bucket import s3_client
 from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
-from shardkit.cache.belady import min_fetched_bytes
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.storage import StorageOptions

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.folder import SEAL_BYTES, entry_name, is_sealed, seal, sealed_size
+from shardkit.cache.folder import SEAL_BYTES, entry_name, is_sealed, make_seal
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.manifest import FileInfo, ShardInfo
 
@@ -23,10 +23,8 @@ NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_si
 
 
 def sealed(raw: bytes, name: str) -> npt.NDArray[np.uint8]:
-    entry = np.zeros(sealed_size(len(raw)), dtype=np.uint8)
-    entry[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)
-    seal(entry, name)
-    return entry
+    data = np.frombuffer(raw, dtype=np.uint8)
+    return np.frombuffer(bytearray(raw + make_seal(data, name)), dtype=np.uint8)
 
 
 @SETTINGS

@@ -26,7 +26,7 @@ from shardkit.cache.folder import (
     CacheFolder,
     CacheFolderError,
     is_sealed,
-    seal,
+    make_seal,
     sealed_size,
 )
 from shardkit.cache.tar_scan import TarIndexes
@@ -892,10 +892,9 @@ def test_pipes_and_links_among_the_indexes_of_tars_are_no_indexes(tmp_path: Path
 def test_a_planted_entry_with_a_seal_of_its_own_is_not_delivered(tmp_path: Path, root: Path) -> None:
     raw = content("a")
     name = f"{RAW:x}-xxh64-{hash_bytes(raw.data, ['xxh64'])['xxh64']}"
-    wrong = np.zeros(COST, np.uint8)
-    seal(wrong, name)
+    wrong = np.zeros(RAW, np.uint8)
     CacheFolder(tmp_path)
-    (root / "shards" / name).write_bytes(wrong.tobytes())
+    (root / "shards" / name).write_bytes(wrong.tobytes() + make_seal(wrong, name))
     cache = CacheFolder(tmp_path)
     assert cache.find(name) is None
     assert cache.counters()["quarantined"] == 1

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.belady import NEVER, Fetch, Future, min_fetched_bytes, plan_fetches
+from reference.belady import min_fetched_bytes
+from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 

@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 
-from shardkit.storage.forks import remake_after_fork
+from shardkit.storage.threads import remake_after_fork
 
 
 class Remade:

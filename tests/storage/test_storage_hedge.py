@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.storage.limits import Workers
 from shardkit.storage.retry import Hedging, Race, RetryPolicy
 from shardkit.storage.store import ObjectNotFoundError, StoreError, ThrottledError, TransientError
+from shardkit.storage.threads import Workers
 
 TIMEOUT = 60.0
 

@@ -6,9 +6,7 @@ import os
 import threading
 from functools import partial
 
-import pytest
-
-from shardkit.storage.limits import Workers
+from shardkit.storage.threads import Workers
 
 TIMEOUT = 60
 
@@ -94,23 +92,32 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
     workers.close()
 
 
-def test_a_task_that_raises_costs_no_thread_and_its_error_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reported: list[BaseException | None] = []
-    monkeypatch.setattr(threading, "excepthook", lambda told: reported.append(told.exc_value))
+def test_a_task_that_raises_costs_no_thread_and_its_error_is_reported() -> None:
     workers = Workers(2)
 
     def fail(number: int) -> None:
         raise ValueError(number)
 
-    for number in range(20):
-        workers.submit(partial(fail, number))
+    failed = [workers.submit(partial(fail, number)) for number in range(20)]
     assert len(names(workers, 5)) == 5, "other tasks still run"
     assert workers._threads <= 2
     workers.close()
+    errors = [future.exception(TIMEOUT) for future in failed]
+    assert [error.args[0] for error in errors if error] == list(range(20))
     for thread in threading.enumerate():
-        if thread.name == "shardkit-store" and thread is not threading.current_thread():
+        if thread.name == "shardkit-store":
             thread.join(TIMEOUT)
-    assert sorted(error.args[0] for error in reported if error) == list(range(20))
     assert workers._threads == 0
+
+
+def test_a_task_that_is_canceled_before_it_has_a_thread_never_runs() -> None:
+    workers = Workers(1)
+    release, ran = threading.Event(), threading.Event()
+    first = workers.submit(lambda: release.wait(TIMEOUT))
+    waiting = workers.submit(ran.set)
+    assert waiting.cancel()
+    release.set()
+    assert first.result(TIMEOUT)
+    assert workers.submit(lambda: "next").result(TIMEOUT) == "next"
+    assert not ran.is_set()
+    workers.close()

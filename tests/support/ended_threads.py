@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from shardkit.storage import limits as workers
+from shardkit.storage import threads as workers
 
 __all__ = ["ended_threads"]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reference.belady import min_fetched_bytes
 from shardkit.cache import reader
-from shardkit.cache.belady import min_fetched_bytes
 from shardkit.cache.folder import sealed_size
 from shardkit.cache.shards import _LEADS_IN_CACHE
 from shardkit.loaders import defaults as setup

@@ -38,7 +38,6 @@ import xxhash
 
 from shardkit.errors import BuildError
 from shardkit.files import fsync_path
-from shardkit.storage.forks import remake_after_fork
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
@@ -50,6 +49,7 @@ from shardkit.storage.store import (
     Store,
     StoreError,
 )
+from shardkit.storage.threads import remake_after_fork
 from shardkit.writers.execution import scratch, work_files
 from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
 from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, check_same
