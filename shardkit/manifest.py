@@ -2,14 +2,13 @@
 
 Both formats are described by one immutable `Manifest`; `shardkit.formats.mds` and `shardkit.formats.tar` read
 and write the files (`index.json`, `shards.json`) that carry it. Basenames are checked here, once, so that no
-reader can be led out of the dataset's folder. Memory is O(#shards).
+reader can be led out of the dataset's folder.
 
-Many shards in a few arrays: what 450,000 `ShardInfo` say takes 25 MB instead of a gigabyte.
-
-Shards of one dataset differ in name, size, samples and hashes; columns, compression and limits repeat. A
-table keeps the former in arrays and the latter once, and makes a `ShardInfo` when asked for one. Only lists
-whose shards are alike in kind fit: the same hash names everywhere, plain file names. `table_of` says None
-for others, which stay lists.
+Memory is O(#shards). A `ShardTable` has what 450,000 `ShardInfo` say in 25 MB instead of a gigabyte: shards
+of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns, compression and
+limits repeat and are kept once. It makes a `ShardInfo` when asked for one. Only lists whose shards are alike
+in kind fit: the same hash names everywhere, plain file names. `table_of` says None for others, which stay
+lists.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import eq
 from pathlib import PurePosixPath
-from typing import Literal, Protocol, overload, runtime_checkable
+from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,6 @@ __all__ = [
     "Manifest",
     "ShardInfo",
     "ShardTable",
-    "Summed",
     "checked_basename",
     "merge_columns",
     "table_of",
@@ -46,6 +44,10 @@ __all__ = [
 Format = Literal["mds", "tar"]
 
 MAX_BASENAME_CHARS = 1024  # PATH_MAX is 4,096 on Linux; an honest shard name is far below
+
+_NEWLINE, _SLASH, _DOT = b"\n/."
+_IS_PLAIN = np.zeros(256, dtype=np.bool_)  # characters that names in a table may have
+_IS_PLAIN[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-./\n")] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +108,6 @@ class ShardInfo:
         return self.raw if self.zip is None else self.zip
 
 
-@runtime_checkable
-class Summed(Protocol):
-    """Shards that know what would take long to work out one by one (`shardkit.manifest`)."""
-
-    @property
-    def samples(self) -> Ints: ...
-    @property
-    def raw_bytes(self) -> Ints: ...
-    @property
-    def kinds(self) -> Sequence[ShardInfo]: ...
-    @property
-    def fingerprint(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The ordered shards of a dataset."""
@@ -130,21 +118,21 @@ class Manifest:
     @cached_property
     def shard_samples(self) -> Ints:
         """int64[K]: samples of each shard, in manifest order."""
-        if isinstance(self.shards, Summed):
+        if isinstance(self.shards, ShardTable):
             return self.shards.samples
         return np.fromiter((s.samples for s in self.shards), dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def raw_bytes(self) -> Ints:
         """int64[K]: size of each shard as readers see it; -1 where the index does not say."""
-        if isinstance(self.shards, Summed):
+        if isinstance(self.shards, ShardTable):
             return self.shards.raw_bytes
         return np.fromiter((s.raw.bytes for s in self.shards), dtype=np.int64, count=len(self.shards))
 
     @cached_property
     def kinds(self) -> Sequence[ShardInfo]:
         """A shard of each kind: for any shard, one here has the same columns, compression and limit."""
-        if isinstance(self.shards, Summed):
+        if isinstance(self.shards, ShardTable):
             return self.shards.kinds
         return list({(s.columns, s.compression, s.size_limit): s for s in self.shards}.values())
 
@@ -166,7 +154,7 @@ class Manifest:
 
         `hash` is the first of the raw file's hashes by name (of the stored file's when the raw has none).
         """
-        if isinstance(self.shards, Summed):
+        if isinstance(self.shards, ShardTable):
             return self.shards.fingerprint
         state = hashlib.blake2b(digest_size=16, person=b"shardkit-fp-v1")
         for shard in self.shards:
@@ -190,15 +178,6 @@ def checked_basename(name: object, index_file: str | os.PathLike[str]) -> str:
     if unsafe or not parts or any(p in ("..", ".") for p in name.split("/")):
         raise ShardError(index_file, f"basename {name!r} leaves the dataset's folder; refuse this dataset")
     return name
-
-
-_NEWLINE, _SLASH, _DOT = b"\n/."
-
-_MAX_NAME = 1024
-
-_IS_PLAIN = np.zeros(256, dtype=np.bool_)
-
-_IS_PLAIN[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-./\n")] = True
 
 
 @dataclass(frozen=True)
@@ -234,7 +213,7 @@ class Files:
         if not _IS_PLAIN[names].all() or any(len(digests) != count for digests in self.digests):
             return False
         lengths = np.diff(self._ends, prepend=-1) - 1
-        if int(lengths.min()) < 1 or int(lengths.max()) > _MAX_NAME or int(self.sizes.min()) < 0:
+        if int(lengths.min()) < 1 or int(lengths.max()) > MAX_BASENAME_CHARS or int(self.sizes.min()) < 0:
             return False
         # No part of a path is empty or begins with a dot: each begins a name or follows a slash.
         begins = np.concatenate([[0], self._ends[:-1] + 1, np.flatnonzero(names == _SLASH) + 1])

@@ -1,14 +1,12 @@
 """Any MDS dataset or folder of WebDataset tars, as one sequence of samples.
 
-`open_dataset` finds out what a path holds and reads the index only; shards open when a sample of theirs is
-asked for. The most recently used shards stay open, bounded in number and in bytes decompressed into memory.
-Open shards hold no file descriptors, but systems limit the maps of a process, too (usually 65,530): where a
-process has `MAX_MAPS` open, all its datasets forget the shards that they keep. Shards that fall out are
-forgotten, not closed: a thread that still reads one, or a view that still shows it, keeps it alive. To open a
-forgotten one again costs some tens of microseconds. A `Dataset` may be shared by threads and pickled for
-processes.
-
-From what describes a dataset to what can be read: shards by a cache, tars without a list by a scan.
+`open_dataset` finds out what a path holds and reads the index only. Remote shards come through a cache; tars
+that no list describes are scanned to number their samples. Shards open when a sample of theirs is asked for,
+and the most recently used stay open, bounded in number and in bytes decompressed into memory. Open shards
+hold no file descriptors, but systems limit the maps of a process, too (usually 65,530): where a process has
+`MAX_MAPS` open, all its datasets forget the shards that they keep. Shards that fall out are forgotten, not
+closed: a thread that still reads one, or a view that still shows it, keeps it alive. To open a forgotten one
+again costs some tens of microseconds. A `Dataset` may be shared by threads and pickled for processes.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from shardkit.datasets.locate import Found, locate
 from shardkit.errors import ShardError, warn_user
 from shardkit.files import Closing, open_maps
 from shardkit.formats.tar.values import checked_decode
-from shardkit.manifest import Column, Manifest, ShardInfo, Summed, merge_columns
+from shardkit.manifest import Column, Manifest, ShardInfo, ShardTable, merge_columns
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StorageOptions, Store
@@ -50,100 +48,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Opened", "ReadOptions", "ShardReader", "open_dataset", "open_found"]
 
-_MAX_THREADS = 16
-
-_UNREMEMBERED_BYTES = 1 << 30  # of tars that may be scanned at every opening without a word
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A complete manifest; the shards of a remote dataset; what scans of its tars found."""
-
-    manifest: Manifest
-    shards: CachedShards | None = None
-    tar_indexes: TarIndexes | None = None
-
-
-def open_found(found: Found, options: CacheOptions) -> Opened:
-    """Ready to be read. ShardError names a tar that had to be scanned and is damaged; StoreError."""
-    if found.store is not None:
-        return _open_remote(found.store, found.manifest, found.versions, options)
-    assert found.folder is not None
-    if found.versions is None:
-        return Opened(found.manifest)
-    return _scan_local(found.folder, found.manifest, found.versions, options)
-
-
-def _open_remote(
-    store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, options: CacheOptions
-) -> Opened:
-    from shardkit.cache.shards import CachedShards
-
-    cache, connections = open_cache(options), options.connections
-    if versions is None:
-        return Opened(manifest, CachedShards(store, manifest, cache, connections=connections))
-    from shardkit.cache.tar_scan import scan_tars, skim_tar
-
-    sizes = [info.stored.bytes for info in manifest.shards]
-    objects = dict(enumerate(zip(sizes, versions, strict=True)))
-    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
-    indexes = _indexes(store.url, manifest, versions, options)
-    held = min(
-        connections, max(1, cache.capacity // max([1, *sizes]))
-    )  # together, what the cache has room for
-    infos, before = manifest.shards, list(accumulate(sizes, initial=0))
-
-    def skim(number: int) -> tuple[Scanned, TarIndex] | None:
-        """Of tars that the cache has room for, whole ones are wanted: they are read again soon."""
-        if before[number + 1] <= cache.capacity:
-            return None
-        return skim_tar(store, infos[number], versions[number])
-
-    try:
-        manifest = scan_tars(
-            manifest, shards.load, shards.where, indexes, threads=connections, held=held, skim=skim
-        )
-    finally:
-        shards.close()
-    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
-    return Opened(manifest, shards, indexes)
-
-
-def _scan_local(folder: Path, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> Opened:
-    from shardkit.cache.tar_scan import scan_tars
-    from shardkit.formats.tar.shard import load_raw
-
-    indexes = _indexes(str(folder.absolute()), manifest, versions, options)
-    infos = manifest.shards
-    scanned = scan_tars(
-        manifest,
-        lambda number: load_raw(folder, infos[number]),
-        lambda number: str(folder / infos[number].stored.basename),
-        indexes,
-        threads=min(_MAX_THREADS, os.cpu_count() or 1),
-    )
-    return Opened(scanned, tar_indexes=indexes)
-
-
-def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> TarIndexes:
-    from shardkit.cache.tar_scan import TarIndexes
-
-    size = sum(info.stored.bytes for info in manifest.shards)
-    if options.folder is None and size > _UNREMEMBERED_BYTES:
-        warn_user(
-            f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
-            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)"
-        )
-    names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
-    return TarIndexes.beside(options.folder, list(zip(names, versions, strict=True)))
-
-
 MAX_OPEN_SHARDS = 1024  # of a dataset
-
 MAX_MAPS = 16384  # of a process: a quarter of what Linux allows by default, the rest is for others
-
 MAX_RESIDENT_BYTES = 2 << 30  # of decompressed shards held in memory; the newest stays whatever its size
-
+_MAX_THREADS = 16
+_UNREMEMBERED_BYTES = 1 << 30  # of tars that may be scanned at every opening without a word
 
 # Datasets that keep shards open. Each change is one atomic step: threads and the garbage collector share it.
 _keeping: dict[int, weakref.ref[Dataset]] = {}
@@ -290,7 +199,7 @@ class Dataset(Closing):
         Tars whose list does not state columns are opened for this, each once.
         """
         seen: set[tuple[Column, ...]] = set()
-        if isinstance(self.manifest.shards, Summed):
+        if isinstance(self.manifest.shards, ShardTable):
             found: Iterable[tuple[Column, ...]] = (kind.columns for kind in self.manifest.kinds)
         else:
             found = map(self._columns_of, np.flatnonzero(self.manifest.shard_samples).tolist())
@@ -444,3 +353,86 @@ def open_dataset(
         shards=opened.shards,
         tar_indexes=opened.tar_indexes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A complete manifest; the shards of a remote dataset; what scans of its tars found."""
+
+    manifest: Manifest
+    shards: CachedShards | None = None
+    tar_indexes: TarIndexes | None = None
+
+
+def open_found(found: Found, options: CacheOptions) -> Opened:
+    """Ready to be read. ShardError names a tar that had to be scanned and is damaged; StoreError."""
+    if found.store is not None:
+        return _open_remote(found.store, found.manifest, found.versions, options)
+    assert found.folder is not None
+    if found.versions is None:
+        return Opened(found.manifest)
+    return _scan_local(found.folder, found.manifest, found.versions, options)
+
+
+def _open_remote(
+    store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, options: CacheOptions
+) -> Opened:
+    from shardkit.cache.shards import CachedShards
+
+    cache, connections = open_cache(options), options.connections
+    if versions is None:
+        return Opened(manifest, CachedShards(store, manifest, cache, connections=connections))
+    from shardkit.cache.tar_scan import scan_tars, skim_tar
+
+    sizes = [info.stored.bytes for info in manifest.shards]
+    objects = dict(enumerate(zip(sizes, versions, strict=True)))
+    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
+    indexes = _indexes(store.url, manifest, versions, options)
+    held = min(
+        connections, max(1, cache.capacity // max([1, *sizes]))
+    )  # together, what the cache has room for
+    infos, before = manifest.shards, list(accumulate(sizes, initial=0))
+
+    def skim(number: int) -> tuple[Scanned, TarIndex] | None:
+        """Of tars that the cache has room for, whole ones are wanted: they are read again soon."""
+        if before[number + 1] <= cache.capacity:
+            return None
+        return skim_tar(store, infos[number], versions[number])
+
+    try:
+        manifest = scan_tars(
+            manifest, shards.load, shards.where, indexes, threads=connections, held=held, skim=skim
+        )
+    finally:
+        shards.close()
+    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
+    return Opened(manifest, shards, indexes)
+
+
+def _scan_local(folder: Path, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> Opened:
+    from shardkit.cache.tar_scan import scan_tars
+    from shardkit.formats.tar.shard import load_raw
+
+    indexes = _indexes(str(folder.absolute()), manifest, versions, options)
+    infos = manifest.shards
+    scanned = scan_tars(
+        manifest,
+        lambda number: load_raw(folder, infos[number]),
+        lambda number: str(folder / infos[number].stored.basename),
+        indexes,
+        threads=min(_MAX_THREADS, os.cpu_count() or 1),
+    )
+    return Opened(scanned, tar_indexes=indexes)
+
+
+def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> TarIndexes:
+    from shardkit.cache.tar_scan import TarIndexes
+
+    size = sum(info.stored.bytes for info in manifest.shards)
+    if options.folder is None and size > _UNREMEMBERED_BYTES:
+        warn_user(
+            f"{url}: {format_bytes(size)} of tars without a list are scanned by each process at every start: "
+            "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)"
+        )
+    names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
+    return TarIndexes.beside(options.folder, list(zip(names, versions, strict=True)))

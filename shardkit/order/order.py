@@ -2,33 +2,25 @@
 
     epoch e, g = divmod(position, N)                       N samples in the dataset
     shards of the epoch: Permutation(K, key(seed, e, "shards")), and the prefix sums of their sizes
-    row, lane = divmod(g, L)                               see shardkit.order.order
+    row r, lane l = divmod(g, L)                           L lanes
     window of the lane -> Permutation(size, key(seed, e, lane, window)) -> span -> (shard, row)
+
+Lanes. A global batch draws evenly on all lanes; lane l has N // L samples, one more when l < N % L. Lanes lie
+one after another in the epoch's span (its shards, in that epoch's order). A lane is cut into windows of W
+samples that are shuffled inside: a lane reads only the shards under its current window. The first window of
+lane l is shorter, W - W * l // L samples, so that lanes enter their next windows, and new shards, one after
+another and not all at once. `shuffle`: "window" as above; "global" is one lane and one window over all shards
+in manifest order; "none" is dataset order.
 
 Guarantees. Every epoch holds each sample exactly once. The order is a function of the shards' sizes and the
 `OrderSpec` alone: not of batch size, world size, tail, machine, library version or what was asked before. It
 is invertible (`positions_of`). A global batch is a set of consecutive positions, sorted by lane; ranks take
-equal consecutive parts of it, so that its set never depends on their number. Within a window a lane touches
-only the shards under that window. Golden vectors and a plain-Python reference in the tests pin all of it.
-
-`shuffle`: "window" as above; "global" is one lane and one window over all shards in manifest order; "none" is
-dataset order.
+equal consecutive parts of it, so that its set never depends on their number. Everything is exact in 64 bits:
+N <= 2**60, L <= 2**16, W <= 2**44. Golden vectors and a plain-Python reference in the tests pin all of it.
 
 Costs. O(K) memory: 8 bytes a shard and 12 for each epoch kept (two at most): 14 MB for 450,000 shards. A new
 epoch costs about 70 ns a shard; a position costs 100-150 ns in calls for thousands, at any number of samples
-(tests/benchmarks/bench_order.py). Threads and forked processes may
-share an `Order`.
-
-How an epoch is cut into lanes and windows: the arithmetic between a position and a place in its window.
-
-An epoch of N samples has L lanes. Position g of the epoch is row r of lane l, r, l = divmod(g, L), so a
-global batch draws evenly on all lanes, and lane l has N // L samples, one more when l < N % L. Lanes lie one
-after another in the epoch's span (its shards, in that epoch's order). A lane is cut into windows of W samples
-that are shuffled inside: a lane reads only the shards under its current window. The first window of lane l is
-shorter, W - W * l // L samples, so that lanes enter their next windows, and new shards, one after another and
-not all at once.
-
-Everything here is pure and exact in 64 bits: N <= 2**60, L <= 2**16, W <= 2**44.
+(tests/benchmarks/bench_order.py). Threads and forked processes may share an `Order`.
 """
 
 from __future__ import annotations
@@ -63,13 +55,17 @@ __all__ = [
     "rank_slice",
 ]
 
+MAX_POSITION = 1 << 62  # a position plus an epoch stays below 2**63
 MAX_SAMPLES = 1 << 60  # what is added to a place in an epoch cannot overflow int64
-
+MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
 MAX_LANES = 1 << 16  # lane numbers fit uint16, which NumPy sorts by radix
-
 MAX_WINDOW = 1 << 44  # window * lane stays below 2**60
 
-LaneNumbers = npt.NDArray[np.int32] | Ints
+_VERSION = 1  # of the arithmetic; it is part of the state, so that no other version continues it
+_EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
+
+Shuffle = Literal["window", "global", "none"]
+LaneNumbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -150,17 +146,6 @@ def default_window(lanes: int, row_bytes: int, budget_bytes: int = 4 << 30) -> i
     if lanes < 1 or row_bytes < 1:
         raise ValueError(f"lanes and row_bytes must be at least 1, not {lanes} and {row_bytes}")
     return max(1, min(budget_bytes // (2 * lanes * row_bytes), MAX_WINDOW))
-
-
-Shuffle = Literal["window", "global", "none"]
-
-MAX_POSITION = 1 << 62  # a position plus an epoch stays below 2**63
-
-MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
-
-_VERSION = 1  # of the arithmetic; it is part of the state, so that no other version continues it
-
-_EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,16 @@ last positions belong to windows that hold a sample of the shard. Shards without
 it is a function of the `Order`. With shuffle "none" an interval is the shard's own rows, with "global" the
 whole epoch.
 
+Mixtures. `MixedUses` has the intervals of all streams that draw on a dataset, by positions of the mixture.
+Between two places where the weights change, a stream's samples come at a constant rate, so an interval of its
+own positions is carried over by linear interpolation of exact counts, and widened by what one block of the
+mixture may deviate. A stream that begins anew more than a few times in an epoch of the mixture uses all of
+its shards throughout. So do all streams where their intervals would be more than four million: with so many
+classes, nearly all shards are in use at any time. These intervals say when to fetch, and what to keep; no
+sample's place depends on them.
+
 Costs: no more intervals than shards + lanes, 20 bytes each, whatever the window. 450,000 shards take 0.1 to
 0.25 s, most of it the sorting.
-
-When a shard is needed that several streams of a mixture draw on, by positions of the whole mixture.
-
-Each stream's uses (`shardkit.order.residency`) are intervals of its own positions. Between two places where
-the mixture's weights change, a stream's samples come at a constant rate, so an interval is carried over by
-linear interpolation of exact counts, and widened by what one block of the mixture may deviate. The uses of
-the dataset are those of all its streams together. They say when to fetch, and what to keep; no sample's place
-depends on them.
-
-A stream that begins anew more than a few times in an epoch of the mixture uses all of its shards throughout.
-So do all streams where their intervals would be more than four million: with so many classes, nearly all
-shards are in use at any time. A cache that has no room for all then keeps those that fit.
 """
 
 from __future__ import annotations

