@@ -28,9 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions, open_cache
-from shardkit.datasets.locate import CARD_NAME as CARD_NAME
-from shardkit.datasets.locate import MAX_CARD_BYTES as MAX_CARD_BYTES
-from shardkit.datasets.locate import Found, locate
+from shardkit.datasets.locate import CARD_NAME, Found, locate
 from shardkit.errors import ShardError, warn_user
 from shardkit.files import Closing, open_maps
 from shardkit.formats.tar.values import checked_decode
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from shardkit.cache.tar_scan import TarIndexes
     from shardkit.formats.tar.members import Scanned, TarIndex
 
-__all__ = ["Dataset", "Opened", "ReadOptions", "ShardReader", "open_dataset", "open_found"]
+__all__ = ["Dataset", "ReadOptions", "ShardReader", "open_dataset"]
 
 MAX_OPEN_SHARDS = 1024  # of a dataset
 MAX_MAPS = 16384  # of a process: a quarter of what Linux allows by default, the rest is for others
@@ -336,52 +334,35 @@ def open_dataset(
     `shardkit.formats.tar.values`). ShardError says what is wrong with a dataset, or what was looked for.
     """
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
+    cache = cache or CacheOptions()
     found = locate(path, storage)
-    opened = open_found(found, cache or CacheOptions())
-    card, manifest = found.card, opened.manifest
+    manifest, shards, tar_indexes = found.manifest, None, None
+    if found.store is not None:
+        manifest, shards, tar_indexes = _open_remote(found.store, manifest, found.versions, cache)
+    elif found.versions is not None:
+        manifest, tar_indexes = _scan_local(found, found.versions, cache)
+    card = found.card
     where = found.store.url if found.store is not None else str(found.folder)
     if verify and card and card.get("fingerprint", manifest.fingerprint) != manifest.fingerprint:
         problem = (
             f"is the card of another dataset: fingerprint {card['fingerprint']}, index {manifest.fingerprint}"
         )
         raise ShardError(f"{where}/{CARD_NAME}", problem)
-    return Dataset(
-        found.folder,
-        manifest,
-        card=card,
-        options=options,
-        shards=opened.shards,
-        tar_indexes=opened.tar_indexes,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A complete manifest; the shards of a remote dataset; what scans of its tars found."""
-
-    manifest: Manifest
-    shards: CachedShards | None = None
-    tar_indexes: TarIndexes | None = None
-
-
-def open_found(found: Found, options: CacheOptions) -> Opened:
-    """Ready to be read. ShardError names a tar that had to be scanned and is damaged; StoreError."""
-    if found.store is not None:
-        return _open_remote(found.store, found.manifest, found.versions, options)
-    assert found.folder is not None
-    if found.versions is None:
-        return Opened(found.manifest)
-    return _scan_local(found.folder, found.manifest, found.versions, options)
+    return Dataset(found.folder, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
 
 
 def _open_remote(
     store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, options: CacheOptions
-) -> Opened:
+) -> tuple[Manifest, CachedShards, TarIndexes | None]:
+    """The shards of a remote dataset by a cache, and a complete manifest, for which tars may be scanned.
+
+    ShardError names a tar that is damaged; StoreError.
+    """
     from shardkit.cache.shards import CachedShards
 
     cache, connections = open_cache(options), options.connections
     if versions is None:
-        return Opened(manifest, CachedShards(store, manifest, cache, connections=connections))
+        return manifest, CachedShards(store, manifest, cache, connections=connections), None
     from shardkit.cache.tar_scan import scan_tars, skim_tar
 
     sizes = [info.stored.bytes for info in manifest.shards]
@@ -406,13 +387,16 @@ def _open_remote(
     finally:
         shards.close()
     shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
-    return Opened(manifest, shards, indexes)
+    return manifest, shards, indexes
 
 
-def _scan_local(folder: Path, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> Opened:
+def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) -> tuple[Manifest, TarIndexes]:
+    """The manifest of a folder of tars, each scanned; ShardError names one that is damaged."""
     from shardkit.cache.tar_scan import scan_tars
     from shardkit.formats.tar.shard import load_raw
 
+    folder, manifest = found.folder, found.manifest
+    assert folder is not None
     indexes = _indexes(str(folder.absolute()), manifest, versions, options)
     infos = manifest.shards
     scanned = scan_tars(
@@ -422,7 +406,7 @@ def _scan_local(folder: Path, manifest: Manifest, versions: Sequence[str], optio
         indexes,
         threads=min(_MAX_THREADS, os.cpu_count() or 1),
     )
-    return Opened(scanned, tar_indexes=indexes)
+    return scanned, indexes
 
 
 def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: CacheOptions) -> TarIndexes:
