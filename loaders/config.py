@@ -11,29 +11,25 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
+    from shardkit.dataset import Dataset
     import torch
 
     from shardkit.datasets.dataset import Dataset
     from shardkit.order.exclusions import Exclusions
 
-__all__ = ["LoaderConfig", "LoaderOptions", "Stream", "TokenDtype", "Weights", "output_dtype"]
+__all__ = ["LoaderConfig", "LoaderOptions", "Stream", "Weights"]
 
-TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
 """Of all streams in their order, or by their names; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
-# Types that hold every token id of a stored type although they are signed: ids stay far below 2**31.
-_SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,24 +195,3 @@ class LoaderConfig:
     @property
     def _document_bounds(self) -> bool:
         return self.position_ids or self.document_ids or self.cu_seqlens
-
-
-def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """The NumPy type to deliver tokens in; None and "stored" keep the stored one.
-
-    ValueError when token ids would not fit: ids that wrap around are the quietest way to ruin a run.
-    """
-    native = stored.newbyteorder("=")
-    if requested is None or (isinstance(requested, str) and requested == "stored"):
-        return native
-    # torch's types are called torch.int64 and the like; NumPy knows them by the same names.
-    name = str(requested).removeprefix("torch.") if "torch" in str(requested) else requested
-    try:
-        wanted: np.dtype[np.generic] = np.dtype(cast(Any, name))
-    except TypeError:
-        raise ValueError(f"dtype must be an integer type of torch or NumPy, not {requested!r}") from None
-    if wanted.kind not in "iu":
-        raise ValueError(f"dtype must be an integer type, not {requested}: tokens are ids")
-    if not np.can_cast(native, wanted) and (native.name, wanted.name) not in _SAME_SIZE:
-        raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use torch.int64")
-    return wanted

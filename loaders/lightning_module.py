@@ -33,10 +33,11 @@ from typing import Any, TypeAlias, Unpack
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
 from shardkit.loaders.plan import Cursor
+from shardkit.loaders.readers.sources import TokenDtype
 from shardkit.loaders.state import OnMismatch, Tail
 from shardkit.order.order import Shuffle
 

@@ -24,14 +24,14 @@ import torch
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, TokenDtype, Weights
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id, find_place, stream_sizes, telemetry_sources
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.producer import Group, GroupMaker, Limits, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
-from shardkit.loaders.readers.sources import open_source
+from shardkit.loaders.readers.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog

@@ -39,10 +39,9 @@ from shardkit.cache.fetcher import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
-from shardkit.loaders.readers.fixed import Reader
 from shardkit.loaders.readers.mixed import MixedShapesError
 from shardkit.loaders.readers.sources import SourceInfo
-from shardkit.loaders.streams import Streams
+from shardkit.loaders.readers.streams import ReadRows, Streams
 from shardkit.storage.store import StoreError
 
 __all__ = [
@@ -264,11 +263,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Batches that are planned, and a reader that has their shards open."""
+    """Planned batches, and what reads them from their open shards."""
 
     cursors: list[Cursor]
     ids: npt.NDArray[np.int64]
-    reader: Reader
+    read: ReadRows
     is_late: bool  # shards had to be waited for
     real: npt.NDArray[np.int64] | None  # how many samples before entry i are no padding; None: all
 
@@ -345,9 +344,9 @@ class GroupMaker:
             real = np.concatenate([[0], np.cumsum(is_real)])
         self._planning = f"; opening {self._names(shard)}"
         with self._placed():
-            reader, is_late = self._source.source.reader(self._streams.in_datasets(shard), row)
+            read, is_late = self._source.source.open_rows(self._streams.in_datasets(shard), row)
         self._planning = ""
-        return _Planned(cursors, ids, reader, is_late, real)
+        return _Planned(cursors, ids, read, is_late, real)
 
     def _allowed(self, position: int, count: int, every: int) -> int:
         """How many of `count` batches the streams' limits allow; StreamExhaustedError if none."""
@@ -364,14 +363,14 @@ class GroupMaker:
 
     def _groups(self, planned: _Planned) -> Iterator[Group]:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
-        make, reader = self._maker.make, planned.reader
+        make, read = self._maker.make, planned.read
         per_group = max(1, GROUP_BYTES // (size * (self._source.delivered_bytes or GROUP_BYTES)))
         for first in range(0, len(cursors), per_group):
             done = cursors[first : first + per_group]
             low, high = first * size, (first + len(done)) * size
             self._reading = done[0][0]
             with self._placed():
-                columns = reader(low, high) if real is None else reader(int(real[low]), int(real[high]))
+                columns = read(low, high) if real is None else read(int(real[low]), int(real[high]))
             batches, count = make(columns, ids[low:high])
             yield Group(batches, done, ids[low:high].reshape(-1, size), count)
 

@@ -42,13 +42,14 @@ import numpy as np
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras
 from shardkit.loaders.batch import Batch, BatchMaker
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, TokenDtype
+from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id
 from shardkit.loaders.peers import StopTogether
-from shardkit.loaders.readers.sources import SourceInfo, open_source
+from shardkit.loaders.readers.sources import SourceInfo, TokenDtype, open_source
+from shardkit.loaders.readers.streams import Streams
 from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
-from shardkit.loaders.streams import Streams, open_streams
+from shardkit.loaders.streams import open_streams
 
 __all__ = ["MapDataset", "StreamingDataLoader", "StreamingDataset", "state_of", "unchanged"]
 
@@ -119,7 +120,7 @@ class MapDataset(TorchDataset[Sample]):
             return []
         starts = self._dataset.manifest.shard_starts
         shard = (np.searchsorted(starts, numbers, side="right") - 1).astype(np.int32)
-        read, _ = self._own_source().source.reader(shard, numbers - starts[shard])
+        read, _ = self._own_source().source.open_rows(shard, numbers - starts[shard])
         columns = read(0, len(numbers))
         batches, _ = self._maker.make(columns, numbers)
         names = self._names

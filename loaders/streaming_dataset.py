@@ -46,9 +46,10 @@ from torch.utils.data import get_worker_info
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError, naming_extras
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderOptions, Stream, TokenDtype
+from shardkit.loaders.config import LoaderOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.plan import BatchPlan, Cursor
+from shardkit.loaders.readers.sources import TokenDtype
 from shardkit.loaders.state import LoaderState, OnMismatch, Tail
 from shardkit.order.order import Shuffle
 

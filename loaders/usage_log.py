@@ -23,8 +23,8 @@ import numpy.typing as npt
 from shardkit.errors import warn_user
 from shardkit.formats.usage_log import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
 from shardkit.loaders.dry_run import settings_of
+from shardkit.loaders.readers.streams import Streams
 from shardkit.loaders.state import LoaderState
-from shardkit.loaders.streams import Streams
 from shardkit.storage.url import is_remote
 
 __all__ = ["UsageLog"]

@@ -1,1 +1,1 @@
-"""How samples are read: gathered from memory maps, decoded one by one, or mixed."""
+"""Readers of planned samples: gathered from memory maps, decoded one by one, or mixed."""

@@ -51,9 +51,9 @@ import torch
 
 from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
-from shardkit.loaders.streams import Streams
+from shardkit.loaders.readers.streams import ReadRows, Streams
 
-__all__ = ["Columns", "FixedColumn", "FixedRows", "Gather", "OutputMemory", "Reader"]
+__all__ = ["FixedColumn", "FixedRows", "Gather", "OutputMemory"]
 
 _KEPT = 8  # free pieces kept: those beyond were a peak
 
@@ -261,12 +261,6 @@ class _Stretch:
         }
 
 
-Columns = dict[str, npt.NDArray[np.generic] | list[object]]
-
-Reader = Callable[[int, int], Columns]
-
-"""Reader(low, high): the columns of the planned samples low to high."""
-
 _MAX_SPAN = 1 << 62  # NumPy refuses arrays of 2**63 bytes; the one below would have span * row_bytes
 
 
@@ -288,8 +282,8 @@ class FixedRows:
         self._streams = streams
         self._columns = {name: _MappedColumn(streams, column) for name, column in columns.items()}
 
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
-        """As `Source.reader`; maps the shards that are needed, ShardError if one is damaged."""
+    def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
+        """As `Source.open_rows`; maps the shards that are needed. ShardError if one is damaged."""
         # Offsets become addresses: a row that its shard does not have must never get that far.
         if not ((row >= 0) & (row < self._streams.shard_samples[shard])).all():
             raise IndexError("a row was asked for that its shard does not have")

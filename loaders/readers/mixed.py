@@ -1,4 +1,4 @@
-"""Samples of several streams that are read in different ways: each by its own reader, put together after."""
+"""Samples of streams that need different readers: each is read by its own, then joined in order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.loaders.readers.fixed import Columns, Reader
-from shardkit.loaders.readers.sources import Source
-from shardkit.loaders.streams import Streams
+from shardkit.loaders.readers.streams import Columns, ReadRows, Source, Streams
 
 __all__ = ["MixedShapesError", "MixedSource"]
 
@@ -28,23 +26,23 @@ class MixedSource:
         self._streams = streams
         self._sources = list(sources)
 
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
-        """As `Source.reader`."""
+    def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
+        """As `Source.open_rows`."""
         by_shard = np.argsort(shard, kind="stable")
-        parts: list[tuple[_Ints, Reader]] = []
+        parts: list[tuple[_Ints, ReadRows]] = []
         is_late = False
         for stream, piece, numbers in self._streams.split(shard[by_shard]):
             where = np.sort(by_shard[piece])  # in the order in which they are asked for
             if len(where):
                 own = shard[where] - np.int32(self._streams.first_shard(stream))
                 assert len(own) == len(numbers)
-                reader, waits = self._sources[stream].reader(own, row[where])
-                parts.append((where, reader))
+                read, waits = self._sources[stream].open_rows(own, row[where])
+                parts.append((where, read))
                 is_late |= waits
         return partial(_read, parts), is_late
 
 
-def _read(parts: list[tuple[_Ints, Reader]], low: int, high: int) -> Columns:
+def _read(parts: list[tuple[_Ints, ReadRows]], low: int, high: int) -> Columns:
     found = []
     for where, read in parts:
         first, last = np.searchsorted(where, (low, high)).tolist()

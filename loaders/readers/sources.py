@@ -1,22 +1,23 @@
-"""How wanted columns are read: gathered from maps if all have constant size, decoded otherwise.
+"""Chooses how a loader reads: gathered if all wanted columns have constant size, decoded otherwise.
 
-Columns of any kind, decoded sample by sample.
-
-Numbers and arrays of constant shape become one array; everything else (text, images, arrays of any length)
-becomes a list with one entry per sample. Which columns are stacked is decided once, from what the index says
-of their encoding, so that a key never changes its type from one batch to the next.
+Streams whose rows look the same in memory share one reader; others each have their own, and `mixed` joins
+what they give. Columns that could not be in one batch are refused when the loader is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.dataset import Dataset
+from shardkit.loaders.readers.decoded import DecodedSamples, constant_layout
+from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
+from shardkit.loaders.readers.mixed import MixedSource
+from shardkit.loaders.readers.streams import Source, Streams
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import encoding_of
@@ -25,95 +26,21 @@ from shardkit.loaders.readers.fixed import Columns, FixedColumn, FixedRows, Read
 from shardkit.loaders.streams import Streams
 from shardkit.manifest import Column
 
-__all__ = ["DecodedSamples", "Source", "SourceInfo", "constant_layout", "open_source"]
+if TYPE_CHECKING:
+    import torch
 
+__all__ = ["SourceInfo", "TokenDtype", "open_source", "output_dtype"]
 
-def constant_layout(column: Column) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
-    """(type, shape) of every value of a column of equal numbers or arrays; None for any other column."""
-    try:
-        encoding = encoding_of(column.encoding)
-    except ValueError:
-        return None  # an extension that only tars know
-    return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
+TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 
-
-class DecodedSamples:
-    """Reads the wanted columns of any dataset."""
-
-    def __init__(
-        self, streams: Streams, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
-    ) -> None:
-        """`streams`: a single one; `names`: dataset's column name by the batch's.
-
-        `delivered`: types of columns that are converted.
-        """
-        (dataset,) = streams.datasets
-        self._streams = streams
-        self._names = dict(names)
-        self._wanted = frozenset(names.values())
-        self._delivered = dict(delivered)
-        by_name = {column.name: column for column in dataset.columns}
-        layouts = {
-            name: constant_layout(by_name[column]) for name, column in names.items() if column in by_name
-        }
-        self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
-
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
-        """As `Source.reader`."""
-        is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
-        if (reader := self._streams.readers[0]) is not None:
-            reader.follow()  # whole shards are needed from the first sample on
-
-        def read(low: int, high: int) -> Columns:
-            places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
-            # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
-            by_shard = np.argsort(shard[low:high], kind="stable").tolist()
-            found = {
-                i: self._streams.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
-            }
-            samples = [found[i] for i in range(len(places))]
-            return {name: self._column(name, samples, places) for name in self._names}
-
-        return read, is_late
-
-    def _column(
-        self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
-    ) -> npt.NDArray[np.generic] | list[object]:
-        column = self._names[name]
-        for sample, place in zip(samples, places, strict=True):
-            if column not in sample:
-                problem = f"has no column {column!r}; name those that all samples have with columns=[...]"
-                raise self._error(place, problem)
-        values = [sample[column] for sample in samples]
-        if name not in self._stacked:
-            return values
-        dtype = self._delivered.get(name, self._stacked[name])
-        arrays = [np.asarray(value) for value in values]
-        for array, place in zip(arrays, places, strict=True):
-            if array.shape != arrays[0].shape:
-                found = f"has shape {array.shape} in column {column!r}, others {arrays[0].shape}"
-                raise self._error(place, found)
-        return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
-
-    def _error(self, place: tuple[int, int], problem: str) -> ShardError:
-        return ShardError(self._streams.where(place[0]), f"sample {place[1]} {problem}")
-
+# Types that hold every token id of a stored type although they are signed: ids stay far below 2**31.
+_SAME_SIZE = {("uint32", "int32"), ("uint64", "int64")}
 
 PLAN_BYTES = 1 << 30
 
 _UNKNOWN_BYTES = 1 << 16  # of a sample, where a list does not state the sizes of its tars
 
 _PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
-
-
-class Source(Protocol):
-    """Gives readers of planned samples."""
-
-    def reader(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[Reader, bool]:
-        """(a reader of samples (shard[i], row[i]), whether some of their shards had not been here yet).
-
-        Shards are numbered as in `Streams.once`.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +136,6 @@ def _one_source(streams: Streams, parts: list[_Part]) -> Source:
         return FixedRows(streams, merged)
     if len(parts) == 1:
         return DecodedSamples(streams, parts[0].names, parts[0].delivered)
-    from shardkit.loaders.readers.mixed import MixedSource
-
     alone = [
         Streams([part.dataset], [name], readers=[reader])
         for part, name, reader in zip(parts, streams.names, streams.readers, strict=True)
@@ -293,3 +218,24 @@ def _has_stride(dataset: Dataset, wanted: list[Column]) -> bool:
         if dataset.manifest.format == "mds" and any(column.size is None for column in columns):
             return False
     return True
+
+
+def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """The NumPy type to deliver tokens in; None and "stored" keep the stored one.
+
+    ValueError when token ids would not fit: ids that wrap around are the quietest way to ruin a run.
+    """
+    native = stored.newbyteorder("=")
+    if requested is None or (isinstance(requested, str) and requested == "stored"):
+        return native
+    # torch's types are called torch.int64 and the like; NumPy knows them by the same names.
+    name = str(requested).removeprefix("torch.") if "torch" in str(requested) else requested
+    try:
+        wanted: np.dtype[np.generic] = np.dtype(cast(Any, name))
+    except TypeError:
+        raise ValueError(f"dtype must be an integer type of torch or NumPy, not {requested!r}") from None
+    if wanted.kind not in "iu":
+        raise ValueError(f"dtype must be an integer type, not {requested}: tokens are ids")
+    if not np.can_cast(native, wanted) and (native.name, wanted.name) not in _SAME_SIZE:
+        raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use torch.int64")
+    return wanted

@@ -183,7 +183,7 @@ def _exclusions(arguments: argparse.Namespace) -> dict[str, Exclusions]:
 
 def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: list[Dataset]) -> TracedRun:
     from shardkit.loaders.plan import Arrangement
-    from shardkit.loaders.streams import Streams
+    from shardkit.loaders.readers.streams import Streams
     from shardkit.tools.trace.run import Run
 
     by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
@@ -256,7 +256,7 @@ def _shuffle_sizes(
     from shardkit.loaders.defaults import stream_sizes
     from shardkit.loaders.plan import BatchPlan
     from shardkit.loaders.readers.sources import open_source
-    from shardkit.loaders.streams import Streams
+    from shardkit.loaders.readers.streams import Streams
 
     plan = BatchPlan(
         samples, arguments.batch_size, 0, arguments.world_size, "pad" if tail == "pad" else "carry"

@@ -12,8 +12,8 @@ import torch
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.readers.decoded import DecodedSamples
 from shardkit.loaders.readers.fixed import FixedRows, _MappedColumn, _reader_by_shard
-from shardkit.loaders.readers.sources import DecodedSamples
 from support.loader_data import columns_sample, make_dataset, token_rows
 
 
@@ -141,7 +141,7 @@ def test_rows_that_a_shard_does_not_have_are_never_read(tmp_path: Path, shard: i
     source = StreamingLoader(tmp_path, batch_size=1, rank=0, world_size=1)._source.source
     assert isinstance(source, FixedRows)
     with pytest.raises(IndexError, match="does not have"):
-        source.reader(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
+        source.open_rows(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
 
 
 def test_compressed_shards_get_few_enough_lanes_to_stay_in_memory(

@@ -10,7 +10,7 @@ import pytest
 from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
-from shardkit.loaders.streams import Streams
+from shardkit.loaders.readers.streams import Streams
 from support.loader_data import make_dataset, token_rows
 
 
@@ -31,7 +31,7 @@ def test_shards_are_read_in_place_whatever_lies_between_their_rows(tmp_path: Pat
     source = FixedRows(Streams([dataset], ["all"]), {"tokens": FixedColumn((name,), (8,), stored, stored)})
     shards = np.arange(len(dataset.manifest.shards), dtype=np.int32)
     starts = dataset.manifest.shard_starts[:-1]
-    read, _ = source.reader(shards, np.zeros(len(shards), dtype=np.int64))
+    read, _ = source.open_rows(shards, np.zeros(len(shards), dtype=np.int64))
     found = read(0, len(shards))["tokens"]
     assert np.array_equal(np.asarray(found), rows[starts])
     for number, held in source._columns["tokens"]._maps.items():
