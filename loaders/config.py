@@ -30,6 +30,7 @@ Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
 """Of all streams in their order, or by their names; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
+BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: there is no work to overlap with
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,8 @@
-"""What a loader works out when it is made: the shuffle's sizes, the id that ends documents, its figures.
-
-Which of how many processes this is.
-
-The arguments say it, or torch.distributed, or torchrun's environment, in this order; otherwise it is 0 of 1.
-Both numbers come from the same place, because a rank from one source and a world size from another would
-silently train on wrong parts. torch is asked only if something else has imported it already.
-"""
+"""Defaults that follow from the datasets: the shuffle's lanes and window, the id that ends documents."""
 
 from __future__ import annotations
 
+from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
 import os
 import sys
 from dataclasses import dataclass
@@ -16,14 +10,13 @@ from dataclasses import dataclass
 from shardkit.datasets.dataset import MAX_RESIDENT_BYTES, Dataset
 from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.metrics import Source
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.readers.streams import Streams
 from shardkit.order.order import default_lanes, default_window
 from shardkit.order.residency import lanes_of_part
 from shardkit.units import format_bytes, parse_bytes
 
-__all__ = ["Place", "find_eos_id", "find_place", "shuffle_sizes", "stream_sizes", "telemetry_sources"]
+__all__ = ["find_eos_id", "shuffle_sizes", "stream_sizes"]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
 
@@ -150,110 +143,3 @@ def _eos_id_of(dataset: Dataset, config: LoaderConfig, token_key: str | None) ->
             f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
         )
     return eos_id
-
-
-def telemetry_sources(streams: Streams) -> dict[str, Source]:
-    """Where the figures of remote streams' caches and stores come from, all together; none for local ones."""
-    remote = [dataset.shards for dataset in streams.datasets if dataset.shards is not None]
-    if not remote:
-        return {}
-
-    def cache() -> dict[str, float | None]:
-        counted = [shards.counters() for shards in remote]
-        total: dict[str, float | None] = {name: sum(each[name] for each in counted) for name in counted[0]}
-        if remote[0].cache.is_shared:  # by the streams: each sees all of it
-            total |= {name: counted[0][name] for name in ("used_bytes", "capacity_bytes")}
-        return total
-
-    def store() -> dict[str, float | None]:
-        seen = [shards.store.metrics.snapshot() for shards in remote]
-        slowest = {
-            f"first_byte_p{round(100 * part)}_seconds": max(
-                (t for each in seen if (t := each.first_byte_seconds(part)) is not None), default=None
-            )
-            for part in (0.5, 0.99)
-        }
-        return slowest | {
-            "requests": sum(sum(each.requests.values()) for each in seen),
-            "errors": sum(sum(each.errors.values()) for each in seen),
-            "read_bytes": sum(each.bytes_read for each in seen),
-            "retries": sum(each.retries for each in seen),
-            "outages": sum(each.outages for each in seen),
-            "throttled": sum(each.throttled for each in seen),
-            "hedges": sum(each.hedges for each in seen),
-            "resumed_bodies": sum(each.resumed_bodies for each in seen),
-        }
-
-    return {"cache": cache, "store": store}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Rank `rank` of `world_size` processes, `local_world_size` of them on each machine.
-
-    Ranks of a machine are consecutive, as torchrun numbers them.
-    """
-
-    rank: int
-    world_size: int
-    local_world_size: int = 1
-
-    @property
-    def nodes(self) -> int:
-        """Machines."""
-        return self.world_size // self.local_world_size
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, not {self.world_size}")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be between 0 and {self.world_size - 1}, not {self.rank}")
-
-
-def find_place(rank: int | None, world_size: int | None) -> Place:
-    """The place of this process; ValueError when only one of the two is given or a number is out of range."""
-    if (rank is None) != (world_size is None):
-        missing = "world_size" if world_size is None else "rank"
-        raise ValueError(f"give rank and world_size together, or neither: {missing} is missing")
-    if rank is None or world_size is None:
-        rank, world_size = _from_torch() or _from_environment() or (0, 1)
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name} must be an int, not {value!r}")
-    return Place(rank, world_size, _local_world_size(world_size))
-
-
-def _from_torch() -> tuple[int, int] | None:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    return int(torch.distributed.get_rank()), int(torch.distributed.get_world_size())
-
-
-def _from_environment() -> tuple[int, int] | None:
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        missing = "RANK" if rank is None else "WORLD_SIZE"
-        raise ValueError(f"the environment has only one of RANK and WORLD_SIZE: {missing} is missing")
-    return rank, world_size
-
-
-def _local_world_size(world_size: int) -> int:
-    """As torchrun, Open MPI or Slurm say, if it divides the world size; else all are on one machine."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        local = _number(name)
-        if local and local > 0 and world_size % local == 0:
-            return local
-    return world_size
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"environment variable {name} must be a whole number, not {text!r}") from None

@@ -25,9 +25,9 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
-from shardkit.loaders.defaults import find_eos_id, find_place, stream_sizes, telemetry_sources
-from shardkit.loaders.metrics import LoaderStats, Telemetry
-from shardkit.loaders.peers import StopTogether
+from shardkit.loaders.defaults import find_eos_id, stream_sizes
+from shardkit.loaders.distributed import StopTogether, find_place
+from shardkit.loaders.metrics import LoaderStats, Telemetry, telemetry_sources
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.producer import Group, GroupMaker, Limits, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile

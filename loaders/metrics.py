@@ -1,18 +1,13 @@
-"""How long training waits for data, counted at every step for half a microsecond.
+"""How long training waits for data: counted at every step, summed up in one line.
 
-The loader reports each wait, which costs a few additions and one entry of a histogram. Cache and store are
-asked for their running totals only when someone wants `stats`. One thread counts (the training loop's), any
-thread may ask: without a lock, so that an answer may lack the figures of the step that is being counted.
+`Telemetry` costs half a microsecond per step: a few additions and one entry of a histogram. The running
+totals of cache and store are read only when someone asks for `stats`. One thread counts (the training loop's)
+and any thread may ask, without a lock, so an answer may lack the step that is being counted. Time runs from
+the moment the first batch was asked for: what a script does before is not the loader's.
 
-Time runs from the moment the first batch was asked for: what a script does before is not the loader's.
-
-What a loader did in a stretch of time, as plain numbers, and the one line that sums it up.
-
-`verdict` says whether training waited for data and, if it did, the likeliest reason: the rules are the list
-`_CAUSES`, tried in its order, each from figures alone. The wait for the first batch (shards being opened, a
-cold cache) is told apart: a run that lost a second once, at its start, is not input-bound.
-
-Costs nothing while training: figures are put together when someone asks.
+`verdict` says whether training waited for data and, if it did, the likeliest reason: the first rule of
+`_CAUSES` that applies, from the figures alone. The wait for the first batch (opening shards, a cold cache) is
+counted apart: a run that lost a second once, at its start, is not input-bound.
 """
 
 from __future__ import annotations
@@ -20,16 +15,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.loaders.producer import BUSY_SECONDS
+from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.readers.streams import Streams
 from shardkit.units import format_bytes
 
-__all__ = ["CacheStats", "LoaderStats", "Mark", "Source", "StoreStats", "Telemetry", "verdict"]
+__all__ = ["CacheStats", "LoaderStats", "Source", "StoreStats", "Telemetry", "telemetry_sources", "verdict"]
 
 FED_SHARE = 0.01  # of the time lost in steps that waited: below, nothing is worth changing
 
@@ -44,7 +40,7 @@ SLOW_FIRST_BYTE_SECONDS = 0.5  # S3 answers most requests within 0.2 s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStats:
-    """What the shard cache did. Counts and bytes are of the stretch; used and capacity are of now."""
+    """What the shard cache did since the start; used and capacity bytes are of now."""
 
     hits: float = 0
     misses: float = 0
@@ -65,7 +61,7 @@ class CacheStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStats:
-    """What the object store was asked. Counts and bytes are of the stretch; percentiles as the store says."""
+    """What the object store was asked since the start; percentiles are of its latest requests."""
 
     requests: float = 0
     read_bytes: float = 0
@@ -94,7 +90,7 @@ class LoaderStats:
     samples: int = 0
     seconds: float = 0.0
     first_wait_seconds: float = 0.0
-    """The wait for the first batch; 0 in a stretch that does not hold it."""
+    """The wait for the first batch."""
     wait_seconds: float = 0.0
     wait_last_seconds: float = 0.0
     wait_p50_seconds: float = 0.0
@@ -244,41 +240,18 @@ def _seconds(value: float) -> str:
 
 
 Source = Callable[[], Mapping[str, float | None]]
-
 """Gives running totals since its start by name, e.g. {"hits": 812, "misses": 3}; None: not known yet."""
 
 CLASSES_PER_DOUBLING = 8
-
 _FIRST_CLASS_SECONDS = 1e-6  # what is not longer counts as no wait
-
 _CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # up to 1.2 hours; longer waits are in the last class
-
 _OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)  # class 0 is for no wait at all
-
-_OF_NOW = {"used_bytes", "capacity_bytes", "first_byte_p50_seconds", "first_byte_p99_seconds"}
-
-_KINDS: dict[str, type[CacheStats | StoreStats]] = {"cache": CacheStats, "store": StoreStats}
 
 T = TypeVar("T", CacheStats, StoreStats)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The running totals at a moment: what `Telemetry.stats(since=…)` counts from."""
-
-    seconds: float = 0.0
-    steps: int = 0
-    waits: int = 0
-    wait_seconds: float = 0.0
-    slow_steps: int = 0
-    slow_wait_seconds: float = 0.0
-    queue_depths: float = 0.0
-    histogram: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_CLASSES, np.int64))
-    sources: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
-
-
 class Telemetry:
-    """Counts a loader's steps and waits, and shows them beside what its cache and its store did.
+    """Counts a loader's steps and waits, and shows them next to what its cache and its store did.
 
     `batch_size`: samples of a step on this rank. `sources`: running totals of "cache" and "store", with the
     names of `CacheStats` and `StoreStats`; missing names are 0, others are ignored. A step that waited longer
@@ -293,8 +266,8 @@ class Telemetry:
         slow_step_seconds: float = 1e-3,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if unknown := sorted(set(sources or {}) - set(_KINDS)):
-            raise ValueError(f"unknown sources {', '.join(unknown)}: known are {', '.join(_KINDS)}")
+        if unknown := sorted(set(sources or {}) - {"cache", "store"}):
+            raise ValueError(f"unknown sources {', '.join(unknown)}: known are cache, store")
         self._batch_size = batch_size
         self._sources = dict(sources or {})
         self._slow_step_seconds = slow_step_seconds
@@ -305,18 +278,13 @@ class Telemetry:
         self._wait_seconds = self._slow_wait_seconds = 0.0
         self._queue_depth = self._queue_depths = 0.0
         self._histogram = [0] * _CLASSES
-        self._interval = Mark()
 
     def step(self, wait_seconds: float, queue_depth: float = 0) -> None:
-        """A batch was handed over after `wait_seconds`; `queue_depth` batches were ready behind it."""
-        self.steps(1, wait_seconds, queue_depth)
-
-    def steps(self, count: int, wait_seconds: float, queue_depth: float = 0) -> None:
-        """`count` batches came out of one wait: the first of them waited, the others did not."""
+        """Count a batch that was handed over after `wait_seconds`, with `queue_depth` ready behind it."""
         if self._started is None:
             self._started = self._clock() - wait_seconds
             self._first_wait_seconds = wait_seconds
-        self._steps += count
+        self._steps += 1
         self._waits += 1
         self._queue_depth = queue_depth
         self._queue_depths += queue_depth
@@ -331,60 +299,42 @@ class Telemetry:
             self._slow_steps += 1
             self._slow_wait_seconds += wait_seconds
 
-    def more(self, count: int = 1) -> None:
-        """`count` more batches of the latest wait: for a loader that counts as it hands them out."""
-        self._steps += count
+    def more(self) -> None:
+        """Count one more batch of the latest wait."""
+        self._steps += 1
 
-    def mark(self) -> Mark:
-        """The totals of now."""
-        sources = {name: dict(source()) for name, source in self._sources.items()}
+    def stats(self) -> LoaderStats:
+        """The figures since the first batch was asked for."""
         histogram = np.array(self._histogram, np.int64)
-        histogram[0] = self._steps - histogram.sum()
-        return Mark(
-            seconds=0.0 if self._started is None else self._clock() - self._started,
-            steps=self._steps,
-            waits=self._waits,
-            wait_seconds=self._wait_seconds,
-            slow_steps=self._slow_steps,
-            slow_wait_seconds=self._slow_wait_seconds,
-            queue_depths=self._queue_depths,
-            histogram=histogram,
-            sources=sources,
-        )
-
-    def stats(self, since: Mark | None = None) -> LoaderStats:
-        """The figures since `since`; without it, since the first batch was asked for."""
-        return self._between(since or Mark(), self.mark())
-
-    def interval(self) -> LoaderStats:
-        """The figures since the last call of this method: one caller's; others keep a `mark` of their own."""
-        now = self.mark()
-        before, self._interval = self._interval, now
-        return self._between(before, now)
-
-    def _between(self, before: Mark, now: Mark) -> LoaderStats:
-        steps = now.steps - before.steps
-        histogram = now.histogram - before.histogram
+        steps = self._steps
+        histogram[0] = steps - histogram.sum()
         p50, p99, longest = (_quantile(histogram, part, self._max_wait_seconds) for part in (0.5, 0.99, 1.0))
-        waits = now.waits - before.waits
         return LoaderStats(
             steps=steps,
             samples=steps * self._batch_size,
-            seconds=now.seconds - before.seconds,
-            first_wait_seconds=0.0 if before.steps else self._first_wait_seconds,
-            wait_seconds=now.wait_seconds - before.wait_seconds,
+            seconds=0.0 if self._started is None else self._clock() - self._started,
+            first_wait_seconds=self._first_wait_seconds,
+            wait_seconds=self._wait_seconds,
             wait_last_seconds=self._last_wait_seconds,
             wait_p50_seconds=p50,
             wait_p99_seconds=p99,
             wait_max_seconds=longest,
             slow_step_seconds=self._slow_step_seconds,
-            slow_steps=now.slow_steps - before.slow_steps,
-            slow_wait_seconds=now.slow_wait_seconds - before.slow_wait_seconds,
+            slow_steps=self._slow_steps,
+            slow_wait_seconds=self._slow_wait_seconds,
             queue_depth=self._queue_depth,
-            queue_depth_mean=(now.queue_depths - before.queue_depths) / waits if waits else 0.0,
-            cache=_difference(CacheStats, "cache", before, now),
-            store=_difference(StoreStats, "store", before, now),
+            queue_depth_mean=self._queue_depths / self._waits if self._waits else 0.0,
+            cache=self._totals(CacheStats, "cache"),
+            store=self._totals(StoreStats, "store"),
         )
+
+    def _totals(self, kind: type[T], name: str) -> T | None:
+        """What a source has counted; None without that source."""
+        if name not in self._sources:
+            return None
+        totals = self._sources[name]()
+        known = {entry.name: totals.get(entry.name) for entry in fields(kind)}
+        return kind(**{name: value for name, value in known.items() if value is not None})
 
 
 def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> float:
@@ -399,17 +349,36 @@ def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> 
     return longest if found == _CLASSES - 1 else min(edge, longest)
 
 
-def _difference(kind: type[T], name: str, before: Mark, now: Mark) -> T | None:
-    """What a source counted between two marks; None without that source."""
-    if name not in now.sources:
-        return None
-    new, old = now.sources[name], before.sources.get(name, {})
-    found: dict[str, float] = {}
-    for entry in fields(kind):
-        value = new.get(entry.name)
-        if value is None:
-            continue
-        # A total that went down started anew (a cache reopened): all of it is new.
-        earlier = 0 if entry.name in _OF_NOW else old.get(entry.name) or 0
-        found[entry.name] = value - earlier if value >= earlier else value
-    return kind(**found)
+def telemetry_sources(streams: Streams) -> dict[str, Source]:
+    """The totals of all remote streams' caches and stores together; empty if every stream is local."""
+    remote = [dataset.shards for dataset in streams.datasets if dataset.shards is not None]
+    if not remote:
+        return {}
+
+    def cache() -> dict[str, float | None]:
+        counted = [shards.counters() for shards in remote]
+        total: dict[str, float | None] = {name: sum(each[name] for each in counted) for name in counted[0]}
+        if remote[0].cache.is_shared:  # each stream sees all of it
+            total |= {name: counted[0][name] for name in ("used_bytes", "capacity_bytes")}
+        return total
+
+    def store() -> dict[str, float | None]:
+        seen = [shards.store.metrics.snapshot() for shards in remote]
+        slowest = {
+            f"first_byte_p{round(100 * part)}_seconds": max(
+                (t for each in seen if (t := each.first_byte_seconds(part)) is not None), default=None
+            )
+            for part in (0.5, 0.99)
+        }
+        return slowest | {
+            "requests": sum(sum(each.requests.values()) for each in seen),
+            "errors": sum(sum(each.errors.values()) for each in seen),
+            "read_bytes": sum(each.bytes_read for each in seen),
+            "retries": sum(each.retries for each in seen),
+            "outages": sum(each.outages for each in seen),
+            "throttled": sum(each.throttled for each in seen),
+            "hedges": sum(each.hedges for each in seen),
+            "resumed_bodies": sum(each.resumed_bodies for each in seen),
+        }
+
+    return {"cache": cache, "store": store}

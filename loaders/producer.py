@@ -38,6 +38,7 @@ import numpy.typing as npt
 from shardkit.cache.fetcher import FetchTimeoutError
 from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker
+from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.readers.mixed import MixedShapesError
 from shardkit.loaders.readers.sources import SourceInfo
@@ -45,7 +46,6 @@ from shardkit.loaders.readers.streams import ReadRows, Streams
 from shardkit.storage.store import StoreError
 
 __all__ = [
-    "BUSY_SECONDS",
     "Group",
     "GroupMaker",
     "Limits",
@@ -53,8 +53,6 @@ __all__ = [
     "PrefetchThread",
     "Prefetcher",
 ]
-
-BUSY_SECONDS = 200e-6  # above: the loop does work that a thread can hide behind
 
 _BUSY_TIMES = 2  # in a row: once may be the operating system's doing
 

@@ -44,7 +44,7 @@ from shardkit.errors import naming_extras
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id
-from shardkit.loaders.peers import StopTogether
+from shardkit.loaders.distributed import StopTogether
 from shardkit.loaders.readers.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.readers.streams import Streams
 from shardkit.loaders.state import OnMismatch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.loaders.defaults import Place, find_place
+from shardkit.loaders.distributed import Place, find_place
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders import defaults as setup
 from shardkit.loaders.config import LoaderConfig, Stream
-from shardkit.loaders.defaults import find_eos_id, shuffle_sizes, telemetry_sources
+from shardkit.loaders.defaults import find_eos_id, shuffle_sizes
+from shardkit.loaders.metrics import telemetry_sources
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.readers.streams import Streams
 from shardkit.loaders.streams import Opened, open_streams

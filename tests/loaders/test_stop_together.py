@@ -22,7 +22,7 @@ import pytest
 
 from shardkit.errors import PeerError
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.peers import MESSAGE_CHARACTERS, StopTogether
+from shardkit.loaders.distributed import MESSAGE_CHARACTERS, StopTogether
 
 RANKS = Path(__file__).resolve().parents[1] / "support" / "stop_ranks.py"
 GRACE_SECONDS = 0.6  # of stop_ranks.py

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loaders.metrics import CacheStats, StoreStats, Telemetry
+from shardkit.loaders.metrics import StoreStats, Telemetry
 
 WAITS = st.floats(0.0, 5000.0) | st.floats(0.0, 1e-3)
 CLASS = 2 ** (1 / 8)
@@ -28,11 +28,18 @@ class Clock:
         return self.now
 
 
+def hand_over(telemetry: Telemetry, count: int, wait: float, depth: int) -> None:
+    """`count` batches that came out of one wait."""
+    telemetry.step(wait, depth)
+    for _ in range(count - 1):
+        telemetry.more()
+
+
 @given(st.lists(st.tuples(st.integers(1, 64), WAITS, st.integers(0, 64)), min_size=1, max_size=60))
 def test_sums_are_exact_and_percentiles_within_a_class(entries: list[tuple[int, float, int]]) -> None:
     telemetry = Telemetry(8)
     for count, wait, depth in entries:
-        telemetry.steps(count, wait, depth)
+        hand_over(telemetry, count, wait, depth)
     stats = telemetry.stats()
     waits = np.sort([wait for _, wait, _ in entries] + [0.0] * sum(count - 1 for count, _, _ in entries))
     assert (stats.steps, stats.samples) == (len(waits), 8 * len(waits))
@@ -48,42 +55,6 @@ def test_sums_are_exact_and_percentiles_within_a_class(entries: list[tuple[int, 
         assert exact <= found * (1 + 1e-9) or found == stats.wait_max_seconds
         assert found <= exact * CLASS * (1 + 1e-9) or exact > 4000
     assert stats.wait_max_seconds == (waits[-1] if waits[-1] > 1e-6 else 0.0)
-
-
-def test_a_group_counts_alike_at_once_and_batch_by_batch() -> None:
-    at_once, one_by_one = (Telemetry(8, clock=Clock()) for _ in range(2))
-    for count, wait, depth in ((3, 0.2, 5), (1, 0.0, 4), (4, 0.1, 0)):
-        at_once.steps(count, wait, depth)
-        one_by_one.step(wait, depth)
-        for _ in range(count - 1):
-            one_by_one.more()
-    assert at_once.stats() == one_by_one.stats()
-    assert at_once.stats().steps == 8
-
-
-def test_a_stretch_holds_what_happened_since_its_mark() -> None:
-    clock = Clock()
-    cache = {"hits": 5.0, "used_bytes": 100.0}
-    telemetry = Telemetry(4, sources={"cache": lambda: cache}, clock=clock)
-    clock.now += 2.0
-    telemetry.step(2.0, 1)
-    mark = telemetry.mark()
-    assert telemetry.interval().steps == 1
-    clock.now += 10.0
-    cache.update(hits=12.0, used_bytes=90.0)
-    telemetry.steps(3, 0.004, 5)
-    for stats in (telemetry.stats(mark), telemetry.interval()):
-        assert (stats.steps, stats.samples, stats.seconds) == (3, 12, 10.0)
-        assert stats.wait_seconds == pytest.approx(0.004)
-        assert 0.004 <= stats.wait_max_seconds <= 0.004 * CLASS
-        assert stats.first_wait_seconds == 0.0
-        assert (stats.queue_depth, stats.queue_depth_mean) == (5, 5.0)
-        assert stats.cache == CacheStats(hits=7, used_bytes=90)
-    whole = telemetry.stats()
-    assert (whole.steps, whole.seconds, whole.first_wait_seconds) == (4, 12.0, 2.0)
-    assert whole.cache == CacheStats(hits=12, used_bytes=90)
-    empty = telemetry.interval()
-    assert (empty.steps, empty.wait_max_seconds, empty.verdict) == (0, 0.0, "no steps yet")
 
 
 def test_time_runs_from_the_moment_the_first_batch_was_asked_for() -> None:
@@ -110,14 +81,6 @@ def test_a_percentile_that_is_not_known_yet_is_none() -> None:
     assert stats.store == StoreStats(first_byte_p50_seconds=None, first_byte_p99_seconds=0.2)
 
 
-def test_a_source_that_starts_anew_never_counts_backwards() -> None:
-    store = {"requests": 100.0}
-    telemetry = Telemetry(1, sources={"store": lambda: store})
-    mark = telemetry.mark()
-    store["requests"] = 7.0
-    assert telemetry.stats(mark).store == StoreStats(requests=7)
-
-
 def test_a_source_of_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown sources stor: known are cache, store"):
         Telemetry(1, sources={"stor": dict})
@@ -141,7 +104,7 @@ def test_another_thread_may_ask_at_any_time() -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     while len(seen) < 20:
-        telemetry.steps(2, 0.002, 1)
+        hand_over(telemetry, 2, 0.002, 1)
     done.set()
     asking.join(10)
     steps = [stats.steps for stats in seen]

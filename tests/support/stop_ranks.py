@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from shardkit.errors import PeerError
-from shardkit.loaders.peers import StopTogether, rendezvous_store
+from shardkit.loaders.distributed import StopTogether, rendezvous_store
 
 WORLD_SIZE = 3
 POLL_SECONDS = 0.1

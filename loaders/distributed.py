@@ -1,15 +1,21 @@
-"""An error on one rank reaches the others, whose loaders raise it as `PeerError` at their next batch.
+"""The ranks of a run: which one this process is, and how an error of one reaches the others.
 
-The failing rank writes its error to the store of the process group. On each rank a thread reads that store
-every `poll_seconds` through a connection of its own, because the group's may be blocked in a wait. A loop
-that waits for data is interrupted at once. A loop that hangs in a collective is left to the timeout of its
-process group, unless the user sets `grace_seconds`: then a loop that has not returned to its loader for so
-long has its stacks printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
+`find_place`: rank and world size come from the arguments, from torch.distributed or from torchrun's
+environment, in this order; otherwise this is rank 0 of 1. Both numbers come from one source, because a rank
+from one and a world size from another would silently train on wrong parts. torch is asked only if it is
+imported already.
 
-An error stands for as long as the process group does. A rank that ends without an error writes nothing, and
-a store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or
-with one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends with `close`, and
-does not keep the loader alive.
+`StopTogether`: the failing rank writes its error to the store of the process group. On each rank a thread
+reads that store every `poll_seconds` through a connection of its own, because the group's may be blocked in a
+wait. The loaders of the other ranks raise the error as `PeerError` at their next batch; a loop that waits for
+data is interrupted at once. A loop that hangs in a collective is left to the timeout of its process group,
+unless the user sets `grace_seconds`: if it has not returned to its loader after that time, its stacks are
+printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
+
+An error stands for as long as the process group does. A rank that ends without an error writes nothing, and a
+store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or
+with one rank, there is no thread. Every wait is bounded. The thread is a daemon, ends with `close`, and does
+not keep the loader alive.
 """
 
 from __future__ import annotations
@@ -25,12 +31,13 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 from shardkit.errors import PeerError
 
-__all__ = ["StopTogether", "Store", "group_store", "rendezvous_store"]
+__all__ = ["Place", "StopTogether", "Store", "find_place", "group_store", "rendezvous_store"]
 
 END_SECONDS = 10.0  # from SIGTERM to the end: enough to unwind, short compared with a lost run
 
@@ -43,6 +50,77 @@ _JOIN_SECONDS = 2.0
 _SLACK_SECONDS = 1.0  # for busy machines
 
 _POLL_SECONDS_MOST = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rank `rank` of `world_size` processes, `local_world_size` of them on each machine.
+
+    Ranks of a machine are consecutive, as torchrun numbers them.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.world_size // self.local_world_size
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, not {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be between 0 and {self.world_size - 1}, not {self.rank}")
+
+
+def find_place(rank: int | None, world_size: int | None) -> Place:
+    """The place of this process; ValueError when only one of the two is given or a number is out of range."""
+    if (rank is None) != (world_size is None):
+        missing = "world_size" if world_size is None else "rank"
+        raise ValueError(f"give rank and world_size together, or neither: {missing} is missing")
+    if rank is None or world_size is None:
+        rank, world_size = _from_torch() or _from_environment() or (0, 1)
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} must be an int, not {value!r}")
+    return Place(rank, world_size, _local_world_size(world_size))
+
+
+def _from_torch() -> tuple[int, int] | None:
+    distributed = _distributed()
+    return None if distributed is None else (int(distributed.get_rank()), int(distributed.get_world_size()))
+
+
+def _from_environment() -> tuple[int, int] | None:
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        missing = "RANK" if rank is None else "WORLD_SIZE"
+        raise ValueError(f"the environment has only one of RANK and WORLD_SIZE: {missing} is missing")
+    return rank, world_size
+
+
+def _local_world_size(world_size: int) -> int:
+    """As torchrun, Open MPI or Slurm say, if it divides the world size; else all are on one machine."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        local = _number(name)
+        if local and local > 0 and world_size % local == 0:
+            return local
+    return world_size
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be a whole number, not {text!r}") from None
+
 
 Owner = TypeVar("Owner")
 
