@@ -1,7 +1,7 @@
-"""What a loader can be told besides the arguments that everyone uses.
+"""Streams and options of `StreamingLoader`, besides the arguments that everyone uses.
 
-`StreamingLoader` takes these as keyword arguments too (`LoaderOptions` gives editors and type checkers
-their names); `LoaderConfig` holds them with their defaults, checked.
+`LoaderConfig` holds the options with their defaults, checked. `LoaderOptions` names the same ones once more,
+because type checkers and editors know keyword arguments only by a TypedDict; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset
+    from shardkit.loaders.readers.sources import TokenDtype
+    from shardkit.loaders.state import Tail
     import torch
 
     from shardkit.datasets.dataset import Dataset
     from shardkit.order.exclusions import Exclusions
+    from shardkit.order.order import Shuffle
 
-__all__ = ["LoaderConfig", "LoaderOptions", "Stream", "Weights"]
+__all__ = ["BUSY_SECONDS", "LoaderConfig", "LoaderOptions", "RunOptions", "Stream", "Weights"]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
@@ -69,7 +72,7 @@ class Stream:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Further keyword arguments of `StreamingLoader`; `LoaderConfig` says what they mean."""
+    """Further keyword arguments of `StreamingLoader`; `LoaderConfig` has their meaning and defaults."""
 
     labels: bool
     mask_document_starts: bool | None
@@ -96,9 +99,19 @@ class LoaderOptions(TypedDict, total=False):
     stop_grace_seconds: float | None
 
 
+class RunOptions(LoaderOptions, total=False):
+    """All keyword arguments of `StreamingLoader` but batch size, rank and world size, for what wraps one."""
+
+    seed: int
+    shuffle: Shuffle
+    tail: Tail
+    dtype: TokenDtype
+    return_ids: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """The options of a loader, with their defaults."""
+    """The options of a loader, checked, with their defaults."""
 
     labels: bool = False
     """Add `labels`: the tokens as int64, padding -100 (Hugging Face's convention: the model shifts them)."""

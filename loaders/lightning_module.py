@@ -33,13 +33,11 @@ from typing import Any, TypeAlias, Unpack
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras, warn_user
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
+from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.metrics import LoaderStats
 from shardkit.loaders.plan import Cursor
-from shardkit.loaders.readers.sources import TokenDtype
-from shardkit.loaders.state import OnMismatch, Tail
-from shardkit.order.order import Shuffle
+from shardkit.loaders.state import OnMismatch
 
 __all__ = [
     "DataMonitor",
@@ -102,12 +100,11 @@ class TrainingBatches:
 
     def state(self) -> dict[str, Any]:
         """From which a loader goes on with the first batch that has not been trained on."""
-        position, epoch_batches = self.cursor()
-        return {**self.loader.state_dict(), "position": position, "epoch_batches": epoch_batches}
+        return self.loader.state_at(self.cursor())
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on from `state`, None: from the first sample, when the next epoch begins."""
-        self.loader.load_state_dict(state or _moved(self.loader, _ORIGIN))
+        self.loader.load_state_dict(state or self.loader.state_at(_ORIGIN))
         self._start, self._trained_at_start, self._live = self.loader.cursor, None, None
 
     # Lightning warns of loaders that cannot resume: those without these two. The data module has the state.
@@ -146,7 +143,7 @@ class TrainingBatches:
 
     def _seek(self, cursor: Cursor) -> None:
         if self.loader.cursor != cursor:
-            self.loader.load_state_dict(_moved(self.loader, cursor))
+            self.loader.load_state_dict(self.loader.state_at(cursor))
         self._live = iter(self.loader)
 
 
@@ -160,13 +157,8 @@ class EvaluationBatches:
         return self.loader.plan.batches_left(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.loader.load_state_dict(_moved(self.loader, _ORIGIN))  # a run before may have stopped in between
+        self.loader.load_state_dict(self.loader.state_at(_ORIGIN))  # a run before may have stopped in between
         yield from self.loader
-
-
-def _moved(loader: StreamingLoader, cursor: Cursor) -> dict[str, object]:
-    """A loader's state, elsewhere."""
-    return {**loader.state_dict(), "position": cursor[0], "epoch_batches": cursor[1]}
 
 
 def trained_batches(trainer: Trainer | None) -> int:
@@ -193,14 +185,9 @@ EvaluationSource: TypeAlias = "DataSource | Mapping[str, DataSource]"
 logger = logging.getLogger(__name__)
 
 
-class DataOptions(LoaderOptions, total=False):
-    """`StreamingLoader`'s keyword arguments, without rank and world size, which Lightning knows."""
+class DataOptions(RunOptions, total=False):
+    """`StreamingLoader`'s keyword arguments; Lightning knows rank and world size."""
 
-    seed: int
-    shuffle: Shuffle
-    tail: Tail
-    dtype: TokenDtype
-    return_ids: bool
     on_mismatch: OnMismatch
     """For a checkpoint made with other data or settings: "error", or "fork" to go on from its position."""
 

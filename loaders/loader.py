@@ -1,13 +1,17 @@
-"""`StreamingLoader`: batches of a dataset, in an order that is arithmetic, from any position on.
+"""`StreamingLoader`: batches of a dataset in a computed order, from any position on.
 
-What the loop is given depends on dataset, seed, shuffle, lanes, window, tail, position, batch size, rank and
-world size, and on nothing else. The position moves when a batch is handed over, not when it is read: a state
-taken while holding batch t continues with batch t + 1, whatever had been prefetched. A batch belongs to
-whoever received it and is never written to again.
+The batches depend on dataset, seed, shuffle, lanes, window, tail, position, batch size, rank and world size,
+and on nothing else. The position moves when a batch is handed over, not when it is read: a state taken while
+holding batch t continues with batch t + 1, whatever had been prefetched. A batch belongs to whoever received
+it and is never written to again.
 
-One `for` is one epoch. Leaving it early and starting another goes on with the next batch of the same epoch,
-as a state saved there would; leaving it after the epoch's last batch is the same as its end. At any time one
-iterator is live: starting another, or loading a state, ends the former.
+The way of a batch: `plan` computes which samples it holds, `readers` gather their rows from open shards,
+`batch` makes tensors and labels of them, `producer` does this for many batches ahead of the loop, and
+`_deliver` hands them over, counts and logs them.
+
+One `for` is one epoch. Leaving it early and starting another continues with the next batch of the same epoch,
+as a state saved there would; leaving it after the epoch's last batch is the same as its end. Only one
+iterator is live: starting another, or loading a state, makes the former stale.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from shardkit.loaders.defaults import find_eos_id, stream_sizes
 from shardkit.loaders.distributed import StopTogether, find_place
 from shardkit.loaders.metrics import LoaderStats, Telemetry, telemetry_sources
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
-from shardkit.loaders.producer import Group, GroupMaker, Limits, Prefetcher
+from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.readers.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
@@ -47,13 +51,13 @@ class StreamingLoader:
 
     `dataset`: a path, an open `Dataset` or a list of `Stream`, which are mixed by weight. `batch_size`:
     sequences per rank and step. `shuffle`: "window" (in bounded runs of every lane), "global" or "none".
-    `tail`: what happens at an epoch's edge: "carry" the batch on into the next epoch, "drop" it, or "pad" it
-    with flagged rows. `rank` and `world_size` default to torch.distributed's, then torchrun's, then 0 of 1.
-    `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`, row numbers in dataset order,
-    and in a mixture `stream_id`, which of the streams they belong to. Further options: see `LoaderConfig`.
+    `tail`: what happens at the end of an epoch: "carry" the last batch on into the next epoch, "drop" it, or
+    "pad" it with flagged rows. `rank` and `world_size` default to torch.distributed's, then torchrun's, then
+    0 of 1. `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`, rows in dataset
+    order, and in a mixture `stream_id`, the number of each sample's stream. Further options: `LoaderConfig`.
 
-    Datasets of other columns give numbers and arrays of constant shape as tensors and all else as lists.
-    With tail="pad" every batch has `is_padding`; padding has the sample id -1, the label -100.
+    Datasets of other columns give numbers and arrays of constant shape as tensors, everything else as lists.
+    With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
     """
 
     def __init__(
@@ -115,6 +119,217 @@ class StreamingLoader:
             self.usage = UsageLog(folder, streams, place.rank, place.world_size, batch_size)
             self.usage.begin(self._state, 0)
 
+    def __iter__(self) -> Iterator[Batch]:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise RuntimeError(
+                f"a StreamingLoader in {worker.num_workers} DataLoader workers would deliver every batch "
+                f"{worker.num_workers} times: iterate over it directly (it prefetches by itself), or give "
+                "the DataLoader a shardkit.loaders.pytorch.StreamingDataset"
+            )
+        return self.iterate()
+
+    def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
+        """Iterate as a `for` does, or over only batch `first` and each `every`-th after it.
+
+        With `every` above 1 the loader does not know what else is delivered, so its state is meaningless.
+        """
+        self._stop()
+        self._watch_peers()  # the process group may have been made since
+        self._announce_limit()
+        self._iteration = object()
+        return self._deliver(self._start(first, every), self._iteration)
+
+    def _announce_limit(self) -> None:
+        """Warn if a stream's limit will end this run."""
+        limit = self._arrangement.limit
+        epoch_end = (self.epoch + 1) * self._plan.samples
+        if limit is not None and (self.config.endless or limit.position < epoch_end):
+            warn_user(limit.message(self._plan.global_batch))
+
+    def _start(self, first: int = 0, every: int = 1) -> Prefetcher[Group]:
+        """Begin to produce batches from the next one on, and to fetch their shards."""
+        config = self.config
+        maker = GroupMaker(
+            self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
+        )
+        self._fetch_ahead()
+        cursor = (self.position, self._delivered())
+        self._running = Prefetcher(
+            maker.groups(cursor, endless=config.endless, first=first, every=every),
+            maker.describe,
+            most_batches=config.prefetch_batches,
+            most_bytes=parse_bytes(config.prefetch_bytes),
+            timeout_seconds=config.timeout_seconds,
+        )
+        return self._running
+
+    def _fetch_ahead(self) -> None:
+        """Start the cache readers of remote datasets: they fetch shards in the order that this run needs."""
+        streams = self._opened.streams
+        remote = [dataset.shards for dataset in streams.once.datasets if dataset.shards is not None]
+        if not remote:
+            return
+        positions, shares = self._arrangement.positions(self.position), self._opened.shares(self._state)
+        for dataset, reader, who in zip(
+            streams.once.datasets, streams.once.readers, streams.sharing, strict=True
+        ):
+            if reader is not None and dataset.shards is not None:
+                is_shared = dataset.shards.cache.is_shared
+                reader.start(
+                    self._arrangement.uses(who),
+                    positions[who[0]] if len(who) == 1 else self.position,
+                    self._lanes_of_node(is_shared),
+                    share=sum(shares[stream] for stream in who) if is_shared else 1.0,
+                    beside=[shards for shards in remote if shards is not dataset.shards],
+                )
+
+    def _lanes_of_node(self, is_shared: bool) -> range:
+        """The lanes that this process, or all processes that share its cache, may read."""
+        place, batch = self._place, self._plan.global_batch
+        count = place.local_world_size if is_shared else 1
+        first = place.rank // count * count
+        part = batch // place.world_size
+        return lanes_of_part(batch, self._state.order.lanes, slice(first * part, (first + count) * part))
+
+    def _deliver(self, running: Prefetcher[Group], iteration: object) -> Iterator[Batch]:
+        try:
+            while (group := self._next_group(running)) is not None:
+                for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
+                    self._stop_together.check()
+                    if number:
+                        self._telemetry.more()
+                    if self.usage is not None:
+                        self.usage.step(self._plan.start(self.position), group.ids[number], cursor[0])
+                    self._cursor = cursor
+                    yield batch
+                    if self._iteration is not iteration or self._running is None:
+                        raise RuntimeError(
+                            "stale iterator: the loader was closed, re-iterated, or had a state loaded"
+                        )
+                    if self._running is not running:  # set_weights has changed what follows
+                        running = self._running
+                        break
+        except Exception as error:
+            self._stop_together.report(error, self.position // self._plan.global_batch)
+            raise
+        finally:
+            running.close()
+
+    def _next_group(self, running: Prefetcher[Group]) -> Group | None:
+        began = time.perf_counter()
+        group = running.get()
+        if group is not None:
+            self._telemetry.step(time.perf_counter() - began, running.ready_batches)
+            if self._metrics is not None:
+                self._metrics.step()
+        return group
+
+    def _stop(self) -> None:
+        self._iteration = None
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
+        return self.state_at(self._cursor)
+
+    def state_at(self, cursor: Cursor) -> dict[str, object]:
+        """The state at another cursor of this run."""
+        position, epoch_batches = cursor
+        return replace(self._state, position=position, epoch_batches=epoch_batches).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
+        """Continue where `state` was taken; batch size and world size may differ from that run's.
+
+        StateError lists what else differs. "fork" continues from the position anyway, with this loader's
+        own dataset and settings: a new order, on purpose.
+        """
+        names = ("lanes", "window", "schedule", "epoch_samples")
+        fixed = frozenset(name for name in names if getattr(self.config, name) is not None)
+        resumed = resume(LoaderState.from_dict(state), self._state, fixed=fixed, on_mismatch=on_mismatch)
+        if replace(resumed, position=0, epoch_batches=0) != self._state:
+            self._arrange(resumed)
+        self._stop()
+        self._cursor = (resumed.position, resumed.epoch_batches)
+        if self.usage is not None:
+            self.usage.begin(self._state, self.position)
+
+    def set_weights(self, weights: Weights, *, at_position: int) -> None:
+        """Mix with `weights` from `at_position` on, which must not have been delivered yet.
+
+        Positions count samples over all ranks: step times global batch. The change becomes part of the state.
+        All ranks must make it while they hold the same batch; a running `for` continues.
+        """
+        mixture = self._state.mixture
+        if mixture is None:
+            raise ValueError("this loader has only one stream: there are no weights to set")
+        if at_position < self.position:
+            raise ValueError(
+                f"position {at_position:,} has been delivered: weights can change from {self.position:,} on"
+            )
+        changed = mixture.schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
+        self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
+        running, iteration = self._running, self._iteration
+        self._stop()
+        if self.usage is not None:
+            self.usage.begin(self._state, self.position)
+        if running is not None:
+            self._iteration = iteration
+            self._start()
+
+    def _arrange(self, state: LoaderState) -> None:
+        """Adopt the order that a state's constants define; if it is refused, nothing changes."""
+        opened = self._opened
+        self._arrangement = Arrangement(opened.streams, state, opened.exclusions, opened.limits)
+        self._plan = replace(self._plan, samples=state.epoch_samples)
+        self._state = replace(state, position=0, epoch_batches=0)
+
+    def _delivered(self) -> int:
+        """Batches delivered in the epoch of the next batch."""
+        position, delivered = self._cursor
+        return delivered if self._plan.start(position) == position else 0
+
+    def close(self) -> None:
+        """Stop prefetching and close the shards; batches already handed out stay valid."""
+        self._stop()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self.usage is not None:
+            self.usage.close()
+        self._stop_together.close()
+        self._opened.streams.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self._stop_together.report(error, self.position // self._plan.global_batch)
+        self.close()
+
+    def _interrupt(self, error: PeerError) -> None:
+        """Another rank has failed: end every wait for a batch or shard now. Called from any thread."""
+        if (running := self._running) is not None:
+            running.fail(error)
+        for dataset in self._opened.streams.once.datasets:
+            if dataset.shards is not None:
+                dataset.shards.close()
+
+    def _watch_peers(self) -> None:
+        """Listen for errors of other ranks; DataLoader workers leave that to the process that made them."""
+        if torch.utils.data.get_worker_info() is None:
+            self._stop_together.watch(self._place.rank, self._place.world_size)
+
+    def __len__(self) -> int:
+        """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
+        if self.config.endless:
+            raise TypeError("an endless loader has no length")
+        return self._delivered() + self._plan.batches_left(self.position)
+
     @property
     def dataset(self) -> Dataset:
         """The dataset, open; the first one of a mixture."""
@@ -127,7 +342,7 @@ class StreamingLoader:
 
     @property
     def streams(self) -> list[Stream]:
-        """The streams as they were given, their datasets open: another loader's first argument."""
+        """The streams as given, with their datasets open: usable as another loader's first argument."""
         return [replace(s, path=d) for s, d in zip(self._opened.specs, self.datasets, strict=True)]
 
     @property
@@ -150,7 +365,7 @@ class StreamingLoader:
 
     @property
     def cursor(self) -> Cursor:
-        """(`position`, batches delivered in the epoch): what moves in a state."""
+        """(`position`, batches delivered in the epoch): the moving part of a state."""
         return self._cursor
 
     @property
@@ -163,156 +378,19 @@ class StreamingLoader:
         """The epoch of the next batch."""
         return self._plan.epoch(self.position)
 
-    def __len__(self) -> int:
-        """Batches of the epoch of the next batch, those already delivered included; equal on all ranks."""
-        if self.config.endless:
-            raise TypeError("an endless loader has no length")
-        return self._delivered() + self._plan.batches_left(self.position)
-
-    def __iter__(self) -> Iterator[Batch]:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise RuntimeError(
-                f"a StreamingLoader in {worker.num_workers} DataLoader workers would deliver every batch "
-                f"{worker.num_workers} times: iterate over it directly (it prefetches by itself), or give "
-                "the DataLoader a shardkit.loaders.pytorch.StreamingDataset"
-            )
-        return self.iterate()
-
-    def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
-        """The batches that a `for` gives, or of these only number `first` and each `every`-th after it.
-
-        With `every` above 1 the loader does not know what else is delivered: its state is of no use.
-        """
-        self._stop()
-        self._watch_peers()  # the process group may have come since
-        self._announce_limit()
-        self._iteration = object()
-        return self._deliver(self._start(first, every), self._iteration)
-
-    def _start(self, first: int = 0, every: int = 1) -> Prefetcher[Group]:
-        """Begin to make batches from the next one on."""
-        config = self.config
-        maker = GroupMaker(
-            self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
-        )
-        self._follow()
-        limits = Limits(config.prefetch_batches, parse_bytes(config.prefetch_bytes), config.timeout_seconds)
-        cursor = (self.position, self._delivered())
-        groups = maker.groups(cursor, endless=config.endless, first=first, every=every)
-        self._running = Prefetcher(groups, limits, maker.describe)
-        return self._running
-
-    def _deliver(self, running: Prefetcher[Group], iteration: object) -> Iterator[Batch]:
-        try:
-            while (group := self._next_group(running)) is not None:
-                for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
-                    self._stop_together.check()
-                    if number:
-                        self._telemetry.more()
-                    if self.usage is not None:
-                        self.usage.step(self._plan.start(self.position), group.ids[number], cursor[0])
-                    self._cursor = cursor
-                    yield batch
-                    if self._iteration is not iteration or self._running is None:
-                        raise RuntimeError(
-                            "this iterator has ended: its loader was closed, iterated anew or given a state"
-                        )
-                    if self._running is not running:  # the weights that follow have changed
-                        running = self._running
-                        break
-        except Exception as error:
-            self._stop_together.report(error, self.position // self._plan.global_batch)
-            raise
-        finally:
-            running.close()
-
-    def _next_group(self, running: Prefetcher[Group]) -> Group | None:
-        began = time.perf_counter()
-        group = running.get()
-        if group is not None:
-            self._telemetry.step(time.perf_counter() - began, running.ready_batches)
-            if self._metrics is not None:
-                self._metrics.step()
-        return group
-
-    def stats(self) -> LoaderStats:
-        """What this rank waited for since its first batch, what cache and store did, and a verdict."""
-        return self._telemetry.stats()
-
-    def state_dict(self) -> dict[str, object]:
-        """Where the loop is, as plain data, the same on every rank; `load_state_dict` continues there."""
-        position, epoch_batches = self._cursor
-        return replace(self._state, position=position, epoch_batches=epoch_batches).to_dict()
-
-    def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
-        """Continue where `state` was taken; batch size and world size may differ from that run's.
-
-        StateError lists what else differs. "fork" goes on from the position all the same, with this loader's
-        own dataset and settings: a new order, on purpose.
-        """
-        names = ("lanes", "window", "schedule", "epoch_samples")
-        fixed = frozenset(name for name in names if getattr(self.config, name) is not None)
-        resumed = resume(LoaderState.from_dict(state), self._state, fixed=fixed, on_mismatch=on_mismatch)
-        if replace(resumed, position=0, epoch_batches=0) != self._state:
-            self._arrange(resumed)
-        self._stop()
-        self._cursor = (resumed.position, resumed.epoch_batches)
-        if self.usage is not None:
-            self.usage.begin(self._state, self.position)
-
-    def set_weights(self, weights: Weights, *, at_position: int) -> None:
-        """Mix with `weights` from `at_position` on, which must not have been delivered yet.
-
-        Positions count samples over all ranks: step times global batch. The change is part of the state from
-        now on. All ranks must make it, while holding the same batch; a running `for` goes on.
-        """
-        mixture = self._state.mixture
-        if mixture is None:
-            raise ValueError("this loader has one stream only: there is nothing to weigh")
-        if at_position < self.position:
-            raise ValueError(
-                f"position {at_position:,} has been delivered: weights can change from {self.position:,} on"
-            )
-        changed = mixture.schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
-        self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
-        running, iteration = self._running, self._iteration
-        self._stop()
-        if self.usage is not None:
-            self.usage.begin(self._state, self.position)
-        if running is not None:
-            self._iteration = iteration
-            self._start()
-
     def stream_samples(self) -> dict[str, int]:
         """Samples that each stream has delivered so far, over all ranks and its epochs."""
         counts = self._arrangement.positions(self.position)
         return dict(zip(self._opened.streams.names, counts, strict=True))
 
     def exhausted_at(self) -> int | None:
-        """The first position that the streams' limits do not allow, None if there is none."""
+        """The first position that the streams' limits do not allow; None if there is none."""
         limit = self._arrangement.limit
         return None if limit is None else limit.position
 
-    def close(self) -> None:
-        """End prefetching and forget the open shards; batches already handed out stay valid."""
-        self._stop()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self.usage is not None:
-            self.usage.close()
-        self._stop_together.close()
-        self._opened.streams.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, SystemExit):
-            self._stop_together.report(error, self.position // self._plan.global_batch)
-        self.close()
+    def stats(self) -> LoaderStats:
+        """What this rank has waited for since its first batch, what cache and store did, and a verdict."""
+        return self._telemetry.stats()
 
     def __repr__(self) -> str:
         plan, order = self._plan, self._state.order
@@ -323,73 +401,3 @@ class StreamingLoader:
             f"world_size={plan.world_size}, "
             f"lanes={order.lanes}, window={order.window}, position={self.position})"
         )
-
-    def _interrupt(self, error: PeerError) -> None:
-        """A peer has failed: whoever waits for a batch here hears of it at once. From any thread."""
-        if (running := self._running) is not None:
-            running.fail(error)
-        for dataset in self._opened.streams.once.datasets:
-            if dataset.shards is not None:
-                dataset.shards.close()
-
-    def _watch_peers(self) -> None:
-        """Hear of other ranks' errors; a DataLoader's workers leave that to the process that started them."""
-        if torch.utils.data.get_worker_info() is None:
-            self._stop_together.watch(self._place.rank, self._place.world_size)
-
-    def _delivered(self) -> int:
-        """Batches delivered in the epoch of the next batch."""
-        position, delivered = self._cursor
-        return delivered if self._plan.start(position) == position else 0
-
-    def _arrange(self, state: LoaderState) -> None:
-        """Fix the order that a state's constants make; if it is refused, nothing changes."""
-        opened = self._opened
-        self._arrangement = Arrangement(opened.streams, state, opened.exclusions, opened.limits)
-        self._plan = replace(self._plan, samples=state.epoch_samples)
-        self._state = replace(state, position=0, epoch_batches=0)
-
-    def _announce_limit(self) -> None:
-        """Warn ahead of an end that the streams' limits will make."""
-        limit = self._arrangement.limit
-        epoch_end = (self.epoch + 1) * self._plan.samples
-        if limit is not None and (self.config.endless or limit.position < epoch_end):
-            warn_user(limit.message(self._plan.global_batch))
-
-    def _follow(self) -> None:
-        """Let the shards of remote datasets be fetched ahead of this run, behind its first rows."""
-        streams = self._opened.streams
-        remote = [dataset.shards for dataset in streams.once.datasets if dataset.shards is not None]
-        if not remote:
-            return
-        positions, shares = self._arrangement.positions(self.position), self._opened.shares(self._state)
-        for dataset, reader, who in zip(
-            streams.once.datasets, streams.once.readers, streams.sharing, strict=True
-        ):
-            if reader is not None and dataset.shards is not None:
-                is_shared = dataset.shards.cache.is_shared
-                reader.start(
-                    self._arrangement.uses(who),
-                    positions[who[0]] if len(who) == 1 else self.position,
-                    self._lanes_of_node(is_shared),
-                    share=sum(shares[stream] for stream in who) if is_shared else 1.0,
-                    beside=[shards for shards in remote if shards is not dataset.shards],
-                )
-
-    def _lanes_of_node(self, is_shared: bool) -> range:
-        """Lanes that this process, or all that share its cache, may read."""
-        place, batch = self._place, self._plan.global_batch
-        first, count = (place.rank, 1)
-        if is_shared:
-            first, count = (
-                place.rank // place.local_world_size * place.local_world_size,
-                place.local_world_size,
-            )
-        part = batch // place.world_size
-        return lanes_of_part(batch, self._state.order.lanes, slice(first * part, (first + count) * part))
-
-    def _stop(self) -> None:
-        self._iteration = None
-        if self._running is not None:
-            self._running.close()
-            self._running = None

@@ -46,12 +46,10 @@ from torch.utils.data import get_worker_info
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError, naming_extras
 from shardkit.loaders.batch import Batch
-from shardkit.loaders.config import LoaderOptions, Stream
+from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.plan import BatchPlan, Cursor
-from shardkit.loaders.readers.sources import TokenDtype
-from shardkit.loaders.state import LoaderState, OnMismatch, Tail
-from shardkit.order.order import Shuffle
+from shardkit.loaders.state import LoaderState, OnMismatch
 
 __all__ = ["Shared", "SharedCursor", "State", "StreamingDataset", "Worker", "state_of"]
 
@@ -198,7 +196,6 @@ def _cursor(numbers: npt.NDArray[np.int64]) -> Cursor:
 
 
 with naming_extras("shardkit.loaders.streaming_dataset"):
-    import torch
     from torch.utils.data import IterableDataset, get_worker_info
 
 State = dict[str, object]
@@ -217,24 +214,11 @@ class StreamingDataset(IterableDataset[Batch]):
         dataset: str | os.PathLike[str] | Dataset | Sequence[Stream],
         *,
         batch_size: int,
-        seed: int = 17,
-        shuffle: Shuffle = "window",
-        tail: Tail = "carry",
         rank: int | None = None,
         world_size: int | None = None,
-        dtype: TokenDtype = torch.int64,
-        return_ids: bool = False,
-        **options: Unpack[LoaderOptions],
+        **options: Unpack[RunOptions],
     ) -> None:
-        self._arguments: dict[str, Any] = {
-            "batch_size": batch_size,
-            "seed": seed,
-            "shuffle": shuffle,
-            "tail": tail,
-            "dtype": dtype,
-            "return_ids": return_ids,
-            **options,
-        }
+        self._arguments: dict[str, Any] = {"batch_size": batch_size, **options}
         loader = StreamingLoader(dataset, rank=rank, world_size=world_size, **self._arguments)
         self._arguments |= {"rank": loader.rank, "world_size": loader.world_size}
         self._loader: StreamingLoader | _Closed = loader
@@ -279,7 +263,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def state_at(self, cursor: Cursor) -> State:
         """The state at (position, batches delivered in its epoch)."""
-        return _moved(self.loader, cursor)
+        return self.loader.state_at(cursor)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -308,13 +292,13 @@ class StreamingDataset(IterableDataset[Batch]):
                     "a dataset does not see what its workers deliver: give state_dict the number of batches "
                     "that the loop has received since it began, or use StreamingDataLoader"
                 )
-            return _moved(self.loader, self.loader.cursor)
+            return self.loader.state_dict()
         if not num_batches:
-            return _moved(self.loader, self.next)
+            return self.loader.state_at(self.next)
         start = shared.start if shared.by_workers else self._began
         if not self.loader.config.endless and num_batches > plan.batches_left(start[0]):
             raise ValueError(f"the iteration has {plan.batches_left(start[0])} batches, not {num_batches}")
-        return _moved(self.loader, plan.advance(start, num_batches))
+        return self.loader.state_at(plan.advance(start, num_batches))
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken, as `StreamingLoader.load_state_dict`.
@@ -335,7 +319,7 @@ class StreamingDataset(IterableDataset[Batch]):
     def start_at(self, cursor: Cursor) -> None:
         """The next iteration, by workers or not, starts at (position, batches delivered in its epoch)."""
         if cursor != self.loader.cursor:
-            self.loader.load_state_dict(_moved(self.loader, cursor))
+            self.loader.load_state_dict(self.loader.state_at(cursor))
         self._began = cursor
         self._shared.begin(cursor, self._settings())
 
@@ -353,7 +337,7 @@ class StreamingDataset(IterableDataset[Batch]):
             starts = np.cumsum([0, *map(len, self.loader.datasets)])
             ids = np.where(ids < 0, -1, ids + starts[batch["stream_id"].numpy()])
         usage.step(self.loader.plan.start(start[0]), ids, after[0])
-        if not self._arguments["return_ids"]:
+        if not self._arguments.get("return_ids", False):
             batch.pop("sample_id")
             batch.pop("stream_id", None)
 
@@ -378,7 +362,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def _settings(self) -> int:
         """A digest of all that batches depend on besides the cursor and what is given to the constructor."""
-        text = json.dumps(_moved(self.loader, (0, 0)), sort_keys=True)
+        text = json.dumps(self.loader.state_at((0, 0)), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def _iterate(self) -> Iterator[Batch]:
@@ -396,7 +380,7 @@ class StreamingDataset(IterableDataset[Batch]):
         self._saved = None
         iteration, start = self._shared.enter(worker, self._settings(), saved.start if saved else None)
         self._share = share = _Share(worker, start, saved.made if saved else 0)
-        loader.load_state_dict(_moved(loader, start))
+        loader.load_state_dict(loader.state_at(start))
         left = None if loader.config.endless else loader.plan.batches_left(start[0])
         most = None if left is None else max(0, -(-(left - worker.number) // worker.count))
         if left is not None and share.made >= cast(int, most):
@@ -482,7 +466,7 @@ class _Share:
             "made": self.made,
             "global_batch": loader.plan.global_batch,
         }
-        return _moved(loader, self.start) | {_WORKER: share}
+        return loader.state_at(self.start) | {_WORKER: share}
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,9 +488,3 @@ def _own_copies(streams: Sequence[Stream]) -> list[Stream]:
 
 def _raise(error: Exception) -> Batch:
     raise error
-
-
-def _moved(loader: StreamingLoader, cursor: Cursor) -> State:
-    """The loader's state, elsewhere."""
-    position, epoch_batches = cursor
-    return loader.state_dict() | {"position": position, "epoch_batches": epoch_batches}

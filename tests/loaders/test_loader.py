@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from shardkit import open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.loaders.producer import BUSY_SECONDS
+from shardkit.loaders.config import BUSY_SECONDS, LoaderConfig, LoaderOptions
 from support.loader_data import EOS, LENGTH, make_dataset, saved_bytes, token_rows, write_card
 
 SAMPLES = 53
@@ -334,12 +335,12 @@ def test_a_former_iterator_fails_loudly_when_the_loader_has_moved_on(data: Path)
     former = iter(loader)
     next(former)
     next(iter(loader))
-    with pytest.raises(RuntimeError, match="this iterator has ended"):
+    with pytest.raises(RuntimeError, match="stale iterator"):
         next(former)
     former = iter(loader)
     next(former)
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match="this iterator has ended"):
+    with pytest.raises(RuntimeError, match="stale iterator"):
         next(former)
 
 
@@ -417,3 +418,8 @@ def test_importing_the_package_imports_torch_only_for_the_loader() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_keyword_options_and_config_are_the_same_names_and_types() -> None:
+    options = {name: kind.__forward_arg__ for name, kind in LoaderOptions.__annotations__.items()}
+    assert options == {field.name: field.type for field in fields(LoaderConfig)}

@@ -165,7 +165,7 @@ def test_weights_cannot_change_where_samples_were_delivered(data: dict[str, Data
             loader.set_weights([1, 1], at_position=12)
         loader.set_weights([0, 1, 0], at_position=12)
         assert {stream for stream, _ in drawn(loader, 5)} == {1}
-    with make(data["web"]) as loader, pytest.raises(ValueError, match="one stream only"):
+    with make(data["web"]) as loader, pytest.raises(ValueError, match="only one stream"):
         loader.set_weights([1], at_position=0)
 
 

@@ -8,10 +8,19 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
-from shardkit.loaders.producer import BUSY_SECONDS, Limits, LoaderTimeoutError, Prefetcher
+from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.producer import LoaderTimeoutError, Prefetcher
+
+
+class Limits(NamedTuple):
+    batches: int
+    bytes: int
+    timeout_seconds: float
+
 
 LIMITS = Limits(batches=4, bytes=1 << 20, timeout_seconds=30)
 SLOW = 20 * BUSY_SECONDS
@@ -30,7 +39,13 @@ def numbers(count: int) -> Iterator[Item]:
 
 
 def prefetch(source: Iterator[Item], limits: Limits = LIMITS) -> Prefetcher[Item]:
-    return Prefetcher(source, limits, lambda: "rank 3, reading shard.00007.mds")
+    return Prefetcher(
+        source,
+        lambda: "rank 3, reading shard.00007.mds",
+        most_batches=limits.batches,
+        most_bytes=limits.bytes,
+        timeout_seconds=limits.timeout_seconds,
+    )
 
 
 def drain(prefetcher: Prefetcher[Item], pause: float = 0.0) -> list[int]:

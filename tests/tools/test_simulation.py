@@ -14,9 +14,7 @@ from reference.belady import min_fetched_bytes
 from shardkit.cache import reader
 from shardkit.cache.folder import sealed_size
 from shardkit.cache.shards import _LEADS_IN_CACHE
-from shardkit.loaders import defaults as setup
-from shardkit.loaders import producer as groups
-from shardkit.loaders import producer as prefetch
+from shardkit.loaders import config, defaults, producer
 from shardkit.loaders.readers import sources
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
@@ -58,20 +56,20 @@ def scenario(**changes: Any) -> Scenario:
 def test_the_loader_s_rules_are_the_loader_s() -> None:
     rules = LoaderRules()
     expected = LoaderRules(
-        plan_rows=groups.PLAN_ROWS,
-        plan_positions=groups.PLAN_POSITIONS,
+        plan_rows=producer.PLAN_ROWS,
+        plan_positions=producer.PLAN_POSITIONS,
         plan_bytes=sources.PLAN_BYTES,
         plans_in_cache=sources._PLANS_IN_CACHE,
-        plan_growth=groups._GROWTH,
-        group_bytes=groups.GROUP_BYTES,
+        plan_growth=producer._GROWTH,
+        group_bytes=producer.GROUP_BYTES,
         cold_rows=reader.MAX_ROWS,
         first_rows=reader.FIRST_ROWS,
         row_threads=32,
         store_connections=StorageOptions().connections,
         part_bytes=2 << 20,
         leads_in_cache=_LEADS_IN_CACHE,
-        windows_bytes=setup.DEFAULT_WINDOWS_BYTES,
-        busy_seconds=prefetch.BUSY_SECONDS,
+        windows_bytes=defaults.DEFAULT_WINDOWS_BYTES,
+        busy_seconds=config.BUSY_SECONDS,
     )
     from shardkit.cache import download, rows
 
@@ -296,4 +294,4 @@ def loader_s_choice(
     cache = Plain(is_shared=True, capacity=cache_bytes)
     dataset: Any = Plain(manifest=manifest, shards=Plain(cache=cache))
     plan = BatchPlan(10**9, global_batch // (8 * nodes), 0, 8 * nodes, "carry")
-    return setup.shuffle_sizes(dataset, plan, LoaderConfig(cache_bytes=cache_bytes), nodes, sample_bytes)
+    return defaults.shuffle_sizes(dataset, plan, LoaderConfig(cache_bytes=cache_bytes), nodes, sample_bytes)
