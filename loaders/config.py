@@ -30,7 +30,7 @@ __all__ = ["BUSY_SECONDS", "LoaderConfig", "LoaderOptions", "RunOptions", "Strea
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
 Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
-"""Of all streams in their order, or by their names; streams that are not named get 0."""
+"""Of all streams in their order, or by name; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
 BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: there is no work to overlap with
@@ -40,19 +40,19 @@ BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: th
 class Stream:
     """A dataset and its share in a mixture.
 
-    Of every `sum of weights` consecutive samples, exactly `weight` come from this stream. Each stream is
-    shuffled anew whenever it begins again.
+    Of every `sum of weights` consecutive samples, exactly `weight` come from this stream. Each pass over a
+    stream is shuffled differently.
     """
 
     path: str | os.PathLike[str] | Dataset
     weight: float = 1
-    """A whole number or a decimal such as 0.7, taken exactly as written; 0: none until a schedule says so."""
+    """A whole number or a decimal such as 0.7, taken exactly as written; 0 until a schedule raises it."""
     name: str | None = None
-    """How schedules, errors and figures call it; default: the last part of the path."""
+    """Its name in schedules, errors and metrics; default: the last part of the path."""
     repeat: float | None = None
-    """Deliver the dataset at most so many times; None: as often as the weights ask for."""
+    """Most passes over the dataset; None: as many as the weights ask for."""
     choose: int | None = None
-    """Deliver at most so many samples."""
+    """Most samples to deliver."""
     exclude: ExcludedRows = None
     """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
 
@@ -66,7 +66,7 @@ class Stream:
             raise ValueError(f"choose must be a whole number of at least 1, not {self.choose!r}")
 
     def limit(self, samples: int) -> int | None:
-        """Samples that may be delivered in all, of a dataset that has `samples`; None: any number."""
+        """Most samples that may be delivered of a dataset of `samples`; None: any number."""
         limits = [] if self.repeat is None else [math.floor(self.repeat * samples)]
         return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
 
@@ -130,11 +130,11 @@ class LoaderConfig:
     columns: Sequence[str] | None = None
     """Deliver these columns only; default: all."""
     endless: bool = False
-    """Go on into the next epoch instead of ending the `for`; the loader then has no length."""
+    """Continue with the next epoch instead of ending the `for`; the loader then has no length."""
     lanes: int | None = None
-    """Lanes of the window shuffle; default from the first run's batch size, kept in the state."""
+    """Lanes of the window shuffle; default: from the first run's batch size, kept in the state."""
     window: int | None = None
-    """Samples shuffled together in a lane; default: two of all lanes' hold 4 GiB, kept in the state."""
+    """Samples shuffled together in a lane; default: two of all lanes hold 4 GiB; kept in the state."""
     schedule: Sequence[tuple[int, Weights]] | None = None
     """A mixture's weights from given positions (in samples over all ranks) on, instead of the streams' own.
 
@@ -144,7 +144,7 @@ class LoaderConfig:
     mixed_lengths: bool = False
     """Allow streams whose samples differ in shape, for a schedule that changes from some to others."""
     prefetch_batches: int = 64
-    """Most batches ready ahead of the training loop; 0: no thread, batches are made when asked for."""
+    """Most batches ready ahead of the training loop; 0: no thread, batches are made on request."""
     prefetch_bytes: int | str = "256MiB"
     """Most bytes ready ahead of the training loop; one group of batches is always allowed."""
     timeout_seconds: float = 600.0
@@ -154,17 +154,17 @@ class LoaderConfig:
 
     A local dataset is read in place, never copied or removed."""
     cache_bytes: int | str | None = None
-    """Most bytes kept there; default: free disk but a reserve, or a quarter of free memory up to 8 GiB."""
+    """Most bytes kept there; default: free disk less a reserve, or a quarter of free memory up to 8 GiB."""
     connections: int = 16
     """Shards, or ranges of shards, that a process fetches at a time."""
     storage: StorageOptions | None = None
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
     metrics_file: str | os.PathLike[str] | None = None
-    """Keep this rank's figures there for Prometheus (a ….prom for node_exporter's textfile collector)."""
+    """A file for this rank's Prometheus metrics (….prom for node_exporter's textfile collector)."""
     usage_log: str | os.PathLike[str] | None = None
-    """Log in this folder, of all ranks, which samples the loop is given: for `shardkit audit --logs`."""
+    """Folder, shared by all ranks, that logs the samples handed to the loop: for `shardkit audit --logs`."""
     stop_grace_seconds: float | None = None
-    """End this process if its loop has not come back so long after another rank's loader failed.
+    """End this process if its loop has not returned this long after another rank's loader failed.
 
     Default: never; the loop gets `PeerError` at its next batch, and a collective that hangs is left to the
     timeout of its process group."""
@@ -187,7 +187,7 @@ class LoaderConfig:
 
     @classmethod
     def of(cls, options: LoaderOptions) -> LoaderConfig:
-        """The options given, defaults for the others; TypeError with a suggestion for an unknown name."""
+        """Fill in defaults; TypeError with a suggestion for an unknown name."""
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -198,7 +198,7 @@ class LoaderConfig:
 
     @property
     def document_extras(self) -> bool:
-        """Whether anything is asked for that needs to know where documents end."""
+        """Whether any option needs to know where documents end."""
         return self.labels or self._document_bounds
 
     @property

@@ -39,7 +39,7 @@ class CudaPrefetcher:
     in use, or the CPU where there is none, to which nothing is copied. `depth`: batches on the device or
     on their way, those handed out not counted; 1: each is copied when it is asked for.
 
-    One `for` is one of the loader's. Leaving it early and starting another goes on with the next batch.
+    One `for` is one of the loader's. Leaving it early and starting another continues with the next batch.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CudaPrefetcher:
     def _deliver(self, iteration: object) -> Iterator[Batch]:
         while True:
             if self._iteration is not iteration:
-                raise RuntimeError("this iterator has ended: its loader was iterated anew or given a state")
+                raise RuntimeError("stale iterator: the prefetcher was re-iterated, or had a state loaded")
             self._fetch()
             if not self._ready:
                 self._end()

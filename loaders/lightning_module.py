@@ -4,21 +4,18 @@
     Trainer(max_steps=10_000, callbacks=[DataMonitor()]).fit(model, data, ckpt_path="last.ckpt")
 
 The state is in the data module's part of the checkpoint. It is the same on every rank, so it is enough that
-Lightning saves rank 0's and gives it to all. `lightning_batches` says what makes it exact.
+Lightning saves that of rank 0 and gives it to all. Lightning's samplers find nothing to replace here
+(use_distributed_sampler does nothing): a StreamingLoader knows its part of every batch.
 
-Lightning's samplers find nothing here to replace (use_distributed_sampler does nothing): a StreamingLoader
-knows its part of every batch.
+What a checkpoint counts as trained on is what Lightning counts, not what was fetched: Lightning may fetch a
+batch ahead, drop it at the end of an epoch, or save while a step is failing. So the state is computed: the
+cursor of the first batch, moved by the batches that Lightning has counted since
+(`batch_progress.total.processed`, which it also saves and continues from, so the two cannot disagree).
 
-What Lightning's loops iterate over: a stream of batches for training, whole datasets for evaluation.
-
-What a checkpoint says was trained on is what Lightning counts as trained on, not what was fetched: Lightning
-may fetch a batch ahead, drop it at an epoch's end, or save while a step is failing. So the state is
-arithmetic: where the first batch came from, moved by the batches that Lightning has counted since then. It
-is the number that Lightning saves and goes on from (`batch_progress.total.processed`): they cannot disagree.
-
-Training is one endless stream, which Lightning's epochs only cut: an epoch begins with the batch after the
-last one trained on, whatever ended the epoch before. Only overfit_batches repeats batches. All epochs have
-the same length: Lightning asks for it once and would miss the end, and the validation, of shorter ones.
+Training (`TrainingBatches`) is one endless stream, which Lightning's epochs only cut: an epoch begins with
+the batch after the last one trained on, whatever ended the epoch before. Only overfit_batches repeats
+batches. All epochs have the same length, because Lightning asks for it only once and would miss the end, and
+the validation, of shorter ones. Evaluation (`EvaluationBatches`) gives each sample once.
 """
 
 from __future__ import annotations
@@ -32,6 +29,12 @@ from typing import Any, TypeAlias, Unpack
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras, warn_user
+
+with naming_extras("ShardDataModule"):
+    import lightning.pytorch as pl
+    import torch
+
+from shardkit.dataset import Dataset
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
 from shardkit.loaders.loader import StreamingLoader
@@ -63,9 +66,9 @@ class TrainingBatches:
         self._endless = endless
         self._live: Iterator[Batch] | None = None
         self._start = loader.cursor
-        self._trained_at_start: int | None = None  # Lightning's count there; None: no batch was asked for yet
+        self._trained_at_start: int | None = None  # Lightning's count there; None: no batch was requested yet
         self._mended = False
-        self._repeated: int | None = None  # overfit_batches: the first so many batches over and over
+        self._repeated: int | None = None  # overfit_batches: how many batches are repeated
 
     def __len__(self) -> int:
         if self._endless:
@@ -73,7 +76,7 @@ class TrainingBatches:
         return self.loader.plan.batches_left(0)  # the same in every epoch: Lightning asks for it only once
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator, because Lightning also calls iter() only to see whether it can.
+        # A generator, because Lightning also calls iter() just to see whether it works.
         self._begin()
         ahead = self._endless and not isinstance(getattr(self.trainer, "limit_train_batches", None), int)
         if not ahead:
@@ -88,7 +91,7 @@ class TrainingBatches:
                 self._seek(_ORIGIN)
 
     def cursor(self) -> Cursor:
-        """What has been trained on, as `StreamingLoader.cursor`, whatever has been fetched."""
+        """`StreamingLoader.cursor` behind what has been trained on, whatever has been fetched."""
         if self.trainer is None:
             return self.loader.cursor
         if self._trained_at_start is None:
@@ -99,11 +102,11 @@ class TrainingBatches:
         return self.loader.plan.advance(_ORIGIN, (self._start[1] + batches) % self._repeated)
 
     def state(self) -> dict[str, Any]:
-        """From which a loader goes on with the first batch that has not been trained on."""
+        """The state that continues with the first batch that has not been trained on."""
         return self.loader.state_at(self.cursor())
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state`, None: from the first sample, when the next epoch begins."""
+        """Continue from `state` (None: the first sample) when the next epoch begins."""
         self.loader.load_state_dict(state or self.loader.state_at(_ORIGIN))
         self._start, self._trained_at_start, self._live = self.loader.cursor, None, None
 
@@ -128,7 +131,7 @@ class TrainingBatches:
             self._seek(self._start)
 
     def _mend_counts(self) -> None:
-        """Let Lightning's counts be what they would be in a run that was never resumed.
+        """Set Lightning's counts to what they would be in a run that was never resumed.
 
         Lightning 2.6 keeps a failed batch of the run before among those that were begun, and does not
         begin an epoch after a checkpoint of an epoch's last batch. Its next checkpoint would be misread.
@@ -157,26 +160,22 @@ class EvaluationBatches:
         return self.loader.plan.batches_left(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.loader.load_state_dict(self.loader.state_at(_ORIGIN))  # a run before may have stopped in between
+        self.loader.load_state_dict(self.loader.state_at(_ORIGIN))  # the last run may have stopped early
         yield from self.loader
 
 
 def trained_batches(trainer: Trainer | None) -> int:
-    """Batches that Lightning counts as trained on, over all epochs, and in the runs that it continues."""
+    """Batches that Lightning counts as trained on, over all epochs and all runs that this one continues."""
     return 0 if trainer is None else int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
 
 def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
-    """Rank and number of those that read different data: tensor-parallel ranks read the same."""
+    """(rank, count) of the replicas that read different data: tensor-parallel ranks read the same."""
     if trainer is None:
         return None, None
     replicas = trainer.distributed_sampler_kwargs
     return (0, 1) if replicas is None else (replicas["rank"], replicas["num_replicas"])
 
-
-with naming_extras("ShardDataModule"):
-    import lightning.pytorch as pl
-    import torch
 
 DataSource: TypeAlias = "str | os.PathLike[str] | Dataset | Sequence[Stream]"
 
@@ -189,7 +188,7 @@ class DataOptions(RunOptions, total=False):
     """`StreamingLoader`'s keyword arguments; Lightning knows rank and world size."""
 
     on_mismatch: OnMismatch
-    """For a checkpoint made with other data or settings: "error", or "fork" to go on from its position."""
+    """For a checkpoint made with other data or settings: "error", or "fork" to continue from its position."""
 
 
 _NOT_IN_CONFIG = DataOptions.__annotations__.keys() - LoaderOptions.__annotations__.keys()
@@ -208,8 +207,8 @@ class ShardDataModule(pl.LightningDataModule):
     default: as in training. All further options are `StreamingLoader`'s.
 
     A Lightning epoch is as many batches as one pass over `train` needs. With tail="carry" (the default) its
-    last batch is filled up from the next pass, and the next epoch goes on from there. limit_train_batches
-    makes epochs shorter; the data goes on all the same. With endless=True there are no epochs, and no length.
+    last batch is filled up from the next pass, and the next epoch continues from there. limit_train_batches
+    makes epochs shorter, but the data continues. With endless=True there are no epochs, and no length.
 
     `val`, `test` and `predict` may also be dicts of datasets: one Lightning loader each. Every sample comes
     once over all ranks; what fills up the last batch is marked in `is_padding`, its labels are -100.
@@ -258,13 +257,13 @@ class ShardDataModule(pl.LightningDataModule):
         return f"ShardDataModule(train={self.train!r}, position={self.position:,})"
 
     def stats(self) -> LoaderStats:
-        """What this rank has waited for since training's first batch, and a verdict; empty before that."""
+        """What this rank has waited for since the first batch of training, and a verdict."""
         return LoaderStats() if self._training is None else self._training.loader.stats()
 
     def set_weights(self, weights: Weights, *, at_position: int) -> None:
         """Mix with `weights` from `at_position` on: see `StreamingLoader.set_weights`. For all ranks."""
         if self._training is None:
-            raise RuntimeError("there is no training to set weights for: give schedule=… before it")
+            raise RuntimeError("set_weights works while training runs: before it, give schedule=…")
         self._training.loader.set_weights(weights, at_position=at_position)
 
     # Lightning calls what follows.
@@ -273,7 +272,7 @@ class ShardDataModule(pl.LightningDataModule):
         callbacks: list[pl.Callback] = getattr(self.trainer, "callbacks", [])
         if not any(isinstance(callback, _StopPeersFirst) for callback in callbacks):
             callbacks.insert(0, _StopPeersFirst())
-        # A new Trainer without a checkpoint starts anew; one that has trained goes on where it was.
+        # A new Trainer without a checkpoint starts from scratch; one that has trained continues where it was.
         if stage == "fit" and not self._loaded and trained_batches(self.trainer) == 0:
             self._close()
             self._state = None
@@ -290,7 +289,7 @@ class ShardDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> TrainingBatches:
         if self.train is None:
-            raise ValueError("ShardDataModule was given no dataset to train on: train=…")
+            raise ValueError("ShardDataModule has no dataset to train on: give train=…")
         size = self._train_batch_size()
         origin = self._origin(self.train, size)
         if self._training is not None and self._opened_from.get("train") == origin:
@@ -298,8 +297,8 @@ class ShardDataModule(pl.LightningDataModule):
         self._close_training()
         if self._state is None and not self._loaded and trained_batches(self.trainer):
             warn_user(
-                "the checkpoint has no state of ShardDataModule (another class, or another name, saved it): "
-                "training goes on from the first sample of the data"
+                "the checkpoint has no state of ShardDataModule (a class of another name saved it): "
+                "training continues from the first sample of the data"
             )
         self._loaded = self._loaded and self.trainer is None
         options = {name: value for name, value in self.options.items() if name != "on_mismatch"}
@@ -337,7 +336,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _close_training(self) -> None:
         self._opened_from.pop("train", None)
         if self._training is not None:
-            if self._training.trainer is not None:  # else someone had a look at the data, by hand
+            if self._training.trainer is not None:  # else a user looked at the data without a Trainer
                 self._state = self._training.state()
             self._training.loader.close()
             self._training = None
@@ -348,9 +347,9 @@ class ShardDataModule(pl.LightningDataModule):
             batches.loader.close()
 
     def _origin(self, source: EvaluationSource, batch_size: int) -> object:
-        """What loaders are opened from: they are in use until it changes.
+        """What loaders are opened from; they are reused until it changes.
 
-        Lightning asks anew with reload_dataloaders_every_n_epochs; users do to take a length.
+        Lightning asks again with reload_dataloaders_every_n_epochs, and users to get a length.
         """
         copied = source if isinstance(source, (str, os.PathLike, Dataset)) else copy(source)
         return self.trainer, copied, batch_size, dict(self.options)
@@ -371,7 +370,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _evaluation_batches(self, name: str) -> Any:
         source: EvaluationSource | None = getattr(self, name)
         if source is None:
-            raise ValueError(f"ShardDataModule was given no dataset for this: {name}=…")
+            raise ValueError(f"ShardDataModule has no dataset for this: give {name}=…")
         size = self.val_batch_size or self._train_batch_size()
         origin = self._origin(source, size)
         if self._opened_from.get(name) != origin:
@@ -387,7 +386,7 @@ class ShardDataModule(pl.LightningDataModule):
     def _open_evaluation(self, name: str, source: DataSource, batch_size: int) -> EvaluationBatches:
         if not isinstance(source, (str, os.PathLike, Dataset)) and len(source) > 1:
             raise ValueError(
-                f"{name} is a mixture, whose weights would decide which samples are evaluated how often: "
+                f"{name} is a mixture, whose weights would decide how often each sample is evaluated: "
                 "give a dict of datasets instead"
             )
         options = {key: value for key, value in self.options.items() if key not in _NOT_IN_EVALUATION}
@@ -399,7 +398,7 @@ class ShardDataModule(pl.LightningDataModule):
 
 
 class _StopPeersFirst(pl.Callback):
-    """Tells other ranks of an error before a callback waits for them, as one that saves a checkpoint does."""
+    """Reports an error to other ranks before a callback (one that saves a checkpoint, say) waits for them."""
 
     def on_exception(self, trainer: Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(trainer.datamodule, ShardDataModule):
@@ -410,7 +409,7 @@ class DataMonitor(pl.Callback):
     """Logs how well a ShardDataModule feeds training, every `every_n_batches` (default: log_every_n_steps).
 
     data/wait_s: mean wait for a batch, on the rank that waits longest. data/samples_per_s, data/tokens_per_s:
-    over all ranks, with what fills up batches but without the time of validation. data/position: samples
+    over all ranks, including padding, excluding the time of validation. data/position: samples
     trained on so far. The loader's verdict goes to Python's log (`shardkit.loaders.lightning_module`) when
     it changes between "fed" and "input-bound", as a warning if it is the latter.
     """

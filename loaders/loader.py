@@ -154,7 +154,7 @@ class StreamingLoader:
             self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
         )
         self._fetch_ahead()
-        cursor = (self.position, self._delivered())
+        cursor = (self.position, self._plan.delivered(self._cursor))
         self._running = Prefetcher(
             maker.groups(cursor, endless=config.endless, first=first, every=every),
             maker.describe,
@@ -286,11 +286,6 @@ class StreamingLoader:
         self._plan = replace(self._plan, samples=state.epoch_samples)
         self._state = replace(state, position=0, epoch_batches=0)
 
-    def _delivered(self) -> int:
-        """Batches delivered in the epoch of the next batch."""
-        position, delivered = self._cursor
-        return delivered if self._plan.start(position) == position else 0
-
     def close(self) -> None:
         """Stop prefetching and close the shards; batches already handed out stay valid."""
         self._stop()
@@ -328,7 +323,7 @@ class StreamingLoader:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         if self.config.endless:
             raise TypeError("an endless loader has no length")
-        return self._delivered() + self._plan.batches_left(self.position)
+        return self._plan.delivered(self._cursor) + self._plan.batches_left(self.position)
 
     @property
     def dataset(self) -> Dataset:

@@ -1,20 +1,20 @@
-"""Which samples make up which batch of which rank: pure arithmetic on top of an order, no I/O.
+"""Which samples make up which batch of which rank: arithmetic on top of an order, no I/O.
 
-With N samples, B sequences per rank and R ranks, global batch G = B * R. Position p is sample p % N of epoch
-p // N for every tail and batch size, so both may change between runs. A batch covers positions [p, p + G),
-sorted by lane, and rank r takes the r-th of R equal parts. The tail says what happens at an epoch's edge:
+With N samples, B sequences per rank and R ranks, the global batch is G = B * R. Position p is sample p % N of
+epoch p // N for every tail and batch size, so both may change between runs. A batch covers positions [p, p +
+G), sorted by lane, and rank r takes the r-th of R equal parts. `tail` says what happens at the end of an
+epoch:
 
-    carry  the batch goes on into the next epoch; it belongs to the epoch in which it starts
+    carry  the batch continues into the next epoch; it belongs to the epoch in which it starts
     drop   a batch that would cross the edge is not delivered: the next batch starts with the next epoch
     pad    the batch ends at the edge; its real samples are spread evenly over the ranks, and each rank's
            part is filled up with padding (shard, row and sample id -1)
 
-All ranks plan from the same position, so that they always have the same number of batches.
+All ranks plan from the same position, so they always have the same number of batches.
 
-Which sample is at which position of a loader: the order of one dataset, or of several by a mixture.
-
-Positions count samples over all ranks and streams. A stream has positions of its own, which count its samples
-over all its epochs: fetching ahead and limits are reckoned in those.
+`Arrangement` is the order of one dataset, or of several by a mixture. Positions count samples over all ranks
+and streams. A stream also has positions of its own, which count its samples over all its epochs: limits and
+fetching ahead are computed in those.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ __all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "Steps"
 MAX_BATCH = 1 << 24  # sequences per rank and step; far above any training run, below any memory
 
 Cursor = tuple[int, int]
-
 """(position, batches delivered in its epoch)."""
 
 
@@ -111,8 +110,13 @@ class BatchPlan:
         """The epoch of the next batch."""
         return self.start(position) // self.samples
 
+    def delivered(self, cursor: Cursor) -> int:
+        """Batches delivered in the epoch of the next batch."""
+        position, delivered = cursor
+        return delivered if self.start(position) == position else 0
+
     def batches_left(self, position: int) -> int:
-        """Batches of the next batch's epoch that are still to come; at least 1."""
+        """Batches of the next batch's epoch that are still to be delivered; at least 1."""
         left = self.samples - self.start(position) % self.samples
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
@@ -173,13 +177,13 @@ class Limit:
         step = self.position // global_batch
         return (
             f"stream {self.stream!r} is exhausted at step {step:,} (position {self.position:,}): its repeat "
-            f"or choose allows {self.samples:,} samples; let a schedule give it weight 0 by then, or allow "
-            f"more"
+            f"or choose allows {self.samples:,} samples; set its weight to 0 before that step, or "
+            "raise repeat or choose"
         )
 
 
 class Arrangement:
-    """The order that a state's constants make of streams."""
+    """The order of streams that a state's constants define."""
 
     def __init__(
         self,
@@ -216,9 +220,9 @@ class Arrangement:
         return counts
 
     def uses(self, streams: Sequence[int]) -> Order | MixedUses:
-        """When the shards of a dataset are needed that these streams draw on, and nobody else.
+        """When shards are needed of a dataset that exactly these streams draw on.
 
-        Of one stream by its own positions, of several by the mixture's.
+        In positions of the stream if it is one, of the mixture if they are several.
         """
         if len(streams) == 1 or self._mixture is None:
             return self.stream_orders[streams[0]]
@@ -228,7 +232,7 @@ class Arrangement:
 
     @cached_property
     def limit(self) -> Limit | None:
-        """Where the run ends because a stream may not deliver more; None: nowhere."""
+        """Where the run ends because a stream may not deliver more; None if it never does."""
         found = []
         for stream, most in enumerate(self._limits):
             if most is None:

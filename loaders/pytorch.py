@@ -2,29 +2,29 @@
 
     StreamingDataset     for DataLoader(dataset, batch_size=None, num_workers=k): whole batches
     StreamingDataLoader  a DataLoader over it whose state is exact with any number of workers
-    state_of             the plain state in one of torchdata's StatefulDataLoader
+    state_of             extracts the plain state from one of torchdata's StatefulDataLoader
     MapDataset           single samples by number, for samplers and the Hugging Face Trainer
 
-All give what `StreamingLoader` gives, batch for batch. A DataLoader takes its batch t from worker t % k, so
-worker w of k makes the batches w, w + k, … of this rank and plans no others; each has a loader of its own.
+The first two give what `StreamingLoader` gives, batch for batch. A DataLoader takes its batch t from worker t
+% k, so worker w of k makes the batches w, w + k, ... of this rank and plans no others; each has its own
+loader.
 
-A StreamingLoader alone prefetches with a thread and is faster than any of these: a DataLoader copies each
-batch between processes. They are for code that wants a DataLoader, and for columns that are slow to decode.
+A StreamingLoader alone prefetches with a thread and is faster than any of these, because a DataLoader copies
+each batch between processes. They are for code that wants a DataLoader, and for columns that are slow to
+decode.
 
-**Leaving a `for` early.** Without workers the next `for` goes on with the next batch. With workers, only
-`StreamingDataLoader` knows what the loop has received, and goes on exactly as well. Under a plain DataLoader
-workers know what they made: the next `for` starts the epoch again, or the next one if all of its batches
-were made (a loop left within the last prefetch_factor * num_workers ones); give the dataset
-`load_state_dict(dataset.state_dict(batches))` to go on exactly.
+**Leaving a `for` early.** Without workers the next `for` continues with the next batch. With workers only
+`StreamingDataLoader` knows what the loop has received, and continues as exactly. Under a plain DataLoader the
+workers know only what they made: the next `for` starts the epoch again, or the next epoch if all batches were
+made (when a loop is left within the last prefetch_factor * num_workers ones). To continue exactly, give the
+dataset `load_state_dict(dataset.state_dict(batches))`.
 
-Remote datasets: give `cache_dir`, which workers share. In memory, each worker would have a cache of its own.
+Remote datasets: give `cache_dir`, which workers share. In memory, each worker has a cache of its own.
 
-`MapDataset`: single samples by number, for samplers, DistributedSampler and the Hugging Face Trainer.
-
-Any dataset, local or remote, in its own order: what comes when is the sampler's affair, and so is resuming.
-A DataLoader asks for a batch at a time (`__getitems__`), which is read by one gather.
-Samples at random touch as many shards as there are samples, so a remote dataset needs a cache with room for
-all of it, where `StreamingLoader` needs a small part of that.
+`MapDataset` reads any dataset, local or remote, in its own order: order and resuming are the sampler's
+business. A DataLoader asks for a batch at a time (`__getitems__`), which one gather reads. Random samples
+touch as many shards as there are samples, so a remote dataset needs a cache with room for all of it, where
+`StreamingLoader` needs a small part of that.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ import numpy as np
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import naming_extras
+
+with naming_extras("shardkit.loaders.pytorch"):
+    import torch
+    from torch.utils.data import DataLoader
+    from torch.utils.data import Dataset as TorchDataset
+
+from shardkit.dataset import Dataset
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id
@@ -52,10 +59,6 @@ from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 from shardkit.loaders.streams import open_streams
 
 __all__ = ["MapDataset", "StreamingDataLoader", "StreamingDataset", "state_of", "unchanged"]
-
-with naming_extras("shardkit.loaders.pytorch"):
-    import torch
-    from torch.utils.data import Dataset as TorchDataset
 
 Sample = dict[str, Any]
 
@@ -71,7 +74,7 @@ class MapDataset(TorchDataset[Sample]):
     some of these, {"tokens": "input_ids"}. Options, as of `StreamingLoader`: labels,
     mask_document_starts, position_ids, document_ids, eos_id, columns; of remote datasets cache_dir,
     cache_bytes, connections, storage.
-    Pickles, and works in forked processes.
+    Can be pickled, and works in forked processes.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class MapDataset(TorchDataset[Sample]):
         self._source: SourceInfo | None = source
         self._process: int | None = os.getpid()
         self._maker = BatchMaker(
-            batch_size=1,  # so that a sample has memory of its own, and drags no others along
+            batch_size=1,  # so that each sample has memory of its own
             config=self._config,
             token_key=source.token_key,
             eos_id=find_eos_id(streams, self._config, source.token_key),
@@ -114,7 +117,7 @@ class MapDataset(TorchDataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Sample]:
-        """The samples of a batch, in the order asked for: how torch's DataLoader asks."""
+        """The samples of a batch, in the order asked for; torch's DataLoader calls this."""
         numbers = np.array([self._number(index) for index in indices], dtype=np.int64)
         if not len(numbers):
             return []
@@ -133,7 +136,7 @@ class MapDataset(TorchDataset[Sample]):
         return number % len(self)
 
     def _own_source(self) -> SourceInfo:
-        """This process's: a child needs locks, threads and connections of its own."""
+        """This process's source: a child needs locks, threads and connections of its own."""
         if self._source is None or self._process != os.getpid():
             self._dataset = copy.copy(self._dataset)
             self._source = open_source(Streams([self._dataset], ["0"]), self._config.columns, self._dtype)
@@ -145,17 +148,12 @@ class MapDataset(TorchDataset[Sample]):
 
 
 def _checked(rename: Mapping[str, str], sample: Sample) -> dict[str, str]:
-    """`rename`; ValueError if a sample has no such name, or would have one name twice."""
+    """Return `rename`; ValueError if a sample lacks a name or would have one twice."""
     if unknown := [name for name in rename if name not in sample]:
         raise ValueError(f"rename has {unknown[0]!r}, but a sample has {', '.join(sample)}")
     if len({rename.get(name, name) for name in sample}) < len(sample):
         raise ValueError(f"rename would give two of {', '.join(sample)} one name: {dict(rename)}")
     return dict(rename)
-
-
-with naming_extras("shardkit.loaders.pytorch"):
-    import torch
-    from torch.utils.data import DataLoader
 
 
 def unchanged(batch: Batch) -> Batch:
@@ -167,8 +165,8 @@ class StreamingDataLoader(DataLoader[Batch]):
     """A DataLoader whose state is exact: it counts what the loop has received.
 
     The state is that of `StreamingLoader`: either may load what the other saved, with another number of
-    workers, batch size or world size. Leaving a `for` early and starting another goes on with the next batch.
-    At any time one iterator is live. Arguments: as of DataLoader, the dataset makes the batches.
+    workers, batch size or world size. Leaving a `for` early and starting another continues with the next
+    batch. Only one iterator is live. Arguments: those of DataLoader; the dataset makes the batches.
     """
 
     def __init__(
@@ -216,7 +214,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         return delivery
 
     def __len__(self) -> int:
-        """Batches of the epoch of the next batch, those already delivered included; equal on all ranks."""
+        """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         self._follow_dataset()
         return self._batches.epoch_batches(self._cursor)
 
@@ -230,24 +228,24 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._end_delivery()
         self._batches.load_state_dict(state, on_mismatch=on_mismatch)
         self._follow_dataset()
-        self._iterator = None  # workers that persist: the state may have changed more than the position
+        self._iterator = None  # also of persistent workers: more than the position may have changed
 
     def close(self) -> None:
-        """End the workers and prefetching."""
+        """Stop the workers and prefetching."""
         self._end_delivery()
         self._iterator = None
         self._stop_together.close()
         self._batches.close()
 
     def _follow_dataset(self) -> None:
-        """A state may have been loaded into the dataset itself."""
+        """Take over a state that was loaded into the dataset itself."""
         if self._loads != self._batches.loads:
             self._cursor, self._loads = self._batches.next, self._batches.loads
 
     def _end_delivery(self) -> None:
         delivery = self._delivery() if self._delivery is not None else None
         if delivery is not None:
-            delivery.source = None  # which ends the workers, unless they persist
+            delivery.source = None  # ends the workers, unless they are persistent
         self._delivery = None
 
 
@@ -264,7 +262,7 @@ class _Delivery:
     def __next__(self) -> Batch:
         if self.source is None:
             raise RuntimeError(
-                "this iterator has ended: it failed, or its loader was closed, iterated anew or given a state"
+                "stale iterator: it failed, or its loader was closed, re-iterated, or had a state loaded"
             )
         owner = self._owner
         plan = owner._batches.loader.plan
@@ -274,9 +272,9 @@ class _Delivery:
         except StopIteration:
             raise
         except Exception as error:
-            self.source = None  # torch's iterator would go on behind the batch that is missing
+            self.source = None  # torch's iterator would skip the batch that is missing
             if owner.num_workers:
-                # Else the traceback keeps it, and its workers, until garbage is collected, by force.
+                # Otherwise the traceback keeps torch's iterator and its workers alive until it is collected.
                 traceback.clear_frames(error.__traceback__)
                 owner._stop_together.report(error, owner._cursor[0] // plan.global_batch)
             raise

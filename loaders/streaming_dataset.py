@@ -1,24 +1,23 @@
-"""`StreamingDataset`: batches for a DataLoader, of which each worker makes its part.
+"""`StreamingDataset`: batches for a DataLoader, of which each worker makes its share.
 
-A worker makes a loader of its own, because threads, locks and connections do not survive a fork. Where its
-iteration begins it learns from `shardkit.loaders.streaming_dataset`; all else is arithmetic.
+Each worker has a loader of its own, because threads, locks and connections do not survive a fork. Worker w of
+k makes the batches w, w + k, ... from where the iteration starts. Only that start must be known to all of
+them.
 
-Where an iteration starts: known to a process and to all DataLoader workers that it starts.
+`SharedCursor` holds it in memory that a process shares with the DataLoader workers it starts, changed under a
+lock: a worker is a copy of the dataset of the process that iterates, which does not see what workers do.
 
-A worker is made from the dataset of the process that iterates, which does not see what workers do. So a few
-numbers lie in memory that all of them share, changed under a lock:
-
-    start   where the iteration began that is running or was the last one
+    start   where the running iteration began, or the last one
     next    where the next one begins: `start`, until all workers have made the last batch of their share
 
-The first worker of an iteration moves `start` to `next`; the others, however late they come, find it moved.
+The first worker of an iteration sets `start` to `next`; the others, however late they come, find it set.
 `next` moves when all workers are done, so an iteration that a loop leaves before that starts again. Workers
 tell iterations apart by the DataLoader's seed and by how often they have been iterated; where a seed repeats,
-by having come before. A worker that is done after another iteration has begun changes nothing.
+by having entered before. A worker that ends after another iteration has begun changes nothing.
 
-The memory is a file without a name: forked workers inherit it, spawned ones are handed its descriptor, and
-nothing is left behind however the processes end. A copy that is no worker's (by pickle, or in a process that
-was forked for something else) gets numbers of its own.
+The memory is an unnamed file: forked workers inherit it, spawned ones are given its descriptor, and nothing
+is left behind however the processes end. A copy that is not a worker's (by pickle, or in a process that was
+forked for something else) gets numbers of its own.
 """
 
 from __future__ import annotations
@@ -41,8 +40,13 @@ from typing import Any, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import get_worker_info
 
+from shardkit.errors import StateError, naming_extras
+
+with naming_extras("shardkit.loaders.streaming_dataset"):
+    from torch.utils.data import IterableDataset, get_worker_info
+
+from shardkit.dataset import Dataset
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError, naming_extras
 from shardkit.loaders.batch import Batch
@@ -86,7 +90,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What is known; `by_workers`: they deliver the running iteration, or delivered the last one."""
+    """What is known; `by_workers`: whether workers deliver the running iteration, or delivered the last."""
 
     start: Cursor
     next: Cursor
@@ -94,14 +98,14 @@ class Shared:
 
 
 class SharedCursor:
-    """See the module's docstring. Of a process, one thread uses it at a time."""
+    """Where iterations start, shared with workers. In each process one thread uses it at a time."""
 
     def __init__(self, cursor: Cursor = (0, 0), settings: int = 0) -> None:
         self._create()
         self.begin(cursor, settings)
 
     def begin(self, cursor: Cursor, settings: int) -> None:
-        """The next iteration starts here, with `settings`, a digest of all else that batches depend on."""
+        """Start the next iteration here; `settings` is a digest of all else that batches depend on."""
         with self._locked() as numbers:
             numbers["iteration"] += 1
             numbers["workers"] = 0
@@ -109,7 +113,7 @@ class SharedCursor:
             numbers["settings"] = settings
 
     def move(self, cursor: Cursor) -> None:
-        """An iteration that `begin` began has come here. Once a batch, so without the lock."""
+        """Record that an iteration started by `begin` has come here. Once per batch, so without the lock."""
         _CURSORS.pack_into(self._memory, _OFFSET, *cursor, *cursor)
 
     def read(self) -> Shared:
@@ -118,7 +122,7 @@ class SharedCursor:
             return Shared(_cursor(numbers["start"]), _cursor(numbers["next"]), bool(numbers["workers"]))
 
     def enter(self, worker: Worker, settings: int, saved: Cursor | None) -> tuple[int, Cursor]:
-        """In a worker: (number, start) of the iteration that it begins.
+        """In a worker: return (number, start) of the iteration that it begins.
 
         `saved`: where a saved iteration started that all workers continue. StateError if workers disagree on
         that, or if a worker has other settings than the process that started it.
@@ -141,16 +145,16 @@ class SharedCursor:
                 numbers["start"] = numbers["next"]
             if numbers["settings"] != settings:
                 raise StateError(
-                    "this worker has other settings (lanes, window, weights, …) than the state that was "
-                    "loaded since, or that the iteration before had continued: make a new DataLoader"
+                    "this worker was started with other settings (lanes, window, weights, …) than those of "
+                    "the state that was loaded since: make a new DataLoader"
                 )
             if saved is not None and saved != _cursor(numbers["start"]):
-                raise StateError("the states of the DataLoader's workers are not of one iteration")
+                raise StateError("the states of the DataLoader's workers are not from the same iteration")
             numbers["entered"][worker.number] = numbers["iteration"]
             return int(numbers["iteration"]), _cursor(numbers["start"])
 
-    def made_all(self, worker: Worker, iteration: int, following: Cursor) -> None:
-        """In a worker: all batches of its share are made; the next iteration starts at `following`."""
+    def mark_done(self, worker: Worker, iteration: int, following: Cursor) -> None:
+        """In a worker: its share is made. When all are, the next iteration starts at `following`."""
         with self._locked() as numbers:
             numbers["made"][worker.number] = iteration
             if numbers["iteration"] == iteration and (numbers["made"][: worker.count] == iteration).all():
@@ -195,9 +199,6 @@ def _cursor(numbers: npt.NDArray[np.int64]) -> Cursor:
     return position, delivered
 
 
-with naming_extras("shardkit.loaders.streaming_dataset"):
-    from torch.utils.data import IterableDataset, get_worker_info
-
 State = dict[str, object]
 
 _WORKER = "worker"  # the key that a worker's state has besides those of a loader's
@@ -206,7 +207,7 @@ _WORKER = "worker"  # the key that a worker's state has besides those of a loade
 class StreamingDataset(IterableDataset[Batch]):
     """Batches for `DataLoader(dataset, batch_size=None, num_workers=…)`; arguments as of `StreamingLoader`.
 
-    Give `batch_size=None` to the DataLoader, or it makes batches of batches. Pickles; a copy is on its own.
+    Give `batch_size=None` to the DataLoader, or it makes batches of batches. Pickled copies are independent.
     """
 
     def __init__(
@@ -227,12 +228,12 @@ class StreamingDataset(IterableDataset[Batch]):
         self._shared = SharedCursor((0, 0), self._settings())
         self._began: Cursor = (0, 0)  # where the last iteration without workers did
         self._share: _Share | None = None  # in a worker
-        self._saved: _Share | None = None  # in a worker: what it is to continue
+        self._saved: _Share | None = None  # in a worker: what it will continue
         self._round = 0
         self.loads = 0
         """How often a state was loaded."""
         self.loop_logs = False
-        """Whether who receives the batches calls `log_received`."""
+        """Whether the loop that receives the batches calls `log_received`."""
 
     @property
     def loader(self) -> StreamingLoader:
@@ -245,21 +246,21 @@ class StreamingDataset(IterableDataset[Batch]):
                     arguments |= self._usage_arguments()
             loader = StreamingLoader(_own_copies(self._loader.streams), **arguments)
             loader.load_state_dict(state)
-            # Kept: taking apart what a forked child has inherited could wait for its parent's threads.
+            # Kept: destroying what a forked child has inherited could wait for its parent's threads.
             self._inherited, self._loader, self._process = self._loader, loader, os.getpid()
         assert isinstance(self._loader, StreamingLoader)
         return self._loader
 
     def __len__(self) -> int:
-        """Batches of the epoch of the next batch, those already delivered included; equal on all ranks."""
+        """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         return self.epoch_batches(self.next)
 
     def epoch_batches(self, cursor: Cursor) -> int:
         """`len` at (position, batches delivered in its epoch)."""
         if self.loader.config.endless:
             raise TypeError("an endless loader has no length")
-        plan, (position, delivered) = self.loader.plan, cursor
-        return (delivered if plan.start(position) == position else 0) + plan.batches_left(position)
+        plan = self.loader.plan
+        return plan.delivered(cursor) + plan.batches_left(cursor[0])
 
     def state_at(self, cursor: Cursor) -> State:
         """The state at (position, batches delivered in its epoch)."""
@@ -273,15 +274,15 @@ class StreamingDataset(IterableDataset[Batch]):
         try:
             return self._iterate_share(Worker(info.id, info.num_workers, info.seed - info.id, self._round))
         except Exception as error:
-            # A worker that persists dies of what iter() raises; what next() raises reaches the loop.
+            # An error of iter() kills a persistent worker; one of next() reaches the loop.
             return map(_raise, (error,))
 
     def state_dict(self, num_batches: int | None = None) -> State:
         """The state in which `num_batches` batches have been received since the iteration began.
 
-        By default, all that was handed out: a DataLoader with workers must be told, for only the loop
-        knows (ValueError otherwise). Ask for 0 before an iteration, not at its beginning.
-        In a worker: where that is, for torchdata's StatefulDataLoader; `state_of` reads it.
+        By default, all that were handed out. With workers the number is required (ValueError), because only
+        the loop knows it. Ask for 0 before an iteration, not at its beginning. In a worker: the worker's own
+        state, for torchdata's StatefulDataLoader; `state_of` reads it.
         """
         if self._share is not None:
             return self._share.state(self.loader)
@@ -303,30 +304,28 @@ class StreamingDataset(IterableDataset[Batch]):
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken, as `StreamingLoader.load_state_dict`.
 
-        A DataLoader whose workers persist must be made anew if the state changes lanes, window or weights.
+        Make a new DataLoader with persistent workers if the state changes lanes, window or weights.
         """
         if get_worker_info() is not None:
             self._saved = self._saved_share(state)
             return
         if _WORKER in state:
-            raise StateError(
-                "this is one worker's state: give load_state_dict what state_of makes of them all"
-            )
+            raise StateError("this is the state of one worker: load state_of(the whole state) instead")
         self.loader.load_state_dict(state, on_mismatch=on_mismatch)
         self.loads += 1
         self.start_at(self.loader.cursor)
 
     def start_at(self, cursor: Cursor) -> None:
-        """The next iteration, by workers or not, starts at (position, batches delivered in its epoch)."""
+        """Start the next iteration, by workers or not, at (position, batches delivered in its epoch)."""
         if cursor != self.loader.cursor:
             self.loader.load_state_dict(self.loader.state_at(cursor))
         self._began = cursor
         self._shared.begin(cursor, self._settings())
 
     def log_received(self, batch: Batch, start: Cursor, after: Cursor) -> None:
-        """Note in the usage log, if there is one, what the loop was given of a worker's making.
+        """Record in the usage log, if there is one, a batch that a worker made and the loop received.
 
-        Takes out of the batch what it has for this alone.
+        Removes from the batch what it carries for this purpose only.
         """
         if (usage := self.loader.usage) is None:
             return
@@ -342,16 +341,16 @@ class StreamingDataset(IterableDataset[Batch]):
             batch.pop("stream_id", None)
 
     def _usage_arguments(self) -> dict[str, Any]:
-        """In a worker: the process that receives the batches logs them, if it can."""
+        """In a worker: arguments that leave logging to the process that receives the batches."""
         if not self.loop_logs:
             raise ValueError(
-                "usage_log says what a loop is given, which workers do not know: use StreamingDataLoader, or "
-                "no workers"
+                "usage_log records what the loop receives, which workers do not know: "
+                "use StreamingDataLoader, or no workers"
             )
         return {"usage_log": None, "return_ids": True}
 
     def close(self) -> None:
-        """End prefetching and forget the open shards."""
+        """Stop prefetching and close the shards."""
         self.loader.close()
 
     @property
@@ -361,7 +360,7 @@ class StreamingDataset(IterableDataset[Batch]):
         return shared.next if shared.by_workers else self.loader.cursor
 
     def _settings(self) -> int:
-        """A digest of all that batches depend on besides the cursor and what is given to the constructor."""
+        """A digest of what batches depend on besides the cursor and the constructor's arguments."""
         text = json.dumps(self.loader.state_at((0, 0)), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -384,20 +383,20 @@ class StreamingDataset(IterableDataset[Batch]):
         left = None if loader.config.endless else loader.plan.batches_left(start[0])
         most = None if left is None else max(0, -(-(left - worker.number) // worker.count))
         if left is not None and share.made >= cast(int, most):
-            self._shared.made_all(worker, iteration, loader.plan.advance(start, left))
+            self._shared.mark_done(worker, iteration, loader.plan.advance(start, left))
 
         def deliver(batches: Iterator[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 share.made += 1
                 if left is not None and share.made == most:
-                    self._shared.made_all(worker, iteration, loader.plan.advance(start, left))
+                    self._shared.mark_done(worker, iteration, loader.plan.advance(start, left))
                 yield batch
 
         first = worker.number + share.made * worker.count
         return deliver(loader.iterate(first=first, every=worker.count))
 
     def _saved_share(self, state: Mapping[str, object]) -> _Share:
-        """In a worker: what the state of this worker says that it is to continue."""
+        """In a worker: the share that its state continues."""
         info = get_worker_info()
         assert info is not None
         share = cast(dict[str, int], state.get(_WORKER, {}))
@@ -409,8 +408,8 @@ class StreamingDataset(IterableDataset[Batch]):
         }
         if share and expected != {name: share.get(name) for name in expected}:
             raise StateError(
-                f"the state is of worker {share}, this is {expected}: to go on with another number of "
-                "workers or batch size, give load_state_dict what state_of makes of the whole state"
+                f"the state is of worker {share}, this is {expected}: to continue with another number of "
+                "workers or batch size, load state_of(the whole state)"
             )
         return _Share(Worker(info.id, info.num_workers, 0, 0), self.loader.cursor, share.get("made", 0))
 
@@ -427,10 +426,10 @@ class StreamingDataset(IterableDataset[Batch]):
 
 
 def state_of(state: Mapping[str, Any]) -> State:
-    """The plain state in one that torchdata's StatefulDataLoader gives for a `StreamingDataset`.
+    """Extract the plain state from one that torchdata's StatefulDataLoader gives for a `StreamingDataset`.
 
     `StreamingLoader`, `StreamingDataLoader` and the dataset itself load it, with any number of workers.
-    StateError if there is none in it.
+    StateError if it contains none.
     """
     try:
         if "_snapshot" not in state:
@@ -471,7 +470,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """What is left of a loader in a pickle."""
+    """What a pickle keeps of a loader."""
 
     streams: list[Stream]
     state: State
@@ -481,7 +480,7 @@ class _Closed:
 
 
 def _own_copies(streams: Sequence[Stream]) -> list[Stream]:
-    """The same with locks and threads of their own; one dataset in several streams stays one."""
+    """Copy the datasets, with locks and threads of their own; one dataset in several streams stays one."""
     copies = {id(stream.path): copy.copy(cast(Dataset, stream.path)) for stream in streams}
     return [replace(stream, path=copies[id(stream.path)]) for stream in streams]
 

@@ -37,7 +37,7 @@ def test_an_iteration_starts_at_one_place_and_the_next_when_all_is_made(
                 assert found == start
             for number in reversed(group):
                 assert cursor.read() == Shared(start, start, by_workers=True)
-                cursor.made_all(workers(seed)[number], entered[number], following)
+                cursor.mark_done(workers(seed)[number], entered[number], following)
         assert len(set(entered.values())) == 1
         assert cursor.read() == Shared(start, following, by_workers=True)
 
@@ -45,12 +45,12 @@ def test_an_iteration_starts_at_one_place_and_the_next_when_all_is_made(
 def test_an_iteration_that_was_left_starts_again_whoever_was_ready() -> None:
     cursor = SharedCursor(START, 0)
     left = {w.number: cursor.enter(w, 0, None)[0] for w in workers()[:2]}
-    cursor.made_all(workers()[0], left[0], NEXT)
+    cursor.mark_done(workers()[0], left[0], NEXT)
     again = {w.number: cursor.enter(w, 0, None) for w in workers(seed=12)}
     assert [start for _, start in again.values()] == [START] * COUNT
     for number in range(COUNT):  # one of the former workers is still at it
-        cursor.made_all(workers(seed=12)[number], again[number][0], NEXT)
-    cursor.made_all(workers()[1], left[1], LATER)
+        cursor.mark_done(workers(seed=12)[number], again[number][0], NEXT)
+    cursor.mark_done(workers()[1], left[1], LATER)
     assert cursor.read().next == NEXT
 
 
@@ -59,7 +59,7 @@ def test_workers_of_an_iteration_that_is_over_change_nothing() -> None:
     entered = [cursor.enter(worker, 0, None)[0] for worker in workers()]
     cursor.begin(LATER, 0)
     for worker, iteration in zip(workers(), entered, strict=True):
-        cursor.made_all(worker, iteration, NEXT)
+        cursor.mark_done(worker, iteration, NEXT)
     assert cursor.read() == Shared(LATER, LATER, by_workers=False)
 
 
@@ -69,7 +69,7 @@ def test_workers_that_continue_a_saved_iteration_start_where_it_did() -> None:
     for saved in (LATER, NEXT):
         assert {cursor.enter(worker, 0, saved)[1] for worker in workers()} == {saved}
     assert cursor.enter(workers(turn=2)[0], 0, None)[1] == NEXT
-    with pytest.raises(StateError, match="one iteration"):
+    with pytest.raises(StateError, match="same iteration"):
         cursor.enter(workers(turn=2)[1], 0, LATER)
 
 
