@@ -76,6 +76,7 @@ class StreamingLoader:
     ) -> None:
         self.config = LoaderConfig.of(options)
         place = self._place = find_place(rank, world_size)
+        self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
         self._running: Prefetcher[Group] | None = None
         self._iteration: object = None
         self._stop_together = StopTogether(
@@ -159,7 +160,7 @@ class StreamingLoader:
             maker.groups(cursor, endless=config.endless, first=first, every=every),
             maker.describe,
             most_batches=config.prefetch_batches,
-            most_bytes=parse_bytes(config.prefetch_bytes),
+            most_bytes=self._prefetch_bytes,
             timeout_seconds=config.timeout_seconds,
         )
         return self._running
@@ -170,7 +171,7 @@ class StreamingLoader:
         remote = [dataset.shards for dataset in streams.once.datasets if dataset.shards is not None]
         if not remote:
             return
-        positions, shares = self._arrangement.positions(self.position), self._opened.shares(self._state)
+        positions, shares = self._arrangement.positions(self.position), self._arrangement.shares()
         for dataset, reader, who in zip(
             streams.once.datasets, streams.once.readers, streams.sharing, strict=True
         ):

@@ -193,7 +193,8 @@ class Arrangement:
         limits: Sequence[int | None],
     ) -> None:
         """`exclusions`, `limits`: of each stream; a limit is the most samples that it may deliver in all."""
-        self._names = streams.names
+        self._streams = streams
+        self._state = state
         self._limits = tuple(limits)
         mixed = state.mixture
         self.stream_orders: list[Order] = []
@@ -219,6 +220,24 @@ class Arrangement:
         counts: list[int] = self._mixture.counts(position).tolist()
         return counts
 
+    def shares(self) -> list[float]:
+        """The part of a common cache that each stream may fill: half equally, half by the bytes it needs.
+
+        By the largest weight that the schedule gives it.
+        """
+        if (mixed := self._state.mixture) is None:
+            return [1.0]
+        weights = [max(each) for each in zip(*(w for _, w in mixed.schedule.segments), strict=True)]
+        sample_bytes = {
+            id(dataset): int(dataset.manifest.raw_bytes.clip(0).sum()) / max(1, len(dataset))
+            for dataset in self._streams.once.datasets
+        }
+        flows = [
+            weight * sample_bytes[id(dataset)]
+            for weight, dataset in zip(weights, self._streams.datasets, strict=True)
+        ]
+        return [0.5 / len(flows) + 0.5 * flow / (sum(flows) or 1) for flow in flows]
+
     def uses(self, streams: Sequence[int]) -> Order | MixedUses:
         """When shards are needed of a dataset that exactly these streams draw on.
 
@@ -239,5 +258,5 @@ class Arrangement:
                 continue
             position = most if self._mixture is None else self._mixture.position_of(stream, most)
             if position is not None:
-                found.append(Limit(position, self._names[stream], most))
+                found.append(Limit(position, self._streams.names[stream], most))
         return min(found, key=lambda limit: limit.position, default=None)

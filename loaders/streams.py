@@ -14,7 +14,7 @@ from shardkit.cache.reader import CacheReader
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.readers.streams import Streams
-from shardkit.loaders.state import LoaderState, MixtureState, StreamState
+from shardkit.loaders.state import MixtureState, StreamState
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
 from shardkit.storage import StorageOptions
@@ -43,24 +43,6 @@ class Opened:
     def limits(self) -> list[int | None]:
         """Samples that each stream may deliver in all."""
         return [spec.limit(kept) for spec, kept in zip(self.specs, self.kept, strict=True)]
-
-    def shares(self, state: LoaderState) -> list[float]:
-        """What part of a cache they share each stream may fill: half alike, half by the bytes that it needs.
-
-        By the largest weight that the schedule gives it.
-        """
-        if state.mixture is None:
-            return [1.0]
-        weights = [max(each) for each in zip(*(w for _, w in state.mixture.schedule.segments), strict=True)]
-        sample_bytes = {
-            id(dataset): int(dataset.manifest.raw_bytes.clip(0).sum()) / max(1, len(dataset))
-            for dataset in self.streams.once.datasets
-        }
-        flows = [
-            weight * sample_bytes[id(dataset)]
-            for weight, dataset in zip(weights, self.streams.datasets, strict=True)
-        ]
-        return [0.5 / len(flows) + 0.5 * flow / (sum(flows) or 1) for flow in flows]
 
     def states(self) -> tuple[StreamState, ...]:
         """Which data the streams deliver."""
