@@ -18,11 +18,10 @@ from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardkit.dataset import Dataset
-    from shardkit.loaders.readers.sources import TokenDtype
-    from shardkit.loaders.state import Tail
-    import torch
 
     from shardkit.datasets.dataset import Dataset
+    from shardkit.loaders.readers.sources import TokenDtype
+    from shardkit.loaders.state import Tail
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
 

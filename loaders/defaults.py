@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
-import os
-import sys
-from dataclasses import dataclass
 
 from shardkit.datasets.dataset import MAX_RESIDENT_BYTES, Dataset
 from shardkit.errors import warn_user

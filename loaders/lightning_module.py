@@ -35,6 +35,7 @@ with naming_extras("ShardDataModule"):
     import torch
 
 from shardkit.dataset import Dataset
+
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights
 from shardkit.loaders.loader import StreamingLoader

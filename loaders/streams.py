@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardkit.cache.contract import CacheOptions
 from shardkit.dataset import Dataset, open_dataset
-from shardkit.cache.reader import CacheReader
-from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
+
+from shardkit.cache.contract import CacheOptions
+from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.readers.streams import Streams
 from shardkit.loaders.state import MixtureState, StreamState
