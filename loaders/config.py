@@ -17,8 +17,6 @@ from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
-    from shardkit.dataset import Dataset
-
     from shardkit.datasets.dataset import Dataset
     from shardkit.loaders.readers.sources import TokenDtype
     from shardkit.loaders.state import Tail

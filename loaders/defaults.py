@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from shardkit.dataset import MAX_RESIDENT_BYTES, Dataset
-
 from shardkit.datasets.dataset import MAX_RESIDENT_BYTES, Dataset
 from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig

@@ -34,7 +34,6 @@ with naming_extras("ShardDataModule"):
     import lightning.pytorch as pl
     import torch
 
-from shardkit.dataset import Dataset
 
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, RunOptions, Stream, Weights

@@ -47,7 +47,6 @@ with naming_extras("shardkit.loaders.pytorch"):
     from torch.utils.data import DataLoader
     from torch.utils.data import Dataset as TorchDataset
 
-from shardkit.dataset import Dataset
 
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions

@@ -46,10 +46,7 @@ from shardkit.errors import StateError, naming_extras
 with naming_extras("shardkit.loaders.streaming_dataset"):
     from torch.utils.data import IterableDataset, get_worker_info
 
-from shardkit.dataset import Dataset
-
 from shardkit.datasets.dataset import Dataset
-from shardkit.errors import naming_extras
 from shardkit.loaders.batch import Batch
 from shardkit.loaders.config import RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader

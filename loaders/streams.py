@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardkit.dataset import Dataset, open_dataset
-
 from shardkit.cache.contract import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights

@@ -42,7 +42,6 @@ _EXTRAS = {
     "llvmlite": ("numba", "write"),
     "lz4": ("lz4", "formats"),
     "matplotlib": ("matplotlib", "plot"),
-    "cbor2": ("cbor2", "webdataset"),
     "msgpack": ("msgpack", "webdataset"),
     "numba": ("numba", "write"),
     "orjson": ("orjson", "write"),

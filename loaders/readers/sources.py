@@ -12,15 +12,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
-from shardkit.dataset import Dataset
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.config import TokenDtype, output_dtype
 from shardkit.loaders.readers.decoded import DecodedSamples, constant_layout
 from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
 from shardkit.loaders.readers.mixed import MixedSource
 from shardkit.loaders.readers.streams import Source, Streams
-from shardkit.loaders.streams import Streams
 from shardkit.manifest import Column
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
-from shardkit.dataset import Dataset, ShardReader
 
 from shardkit.cache.reader import CacheReader
+from shardkit.datasets.dataset import Dataset, ShardReader
 from shardkit.manifest import ShardInfo
 
 __all__ = ["Columns", "ReadRows", "Source", "Streams"]
