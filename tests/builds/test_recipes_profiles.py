@@ -21,7 +21,7 @@ from builds.test_recipes import DANISH, PAGE, PROFILES, PROSE, STORY
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.loaders import Stream, StreamingLoader
-from shardkit.tools.demo.story import RECIPE as DEMO_RECIPE
+from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
 from shardkit.tools.trace.text import Decoder
 from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 from support.small_build import make_corpus

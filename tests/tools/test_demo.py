@@ -15,9 +15,8 @@ import pytest
 
 from shardkit.errors import ShardkitError
 from shardkit.formats import mds
-from shardkit.tools.demo import corpus, proofs, story
-from shardkit.tools.demo import proofs as resume
-from shardkit.tools.demo import proofs as speed
+from shardkit.tools.demo import corpus, proofs
+from shardkit.tools.demo.run import OWN_NAMES, clean_demo, run_demo
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,8 @@ def test_every_claim_is_proved_on_a_small_corpus(demo: dict[str, Any]) -> None:
     assert same["rows"] == rows > 100
     assert intact["problems"] == []
     assert intact["shards"] == sum(build["shards"] for build in demo["builds"].values())
-    for count in once["world_sizes"].values():
-        assert count == {"samples": rows, "missing": 0, "repeated": 0, "unknown": 0}
+    assert once["problems"] == {}
+    assert list(once["walks"].values()) == [2 * rows] * 3
     assert past["pieces"] >= past["rows"] > 50
     assert exact["different_steps"] == []
     assert exact["last_step"] > exact["killed_after_step"] > exact["resumed_from_step"] > 0
@@ -82,17 +81,17 @@ def test_nothing_is_left_outside_the_folder_and_no_process_behind(demo: dict[str
     assert [path.name for path in (home / "cwd").iterdir()] == ["shardkit-demo"]
     assert list((home / "tmp").rglob("*")) == []
     assert list((home / "home").rglob("*")) == []
-    assert {path.name for path in output.iterdir()} <= set(story.OWN_NAMES)
+    assert {path.name for path in output.iterdir()} <= set(OWN_NAMES)
     commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(home) in command]
-    story.clean_demo(output)
+    clean_demo(output)
     assert not output.exists()
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ShardkitError, match="no demo wrote"):
-        story.run_demo(tmp_path, 1, lambda text: None)
+        run_demo(tmp_path, 1, lambda text: None)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
@@ -100,7 +99,7 @@ def test_cleaning_removes_only_what_the_demo_wrote(tmp_path: Path) -> None:
     (tmp_path / "mds").mkdir()
     (tmp_path / "mds" / "index.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
-    story.clean_demo(tmp_path)
+    clean_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -116,7 +115,7 @@ def test_the_corpus_is_the_same_each_time_and_no_larger_than_asked(tmp_path: Pat
 
 def write_dataset(folder: Path, rows: np.ndarray[Any, np.dtype[np.uint16]]) -> Path:
     folder.mkdir()
-    mds.write_index(folder, [mds.write_rows_shard(folder, "shard.00000.mds", rows)])
+    mds.write_index(folder, [mds.write_rows_shard(folder, "shard.00000.mds", rows, hashes=("xxh64",))])
     return folder
 
 
@@ -130,20 +129,34 @@ def test_one_changed_token_fails_the_proof_of_same_rows(tmp_path: Path) -> None:
     assert proofs.prove_same_rows(paths).passed is False
 
 
-def test_a_missing_sample_fails_the_proof_of_exactly_once(tmp_path: Path) -> None:
+def test_one_changed_byte_fails_the_proof_that_shards_are_intact(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "a", np.arange(120, dtype=np.uint16).reshape(30, 4))
-    assert proofs.prove_exactly_once(path, 30).passed is True
-    assert proofs.prove_exactly_once(path, 31).passed is False
+    assert proofs.prove_intact([path]).passed is True
+    shard = path / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    proof = proofs.prove_intact([path])
+    assert proof.passed is False
+    assert "shard.00000.mds" in proof.evidence
+
+
+def test_every_world_size_is_walked_by_the_proof_of_exactly_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = write_dataset(tmp_path / "a", np.arange(120, dtype=np.uint16).reshape(30, 4))
+    proof = proofs.prove_exactly_once(path)
+    assert proof.passed is True
+    assert proof.figures["walks"] == {"1 x 12": 60, "2 x 6": 60, "3 x 4": 60}
 
 
 @pytest.mark.parametrize("change", [{"loss": 2.0}, {"sample_ids": [4, 3]}])
 def test_one_different_step_fails_the_proof_of_resume(change: dict[str, object]) -> None:
     whole = [{"step": step, "loss": 1.0 / step, "sample_ids": [step, step + 1]} for step in range(1, 9)]
     interrupted = [*whole[:6], *whole[4:]]  # killed after step 6, resumed from step 4
-    assert resume.compare_runs("resume", interrupted, whole, 6, 8).passed is True
+    assert proofs.compare_runs("resume", interrupted, whole, 6, 8).passed is True
     worse = [*interrupted[:-1], interrupted[-1] | change]
-    assert resume.compare_runs("resume", worse, whole, 6, 8).passed is False
-    assert resume.compare_runs("resume", interrupted[:-1], whole, 6, 8).passed is False
+    assert proofs.compare_runs("resume", worse, whole, 6, 8).passed is False
+    assert proofs.compare_runs("resume", interrupted[:-1], whole, 6, 8).passed is False
 
 
 def test_without_torch_the_training_is_skipped_with_a_line_on_what_to_install(
@@ -151,7 +164,7 @@ def test_without_torch_the_training_is_skipped_with_a_line_on_what_to_install(
 ) -> None:
     path = write_dataset(tmp_path / "a", np.arange(120, dtype=np.uint16).reshape(30, 4))
     monkeypatch.setitem(sys.modules, "torch", None)
-    for proof in (proofs.prove_exactly_once(path, 30), resume.prove_resume(path, tmp_path / "runs", 120)):
+    for proof in (proofs.prove_exactly_once(path), proofs.prove_resume(path, tmp_path / "runs", 120)):
         assert proof.passed is None
         assert "pip install 'shardkit[torch]'" in proof.evidence
-    assert speed.measure_loader(path) is None
+    assert proofs.measure_loader(path) is None

@@ -1,1 +1,1 @@
-"""`shardkit demo`: the whole story on text that every Python installation already has. No download."""
+"""`shardkit demo`: build, verify, stream, kill and resume with text of this Python installation."""

@@ -1,10 +1,8 @@
-"""Real text that is on every machine: the Python installation's own sources and documentation.
+"""The demo's corpus, text that is on every machine, and a byte-level BPE tokenizer trained on it.
 
-Guarantees: the same installation gives the same files, byte for byte; no more text than was asked for;
-nothing is read but the standard library and the packages installed beside shardkit. What is not UTF-8 is
-counted and left out here, because the demo's subject is shards, not a broken corpus.
-
-A byte-level BPE tokenizer, trained on a sample of the corpus in seconds and saved as `tokenizer.json`.
+The text is the sources and documentation of the Python installation and of its packages. The same
+installation gives the same files, byte for byte, and never more text than requested. Files that are not UTF-8
+are counted and left out.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ from pathlib import Path
 
 from shardkit.errors import MissingExtraError, ShardkitError
 
-__all__ = ["EOS", "Corpus", "Document", "gather_documents", "train_tokenizer", "write_corpus"]
+__all__ = ["EOS", "Corpus", "Document", "train_tokenizer", "write_corpus"]
 
-MAX_DOCUMENT_BYTES = 2_000_000  # generated tables beyond this teach nothing
-
+EOS = "<|endoftext|>"
+MAX_DOCUMENT_BYTES = 2_000_000  # larger files are generated tables
 DOCUMENTATION_SHARE = 0.25
-
-SOURCE_FILES = 4  # a compressed file is one split: so many can be read at the same time
-
+SOURCE_FILES = 4  # a compressed file is one split, so this many can be read in parallel
 LICENSE_NAMES = ("license", "copying", "notice", "authors")
 
 
@@ -43,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What was written: input files relative to the demo's folder, and their counts."""
+    """Names of the files that were written, and counts."""
 
     source_files: tuple[str, ...]
     documentation_files: tuple[str, ...]
@@ -53,22 +49,17 @@ class Corpus:
     origin: str
 
 
-def gather_documents(limit_bytes: int) -> tuple[list[Document], list[Document], int]:
-    """(sources, documentation, files skipped): up to `limit_bytes` of UTF-8 text, a quarter of it prose."""
-    skipped: list[Path] = []
-    prose_bytes = int(limit_bytes * DOCUMENTATION_SHARE)
-    documentation = list(_until(_documentation(skipped), prose_bytes))
-    left = limit_bytes - sum(len(document.text.encode()) for document in documentation)
-    sources = list(_until(_sources(skipped), left))
-    return sources, documentation, len(skipped)
-
-
 def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]]:
-    """Write the inputs under `folder`: JSON lines with gzip, and Parquet; returns the documents, too."""
+    """Write up to `limit_bytes` of text, a quarter of it prose, as gzipped JSON lines and Parquet.
+
+    Returns the documents, too.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    sources, documentation, skipped = gather_documents(limit_bytes)
+    skipped: list[Path] = []
+    documentation = list(_until(_documentation(skipped), int(limit_bytes * DOCUMENTATION_SHARE)))
+    sources = list(_until(_sources(skipped), limit_bytes - _text_bytes(documentation)))
     if not sources or not documentation:
         raise ShardkitError(
             f"no Python sources or no documentation under {sysconfig.get_path('stdlib')}: the demo needs an "
@@ -88,21 +79,20 @@ def write_corpus(folder: Path, limit_bytes: int) -> tuple[Corpus, list[Document]
         source_files.append(file.name)
     columns = {name: [getattr(d, name) for d in documentation] for name in ("id", "text", "kind")}
     pq.write_table(pa.table(columns), folder / "documentation.parquet", row_group_size=500)
-    text_bytes = sum(len(d.text.encode()) for d in [*sources, *documentation])
-    count = len(sources) + len(documentation)
+    documents = [*sources, *documentation]
     corpus = Corpus(
-        tuple(source_files),
-        ("documentation.parquet",),
-        count,
-        text_bytes,
-        skipped,
-        sysconfig.get_path("stdlib"),
-    )
-    return corpus, [*sources, *documentation]
+        tuple(source_files), ("documentation.parquet",), len(documents), _text_bytes(documents),
+        len(skipped), sysconfig.get_path("stdlib"),
+    )  # fmt: skip
+    return corpus, documents
+
+
+def _text_bytes(documents: Iterable[Document]) -> int:
+    return sum(len(document.text.encode()) for document in documents)
 
 
 def _until(documents: Iterable[Document], limit_bytes: int) -> Iterator[Document]:
-    """Documents while they fit; one that is too large for what is left is passed over."""
+    """Documents while they fit; one that is too large for the space left is skipped."""
     for document in documents:
         size = len(document.text.encode())
         if size <= limit_bytes:
@@ -113,7 +103,7 @@ def _until(documents: Iterable[Document], limit_bytes: int) -> Iterator[Document
 
 
 def _documentation(skipped: list[Path]) -> Iterator[Document]:
-    """Python's own manual pages, what installed packages say of themselves, then docstrings."""
+    """Python's manual pages, descriptions and licenses of packages, then docstrings."""
     with contextlib.suppress(ImportError):  # some distributions ship it separately
         from pydoc_data.topics import topics
 
@@ -135,10 +125,7 @@ def _documentation(skipped: list[Path]) -> Iterator[Document]:
 
 
 def _package_texts(skipped: list[Path]) -> Iterator[Document]:
-    """Descriptions and licences of the installed packages, in the order of their names.
-
-    Many packages carry the same licence, so exact deduplication finds real work here.
-    """
+    """Descriptions and licenses of packages by name; many are equal, so deduplication has work to do."""
     packages = {
         d.metadata["Name"].lower(): d for d in importlib.metadata.distributions() if d.metadata["Name"]
     }
@@ -167,7 +154,7 @@ def _sources(skipped: list[Path]) -> Iterator[Document]:
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    """.py files under `root`, depth first in the order of names, packages of others left out."""
+    """.py files under `root`, depth first in the order of names, without packages of others."""
     foreign = {"site-packages", "dist-packages", "__pycache__"}
     for entry in sorted(root.iterdir(), key=lambda path: path.name) if root.is_dir() else ():
         if entry.is_symlink() or entry.name in foreign:
@@ -179,7 +166,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 
 def _read_text(file: Path, skipped: list[Path]) -> str | None:
-    """The file's text; None, and booked as skipped, if it is too large, unreadable or not UTF-8."""
+    """The file's text; None, and counted as skipped, if it is too large, unreadable or not UTF-8."""
     try:
         if file.stat().st_size <= MAX_DOCUMENT_BYTES:
             return file.read_bytes().decode()
@@ -189,13 +176,10 @@ def _read_text(file: Path, skipped: list[Path]) -> str | None:
     return None
 
 
-EOS = "<|endoftext|>"
-
-
 def train_tokenizer(
     file: Path, documents: Sequence[Document], *, vocabulary: int = 8192, sample_bytes: int = 4_000_000
 ) -> int:
-    """Train on every n-th document, about `sample_bytes` in all; writes `file`; the vocabulary's size."""
+    """Train on about `sample_bytes` of the documents, write `file`, return the vocabulary's size."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -212,11 +196,6 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-
-    def sample() -> Iterator[str]:
-        for document in documents[::stride]:
-            yield document.text
-
-    tokenizer.train_from_iterator(sample(), trainer=trainer)
+    tokenizer.train_from_iterator((document.text for document in documents[::stride]), trainer=trainer)
     tokenizer.save(str(file))
     return int(tokenizer.get_vocab_size())

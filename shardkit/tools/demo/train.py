@@ -1,8 +1,7 @@
 """The demo's training run: a tiny model, checkpoints that hold the loader's state, one log line per step.
 
 Run as `python -m shardkit.tools.demo.train`, so that it can be killed like any training job. The model
-predicts the next token from the last one and the mean of all before it: enough for a loss that falls, on any
-machine.
+predicts the next token from the last one and the mean of all before it: enough for a falling loss.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class TinyModel(nn.Module):
         return F.linear(F.gelu(self.mix(torch.cat((last, mean), dim=-1))), self.embedding.weight)
 
 
-def train(data: str, *, vocabulary: int, steps: int, batch_size: int, every: int, folder: Path) -> None:
-    """Train until step `steps`, or from where `folder`/checkpoint.pt stands; log to `folder`/log.jsonl."""
+def train(data: str, *, vocabulary: int, steps: int, every: int, folder: Path) -> None:
+    """Train up to step `steps`, from `folder`/checkpoint.pt if it exists; log to `folder`/log.jsonl."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)  # sums in one order: losses can be compared bit by bit
     torch.use_deterministic_algorithms(True)
-    loader = StreamingLoader(data, batch_size=batch_size, seed=SEED, endless=True, return_ids=True)
+    loader = StreamingLoader(data, batch_size=4, seed=SEED, endless=True, return_ids=True)
     model = TinyModel(vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     checkpoint, trained = folder / "checkpoint.pt", 0
@@ -76,19 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The demo's training run.")
     parser.add_argument("data")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--vocabulary", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--every", type=int, default=5)
-    args = parser.parse_args()
-    train(
-        args.data,
-        vocabulary=args.vocabulary,
-        steps=args.steps,
-        batch_size=args.batch_size,
-        every=args.every,
-        folder=args.folder,
-    )
+    for option in ("--vocabulary", "--steps", "--every"):
+        parser.add_argument(option, type=int, required=True)
+    train(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
