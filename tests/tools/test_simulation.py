@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.cache.belady import min_fetched_bytes
+from shardkit.cache.folder import sealed_size
+from shardkit.loaders import defaults as setup
 from reference.belady import min_fetched_bytes
 from shardkit.cache import reader
-from shardkit.cache.folder import sealed_size
 from shardkit.cache.shards import _LEADS_IN_CACHE
 from shardkit.loaders import config, defaults, producer
 from shardkit.loaders.readers import sources
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
-from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.fetching import Link
 from shardkit.tools.simulate.run import Outcome, simulate
 from shardkit.tools.simulate.scenario import (
     AllUses,
     Demand,
-    LoaderRules,
     Network,
     NodeUses,
     Scenario,
@@ -51,33 +51,6 @@ def scenario(**changes: Any) -> Scenario:
         "network": Network(node_bytes_per_second=1e9, connection_bytes_per_second=1e9, latency_seconds=0.001),
     }
     return Scenario(**(settings | changes))
-
-
-def test_the_loader_s_rules_are_the_loader_s() -> None:
-    rules = LoaderRules()
-    expected = LoaderRules(
-        plan_rows=producer.PLAN_ROWS,
-        plan_positions=producer.PLAN_POSITIONS,
-        plan_bytes=sources.PLAN_BYTES,
-        plans_in_cache=sources._PLANS_IN_CACHE,
-        plan_growth=producer._GROWTH,
-        group_bytes=producer.GROUP_BYTES,
-        cold_rows=reader.MAX_ROWS,
-        first_rows=reader.FIRST_ROWS,
-        row_threads=32,
-        store_connections=StorageOptions().connections,
-        part_bytes=2 << 20,
-        leads_in_cache=_LEADS_IN_CACHE,
-        windows_bytes=defaults.DEFAULT_WINDOWS_BYTES,
-        busy_seconds=config.BUSY_SECONDS,
-    )
-    from shardkit.cache import download, rows
-
-    assert (expected.row_threads, expected.part_bytes) == (rows.MAX_THREADS, download.MIN_PART_BYTES)
-    assert rules == expected
-    assert len(fields(LoaderRules)) == 14
-    small = scenario()
-    assert small.entry_bytes.tolist() == [sealed_size(SHARD_BYTES)] * 24
 
 
 @given(

@@ -1,5 +1,5 @@
-"""A training run's input in virtual time: thousands of ranks on one machine, from the plan alone.
+"""`shardkit simulate`: how the ranks of a training run are fed, in virtual time on one machine.
 
-Order, lanes, uses and the cache's plan are the project's own code; the network, the store and the loader's
-threads are modelled. `run` simulates a `Scenario`, `outcome` says what came of it.
+Order, lanes, cache plan and the loader's constants are the project's own; network, store and threads are
+modelled. `simulate` (run) turns a `Scenario` into an `Outcome`.
 """

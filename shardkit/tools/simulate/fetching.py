@@ -1,14 +1,12 @@
-"""A node's fetcher and cache in virtual time: `shardkit.cache.fetcher` with a fluid for its network.
+"""A node's fetcher and cache in virtual time: the project's own plan, a modelled network and store.
 
-What is fetched when and evicted for what is decided by the project's own `Planner` over `plan_fetches`. Here
-are the threads (as many transfers at a time as all ranks of the node have connections), the order in which
-they take work, ranges for shards that are waited for, room in the cache, and a store that may say 503.
-Checking and writing of what has come take no time.
+`Planner` decides what is fetched when and evicted for what. Modelled here are the connections of the node's
+ranks, the order in which they take work, ranges for shards that are waited for, room in the cache, and a
+store that may answer 503. Checking and writing of what arrives take no time.
 
-A node's network as a fluid: all transfers flow at one rate, what is there divided by their number.
-
-Since the rate is the same for all, one running total (bytes that a flow present since the beginning would
-have had) says when each ends: a flow that joins at total V with b bytes ends at V + b. Each event costs
+`Link` is the network as a fluid: all transfers flow at one rate, the bandwidth divided by their number. Since
+the rate is the same for all, one running total (bytes that a flow present since the start would have
+received) says when each ends: a flow that joins at total V with b bytes ends at V + b. Each event costs
 O(log flows).
 """
 
@@ -27,7 +25,11 @@ import numpy.typing as npt
 
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Held
+from shardkit.cache.download import MIN_PART_BYTES
 from shardkit.cache.planner import Planner
+from shardkit.cache.shards import _LEADS_IN_CACHE
+from shardkit.storage.retry import RetryPolicy
+from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.scenario import NodeUses, Scenario
 
 __all__ = ["Fetching", "Link"]
@@ -78,11 +80,7 @@ class Link:
 
 
 NEVER = float("inf")
-
-_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 0.1, 10.0  # as shardkit.storage.retry
-
-_COOL_DOWN_SECONDS = 1.0  # as shardkit.storage.limits
-
+_COOL_DOWN_SECONDS = 1.0  # of `shardkit.storage.limits`
 _P99 = 2.3263478740408408  # of the normal distribution
 
 _Ints = npt.NDArray[np.int64]
@@ -145,7 +143,9 @@ class Fetching:
         self.squeezed: set[int] = set()
         self.delivered: set[int] = set()  # whole in memory, for who waits: the cache had no room
         self._connections = scenario.connections * scenario.gpus_per_node
-        self._gate = float(scenario.rules.store_connections * scenario.gpus_per_node)
+        self._most_requests = float(StorageOptions().connections * scenario.gpus_per_node)
+        self._gate = self._most_requests
+        self._policy = RetryPolicy()
         self._calm_at, self._successes = 0.0, 0
         self._random = random.Random(f"{scenario.seed}:{node}")
         self._planner: Planner | None = None
@@ -178,7 +178,7 @@ class Fetching:
         """Fetch ahead from a position on."""
         scenario = self._scenario
         samples, whole = self._uses.samples, int(scenario.entry_bytes.sum())
-        lead = samples * scenario.cache_bytes // max(1, whole) // scenario.rules.leads_in_cache
+        lead = samples * scenario.cache_bytes // max(1, whole) // _LEADS_IN_CACHE
         self._planner = Planner(
             Future(self._uses, lead=min(lead, samples // 2)),
             self._names,
@@ -238,8 +238,8 @@ class Fetching:
             failures += 1
             self.counts["throttled"] += 1
             self._throttled(self.now + seconds)
-            backoff = min(_LONGEST_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2.0 ** min(failures - 1, 60))
-            seconds += backoff * self._random.random()
+            backoff = self._policy.backoff_seconds * 2.0 ** min(failures - 1, 60)
+            seconds += min(self._policy.longest_backoff_seconds, backoff) * self._random.random()
 
     def _latency(self) -> float:
         network = self._scenario.network
@@ -260,8 +260,7 @@ class Fetching:
             self._successes += 1
             if self._successes >= self._gate:
                 self._successes = 0
-                most = self._scenario.rules.store_connections * self._scenario.gpus_per_node
-                self._gate = min(most, self._gate + 1)
+                self._gate = min(self._most_requests, self._gate + 1)
 
     def _work(self) -> None:
         """What free threads do."""
@@ -312,7 +311,7 @@ class Fetching:
         # One thread is this shard's already.
         idle = self._connections - self.streaming - 1
         parts = 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
-        parts = max(1, min(parts, int(size) // self._scenario.rules.part_bytes))
+        parts = max(1, min(parts, int(size) // MIN_PART_BYTES))
         job.waiting, job.left = [size / parts] * parts, parts
         return True
 

@@ -1,8 +1,8 @@
-"""A node's loaders in virtual time: plans that grow, first rows read singly, batches queued ahead.
+"""A node's loaders in virtual time: plans that grow, first rows read one by one, batches queued ahead.
 
-All ranks of a node are taken to be alike, so one reader stands for them: its plans are theirs side by side,
-and it waits for what any of them needs. The rules are those of `shardkit.loaders` (groups, cold, prefetch).
-Planning, opening and gathering take no time.
+All ranks of a node behave alike, so one reader stands for them: its plans are theirs side by side, and it
+waits for what any of them needs. The constants are the loader's own. Planning, opening and gathering take no
+time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
+from shardkit.cache.reader import FIRST_ROWS, MAX_ROWS
+from shardkit.cache.rows import MAX_THREADS
+from shardkit.loaders import producer
+from shardkit.loaders.readers import sources
+from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.fetching import NEVER, Fetching
 from shardkit.tools.simulate.scenario import Demand, NodeUses, Scenario
 
@@ -27,16 +32,15 @@ class Reading:
         self.fetching = Fetching(scenario, uses, node)
         self.hits = self.misses = self.row_reads = self.used_rows = 0
         self.touched: set[int] = set()  # shards that plans have opened
-        rules = scenario.rules
-        plan_bytes = min(rules.plan_bytes, scenario.cache_bytes // rules.plans_in_cache)
-        most = min(plan_bytes // scenario.sample_bytes, rules.plan_rows)
+        plan_bytes = min(sources.PLAN_BYTES, scenario.cache_bytes // sources._PLANS_IN_CACHE)
+        most = min(plan_bytes // scenario.sample_bytes, producer.PLAN_ROWS)
         self._most_rows = max(scenario.batch_size, most)
         delivered = scenario.batch_size * (scenario.delivered_bytes or scenario.sample_bytes)
         self._batch_bytes = delivered
-        self._group_steps = max(1, rules.group_bytes // delivered)
+        self._group_steps = max(1, producer.GROUP_BYTES // delivered)
         self._keeps_open = int(scenario.entry_bytes.sum()) <= scenario.cache_bytes
         self._rows = scenario.batch_size
-        self._cold_left = rules.cold_rows
+        self._cold_left = MAX_ROWS
         self._is_following = False
         self._state: _State = "free"
         self._rows_until = 0.0
@@ -55,10 +59,10 @@ class Reading:
         """When the batch of `step` is in hand, asked for at `now`; `now` if it is there."""
         if step < self._in_hand:
             return now
-        self._run_until(now)
+        self.run_until(now)
         self._gets += 1
         # The loader starts its thread once it has seen twice that the loop does something else.
-        busy = self._scenario.step_seconds > self._scenario.rules.busy_seconds
+        busy = self._scenario.step_seconds > producer.BUSY_SECONDS
         self._has_thread = busy and self._gets > 2 and self._scenario.prefetch_batches > 0
         self._is_awaited = True
         self._proceed()
@@ -73,11 +77,8 @@ class Reading:
         self._proceed()
         return ready
 
-    def finish(self, now: float) -> None:
-        """The run ends."""
-        self._run_until(now)
-
-    def _run_until(self, now: float) -> None:
+    def run_until(self, now: float) -> None:
+        """Let happen what happens up to `now`."""
         while (event := self._next_event()) <= now:
             self._happen(event)
         self.fetching.go_to(now)
@@ -126,11 +127,11 @@ class Reading:
                 self._plan()
 
     def _plan(self) -> None:
-        scenario, fetching, rules = self._scenario, self.fetching, self._scenario.rules
+        scenario, fetching = self._scenario, self.fetching
         first, batch = self._planned, scenario.global_batch
         position = first * batch
         left = -(-(self._uses.samples - position % self._uses.samples) // batch)
-        count = min(left, self._rows // scenario.batch_size, rules.plan_positions // batch)
+        count = min(left, self._rows // scenario.batch_size, producer.PLAN_POSITIONS // batch)
         self._planned = first + max(1, count)
         fetching.advance(position)
         numbers, rows = self._demand.rows(self._place, first, self._planned)
@@ -140,9 +141,9 @@ class Reading:
             shard: n for shard, n in zip(shards, rows.tolist(), strict=True) if not fetching.has(shard)
         }
         if missing:
-            self._rows = max(self._rows // rules.plan_growth, scenario.batch_size)
+            self._rows = max(self._rows // producer._GROWTH, scenario.batch_size)
         else:
-            self._rows = min(self._rows * rules.plan_growth, self._most_rows)
+            self._rows = min(self._rows * producer._GROWTH, self._most_rows)
         self._open &= set(shards) if not self._keeps_open else self._open
         singly = self._read_singly(missing)
         self._pending = deque(shard for shard in shards if shard not in singly and shard not in self._open)
@@ -157,7 +158,7 @@ class Reading:
 
     def _read_singly(self, missing: dict[int, int]) -> set[int]:
         """The shards whose rows are read by ranged requests, which begins now."""
-        scenario, rules = self._scenario, self._scenario.rules
+        scenario = self._scenario
         of_rank = -(-sum(missing.values()) // scenario.gpus_per_node)
         if of_rank > self._cold_left:
             wanted = {shard: n for shard, n in missing.items() if shard in self.fetching.squeezed}
@@ -167,11 +168,11 @@ class Reading:
         if not wanted:
             return set()
         of_rank = -(-sum(wanted.values()) // scenario.gpus_per_node)
-        if of_rank > rules.first_rows:
+        if of_rank > FIRST_ROWS:
             self._follow()
         fetching = self.fetching
         streaming = -(-fetching.streaming // scenario.gpus_per_node)
-        threads = max(1, min(rules.row_threads, rules.store_connections - streaming))
+        threads = max(1, min(MAX_THREADS, StorageOptions().connections - streaming))
         count = sum(wanted.values())
         # Each row by two requests; rounds of as many as all ranks' threads, each as long as its slowest.
         waits = [fetching.request_seconds() for _ in range(2 * count)]

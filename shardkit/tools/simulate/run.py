@@ -1,9 +1,8 @@
-"""What a simulated run came to: waits of the steps, and what each node fetched, kept and asked for.
+"""Runs a scenario: waits of the steps, and what each node fetched, kept and requested.
 
-Runs a scenario: nodes take their steps together, as a training run's collectives make them.
-
-A step begins when the slowest node has its batch, and then takes `step_seconds`. Between steps the nodes'
-readers and fetchers go on by themselves. Costs about 30 microseconds a fetch and a few for a node's step.
+All nodes step together, as the collectives of a training run make them: a step begins when the slowest node
+has its batch, and then takes `step_seconds`. Between steps readers and fetchers proceed on their own. Costs
+about 30 microseconds a fetch and a few microseconds a step and node.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ def simulate(scenario: Scenario, progress: Callable[[int, int], None] = lambda s
         if step % 64 == 0:
             progress(step, scenario.steps)
     for reader in readers:
-        reader.finish(now)
+        reader.run_until(now)
     progress(scenario.steps, scenario.steps)
     nodes = [NodeOutcome.of(reader, scenario) for reader in readers]
     return Outcome(scenario, now, begins, waits, own, tuple(nodes))

@@ -1,14 +1,8 @@
-"""What is simulated: a dataset, a cluster, the loader's settings, a network and a store.
+"""What is simulated (dataset, cluster, settings, network, store), and what each node reads at each step.
 
-The rules of the loader that matter for waiting (how far a plan reaches, how many rows are read singly after a
-start, how batches are queued) are repeated here as numbers: core must not import the loaders. A test holds
-each of them to the loader's own.
-
-What the nodes of a scenario read at each step, and when they need which shards, worked out in one go.
-
-`Demand` locates a million positions at once and keeps what it found for a few such parts: for each node and
-step the shards and how many rows of each. `NodeUses` are the intervals in which one node's lanes need shards,
-numbered within the node, so that a plan for it costs what its own shards cost.
+`Demand` locates a million positions at a time and keeps a few such parts: for each node and step the shards
+and the number of rows in each. `NodeUses` are the intervals in which one node's lanes need shards, numbered
+within the node, so that a cache plan costs what the node's own shards cost.
 """
 
 from __future__ import annotations
@@ -20,32 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.folder import SEAL_BYTES
+from shardkit.loaders.defaults import DEFAULT_WINDOWS_BYTES
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
 from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
 
-__all__ = ["AllUses", "Demand", "LoaderRules", "Network", "NodeUses", "Scenario", "choose_window"]
+__all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "choose_window"]
 
 _Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderRules:
-    """How the loader reads; the defaults are its constants."""
-
-    plan_rows: int = 65_536
-    plan_positions: int = 1 << 20
-    plan_bytes: int = 1 << 30
-    plans_in_cache: int = 16
-    plan_growth: int = 8
-    group_bytes: int = 2 << 20
-    cold_rows: int = 32
-    first_rows: int = 16
-    row_threads: int = 32
-    store_connections: int = 32
-    part_bytes: int = 2 << 20
-    leads_in_cache: int = 32
-    windows_bytes: int = 4 << 30
-    busy_seconds: float = 200e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +82,6 @@ class Scenario:
     steps: int = 1000
     simulated: tuple[int, ...] = ()
     """The nodes to simulate; (): all of them."""
-    rules: LoaderRules = field(default_factory=LoaderRules)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node", "batch_size", "sample_bytes", "steps", "connections"):
@@ -158,11 +132,11 @@ def choose_window(
     cache_bytes: int,
     lanes: int | None = None,
 ) -> tuple[int, int]:
-    """(lanes, window) that a loader with this cache chooses, as `shardkit.loaders.defaults` does."""
+    """(lanes, window) that a loader with this cache chooses, as its `shuffle_sizes` does for a dataset."""
     lanes = lanes or default_lanes(global_batch, nodes)
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     served = max(len(lanes_of_part(global_batch, lanes, part)) for part in parts)
-    largest, budget = int(shard_bytes.max()), LoaderRules().windows_bytes
+    largest, budget = int(shard_bytes.max()), DEFAULT_WINDOWS_BYTES
     if cache_bytes < int(shard_bytes.sum()):
         room = (cache_bytes - 2 * served * largest) * lanes // served
         budget = min(budget, max(room, largest * lanes))
@@ -170,11 +144,8 @@ def choose_window(
 
 
 _PART_POSITIONS = 1 << 20
-
 _LEAST_POSITIONS = 1 << 12
-
 _PARTS_KEPT = 4
-
 _EPOCHS_KEPT = 3
 
 
