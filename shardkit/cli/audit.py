@@ -1,7 +1,4 @@
-"""`shardkit audit`: is every sample delivered exactly once, by the plan or by the logs of a real run?
-
-How `shardkit audit` tells people what it found: what was walked, what is proved, who offends.
-"""
+"""`shardkit audit`: is every sample delivered exactly once, by the plan or by the logs of a real run?"""
 
 from __future__ import annotations
 
@@ -11,8 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
+    PATH_HELP,
+    add_json_argument,
+    add_order_arguments,
     add_storage_arguments,
     count,
+    natural,
+    print_columns,
     print_json,
     stderr_console,
     stdout_console,
@@ -25,17 +27,12 @@ if TYPE_CHECKING:
     from shardkit.tools.audit.plan import Leg
     from shardkit.tools.audit.report import AuditReport, Walk
 
-__all__ = ["add_parser", "run", "show"]
+__all__ = ["add_parser", "run"]
 
 
 def _counts(text: str) -> list[int]:
     """argparse type: numbers of 1 or more, between commas."""
     return [count(part.strip()) for part in text.split(",")]
-
-
-def _count_or_none(text: str) -> int:
-    """argparse type: a number of 0 or more."""
-    return 0 if text == "0" else count(text)
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,38 +41,37 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "audit",
         help="prove that every sample is delivered exactly once, by plan or by a run's logs",
         description="Prove that every epoch delivers each sample once, and every step the samples of its "
-        "positions, on any number of ranks and across restarts: of the plan of all ranks, from the index "
-        "alone, or of a real run, by the usage logs that its loaders wrote (option usage_log=FOLDER). "
-        "Exit status 1 if anything is wrong; the first offenders are named.",
+        "positions, on any number of ranks and across restarts: for the plan of all ranks, from the index "
+        "alone, or for a real run, from the usage logs that its loaders wrote (option usage_log=FOLDER). "
+        "Exit status 1 if anything is wrong; the first wrong deliveries are listed.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", nargs="?", help="folder, index file, tar, pattern or URL")
+    parser.add_argument("path", metavar="PATH", nargs="?", help=PATH_HELP)
     parser.add_argument(
         "--stream",
         metavar="PATH[=WEIGHT]",
         action="append",
         default=[],
-        help="a dataset of a mixture, in place of PATH; once for each (default weight: 1; logs know theirs)",
+        help="a dataset of a mixture, instead of PATH; may be repeated (default weight: 1, or as logged)",
     )
     parser.add_argument(
         "--exclude",
         metavar="[PATH=]FILE",
         action="append",
         default=[],
-        help="rows left out, of the only dataset or of the stream PATH (default: none)",
+        help="exclusion list of the only dataset, or of the stream PATH (default: none)",
     )
     parser.add_argument(
-        "--logs", metavar="FOLDER", type=Path, help="check the usage logs there (default: walk the plan)"
+        "--logs", metavar="FOLDER", type=Path, help="check these usage logs (default: check the plan)"
     )
     _add_plan_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON (default: tables)")
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run, misuse=parser.error)
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the plan to walk")
-    add = group.add_argument
+    group = parser.add_argument_group("the plan to check")
     size = group.add_mutually_exclusive_group()
     size.add_argument(
         "--batch-size", type=count, metavar="B", help="sequences per rank and step (default: 8)"
@@ -87,49 +83,32 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences per step over all ranks, the same for all world sizes, whose steps must then hold "
         "the same samples (default: B times the world size)",
     )
-    add(
+    group.add_argument(
         "--world-sizes",
         type=_counts,
         metavar="R,R…",
         default=[1, 2, 3, 8],
-        help="numbers of ranks to walk with, one after another (default: 1,2,3,8)",
+        help="world sizes to check, one after another (default: 1,2,3,8)",
     )
-    add(
+    group.add_argument(
         "--resume-at",
         type=_counts,
         metavar="STEP,…",
         default=[],
-        help="walk once more, stopped after each of these steps and resumed from the saved state with the "
-        "next of the world sizes (default: none)",
+        help="check another run that stops after each of these steps and resumes from the saved state with "
+        "the next world size (default: none)",
     )
-    add("--epochs", type=count, default=2, metavar="E", help="epochs to walk (default: 2)")
-    add(
-        "--tail",
-        choices=["carry", "drop", "pad"],
-        default="carry",
-        help="at an epoch's edge (default: carry)",
+    group.add_argument("--epochs", type=count, default=2, metavar="E", help="number of epochs (default: 2)")
+    group.add_argument(
+        "--workers", type=natural, default=0, metavar="K", help="DataLoader workers per rank (default: 0)"
     )
-    add(
-        "--workers",
-        type=_count_or_none,
-        default=0,
-        metavar="K",
-        help="DataLoader workers in each rank (default: 0)",
-    )
-    add("--seed", type=int, default=17, help="of the shuffle (default: 17)")
-    add(
-        "--shuffle",
-        choices=["window", "global", "none"],
-        default="window",
-        help="how samples are ordered (default: window)",
-    )
-    add("--lanes", type=count, metavar="L", help="of the window shuffle (default: as the loader chooses)")
-    add("--window", type=count, metavar="W", help="samples in a window (default: as the loader chooses)")
-    add(
+    add_order_arguments(group)
+    group.set_defaults(seed=17, shuffle="window", tail="carry")
+    group.add_argument(
         "--epoch-samples",
         type=count,
         metavar="N",
-        help="samples that a mixture calls an epoch (default: of all streams)",
+        help="samples in an epoch of a mixture (default: the samples of all streams)",
     )
 
 
@@ -144,14 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report.to_dict())
     else:
-        # MERGED
-
-        show(report)
+        _show(report)
     return 0 if report.ok else 1
 
 
 def _streams(arguments: argparse.Namespace) -> list[Stream]:
-    """What the loader would be given; ValueError for an exclusion of a dataset that is not there."""
+    """The streams of a loader; ValueError if --exclude names an unknown dataset."""
     from shardkit.loaders.config import Stream
 
     paths: dict[str, float] = {}
@@ -167,7 +144,7 @@ def _streams(arguments: argparse.Namespace) -> list[Stream]:
         if not path and len(paths) == 1:
             path = next(iter(paths))
         if path not in paths:
-            raise ValueError(f"--exclude {text}: say of which stream: PATH=FILE, PATH as in --stream")
+            raise ValueError(f"--exclude {text}: name the stream: PATH=FILE, with PATH as in --stream")
         excluded[path] = file
     return [Stream(path, weight, exclude=excluded.get(path)) for path, weight in paths.items()]
 
@@ -254,13 +231,12 @@ def _legs(arguments: argparse.Namespace) -> list[Leg]:
 
 
 SHOWN_OF_KIND = 5
-
 SHOWN_SHARDS = 8
 
 
-def show(report: AuditReport) -> None:
+def _show(report: AuditReport) -> None:
     """Tables and a verdict on stdout, notices on stderr."""
-    from shardkit.tools.audit.findings import KINDS  # NumPy: not for --help
+    from shardkit.tools.audit.findings import KINDS  # imports NumPy: not for --help
 
     for notice in report.findings.notices:
         stderr_console().print(f"notice: {notice}")
@@ -268,36 +244,32 @@ def show(report: AuditReport) -> None:
     out.print(f"{report.audit} of {report.dataset}: {_settings(report.settings)}")
     if report.runs:
         _table(
-            ("run", "ranks x batch", "from position", "up to", "logs", "steps", "replayed later"),
-            [
+            "run", "ranks x batch", "from position", "up to", "logs", "steps", "replayed later",
+            rows=[
                 (
-                    str(run["run"]),
-                    f"{run['world_size']} x {run['batch_size']}",
-                    f"{run['start']:,}",
-                    "the end" if run["stop"] is None else f"{run['stop']:,}",
-                    f"{run['ranks']:,}",
-                    f"{run['steps']:,}",
-                    f"{run['superseded']:,}",
+                    str(run["run"]), f"{run['world_size']} x {run['batch_size']}", f"{run['start']:,}",
+                    "the end" if run["stop"] is None else f"{run['stop']:,}", f"{run['ranks']:,}",
+                    f"{run['steps']:,}", f"{run['superseded']:,}",
                 )
                 for run in report.runs
             ],
-        )
+        )  # fmt: skip
     _table(
-        ("ranks x batch", "steps", "samples", "whole epochs", "in part", "padding", "dropped", "samples/s"),
-        [_walk(walk) for walk in report.walks],
-    )
+        "ranks x batch", "steps", "samples", "whole epochs", "in part", "padding", "dropped", "samples/s",
+        rows=[_walk(walk) for walk in report.walks],
+    )  # fmt: skip
     _show_proofs(report)
     _show_shards(report)
     if report.ok:
         dropped = max(walk.dropped for walk in report.walks)
-        but = f", but for {dropped:,} that the tail drops at epochs' edges" if dropped else ""
-        out.print(f"OK: every sample exactly once an epoch{but}")
+        exceptions = f", except {dropped:,} that the tail drops at the end of epochs" if dropped else ""
+        out.print(f"OK: every sample exactly once an epoch{exceptions}")
         return
     out.print("FAILED:")
     for kind in KINDS:
         if number := report.findings.counts[kind]:
             out.print(f"  {number:,} {KINDS[kind]} ({kind})")
-    out.print("first offenders:")
+    out.print("first findings:")
     # A few of each kind: hundreds of lost samples must not hide the rank that lost them.
     for kind in KINDS:
         for finding in [one for one in report.findings.kept if one.kind == kind][:SHOWN_OF_KIND]:
@@ -330,7 +302,7 @@ def _walk(walk: Walk) -> tuple[str, ...]:
 
 
 def _show_proofs(report: AuditReport) -> None:
-    from shardkit.tools.audit.findings import FALSE_ACCEPTANCE  # NumPy: not for --help
+    from shardkit.tools.audit.findings import FALSE_ACCEPTANCE  # imports NumPy: not for --help
 
     counts = report.findings.counts
 
@@ -344,32 +316,22 @@ def _show_proofs(report: AuditReport) -> None:
             verdict("epoch", "lost", "repeated", "foreign", "excluded", "gap", "rank", "resume", "log"),
         ),
         (
-            "every step holds the samples of its positions, whatever the ranks",
-            "exact: each id taken back to its position",
-            verdict(
-                "lost",
-                "repeated",
-                "moved",
-                "part",
-                "steps",
-                "foreign",
-                "excluded",
-                "settings",
-                "world",
-                "rank",
-            ),
+            "every step holds the samples of its positions, whatever the world size",
+            "exact: each id is mapped back to its position",
+            verdict("lost", "repeated", "moved", "part", "steps", "foreign", "excluded", "settings", "world",
+                    "rank"),
         ),
         (
             "steps follow one another, on all ranks and across restarts",
-            "nothing skipped, dropped or padded but by the tail's rule",
+            "nothing is skipped, dropped or padded except by the tail's rule",
             verdict("gap", "resume", "rank", "steps", "padding", "log"),
         ),
         (
-            "every shard is used as often as its rows ask for",
+            "every shard is used as often as its rows require",
             f"{report.shard_count:,} shards",
             verdict("shard", "rank", "gap"),
         ),
-    )
+    )  # fmt: skip
     stdout_console().print("proved:")
     for claim, how, answer in held:
         stdout_console().print(f"  {answer:3}  {claim} ({how})")
@@ -381,15 +343,11 @@ def _show_shards(report: AuditReport) -> None:
         due = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         right = least <= delivered + dropped <= most
         rows.append((name, f"{delivered:,}", f"{dropped:,}", due, "" if right else "WRONG"))
-    _table(("shard", "delivered", "dropped", "expected of both", ""), rows)
+    _table("shard", "delivered", "dropped", "expected in total", "", rows=rows)
     if (more := report.shard_count - len(rows)) > 0:
         wrong = report.findings.counts["shard"]
         stdout_console().print(f"and {more:,} more shards ({wrong:,} wrong in all; --json lists more)")
 
 
-def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side, whole: a line may be longer than a terminal, but nothing is cut."""
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    for row in (names, *rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        stdout_console().print(line.rstrip())
+def _table(*names: str, rows: Sequence[tuple[str, ...]]) -> None:
+    print_columns("", names, rows, left=range(len(names)))

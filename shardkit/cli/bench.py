@@ -1,4 +1,4 @@
-"""`shardkit bench`: how fast a dataset is loaded on this machine."""
+"""`shardkit bench`: how fast this machine loads a dataset."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardkit.cli.common import (
+    PATH_HELP,
+    add_json_argument,
     add_storage_arguments,
     count,
+    print_columns,
     print_json,
     stderr_console,
     stdout_console,
@@ -27,30 +30,34 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "bench",
-        help="how fast a dataset is loaded here: tokens/s, waits, CPU per token, ratio to a memory copy",
-        description="Take batches in training order and do nothing with them; medians of several runs, "
-        "against a copy in memory of the same run. Local files are measured from the page cache; a URL first "
-        "with an empty cache, then from it.",
+        help="how fast this machine loads a dataset: tokens/s, waits, CPU per token, ratio to a memory copy",
+        description="Load batches in training order and discard them. Prints medians of several runs and "
+        "compares them with a memory copy. Local files are read from the page cache; a URL first with an "
+        "empty cache, then from the cache.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL")
+    parser.add_argument("path", metavar="PATH", help=PATH_HELP)
     parser.add_argument(
         "--batch-size", type=count, default=8, metavar="N", help="samples in a batch (default: 8)"
     )
-    parser.add_argument("--runs", type=count, default=5, metavar="N", help="of every pass (default: 5)")
-    parser.add_argument("--seconds", type=_seconds, default=3.0, metavar="S", help="longest run (default: 3)")
+    parser.add_argument(
+        "--runs", type=count, default=5, metavar="N", help="number of runs of each pass (default: 5)"
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=3.0, metavar="S", help="maximum duration of a run (default: 3)"
+    )
     parser.add_argument(
         "--dtype",
         choices=["int64", "int32", "stored"],
         default="int64",
-        help="of tokens in batches (default: int64)",
+        help="type of the tokens in batches (default: int64)",
     )
     parser.add_argument(
         "--cache-dir",
         metavar="FOLDER",
-        help="where the cache of a remote dataset is made and removed again (default: the temporary folder)",
+        help="folder for the temporary cache of a remote dataset (default: the temporary folder)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, SI units (default: a table)")
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -61,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = stderr_console()
 
-    def tell(name: str, number: int) -> None:
+    def report(name: str, number: int) -> None:
         if not arguments.json:
             console.print(f"{name}: run {number + 1}", highlight=False)
 
@@ -73,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         cache_dir=arguments.cache_dir,
         storage=storage_options(arguments),
-        progress=tell,
+        progress=report,
     )
     if arguments.json:
         print_json(speed.to_dict())
@@ -90,12 +97,6 @@ def _seconds(text: str) -> float:
 
 
 def _show(speed: Speed) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for each in speed.passes:
-        table.add_column(each.name, justify="right")
     rows: list[tuple[str, Callable[[PassSpeed], str]]] = [
         ("tokens/s", lambda p: "" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
         ("samples/s", lambda p: f"{p.samples_per_second:,.0f}"),
@@ -108,11 +109,12 @@ def _show(speed: Speed) -> None:
         ("batches in a run", lambda p: f"{p.batches:,}"),
         ("fetched in a run", lambda p: format_bytes(p.fetched_bytes) if p.fetched_bytes else ""),
     ]
-    for name, value in rows:
-        table.add_row(name, *(value(each) for each in speed.passes))
-    console = stdout_console()
-    console.print(table)
-    console.print(
+    print_columns(
+        "",
+        ("", *(each.name for each in speed.passes)),
+        [(name, *(value(each) for each in speed.passes)) for name, value in rows],
+    )
+    stdout_console().print(
         f"{speed.samples:,} samples, batches of {speed.batch_size}; medians of {speed.runs} runs; "
         f"a copy in memory moves {format_bytes(speed.copy_bytes_per_second)}/s"
     )

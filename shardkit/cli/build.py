@@ -1,4 +1,4 @@
-"""`shardkit build`: a recipe to a dataset."""
+"""`shardkit build`: build a dataset from a recipe."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit.cli.common import (
+    add_json_argument,
     add_recipe_arguments,
     add_storage_arguments,
+    print_columns,
     print_json,
     stderr_console,
     stdout_console,
@@ -19,8 +21,6 @@ from shardkit.errors import BuildError
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from shardkit.writers import BuildResult
     from shardkit.writers.execution.scheduler import TaskSlice
     from shardkit.writers.maintenance import Explanation
@@ -32,15 +32,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "build",
-        help="recipe to dataset; continues where an interrupted build stopped",
+        help="build a dataset from a recipe; continues where an interrupted build stopped",
         description="Build the dataset that a recipe describes. Finished work is not redone: after an "
-        "interruption or a crash the same command goes on, and the result is the same byte for byte, "
+        "interruption or a crash the same command continues, and the result is the same byte for byte, "
         "whatever the number of workers.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="YAML file; its relative paths start from its folder"
-    )
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file; relative paths start from its folder")
     parser.add_argument(
         "--output",
         metavar="PLACE",
@@ -51,35 +49,33 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--task-slice",
         type=task_slice,
         metavar="I/N",
-        help="share the work folder with other processes that run the same build: this one is number I, from "
-        "0, of N and begins with its own part (default: use the work folder alone)",
+        help="share the work folder with other processes that run the same build: this is process I, from 0, "
+        "of N, and starts with its own part of the tasks (default: use the work folder alone)",
     )
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="build even if the output holds a dataset, and put the new one in its place (default: refuse)",
+        help="replace a dataset in the output folder (default: refuse to build)",
     )
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="run nothing: tell which tasks are finished, which have to run and why (default: build)",
+        help="print which tasks are finished, which have to run and why, but do not build (default: build)",
     )
     parser.add_argument(
         "--timings",
         type=Path,
         metavar="FILE",
-        help="write when each stage ran, its tasks and rates: a page if FILE ends in .html, else JSON "
-        "(default: only a table on stderr; the dataset itself knows no times)",
+        help="write the time, tasks and rate of each stage: as a page if FILE ends in .html, else as JSON "
+        "(default: print a table to stderr; the dataset itself stores no times)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON (default: a table on stderr)"
-    )
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build, and print what was made."""
+    """Build, and print the result."""
     from shardkit.writers import build
 
     if arguments.explain:
@@ -108,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def task_slice(text: str) -> TaskSlice:
-    """argparse's type of --task-slice."""
+    """argparse type of --task-slice."""
     from shardkit.writers.execution.scheduler import TaskSlice
 
     try:
@@ -126,12 +122,14 @@ def _write_timings(path: Path, result: BuildResult) -> None:
         data = render_times(result)
     else:
         names = ("output", "fingerprint", "total_seconds", "tasks", "tasks_reused", "stages")
-        told = result.to_dict()
-        data = json.dumps({name: told[name] for name in names}, indent=2).encode() + b"\n"
+        facts = result.to_dict()
+        data = json.dumps({name: facts[name] for name in names}, indent=2).encode() + b"\n"
     try:
         publish_bytes(path, data)
     except OSError as error:
-        raise BuildError(f"--timings {path}: {error.strerror}; the dataset is whole") from error
+        raise BuildError(
+            f"--timings {path}: {error.strerror}; the dataset itself was published successfully"
+        ) from error
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -151,22 +149,16 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _show_explanation(explanation: Explanation) -> None:
-    from rich.table import Table
-
     console = stdout_console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("stage", "left"), ("tasks", "right"), ("finished", "right"), ("to run", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("why", overflow="fold")
+    rows = []
     for plan in explanation.stages:
-        why = "\n".join(f"{r.what} ({r.tasks:,}, such as {r.example})" for r in plan.reasons)
         missing = plan.tasks - plan.finished
-        table.add_row(
-            plan.stage, f"{plan.tasks:,}", f"{plan.finished:,}", f"{missing:,}" if missing else "", why
-        )
-    for name in explanation.later:
-        table.add_row(name, "", "", "?", "what the stages above give anew")
-    console.print(table)
+        why = [f"{r.what} ({r.tasks:,}, such as {r.example})" for r in plan.reasons]
+        counts = (f"{plan.tasks:,}", f"{plan.finished:,}", f"{missing:,}" if missing else "")
+        rows.append((plan.stage, *counts, why[0] if why else ""))
+        rows += [("", "", "", "", each) for each in why[1:]]
+    rows += [(name, "", "", "?", "depends on the results of the stages above") for name in explanation.later]
+    print_columns("", ("stage", "tasks", "finished", "to run", "why"), rows, left=(0, 4))
     if not explanation.later and all(plan.finished == plan.tasks for plan in explanation.stages):
         console.print("every task is finished: the build would only publish, or find its output up to date")
     if explanation.stale:
@@ -178,21 +170,15 @@ def _show_explanation(explanation: Explanation) -> None:
 
 
 def _show(result: BuildResult) -> None:
-    from rich.table import Table
-
     console = stderr_console()
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column("what")
-    table.add_column("documents", justify="right")
-    table.add_column("text", justify="right")
     funnel = result.funnel
-    table.add_row("read", f"{funnel.read.documents:,} documents", format_bytes(funnel.read.bytes))
+    rows = [("read", f"{funnel.read.documents:,} documents", format_bytes(funnel.read.bytes))]
     for kind, losses in (("quarantined", funnel.quarantined), ("dropped", funnel.dropped)):
         for reason, lost in sorted(losses.items()):
-            what = kind if lost.documents else "cut"  # parts of documents that stay
-            table.add_row(f"  {what}: {reason}", f"-{lost.documents:,}", format_bytes(lost.bytes))
-    table.add_row("kept", f"{funnel.kept.documents:,} documents", format_bytes(funnel.kept.bytes))
-    console.print(table)
+            what = kind if lost.documents else "cut"  # parts of documents that are kept
+            rows.append((f"  {what}: {reason}", f"-{lost.documents:,}", format_bytes(lost.bytes)))
+    rows.append(("kept", f"{funnel.kept.documents:,} documents", format_bytes(funnel.kept.bytes)))
+    print_columns("", ("", "", ""), rows, stderr=True)
     cells = max(1, result.tokens + result.padding)
     console.print(
         f"{result.samples:,} rows of {result.sequence_length:,} tokens in {result.shards:,} shards "
@@ -202,24 +188,8 @@ def _show(result: BuildResult) -> None:
     if result.up_to_date:
         console.print(f"{result.location} is up to date: nothing to do")
         return
-    console.print(_stage_table(result))
-    reused = f", {result.tasks_reused:,} of {result.tasks:,} tasks reused" if result.tasks_reused else ""
-    console.print(
-        f"{result.location} built in {result.total_seconds:.1f} s{reused}: "
-        f"{format_bytes(result.text_bytes_per_second)}/s of text, {result.tokens_per_second:,.0f} tokens/s"
-    )
-
-
-def _stage_table(result: BuildResult) -> Table:
-    """When each stage ran."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("stage")
-    for name in ("tasks", "reused", "from s", "for s", "text", "text/s"):
-        table.add_column(name, justify="right")
-    for stage in result.stages:
-        table.add_row(
+    stages = [
+        (
             stage.stage,
             f"{stage.tasks:,}" if stage.tasks else "",
             f"{stage.tasks_reused:,}" if stage.tasks_reused else "",
@@ -228,4 +198,12 @@ def _stage_table(result: BuildResult) -> Table:
             format_bytes(stage.bytes) if stage.bytes else "",
             f"{format_bytes(stage.bytes_per_second)}/s" if stage.bytes else "",
         )
-    return table
+        for stage in result.stages
+    ]
+    columns = ("stage", "tasks", "reused", "from s", "for s", "text", "text/s")
+    print_columns("", columns, stages, stderr=True)
+    reused = f", {result.tasks_reused:,} of {result.tasks:,} tasks reused" if result.tasks_reused else ""
+    console.print(
+        f"{result.location} built in {result.total_seconds:.1f} s{reused}: "
+        f"{format_bytes(result.text_bytes_per_second)}/s of text, {result.tokens_per_second:,.0f} tokens/s"
+    )

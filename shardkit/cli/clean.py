@@ -1,10 +1,17 @@
-"""`shardkit clean`: remove from a work folder what a build does not use."""
+"""`shardkit clean`: remove files that a build does not use from its work folder."""
 
 from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.common import add_storage_arguments, print_json, stdout_console, storage_options
+from shardkit.cli.common import (
+    add_json_argument,
+    add_override_argument,
+    add_storage_arguments,
+    print_json,
+    stdout_console,
+    storage_options,
+)
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -15,35 +22,31 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "clean",
         help="remove intermediate files that a build does not use",
-        description="A build never removes finished work: an earlier recipe finds it again. This removes, "
-        "from the work folder of a recipe, finished tasks that its build does not use. Stages after one that "
-        "has to run are left alone, as what of them will be used is not known yet: build first, then clean.",
+        description="A build never removes finished work, so that an earlier recipe can reuse it. This "
+        "removes the finished tasks that the build of a recipe does not use from its work folder. Stages "
+        "after one that has to run are left alone, because it is not known yet which of their tasks will be "
+        "used: build first, then clean.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as given to shardkit build")
     parser.add_argument(
         "--output", metavar="PLACE", help="as given to shardkit build (default: the recipe's output.path)"
     )
+    add_override_argument(parser, "pack.sequence_length=4096, as given to shardkit build")
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="replace a key of the recipe, as given to shardkit build; may be repeated",
+        "--all", action="store_true", help="remove the whole work folder (default: only unused tasks)"
     )
     parser.add_argument(
-        "--all", action="store_true", help="remove the whole work folder (default: what is not used)"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only tell what would be removed (default: remove it)"
+        "--dry-run",
+        action="store_true",
+        help="print what would be removed, but do not remove it (default: remove it)",
     )
     parser.add_argument(
         "--force",
         action="store_true",
-        help="also in a store where another process may be at work (default: refuse)",
+        help="also clean in a store where another process may be working (default: refuse)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes (default: text)")
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -1,19 +1,12 @@
-"""What verbs share: counts as arguments; results on stdout, everything else on stderr.
+"""What verbs share: options, quantities, and output.
 
-Documents, URLs and file names may hold escape sequences, which a terminal obeys: they change its title, hide
-lines or fill the clipboard. So whatever a verb prints goes through `escaped`: by a console of this module, by
-`print_json` and `print_columns`, or as an error or warning in `shardkit.cli.main`.
+Results go to stdout, everything else to stderr. Documents, URLs and file names may hold escape sequences that
+control a terminal: they change its title, hide lines or fill the clipboard. Everything that a verb prints
+therefore goes through `escaped`: by a console of this module, by `print_json` and `print_columns`, or as an
+error or warning in `shardkit.cli.main`.
 
-Plain tables on stdout that keep their lines whole, on terminals and in files alike.
-
-The options of every verb that takes URLs: how a store is reached.
-
-Arguments that all commands which run a recipe share.
-
-Quantities on the command line: how they are read, what they are unless given, and where each came from.
-
-A plan is as good as its assumptions: every quantity is shown with its value and whether it was given,
-measured or assumed.
+An option that several verbs have is declared here once. A `Quantity` is an option with a value that is shown
+to users: parsed from text such as "10Gbit/s", printed with its unit, and given, measured or assumed.
 """
 
 from __future__ import annotations
@@ -22,33 +15,54 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from shardkit.tools.plan.quantities import format_seconds, parse_count, parse_rate, parse_seconds
+from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from shardkit.progress import TransferListener
     from shardkit.storage.store import StorageOptions
 
 __all__ = [
+    "BANDWIDTH",
+    "BATCH_SIZE",
+    "CONNECTION_BANDWIDTH",
+    "GPUS_PER_NODE",
+    "LANES",
+    "LATENCY",
+    "PATH_HELP",
+    "SHARD_BYTES",
+    "WINDOW",
     "Quantity",
+    "add_json_argument",
+    "add_order_arguments",
+    "add_override_argument",
     "add_quantities",
+    "add_quiet_argument",
     "add_recipe_arguments",
     "add_storage_arguments",
     "argument",
     "count",
     "count_to",
     "escaped",
-    "origins_of",
+    "format_rate",
+    "natural",
     "print_columns",
     "print_json",
+    "progress_of",
+    "read_quantities",
     "stderr_console",
     "stdout_console",
     "storage_options",
-    "values_of",
 ]
+
+PATH_HELP = "folder, index file, tar, pattern or URL"
 
 # C0 but tab and newline, DEL and C1, which terminals obey; and lone surrogates, which cannot be written.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -63,6 +77,13 @@ def count(text: str) -> int:
     """argparse type: a number of 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """argparse type: a number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
 
 
@@ -105,9 +126,17 @@ def _console(*, stderr: bool) -> Console:
 
 
 def print_columns(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Collection[int] = (0,),
+    stderr: bool = False,
 ) -> None:
-    """A title, a line of column names (none if all are empty) and rows; `left` are the columns set left."""
+    """Print a table: a title, a line of column names (none if all are empty), rows.
+
+    Columns in `left` are aligned left, others right. Lines are never cut or folded: they may be piped.
+    """
     shown = [*([columns] if any(columns) else []), *rows]
     lines = [[escaped(cell) for cell in line] for line in shown]
     widths = [max((len(line[number]) for line in lines), default=0) for number in range(len(columns))]
@@ -118,19 +147,73 @@ def print_columns(
             for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         text.append("  ".join(cells).rstrip())
-    sys.stdout.write("\n".join(text) + "\n")
+    (sys.stderr if stderr else sys.stdout).write("\n".join(text) + "\n")
+
+
+def add_json_argument(parser: argparse.ArgumentParser, default: Any = False) -> None:
+    """--json."""
+    parser.add_argument(
+        "--json", action="store_true", default=default, help="print the result as JSON (default: text)"
+    )
+
+
+def add_quiet_argument(parser: argparse.ArgumentParser) -> None:
+    """--quiet."""
+    parser.add_argument(
+        "--quiet", action="store_true", help="suppress progress output (default: print it to stderr)"
+    )
+
+
+def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
+    """The `progress` of a transfer: none if --quiet, lines if --json, else a bar on a terminal."""
+    from shardkit.progress import Lines
+
+    if arguments.quiet:
+        return False
+    return Lines() if arguments.json else True
+
+
+def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None:
+    """--set; `example` is a KEY=VALUE for its help."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help=f"override a key of the recipe, such as {example}; may be repeated (default: none)",
+    )
+
+
+def add_order_arguments(group: argparse._ArgumentGroup) -> None:
+    """--seed, --shuffle, --lanes, --window and --tail of a loader; those not given are None."""
+    group.add_argument("--seed", type=int, metavar="N", help="seed of the shuffle (default: 17)")
+    group.add_argument(
+        "--shuffle", choices=["window", "global", "none"], help="order of the samples (default: window)"
+    )
+    group.add_argument(
+        "--lanes", type=count, metavar="N", help="lanes of the window shuffle (default: the loader's choice)"
+    )
+    group.add_argument(
+        "--window", type=count, metavar="N", help="samples in a window (default: the loader's choice)"
+    )
+    group.add_argument(
+        "--tail",
+        choices=["carry", "drop", "pad"],
+        help="what to do with an incomplete batch at the end of an epoch (default: carry)",
+    )
 
 
 def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register them; what is left out comes from the AWS environment and its configuration files."""
-    group = parser.add_argument_group("S3 and servers like it")
+    """Options of S3; those not given come from the AWS environment and its configuration files."""
+    group = parser.add_argument_group("S3 and compatible servers")
     group.add_argument(
         "--endpoint-url",
         metavar="URL",
-        help="of a server like S3 (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS itself)",
+        help="URL of an S3-compatible server (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS)",
     )
     group.add_argument(
-        "--region", metavar="NAME", help="of the bucket (default: as the AWS configuration says)"
+        "--region", metavar="NAME", help="region of the bucket (default: from the AWS configuration)"
     )
     group.add_argument(
         "--profile", metavar="NAME", help="profile of the AWS configuration (default: AWS_PROFILE)"
@@ -153,12 +236,12 @@ def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--checksums",
         choices=["when_supported", "when_required"],
-        help="S3's flexible checksums (default: when_required if an endpoint is set, else as configured)",
+        help="S3's flexible checksums (default: when_required with an endpoint, else as configured)",
     )
 
 
 def storage_options(arguments: argparse.Namespace) -> StorageOptions:
-    """What the command line says of the store."""
+    """The storage options of a command line."""
     from shardkit.storage.store import StorageOptions
 
     return StorageOptions(
@@ -171,40 +254,36 @@ def storage_options(arguments: argparse.Namespace) -> StorageOptions:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, example: str) -> None:
-    """--workers, --engine, --ray-address, --set (`example` is a KEY=VALUE for its help) and --quiet."""
+    """Options of commands that run a recipe; `example` is a KEY=VALUE for the help of --set."""
     parser.add_argument(
-        "--workers", type=count, metavar="N", help="processes (default: one a core, as far as memory allows)"
+        "--workers",
+        type=count,
+        metavar="N",
+        help="number of worker processes (default: one per core, fewer if memory is short)",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help=f"replace a key of the recipe, such as {example}; may be repeated",
-    )
+    add_override_argument(parser, example)
     parser.add_argument(
         "--engine",
         choices=["local", "ray"],
         default="local",
-        help="what runs the tasks: processes of this machine, or a Ray cluster (default: local)",
+        help="where tasks run: processes on this machine, or a Ray cluster (default: local)",
     )
     parser.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="the Ray cluster, such as auto or ray://host:10001 (default: $RAY_ADDRESS, else one is started "
-        "on this machine)",
+        help="the Ray cluster, such as auto or ray://host:10001 (default: $RAY_ADDRESS, else a cluster "
+        "started on this machine)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    add_quiet_argument(parser)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An option. `default` is what stands in for it, as text; None: it must be given, or is worked out."""
+    """An option with a value. `default` is text; None: the value is required or worked out."""
 
     flag: str
     name: str
-    """Of the field that takes it."""
+    """Of the field that the value is for."""
     parse: Callable[[str], Any]
     show: Callable[[Any], str]
     help: str
@@ -214,12 +293,48 @@ class Quantity:
 
     @property
     def key(self) -> str:
-        """argparse's name of it."""
+        """Its name in argparse's namespace."""
         return self.flag.strip("-").replace("-", "_")
 
 
+def format_rate(value: Any) -> str:
+    """ "1.25 GB/s"."""
+    return f"{format_bytes(float(value))}/s"
+
+
+GPUS_PER_NODE = Quantity(
+    "--gpus-per-node", "gpus_per_node", parse_count, str, "GPUs that share a machine and its cache", "N", "8"
+)
+BATCH_SIZE = Quantity(
+    "--batch-size", "batch_size", parse_count, "{:,}".format, "sequences per GPU and step", "N", "8"
+)
+SHARD_BYTES = Quantity(
+    "--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "size of a shard", "BYTES", "64MiB"
+)
+LANES = Quantity(
+    "--lanes", "lanes", parse_count, str,
+    "lanes of the shuffle; default: the loader's, a divisor of the global batch up to 64", "N",
+)  # fmt: skip
+WINDOW = Quantity(
+    "--window", "window", parse_count, "{:,}".format,
+    "samples that a lane shuffles together; default: the loader's, two windows of all lanes hold 4 GiB", "N",
+)  # fmt: skip
+BANDWIDTH = Quantity(
+    "--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
+    "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s",
+)  # fmt: skip
+CONNECTION_BANDWIDTH = Quantity(
+    "--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
+    "bandwidth of one request", "RATE", "80MB/s",
+)  # fmt: skip
+LATENCY = Quantity(
+    "--latency", "latency_seconds", parse_seconds, format_seconds, "time to the first byte of a request",
+    "TIME", "50ms",
+)  # fmt: skip
+
+
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` as an argparse type: its ValueError is what the user is told."""
+    """`parse` as an argparse type: its ValueError becomes the message to the user."""
 
     def parsed(text: str) -> Any:
         try:
@@ -231,7 +346,7 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def add_quantities(parser: argparse._ActionsContainer, quantities: Sequence[Quantity]) -> None:
-    """Register them; what is not given stays None."""
+    """Register the options; those not given are None."""
     for quantity in quantities:
         parser.add_argument(
             quantity.flag,
@@ -242,32 +357,23 @@ def add_quantities(parser: argparse._ActionsContainer, quantities: Sequence[Quan
         )
 
 
-def values_of(
+def read_quantities(
     arguments: argparse.Namespace, quantities: Sequence[Quantity], measured: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Each field's value: as given, else as measured, else the default; those without any are left out."""
-    found = {}
-    for quantity in quantities:
-        value = getattr(arguments, quantity.key)
-        if value is None and measured is not None:
-            value = measured.get(quantity.name)
-        if value is None and quantity.default is not None:
-            value = quantity.parse(quantity.default)
-        if value is not None:
-            found[quantity.name] = value
-    return found
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(values, origins) by field: given on the command line, else measured, else assumed.
 
-
-def origins_of(
-    arguments: argparse.Namespace, quantities: Sequence[Quantity], measured: Mapping[str, Any] | None = None
-) -> dict[str, str]:
-    """ "given", "measured" or "assumed", by field."""
-    origins = {}
+    Quantities that are neither given nor measured and have no default are left out.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for quantity in quantities:
-        if getattr(arguments, quantity.key) is not None:
-            origins[quantity.name] = "given"
-        elif measured is not None and measured.get(quantity.name) is not None:
-            origins[quantity.name] = "measured"
-        elif quantity.default is not None:
-            origins[quantity.name] = "assumed"
-    return origins
+        assumed = None if quantity.default is None else quantity.parse(quantity.default)
+        for value, origin in (
+            (getattr(arguments, quantity.key), "given"),
+            ((measured or {}).get(quantity.name), "measured"),
+            (assumed, "assumed"),
+        ):
+            if value is not None:
+                values[quantity.name], origins[quantity.name] = value, origin
+                break
+    return values, origins

@@ -1,11 +1,20 @@
-"""`shardkit convert`: any dataset that we can read into MDS or WebDataset shards."""
+"""`shardkit convert`: datasets of other formats to MDS or WebDataset shards."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
-from shardkit.cli.common import add_storage_arguments, count, print_json, stdout_console, storage_options
+from shardkit.cli.common import (
+    add_json_argument,
+    add_quiet_argument,
+    add_storage_arguments,
+    count,
+    print_json,
+    progress_of,
+    stdout_console,
+    storage_options,
+)
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,26 +28,27 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "convert",
         help="MDS, tars, litdata, Megatron, nanoGPT or Hugging Face files to MDS or tars",
-        description="Write a dataset of another format as MDS or WebDataset shards: rows equal, in the same "
-        "order, streamed, read back and compared before the index appears. Sources: MDS folders and tars; "
-        "litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; Hugging "
-        "Face folders, .arrow and .parquet files. Rows of one length are copied; documents and streams "
-        "need --sequence-length or --keep-lengths. An interrupted conversion leaves no index: run it again.",
+        description="Write a dataset of another format as MDS or WebDataset shards, with the same rows in "
+        "the same order. The result is read back and compared before the index appears. Sources: MDS "
+        "folders and tars; litdata chunk folders; Megatron .bin/.idx; .bin files of nanoGPT and llm.c; "
+        "Hugging Face folders, .arrow and .parquet files. Rows of one length are copied; documents and "
+        "streams need --sequence-length or --keep-lengths. An interrupted conversion leaves no index: run "
+        "it again.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC", help="folder, file, pattern in quotes, or URL of a dataset")
     parser.add_argument("target", metavar="DST", help="folder for the dataset; new or empty")
     parser.add_argument(
-        "--format", choices=["mds", "wds"], default="mds", help="of the shards (default: mds)"
+        "--format", choices=["mds", "wds"], default="mds", help="format of the shards (default: mds)"
     )
     parser.add_argument(
         "--from",
         dest="source_format",
         choices=["dataset", "huggingface", "litdata", "megatron", "nanogpt"],
-        help="what SRC is (default: found out)",
+        help="format of SRC (default: detected)",
     )
     parser.add_argument(
-        "--columns", metavar="A,B", help="what to convert (default: all; of Arrow and Parquet the tokens)"
+        "--columns", metavar="A,B", help="columns to convert (default: all; the tokens of Arrow and Parquet)"
     )
     _add_cut_arguments(parser)
     _add_output_arguments(parser)
@@ -52,16 +62,18 @@ def _add_cut_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length",
         type=count,
         metavar="L",
-        help="cut the stream of all documents every L tokens (default: copy rows, all of one length)",
+        help="concatenate all documents and cut every L tokens (default: copy rows, all of one length)",
     )
     group.add_argument(
-        "--keep-lengths", action="store_true", help="each document a row of its own length (default: no)"
+        "--keep-lengths",
+        action="store_true",
+        help="write each document as a row of its own length (default: no)",
     )
     group.add_argument(
         "--eos",
         type=_token,
         metavar="ID",
-        help="append this id to documents that do not end in it, and pad the last row (default: neither)",
+        help="append this id to documents that do not end with it, and pad the last row (default: neither)",
     )
     group.add_argument(
         "--pad", type=_token, metavar="ID", help="pad the last row with this id (default: that of --eos)"
@@ -69,62 +81,61 @@ def _add_cut_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drop-tail",
         action="store_true",
-        help="leave out last tokens that fill no row (default: pad, which needs --eos or --pad)",
+        help="drop the last tokens if they do not fill a row (default: pad, which needs --eos or --pad)",
     )
     group.add_argument(
         "--drop-empty",
         action="store_true",
-        help="leave out documents without tokens (default: stop there; for --keep-lengths)",
+        help="drop documents without tokens, with --keep-lengths (default: fail)",
     )
     group.add_argument(
         "--per-file",
         action="store_true",
-        help="begin a row at each file or chunk (default: rows go on over files); with --drop-tail these are "
-        "the rows of litdata's TokensLoader(L)",
+        help="start a new row at each file or chunk (default: rows may span files); with --drop-tail these "
+        "are the rows of litdata's TokensLoader(L)",
     )
     group.add_argument(
         "--dtype",
         choices=["uint16", "uint32"],
-        help="of the tokens; each id is checked (default: uint16 if all are known to fit, else uint32)",
+        help="type of the tokens; each id is checked (default: uint16 if all are known to fit, else uint32)",
     )
     group.add_argument(
         "--source-dtype",
         choices=["uint16", "uint32", "int32", "int64"],
-        help="of tokens in a bare .bin (default: uint16), or in an MDS column of bytes",
+        help="type of the tokens in a bare .bin (default: uint16), or in an MDS column of bytes",
     )
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shard-bytes", default="64MiB", metavar="SIZE", help="of a shard at most (default: 64MiB)"
+        "--shard-bytes", default="64MiB", metavar="SIZE", help="maximum size of a shard (default: 64MiB)"
     )
-    parser.add_argument("--compression", metavar="NAME", help="of MDS shards, such as zstd:7 (default: none)")
     parser.add_argument(
-        "--hashes", default="xxh64", metavar="A,B", help="in the index; '' for none (default: xxh64)"
+        "--compression", metavar="NAME", help="compression of MDS shards, such as zstd:7 (default: none)"
+    )
+    parser.add_argument(
+        "--hashes", default="xxh64", metavar="A,B", help="hashes in the index; '' for none (default: xxh64)"
     )
     parser.add_argument(
         "--no-verify",
         action="store_false",
         dest="verify",
-        help="do not read the result back (default: compare it with what was read, before the index appears)",
+        help="do not read the result back (default: compare it with the source before the index appears)",
     )
-    parser.add_argument(
-        "--replace", action="store_true", help="put this in the place of a dataset at DST (default: refuse)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON (default: lines)")
+    parser.add_argument("--replace", action="store_true", help="replace a dataset at DST (default: refuse)")
+    add_quiet_argument(parser)
+    add_json_argument(parser)
 
 
 def _token(text: str) -> int:
     """argparse type: a token id."""
     if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no token id: a number from 0 to 4,294,967,295")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id, a number from 0 to 4,294,967,295")
     return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print what was made."""
-    from shardkit.progress import Lines
+    """Convert, and print the result."""
     from shardkit.tools.convert import CutOptions, OutputOptions, convert
 
     names = ("sequence_length", "keep_lengths", "eos", "pad", "drop_tail", "drop_empty", "per_file")
@@ -148,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         verify=arguments.verify,
         replace=arguments.replace,
         storage=storage_options(arguments),
-        progress=False if arguments.quiet else Lines() if arguments.json else True,
+        progress=progress_of(arguments),
     )
     if arguments.json:
         print_json(result.to_dict())
@@ -175,10 +186,10 @@ def _show(result: ConvertResult) -> None:
         parts = [f"{counts['documents']:,} documents"] if counts["documents"] else []
         parts.append(f"{counts['tokens_read']:,} tokens read")
         for name, words in (
-            ("eos_added", "ends of documents added"),
+            ("eos_added", "eos tokens added"),
             ("padding", "tokens of padding in last rows"),
-            ("tokens_dropped", "tokens dropped that fill no row"),
-            ("documents_dropped", "empty documents left out"),
+            ("tokens_dropped", "tokens dropped at the end"),
+            ("documents_dropped", "empty documents dropped"),
         ):
             parts += [f"{counts[name]:,} {words}"] if counts[name] else []
         console.print(", ".join(parts))

@@ -1,4 +1,4 @@
-"""`shardkit dedup-index`: an index of a corpus, against which later builds remove near-duplicates."""
+"""`shardkit dedup-index`: an index of a corpus that later builds deduplicate against."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
+    add_json_argument,
     add_recipe_arguments,
     add_storage_arguments,
+    print_columns,
     print_json,
     stderr_console,
     stdout_console,
@@ -30,40 +32,36 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "dedup-index",
-        help="index of a corpus that later builds remove near-duplicates against",
-        description="Make an index of the documents that a recipe keeps, or show what one holds. A later "
-        "recipe that names it under dedup.near.against loses what is like them, without reading the texts "
-        "again. Finished work is not redone, and the index is the same byte for byte, whatever the number of "
-        "workers.",
+        help="index of a corpus that later builds remove near-duplicates of",
+        description="Build an index of the documents that a recipe keeps, or describe one. A later recipe "
+        "that names the index under dedup.near.against drops near-duplicates of these documents, without "
+        "reading their texts again. Finished work is not redone, and the index is the same byte for byte, "
+        "whatever the number of workers.",
         usage="%(prog)s [options] RECIPE INDEX\n       %(prog)s [--json] --show INDEX",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="YAML file; its relative paths start from its folder"
+        "recipe", metavar="RECIPE", nargs="?", help="YAML file; relative paths start from its folder"
     )
     parser.add_argument("index", metavar="INDEX", nargs="?", help="folder for the index")
-    parser.add_argument("--show", metavar="INDEX", help="tell what this index holds (default: make one)")
+    parser.add_argument("--show", metavar="INDEX", help="describe this index (default: build one)")
     add_recipe_arguments(parser, example="dedup.near.similarity=0.7")
     parser.add_argument(
         "--sketch",
         type=_sketch,
         default=DEFAULT_SKETCH,
         metavar="K",
-        help="keep the K smallest hashes of the n-grams of a document, 0: all (default: 1024, which "
-        "estimates a similarity of 0.8 with a standard deviation of 0.0125)",
+        help="keep the K smallest n-gram hashes of a document, or all if 0 (default: 1024, which estimates a "
+        "similarity of 0.8 with a standard deviation of 0.0125)",
     )
-    parser.add_argument(
-        "--replace", action="store_true", help="put it in the place of another index (default: refuse)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON (default: text for people)"
-    )
+    parser.add_argument("--replace", action="store_true", help="replace an existing index (default: refuse)")
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run, misuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make an index, or show one."""
+    """Build an index, or describe one."""
     if arguments.show is not None:
         if arguments.recipe is not None:
             arguments.misuse("--show takes no recipe")
@@ -93,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sketch(text: str) -> int:
-    """argparse type: 0, or a number of hashes that estimates."""
+    """argparse type: 0, or a number of hashes that suffices for an estimate."""
     size = int(text) if text.isdecimal() else -1
     if size and not MIN_SKETCH <= size <= MAX_SKETCH:
         raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor from {MIN_SKETCH} to {MAX_SKETCH}")
@@ -121,8 +119,6 @@ def _show(path: str, *, as_json: bool) -> None:
 
 
 def _show_table(index: DedupIndex) -> None:
-    from rich.table import Table
-
     from shardkit.writers.dedup.bands import render_curve
 
     facts = index.to_dict()
@@ -136,20 +132,14 @@ def _show_table(index: DedupIndex) -> None:
         *((f"made from: {name}", _plain(value)) for name, value in facts["made_from"].items()),
         *((f"setting: {name}", _plain(value)) for name, value in index.settings.items()),
     ]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    console = stdout_console()
-    console.print(table)
-    console.print()
-    console.print(render_curve(index.settings["bands"], index.settings["rows"]))
+    print_columns("", ("", ""), lines, left=(0, 1))
+    stdout_console().print()
+    stdout_console().print(render_curve(index.settings["bands"], index.settings["rows"]))
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
     if isinstance(value, list):
-        return "\n".join(_plain(one) for one in value) or "nothing"
+        return ", ".join(_plain(one) for one in value) or "nothing"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
 """The `shardkit` command: finds the verb, runs it, and turns errors into one line and an exit status.
 
-A verb is a module of this package, named in `VERBS` (with - for _), that has two functions:
+`VERBS` maps each verb to a module of this package that has two functions:
 
     add_parser(verbs)     add its parser to argparse's sub-parsers, with `set_defaults(run=run)`
     run(arguments) -> int do it and return the exit status
@@ -26,10 +26,12 @@ from shardkit.errors import RecipeError, ShardkitError, naming_extras
 
 __all__ = ["VERBS", "main"]
 
-VERBS = (
-    "audit", "bench", "build", "clean", "convert", "dedup-index", "demo", "download", "info", "plan",
-    "simulate", "trace", "train-classifier", "upload", "verify",
-)  # fmt: skip
+VERBS = {
+    "audit": "audit", "bench": "bench", "build": "build", "clean": "clean", "convert": "convert",
+    "dedup-index": "dedup_index", "demo": "demo", "download": "transfer", "info": "info", "plan": "plan",
+    "simulate": "simulate", "trace": "trace", "train-classifier": "train_classifier", "upload": "transfer",
+    "verify": "verify",
+}  # fmt: skip
 CONTINUING = ("build", "dedup-index", "download", "upload")
 FAILED, MISUSE, INTERRUPTED = 1, 2, 130
 
@@ -38,14 +40,14 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser with all verbs."""
     parser = argparse.ArgumentParser(
         prog="shardkit",
-        description="Raw text to deterministic pretraining shards, and those shards to GPUs, exactly once.",
-        epilog="Exit status: 0 done, 1 failed, 2 misuse, 130 interrupted. `shardkit VERB --help` tells more.",
+        description="Build deterministic pretraining shards and stream them to GPUs with exact resume.",
+        epilog="Exit status: 0 done, 1 failed, 2 misuse, 130 interrupted. See `shardkit VERB --help`.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"shardkit {shardkit.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name in VERBS:
-        importlib.import_module(f"shardkit.cli.{name.replace('-', '_')}").add_parser(verbs)
+    for module in dict.fromkeys(VERBS.values()):
+        importlib.import_module(f"shardkit.cli.{module}").add_parser(verbs)
     for verb in verbs.choices.values():
         verb.add_argument(
             "--debug", action="store_true", help="show the traceback of an error (default: one line)"
@@ -61,18 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with naming_extras(f"`shardkit {arguments.verb}`"):
             return int(arguments.run(arguments))
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        _say("interrupted" + ("; the same command continues" if arguments.verb in CONTINUING else ""))
+        _say("interrupted" + ("; run the same command to continue" if arguments.verb in CONTINUING else ""))
         return INTERRUPTED
     except Exception as error:
         if arguments.debug:
             sys.stderr.write(escaped(traceback.format_exc()))
             return MISUSE if isinstance(error, RecipeError) else FAILED
         return _explain(error)
-    finally:  # who calls `main` from Python has a way of its own to show warnings
+    finally:  # a Python program that calls `main` shows warnings its own way
         warnings.showwarning = shown
 
 
@@ -80,11 +82,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, RecipeError):
         _say(f"error: {error}")
         return MISUSE
-    if isinstance(error, ShardkitError):
-        _say(f"error: {error}")
-    elif isinstance(error, ModuleNotFoundError):
-        _say(f"error: {error}; install the package that has it")
-    elif isinstance(error, OSError):
+    if isinstance(error, ModuleNotFoundError) and not isinstance(error, ShardkitError):
+        _say(f"error: {error}; install the package that provides it")
+    elif isinstance(error, ShardkitError | OSError):
         _say(f"error: {error}")
     else:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")

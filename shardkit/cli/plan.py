@@ -1,97 +1,479 @@
-"""`shardkit plan`: what a build or a training run will need, before it costs anything."""
+"""`shardkit plan`: what a build or a training run will need, before it costs anything.
+
+A plan is as good as its assumptions: each quantity is printed with its value and with its origin: given,
+measured or assumed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardkit.cli import plan_build, plan_train
-from shardkit.cli.common import Quantity, print_columns, print_json
+from shardkit.cli.common import (
+    BANDWIDTH,
+    BATCH_SIZE,
+    CONNECTION_BANDWIDTH,
+    GPUS_PER_NODE,
+    LANES,
+    LATENCY,
+    SHARD_BYTES,
+    WINDOW,
+    Quantity,
+    add_json_argument,
+    add_override_argument,
+    add_quantities,
+    add_quiet_argument,
+    add_storage_arguments,
+    argument,
+    count,
+    format_rate,
+    print_columns,
+    print_json,
+    read_quantities,
+    storage_options,
+)
+from shardkit.tools.plan.quantities import (
+    format_count,
+    format_seconds,
+    parse_count,
+    parse_number,
+    parse_rate,
+    parse_share,
+)
+from shardkit.units import format_bytes, parse_bytes
 
-__all__ = ["add_parser", "run"]
+if TYPE_CHECKING:
+    from shardkit.tools.plan.build import BuildPlan, Funnel, Measured
+    from shardkit.tools.plan.train import TrainNeeds, TrainPlan
+
+__all__ = ["BUILD", "TRAIN", "add_parser", "run"]
+
+
+def _days(text: str) -> Fraction:
+    return parse_number(text) * 86400
+
+
+def _show_days(seconds: Any) -> str:
+    return f"{float(seconds / 86400):g} days"
+
+
+def _number(value: Any) -> str:
+    return f"{float(value):.3g}"
+
+
+def _dollars(value: Any) -> str:
+    return f"${float(value):g}"
+
+
+def _money(dollars: Any) -> str:
+    """Whole dollars above 100."""
+    return f"${float(dollars):,.0f}" if dollars >= 100 else f"${float(dollars):,.2f}"
+
+
+def _percent(share: Any) -> str:
+    return f"{100 * float(share):.3g} %"
+
+
+def _bytes(value: Any) -> str:
+    return format_bytes(float(value))
+
+
+STORE_PRICES = (
+    Quantity("--price-get", "get_1000", parse_number, _dollars,
+             "dollars for 1,000 reads; AWS list, S3 Standard", "$", "0.0004"),
+    Quantity("--price-put", "put_1000", parse_number, _dollars,
+             "dollars for 1,000 writes; AWS list, S3 Standard", "$", "0.005"),
+    Quantity("--price-gb-month", "gb_month", parse_number, _dollars,
+             "dollars for a GB stored 30 days; AWS list, S3 Standard", "$", "0.023"),
+    Quantity("--price-egress-gb", "egress_gb", parse_number, _dollars,
+             "dollars for a GB read; free inside a region, to another AWS region 0.02, to the Internet 0.09",
+             "$", "0"),
+)  # fmt: skip
+TRAIN = (
+    Quantity("--tokens", "tokens", parse_count, format_count, "tokens to train on, such as 14.8e12 or 14.8T",
+             "N", required=True),
+    Quantity("--days", "seconds", _days, _show_days, "duration of the run", "D", required=True),
+    Quantity("--gpus", "gpus", parse_count, lambda v: f"{v:,}", "number of GPUs", "N", required=True),
+    Quantity("--bytes-per-token", "bytes_per_token", parse_number, _number,
+             "bytes of a stored token; 4 is uint32, 2 uint16", "B", "4"),
+    GPUS_PER_NODE,
+    Quantity("--sequence-length", "sequence_length", parse_count, lambda v: f"{v:,}", "tokens of a sequence",
+             "N", "4096"),
+    BATCH_SIZE,
+    Quantity("--epochs", "epochs", parse_number, _number, "passes over the dataset", "N", "1"),
+    SHARD_BYTES, LANES, WINDOW, BANDWIDTH, CONNECTION_BANDWIDTH, LATENCY, *STORE_PRICES,
+)  # fmt: skip
+BUILD = (
+    Quantity("--tokens", "tokens", parse_count, format_count,
+             "size of the dataset in tokens, such as 14.8e12; or give --raw", "N"),
+    Quantity("--raw", "raw", parse_bytes, _bytes,
+             "bytes of raw text, instead of --tokens; of a recipe: all its inputs", "BYTES"),
+    Quantity("--bytes-per-token-of-text", "text_bytes_per_token", parse_number, _number,
+             "bytes of kept text per token; English 4 to 4.8, code less", "B", "4"),
+    Quantity("--speed", "core_bytes_per_second", parse_rate, lambda v: f"{format_bytes(float(v))}/s/core",
+             "raw text that one core processes, over the whole build", "RATE", "10MB/s/core"),
+    Quantity("--days", "seconds", _days, _show_days, "time limit of the build", "D", "14"),
+    Quantity("--stored-per-text", "stored_bytes_per_text_byte", parse_number, _number,
+             "stored bytes per byte of raw text; compressed 0.3 to 0.4", "X", "1"),
+    Quantity("--work-per-text", "work_bytes_per_text_byte", parse_number, _number,
+             "bytes in the work folder per byte of kept text, without shards", "X", "2"),
+    Quantity("--token-bytes", "token_bytes", parse_number, _number,
+             "bytes of a stored token; 4 is uint32, 2 uint16 (vocabularies up to 65,536)", "B", "4"),
+    Quantity("--padding", "padding", parse_number, _percent, "share of padding in the output", "X", "0"),
+    SHARD_BYTES,
+    Quantity("--price-core-hour", "core_hour", parse_number, _money,
+             "dollars for a core and hour; AWS list, on demand", "$", "0.05"),
+    *STORE_PRICES,
+)  # fmt: skip
+_PRICES = ("core_hour", *(price.name for price in STORE_PRICES))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A plan as it is shown: (title, columns, rows) of tables, plain results, quantities and notes."""
+
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
+    results: Mapping[str, Any]
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+    notes: Sequence[str]
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the verb and its two kinds."""
     parser = verbs.add_parser(
         "plan",
         help="what a build or a training run will need: raw input, cores, disk, bandwidth, cache, cost",
-        description="Arithmetic from tokens to what they take. `plan train`: tokens, days and GPUs to "
-        "tokens/s, bytes/s, cache, prefetch, requests. `plan build`: tokens and what each stage keeps, "
+        description="Arithmetic from tokens to resources. `plan train`: tokens, days and GPUs to tokens/s, "
+        "bytes/s, cache, prefetch, requests. `plan build`: tokens and the share that each stage keeps, "
         "assumed or measured on a part of the real input, to raw text, cores, disk, requests, cost. Every "
-        "assumption is printed with its default and can be given.",
+        "assumption is printed with its default and can be overridden.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON (default: tables)")
+    add_json_argument(parser)
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for module in (plan_train, plan_build):
-        kind = module.add_parser(kinds)
-        # Before and behind the kind; not set here, so that it does not undo what stands before.
-        kind.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON (default: tables)"
-        )
+    for kind, quantities, plan in ((_add_train(kinds), TRAIN, _train), (_add_build(kinds), BUILD, _build)):
+        # Accepted before and after the kind; suppressed here, so that it does not reset what came before.
+        add_json_argument(kind, default=argparse.SUPPRESS)
         kind.add_argument(
             "--debug",
             action="store_true",
             default=argparse.SUPPRESS,
             help="show the traceback of an error (default: one line)",
         )
-        kind.set_defaults(make=module.make, quantities=module.QUANTITIES, parser=kind)
+        add_quantities(kind, quantities)
+        kind.set_defaults(plan=plan, quantities=quantities, parser=kind)
     parser.set_defaults(run=run)
+
+
+def _add_train(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    return kinds.add_parser(
+        "train",
+        help="tokens, days and GPUs to tokens/s, bytes/s, cache, prefetch, requests and cost",
+        description="What the input of a training run must deliver. KB, MB, GB are 10**3, 10**6, 10**9 "
+        "bytes; KiB, MiB, GiB are powers of 1,024.",
+        allow_abbrev=False,
+    )
+
+
+def _add_build(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(
+        "build",
+        help="tokens and retention to raw input, cores, disk, requests and cost; measured with --sample",
+        description="What building a dataset takes. The share that each stage keeps is assumed "
+        "(--retention), taken from a finished dataset (--from), or measured by building from a part of a "
+        "recipe's input, which also measures speed and disk. Options override measurements.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="measure this recipe on a part of its input (YAML file)"
+    )
+    parser.add_argument(
+        "--retention",
+        action="append",
+        default=[],
+        type=argument(_stage),
+        metavar="NAME=SHARE",
+        help="share of the text that a stage keeps, such as dedup=0.5; once for each stage, in order "
+        "(default: everything is kept)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="dataset",
+        metavar="DATASET",
+        help="take retention and bytes per token from the card of a finished dataset (default: none)",
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--sample",
+        type=argument(parse_share),
+        metavar="SHARE",
+        help="share of the recipe's input, by stored bytes, to build from (default: 0.01)",
+    )
+    size.add_argument(
+        "--sample-bytes",
+        type=argument(parse_bytes),
+        metavar="BYTES",
+        help="size of the sample in stored bytes, such as 1GB (default: --sample)",
+    )
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="processes that build the sample (default: one per core)"
+    )
+    add_override_argument(parser, "pack.sequence_length=4096")
+    add_quiet_argument(parser)
+    add_storage_arguments(parser)
+    return parser
+
+
+def _stage(text: str) -> tuple[str, Fraction]:
+    name, mark, share = text.rpartition("=")
+    if not mark or not name:
+        raise ValueError(f"{text!r} is not NAME=SHARE, such as dedup=0.5")
+    return name, parse_share(share)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
+    make: Callable[[argparse.Namespace], _Plan] = arguments.plan
     try:
-        plan: plan_train.Plan = arguments.make(arguments)
-    except ValueError as error:  # quantities that do not go together
+        plan = make(arguments)
+    except ValueError as error:  # quantities that contradict each other
         arguments.parser.error(str(error))
+    quantities = [quantity for quantity in arguments.quantities if quantity.name in plan.values]
     if arguments.json:
-        print_json(_plain(plan, arguments.quantities))
-    else:
-        _show(plan, arguments.quantities)
-    return 0
-
-
-def _plain(plan: plan_train.Plan, quantities: Sequence[Quantity]) -> dict[str, Any]:
-    assumptions = {
-        quantity.name: {"value": _number(plan.values[quantity.name]), "origin": plan.origins[quantity.name]}
-        for quantity in quantities
-        if quantity.name in plan.values
-    }
-    results = {name: _number(value) for name, value in plan.results.items()}
-    return {"inputs": assumptions, **results, "notes": list(plan.notes)}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Fraction):
-        return int(value) if value.denominator == 1 else float(value)
-    if isinstance(value, Mapping):
-        return {name: _number(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_number(each) for each in value]
-    return value
-
-
-def _show(plan: plan_train.Plan, quantities: Sequence[Quantity]) -> None:
+        inputs = {
+            each.name: {"value": plan.values[each.name], "origin": plan.origins[each.name]}
+            for each in quantities
+        }
+        print_json(_plain({"inputs": inputs, **plan.results, "notes": plan.notes}))
+        return 0
     for title, columns, rows in plan.tables:
         left = [number for number, name in enumerate(columns) if number == 0 or name == "how"]
         print_columns(title, columns, rows, left=left)
         sys.stdout.write("\n")
-    rows = [
-        [
-            plan.origins[quantity.name],
-            quantity.flag,
-            quantity.show(plan.values[quantity.name]),
-            quantity.help.partition(";")[0],
-        ]
-        for quantity in quantities
-        if quantity.name in plan.values
+    sources = [
+        [plan.origins[each.name], each.flag, each.show(plan.values[each.name]), each.help.partition(";")[0]]
+        for each in quantities
     ]
-    print_columns("From", [""] * 4, rows, left=range(4))
+    print_columns("From", [""] * 4, sources, left=range(4))
     sys.stdout.flush()
     for note in plan.notes:
         sys.stderr.write(f"shardkit: note: {note}\n")
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: fractions become numbers."""
+    if isinstance(value, Fraction):
+        return int(value) if value.denominator == 1 else float(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _train(arguments: argparse.Namespace) -> _Plan:
+    from shardkit.tools.plan.quantities import Prices
+    from shardkit.tools.plan.train import TrainNeeds, plan_train
+
+    values, origins = read_quantities(arguments, TRAIN)
+    prices = Prices(**{name: value for name, value in values.items() if name in _PRICES})
+    needs = TrainNeeds(**{n: v for n, v in values.items() if n not in _PRICES}, prices=prices)
+    plan = plan_train(needs)
+    for name in ("lanes", "window"):
+        if name not in values:
+            values[name], origins[name] = getattr(plan, name), "assumed"
+    results = asdict(plan)
+    del results["lanes_per_node"]
+    return _Plan(_train_tables(needs, plan), results, values, origins, _train_notes(needs, plan))
+
+
+def _train_tables(
+    needs: TrainNeeds, plan: TrainPlan
+) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    parts = (1, plan.nodes, needs.gpus)
+    rates = [
+        ["tokens/s", *(f"{float(plan.tokens_per_second / n):,.0f}" for n in parts)],
+        ["bytes/s used", *(format_rate(plan.bytes_per_second / n) for n in parts)],
+        ["bytes/s fetched", format_rate(plan.bytes_per_second * plan.fetch_factor),
+         format_rate(plan.fetched_per_second_per_node), ""],
+    ]  # fmt: skip
+    run = [
+        ["steps", f"{plan.steps:,}",
+         f"global batch of {plan.global_batch:,} sequences, "
+         f"{plan.global_batch * needs.sequence_length:,} tokens"],
+        ["step time", format_seconds(plan.step_seconds), "global batch / tokens/s"],
+        ["dataset", _bytes(plan.dataset_bytes), "tokens / epochs x bytes per token"],
+        ["shards", f"{plan.shards:,}", f"of {format_bytes(needs.shard_bytes)}"],
+    ]  # fmt: skip
+    node = [
+        ["lanes", f"{max(plan.lanes_per_node)} of {plan.lanes}",
+         f"{plan.nodes:,} nodes; a byte is fetched by {float(plan.fetch_factor):g} of them on average"],
+        ["window", f"{plan.window:,}", f"samples, {format_bytes(plan.window_bytes)} of each lane"],
+        ["least cache", format_bytes(plan.cache_bytes), "lanes x (two windows + two shards)"],
+        ["network used", _percent(plan.network_share), f"of {format_rate(needs.node_bytes_per_second)}"],
+        ["fetch of a shard", format_seconds(plan.fetch_seconds),
+         "latency + shard / bandwidth of a connection: prefetch at least this far ahead"],
+        ["prefetch window", f"{plan.prefetch_steps:,} step{'s' * (plan.prefetch_steps > 1)}",
+         f"or {_bytes(plan.prefetch_bytes)}: fetched bytes/s x fetch of a shard"],
+        ["fetches in flight", _number(plan.fetches_in_flight),
+         "Little's law: shards/s x fetch of a shard; each GPU's loader has 16 connections"],
+    ]  # fmt: skip
+    how = {"reads and traffic": "requests and GB read", "dataset stored": "for the duration of the run"}
+    store = [
+        ["requests", f"{plan.gets:,}",
+         f"one per shard and node that reads it; {_number(plan.gets / needs.seconds)}/s"],
+        ["traffic", _bytes(plan.fetched_bytes), "read from the store"],
+        *([name, _money(cost), how[name]] for name, cost in plan.costs.items()),
+    ]  # fmt: skip
+    return [
+        ("Rates", ("", "in total", "per node", "per GPU"), rates),
+        ("Run", ("", "", "how"), run),
+        ("Input of a node", ("", "", "how"), node),
+        ("Store", ("", "", "how"), store),
+    ]
+
+
+def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
+    notes = []
+    if plan.fetch_factor > 1:
+        multiples = (n * plan.nodes for n in range(1, 65))
+        better = next((lanes for lanes in multiples if plan.global_batch % lanes == 0), None)
+        hint = f"; --lanes {better} gives each node lanes of its own" if better else ""
+        notes.append(
+            f"{plan.lanes} lanes for {plan.nodes:,} nodes: each byte of the dataset is fetched by "
+            f"{_number(plan.fetch_factor)} nodes on average{hint}"
+        )
+    if plan.network_share > 1:
+        notes.append("the nodes' network cannot deliver this: no cache and no window changes that")
+    elif plan.fetches_in_flight > 16 * needs.gpus_per_node:
+        notes.append("more fetches must be in flight than the loaders' 16 connections per GPU: raise them")
+    return notes
+
+
+def _build(arguments: argparse.Namespace) -> _Plan:
+    from shardkit.tools.plan.build import BuildNeeds, BuildPlan
+    from shardkit.tools.plan.quantities import Prices
+
+    found, raw, notes = _measure(arguments)
+    funnel, funnel_origin = _funnel(arguments, found)
+    facts = {} if found is None else {q.name: getattr(found, q.name, None) for q in BUILD}
+    # The size of the measured build is not a goal: the plan is for what the user wants.
+    facts = {name: value for name, value in facts.items() if name != "tokens"} | {"raw": raw}
+    if arguments.tokens is not None and arguments.raw is not None:
+        raise ValueError("give --tokens or --raw: each follows from the other")
+    if arguments.tokens is not None:
+        facts["raw"] = None
+    values, origins = read_quantities(arguments, BUILD, facts)
+    if "tokens" not in values and "raw" not in values:
+        raise ValueError("give --tokens, --raw, --from a dataset, or a recipe to measure")
+    prices = Prices(**{name: value for name, value in values.items() if name in _PRICES})
+    rest: dict[str, Any] = {n: v for n, v in values.items() if n not in _PRICES and n != "raw"}
+    needs = BuildNeeds(**({"tokens": 1} | rest), funnel=funnel, prices=prices)
+    if "raw" in values:
+        needs = BuildNeeds.of_raw(Fraction(values["raw"]), needs)
+    plan = BuildPlan(needs)
+    results = _build_results(plan, funnel_origin, found)
+    return _Plan(_build_tables(plan, funnel_origin), results, values, origins, notes)
+
+
+def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None, list[str]]:
+    """(measurements, bytes of raw text in all inputs, notes)."""
+    from shardkit.tools.plan.build import measured_from_card
+
+    if arguments.recipe is None and (arguments.sample is not None or arguments.sample_bytes is not None):
+        raise ValueError("--sample and --sample-bytes need a RECIPE to sample the input of")
+    if arguments.recipe is not None and arguments.dataset is not None:
+        raise ValueError("give a recipe to measure or --from a dataset, not both")
+    if arguments.dataset is not None:
+        from shardkit.dataset import open_dataset
+
+        with open_dataset(arguments.dataset, storage=storage_options(arguments)) as dataset:
+            card, where = dataset.card, dataset.location
+        found = measured_from_card(card or {}, where)
+        return found, found.read_bytes, []
+    if arguments.recipe is None:
+        return None, None, []
+    from shardkit.tools.plan.sampling import measure_sample
+
+    sample = measure_sample(
+        arguments.recipe,
+        share=arguments.sample,
+        sample_bytes=arguments.sample_bytes,
+        overrides=arguments.overrides,
+        workers=arguments.workers,
+        progress=not arguments.quiet,
+        storage=storage_options(arguments),
+    )
+    return sample.measured, sample.whole_text_bytes, list(sample.notes)
+
+
+def _funnel(arguments: argparse.Namespace, found: Measured | None) -> tuple[Funnel, str]:
+    from shardkit.tools.plan.build import Funnel, Stage
+
+    if arguments.retention:
+        return Funnel(tuple(Stage(name, share) for name, share in arguments.retention)), "given"
+    if found is not None:
+        return found.funnel, "measured"
+    return Funnel(()), "assumed: everything is kept"
+
+
+def _build_tables(
+    plan: BuildPlan, funnel_origin: str
+) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    needs, days = plan.needs, _show_days(plan.needs.seconds)
+    funnel = [
+        [stage.name, _percent(stage.retention), _bytes(read), _bytes(left)]
+        for stage, read, left in needs.funnel.amounts(plan.raw_bytes)
+    ]
+    funnel.append(
+        ["all stages", _percent(needs.funnel.retention), _bytes(plan.raw_bytes), _bytes(plan.kept_bytes)]
+    )
+    build = [
+        ["tokens", format_count(needs.tokens), f"{_number(needs.text_bytes_per_token)} bytes of text each"],
+        ["raw text", _bytes(plan.raw_bytes),
+         f"kept text / {_percent(needs.funnel.retention)}; {_bytes(plan.raw_stored_bytes)} as stored"],
+        ["cores", f"{plan.cores:,}",
+         f"for {days} at {_bytes(needs.core_bytes_per_second)}/s/core; "
+         f"takes {format_seconds(plan.seconds_with(plan.cores))}"],
+        ["core-hours", f"{float(plan.core_seconds / 3600):,.0f}", "raw text / speed"],
+        ["work folder", _bytes(plan.work_bytes), "kept text x bytes of work, and the shards"],
+        ["output", _bytes(plan.output_bytes),
+         f"{plan.shards:,} shards of {format_bytes(needs.shard_bytes)}"],
+        ["reads of the store", f"{plan.gets:,}", "raw input in ranges of 4 MiB; none for local disks"],
+        ["writes of the store", f"{plan.puts:,}", "shards in parts of 16 MiB"],
+    ]  # fmt: skip
+    how = {"raw input stored": f"for {days}"}
+    cost = [
+        *([name, _money(dollars), how.get(name, "")] for name, dollars in plan.costs.items()),
+        ["together", _money(sum(plan.costs.values(), Fraction(0))), ""],
+        ["output stored", _money(plan.output_month_cost), "every 30 days, from then on"],
+    ]
+    return [
+        (f"Funnel ({funnel_origin})", ("stage", "keeps", "text in", "text out"), funnel),
+        ("Build", ("", "", "how"), build),
+        ("Cost", ("", "", "how"), cost),
+    ]
+
+
+def _build_results(plan: BuildPlan, origin: str, found: Measured | None) -> Mapping[str, Any]:
+    names = (
+        "kept_bytes", "raw_bytes", "raw_stored_bytes", "core_seconds", "cores", "work_bytes", "output_bytes",
+        "shards", "gets", "puts", "costs", "output_month_cost",
+    )  # fmt: skip
+    funnel = plan.needs.funnel
+    stages = [
+        {"stage": stage.name, "retention": stage.retention, "in_bytes": read, "out_bytes": left}
+        for stage, read, left in funnel.amounts(plan.raw_bytes)
+    ]
+    results = {"tokens": plan.needs.tokens, "retention": funnel.retention, "funnel_origin": origin}
+    results |= {"funnel": stages} | {name: getattr(plan, name) for name in names}
+    if found is not None:
+        facts = ("read_bytes", "stored_bytes", "kept_bytes", "tokens")
+        results["measured_on"] = {name: getattr(found, name) for name in facts}
+    return results

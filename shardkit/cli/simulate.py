@@ -1,4 +1,4 @@
-"""`shardkit simulate`: a training run's input in virtual time, for any number of nodes, on one machine."""
+"""`shardkit simulate`: the input of a training run in virtual time, for any number of nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
+    BANDWIDTH,
+    BATCH_SIZE,
+    CONNECTION_BANDWIDTH,
+    GPUS_PER_NODE,
+    LANES,
+    LATENCY,
+    SHARD_BYTES,
+    WINDOW,
     Quantity,
+    add_json_argument,
     add_quantities,
+    add_quiet_argument,
     add_storage_arguments,
     argument,
+    format_rate,
     print_columns,
     print_json,
+    read_quantities,
     storage_options,
-    values_of,
 )
 from shardkit.tools.plan.quantities import (
     format_count,
@@ -39,53 +50,40 @@ __all__ = ["SETTINGS", "add_parser", "run"]
 
 MAX_SHARDS = 20_000_000
 MAX_RUNS = 256
-PREFIX_REQUESTS = 5_500  # GETs a second that S3 promises for each prefix
-_ALL_NODES = 16  # up to so many are all simulated
+PREFIX_REQUESTS = 5_500  # GETs a second that S3 guarantees for each prefix
+_ALL_NODES = 16  # up to this number, all nodes are simulated
 _SOME_NODES = 8
 
-
-def _rate(value: Any) -> str:
-    return f"{format_bytes(float(value))}/s"
-
-
 SETTINGS = (
-    Quantity("--nodes", "nodes", parse_count, str, "machines", "N", "1"),
-    Quantity("--gpus-per-node", "gpus_per_node", parse_count, str, "ranks that share a machine's cache", "N",
-             "8"),
-    Quantity("--batch-size", "batch_size", parse_count, str, "sequences of each rank in a step", "N", "8"),
-    Quantity("--lanes", "lanes", parse_count, str, "lanes of the shuffle; default: the loader's", "N"),
-    Quantity("--window", "window", parse_count, str,
-             "samples that a lane shuffles together; default: the loader's", "N"),
-    Quantity("--cache", "cache_bytes", parse_bytes, format_bytes, "of each node", "BYTES", "100GB"),
-    Quantity("--prefetch", "prefetch_batches", parse_count, str, "batches ready ahead of the loop", "N",
+    Quantity("--nodes", "nodes", parse_count, str, "number of machines", "N", "1"),
+    GPUS_PER_NODE, BATCH_SIZE, LANES, WINDOW,
+    Quantity("--cache", "cache_bytes", parse_bytes, format_bytes, "cache size of each node", "BYTES",
+             "100GB"),
+    Quantity("--prefetch", "prefetch_batches", parse_count, str, "batches that a loader prepares ahead", "N",
              "64"),
-    Quantity("--connections", "connections", parse_count, str, "fetches of each rank at a time", "N", "16"),
-    Quantity("--bandwidth", "node_bytes_per_second", parse_rate, _rate, "what a node can receive", "RATE",
-             "10Gbit/s"),
-    Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, _rate,
-             "what one request delivers", "RATE", "80MB/s"),
-    Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
-             "to a request's first byte; the median with --latency-p99", "TIME", "50ms"),
+    Quantity("--connections", "connections", parse_count, str, "concurrent fetches of each rank", "N", "16"),
+    BANDWIDTH, CONNECTION_BANDWIDTH, LATENCY,
     Quantity("--latency-p99", "latency_p99_seconds", parse_seconds, format_seconds,
-             "99th percentile of log-normal latencies; default: all alike", "TIME"),
-    Quantity("--store-bandwidth", "store_bytes_per_second", parse_rate, _rate,
-             "what the store delivers to all nodes, each its equal share; default: no limit", "RATE"),
+             "99th percentile of log-normal latencies with median --latency; default: constant latency",
+             "TIME"),
+    Quantity("--store-bandwidth", "store_bytes_per_second", parse_rate, format_rate,
+             "bandwidth of the store, shared equally by all nodes; default: no limit", "RATE"),
     Quantity("--throttle", "throttled_share", parse_number, lambda v: f"{100 * float(v):g} %",
-             "share of requests answered 503, from 0 to 0.9", "X", "0"),
-    Quantity("--step-seconds", "step_seconds", parse_seconds, format_seconds, "what a step computes", "TIME",
-             "1s"),
-    Quantity("--steps", "steps", parse_count, str, "steps from the start of the run", "N", "1000"),
-    Quantity("--seed", "seed", lambda text: int(parse_number(text)), str, "of the order and of chance", "N",
-             "17"),
+             "share of requests answered with 503, from 0 to 0.9", "X", "0"),
+    Quantity("--step-seconds", "step_seconds", parse_seconds, format_seconds, "compute time of a step",
+             "TIME", "1s"),
+    Quantity("--steps", "steps", parse_count, str, "number of steps from the start of the run", "N", "1000"),
+    Quantity("--seed", "seed", lambda text: int(parse_number(text)), str,
+             "seed of the order and of random latencies", "N", "17"),
 )  # fmt: skip
 SYNTHETIC = (
     Quantity("--samples", "samples", parse_count, format_count,
-             "of a dataset that there need not be; default: PATH's", "N"),
+             "number of samples in a synthetic dataset; default: taken from PATH", "N"),
     Quantity("--shards", "shards", parse_count, format_count,
-             "of it; default: as --shard-bytes says", "N"),
+             "number of its shards; default: follows from --shard-bytes", "N"),
     Quantity("--sample-bytes", "sample_bytes", parse_bytes, format_bytes,
-             "of a sample; 4,096 tokens of 4 bytes", "BYTES", "16KiB"),
-    Quantity("--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "of a shard", "BYTES", "64MiB"),
+             "size of a sample; 16KiB is 4,096 tokens of 4 bytes", "BYTES", "16KiB"),
+    SHARD_BYTES,
 )  # fmt: skip
 _NETWORK = (
     "node_bytes_per_second", "connection_bytes_per_second", "latency_seconds", "latency_p99_seconds",
@@ -106,46 +104,46 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "simulate",
-        help="a training run's input in virtual time: stalls, hits, traffic of thousands of ranks",
+        help="the input of a training run in virtual time: stalls, hits, traffic of thousands of ranks",
         description="Simulate how the ranks of a run are fed: the real order and cache plan, a modelled "
-        "network and store. Tells stalls, waits, hit rate, bytes per node, requests. Nothing is fetched: a "
-        "dataset gives its index only, and --samples stands for one that there is not.",
+        "network and store. Reports stalls, waits, hit rate, bytes per node, requests. Nothing is fetched: "
+        "only the index of PATH is read, or --samples describes a synthetic dataset.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "path", metavar="PATH", nargs="?", help="a dataset, for its index (or give --samples)"
+        "path", metavar="PATH", nargs="?", help="dataset whose index is read (or give --samples)"
     )
-    data = parser.add_argument_group("a dataset that there is not")
+    data = parser.add_argument_group("synthetic dataset")
     add_quantities(data, SYNTHETIC)
     add_quantities(parser.add_argument_group("the run"), SETTINGS)
     parser.add_argument(
         "--sample-nodes",
         type=argument(parse_count),
         metavar="N",
-        help="simulate so many of the nodes, which are alike by chance (default: all up to "
-        f"{_ALL_NODES}, else {_SOME_NODES})",
+        help=f"simulate only N of the nodes, which are statistically alike (default: all up to {_ALL_NODES}, "
+        f"else {_SOME_NODES})",
     )
     parser.add_argument(
         "--sweep",
         nargs="+",
         default=[],
         metavar="NAME=A,B,…",
-        help="run all combinations of these values of options above, such as lanes=16,64 cache=50GB,1TB, and "
-        "print a table (default: one run)",
+        help="run all combinations of these option values, such as lanes=16,64 cache=50GB,1TB, and print a "
+        "table (default: one run)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a picture, .png, .svg or .pdf (default: none)"
+        "--plot", type=Path, metavar="FILE", help="write a plot, .png, .svg or .pdf (default: none)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
+    add_json_argument(parser)
+    add_quiet_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and print what came of it."""
+    """Simulate, and print the figures."""
     try:
-        values = values_of(arguments, SETTINGS)
+        values, _ = read_quantities(arguments, SETTINGS)
         names, combinations = _sweep(arguments.sweep)
         data = _data(arguments)
         scenarios = [_scenario(data, values | chosen, arguments.sample_nodes) for chosen in combinations]
@@ -167,13 +165,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _note(results: Sequence[Mapping[str, Any]]) -> None:
-    """What to know of the figures."""
+    """Print caveats of the figures."""
     some = [result for result in results if result["nodes_simulated"] < result["nodes"]]
     sys.stdout.flush()
     if some:
         sys.stderr.write(
             f"shardkit: note: {some[0]['nodes_simulated']} of {some[0]['nodes']:,} nodes were simulated; a "
-            "step waits for the slowest of all, so waits may be longer than told (--sample-nodes)\n"
+            "step waits for the slowest of all, so real waits may be longer (--sample-nodes)\n"
         )
     peak = max(result["peak_requests_per_second"] for result in results)
     if peak > PREFIX_REQUESTS:
@@ -187,7 +185,7 @@ def _data(arguments: argparse.Namespace) -> _Data:
     import numpy as np
 
     if (arguments.path is None) == (arguments.samples is None):
-        raise ValueError("give the PATH of a dataset, or --samples for one that there is not")
+        raise ValueError("give the PATH of a dataset, or --samples for a synthetic one")
     if arguments.path is not None:
         from shardkit.datasets.dataset import open_dataset
 
@@ -199,7 +197,7 @@ def _data(arguments: argparse.Namespace) -> _Data:
         if not int(samples.sum()) or int(sizes.min()) < 0:
             raise ValueError(f"{arguments.path}: its index states no samples, or no sizes of its shards")
         return _Data(samples, sizes, max(1, int(sizes.sum()) // int(samples.sum())))
-    values = values_of(arguments, SYNTHETIC)
+    values, _ = read_quantities(arguments, SYNTHETIC)
     count, size = values["samples"], values["sample_bytes"]
     if size < 1 or values["shard_bytes"] < 1:
         raise ValueError("--sample-bytes and --shard-bytes must be above 0")
@@ -241,7 +239,7 @@ def _scenario(data: _Data, values: Mapping[str, Any], sample_nodes: int | None) 
 
 
 def _sweep(texts: Sequence[str]) -> tuple[list[Quantity], list[dict[str, Any]]]:
-    """(what is varied, the settings of each run)."""
+    """(varied quantities, settings of each run)."""
     known = {quantity.key: quantity for quantity in SETTINGS}
     varied: list[Quantity] = []
     choices: list[list[Any]] = []
@@ -303,17 +301,17 @@ def _rows(scenario: Scenario, figures: Mapping[str, Any]) -> list[list[str]]:
         ["wait of a step", format_seconds(f["wait_p50_seconds"]),
          f"median; p99 {format_seconds(f['wait_p99_seconds'])}, "
          f"longest {format_seconds(f['wait_max_seconds'])}"],
-        ["hit rate", f"{100 * f['hit_rate']:.3g} %", "of shards opened, those that were there"],
+        ["hit rate", f"{100 * f['hit_rate']:.3g} %", "share of opened shards that were cached"],
         ["fetched per node", format_bytes(f["fetched_bytes_per_node"]),
          f"{format_bytes(f['fetched_bytes_per_node_per_step'])} a step, "
          f"{format_bytes(f['fetched_bytes_per_node_per_second'])}/s; "
-         f"{format_bytes(f['ahead_bytes_per_node'])} of it for later"],
+         f"{format_bytes(f['ahead_bytes_per_node'])} of it for later steps"],
         ["read / used", f"{f['read_amplification']:.3g}",
-         "bytes of shards that were opened for each byte of batches "
+         "bytes of opened shards per byte of batches "
          f"({format_bytes(f['used_bytes_per_node'])})"],
         ["fetched again", format_bytes(f["refetched_bytes_per_node"]),
          f"{f['bypassed_per_node']:.3g} shards found no room, "
-         f"{f['row_reads_per_node']:.4g} rows came singly"],
+         f"{f['row_reads_per_node']:.4g} rows were read one by one"],
         ["requests", format_count(f["requests"]),
          f"{f['requests_per_second']:,.4g}/s of all nodes, {f['peak_requests_per_second']:,.0f} in the "
          "busiest second"],

@@ -1,4 +1,4 @@
-"""`shardkit trace`: from a row to its documents and to the steps that see it; from a document to its rows."""
+"""`shardkit trace`: from a row to its documents and training steps, from a document to its rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.common import add_storage_arguments, print_json, stderr_console, storage_options
+from shardkit.cli.common import (
+    add_json_argument,
+    add_storage_arguments,
+    natural,
+    print_json,
+    stderr_console,
+    storage_options,
+)
 from shardkit.cli.trace_run import add_run_arguments, find_run
 
 if TYPE_CHECKING:
@@ -25,36 +32,37 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser(
         "trace",
-        help="which documents a row or a training step has, and which rows and steps have a document",
+        help="the documents in a row or a training step, and the rows and steps with a document",
         description="Trace a row to its documents (source file, record, URL, tokens, text) and to the steps "
-        "and ranks that see it; a training step to its rows and documents; a document, URL or domain to its "
-        "rows, which can be exported, and excluded from training.",
+        "and ranks that receive it; a training step to its rows and documents; a document, URL or domain to "
+        "its rows, which can be exported, and excluded from training.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL of a dataset")
     _add_questions(parser)
+    _add_search(parser)
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="tokenizer.json that decodes text (default: the one that the card names, if it is still there)",
+        help="tokenizer.json to decode text with (default: the file that the card names, if it exists)",
     )
     parser.add_argument(
         "--excerpt",
-        type=_number,
+        type=natural,
         default=160,
         metavar="N",
-        help="characters of text shown of each document; 0: none (default: 160)",
+        help="characters of text to print per document, or none if 0 (default: 160)",
     )
     parser.add_argument(
         "--limit",
-        type=_number,
+        type=natural,
         default=20,
         metavar="N",
-        help="rows of a step, or pieces of a search, that are shown; 0: all (default: 20); totals and files "
-        "have all",
+        help="number of rows of a step, or pieces of a search, to print, or all if 0 (default: 20); totals "
+        "and files include all",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON (default: text)")
+    add_json_argument(parser)
     add_run_arguments(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run, misuse=parser.error)
@@ -67,20 +75,23 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="row number, or SHARD:ROW; repeat it for several (default: none)",
+        help="row number, or SHARD:ROW; may be repeated (default: none)",
     )
     where.add_argument(
-        "--step", type=_number, metavar="S", help="the rows of this step, from 0 on (default: none)"
+        "--step", type=natural, metavar="S", help="the rows of this step, counted from 0 (default: none)"
     )
     where.add_argument(
         "--position",
-        type=_number,
+        type=natural,
         metavar="P",
-        help="the rows of the step that begins at this position (samples delivered before it), for runs "
+        help="the rows of the step that starts at this position (samples delivered before it), for runs "
         "whose batch size has changed (default: none)",
     )
-    where.add_argument("--rank", type=_number, metavar="R", help="of this rank only (default: all)")
-    search = parser.add_argument_group("search: of these ids or URLs, and of these sources and files")
+    where.add_argument("--rank", type=natural, metavar="R", help="only rows of this rank (default: all)")
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    search = parser.add_argument_group("search: documents with these ids or URLs, in these sources and files")
     search.add_argument(
         "--document", action="append", default=[], metavar="ID", help="document id in hex (default: any)"
     )
@@ -89,19 +100,25 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="exact, or 'https://a.org/b*' (all that begin so), 'a.org/*' (a host), '*.a.org' (a domain) "
+        help="exact URL, or 'https://a.org/b*' (a prefix), 'a.org/*' (a host), '*.a.org' (a domain) "
         "(default: any)",
     )
-    search.add_argument("--url-list", metavar="FILE", help="a file of these, one a line (default: none)")
     search.add_argument(
-        "--source", action="append", default=[], metavar="LABEL", help="input of the recipe (default: all)"
+        "--url-list", metavar="FILE", help="file with such patterns, one per line (default: none)"
+    )
+    search.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="label of an input in the recipe (default: all)",
     )
     search.add_argument(
         "--file",
         action="append",
         default=[],
         metavar="NAME",
-        help="raw file: name, its end, or with * and ? (default: all)",
+        help="raw file: its name, the end of it, or a pattern with * and ? (default: all)",
     )
     search.add_argument(
         "--export",
@@ -109,7 +126,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write all pieces found to FILE.parquet, .jsonl or .csv (default: none)",
     )
-    search.add_argument("--text", action="store_true", help="with their whole text (default: without)")
+    search.add_argument("--text", action="store_true", help="export the whole text, too (default: no)")
     search.add_argument(
         "--exclude",
         type=Path,
@@ -119,7 +136,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the question and print what was found."""
+    """Answer the question and print the answer."""
     from shardkit.cli import trace_show
     from shardkit.datasets.dataset import open_dataset
 
@@ -136,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
             answer = _rows(arguments, _tracer(arguments, dataset, decoder), traced)
         else:
             assert traced is not None
-            answer = _step(arguments, dataset, decoder, traced)
+            answer = _step(arguments, decoder, traced)
         known = {"path": arguments.path, "fingerprint": dataset.fingerprint}
         answer = {**known, "run": None if traced is None else traced.facts, **answer}
     if arguments.json:
@@ -149,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """What is asked: "row", "step" or "search"."""
+    """The kind of question: "row", "step" or "search"."""
     asked = {
         "row": bool(arguments.row),
         "step": arguments.step is not None,
@@ -159,12 +176,12 @@ def _kind(arguments: argparse.Namespace) -> str:
     found = [name for name, is_asked in asked.items() if is_asked]
     if len(found) != 1:
         which = "nothing was asked" if not found else f"{' and '.join(found)} are different questions"
-        arguments.misuse(f"{which}: give --row, --step, --position, or what to search (--url, …)")
+        arguments.misuse(f"{which}: give --row, --step, --position, or what to search for (--url, …)")
     for name in ("export", "exclude", "text"):
         if getattr(arguments, name) and found != ["search"]:
             arguments.misuse(f"--{name} belongs to a search: give --url, --document, --source or --file")
     if found[0] in ("step", "position") and arguments.batch_size is None:
-        arguments.misuse("which rows a step has depends on the batch size: give --batch-size, --world-size")
+        arguments.misuse("the rows of a step depend on the batch size: give --batch-size, --world-size")
     if arguments.rank is not None and not arguments.rank < arguments.world_size:
         arguments.misuse(f"rank {arguments.rank} of {arguments.world_size}: give --world-size")
     return "step" if found == ["position"] else found[0]
@@ -199,9 +216,7 @@ def _rows(arguments: argparse.Namespace, tracer: Tracer, traced: TracedRun | Non
     return {"rows": rows, "problem": tracer.problem, "no_text": _no_text(arguments, tracer)}
 
 
-def _step(
-    arguments: argparse.Namespace, dataset: Dataset, decoder: Decoder | None, traced: TracedRun
-) -> dict[str, Any]:
+def _step(arguments: argparse.Namespace, decoder: Decoder | None, traced: TracedRun) -> dict[str, Any]:
     from shardkit.tools.trace.answers import by_source
 
     run = traced.run
@@ -246,14 +261,7 @@ def _step(
 
 
 def _no_text(arguments: argparse.Namespace, tracer: Tracer) -> str | None:
-    """Why there is no text, None if there is, or none was asked for."""
+    """The reason why there is no text; None if there is text or none is wanted."""
     if tracer.has_text or tracer.problem or not arguments.excerpt:
         return None
     return tracer.no_text()
-
-
-def _number(text: str) -> int:
-    """argparse type: a number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)

@@ -1,4 +1,4 @@
-"""The run that `shardkit trace` asks about: from a checkpoint's state, or from what a loader was told."""
+"""The training run that `shardkit trace` asks about, from a checkpoint's state or from a loader's options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.common import count, storage_options
+from shardkit.cli.common import add_order_arguments, count, storage_options
 from shardkit.errors import MissingExtraError, ShardkitError, StateError
 from shardkit.files import load_json
 
@@ -53,49 +53,41 @@ class TracedRun:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which run is meant."""
-    group = parser.add_argument_group("the training run, to tell when a row is seen")
+    """Options that define the run."""
+    group = parser.add_argument_group("the training run, to see when a row is delivered")
     group.add_argument(
         "--state",
         metavar="FILE",
-        help="a loader's state as JSON, or a checkpoint of torch that holds one; gives all but the sizes of "
-        "batch and world (default: the options below)",
+        help="state of a loader as JSON, or a checkpoint of torch that contains one; defines everything "
+        "except batch and world size (default: the options below)",
     )
     group.add_argument(
         "--stream",
         action="append",
         default=[],
         metavar="PATH",
-        help="the other datasets of a mixture that --state is of; repeat it (default: none)",
+        help="another dataset of the mixture in --state; may be repeated (default: none)",
     )
     group.add_argument(
         "--without",
         action="append",
         default=[],
         metavar="FILE",
-        help="the exclusion list that the run was given; repeat it for several streams (default: none)",
+        help="exclusion list of the run; may be repeated for several streams (default: none)",
     )
-    group.add_argument("--seed", type=int, metavar="N", help="of the loader (default: 17)")
     group.add_argument(
-        "--batch-size", type=count, metavar="N", help="sequences a rank and step (default: steps not told)"
+        "--batch-size", type=count, metavar="N", help="sequences per rank and step (default: no steps shown)"
     )
     group.add_argument("--world-size", type=count, default=1, metavar="N", help="ranks (default: 1)")
     group.add_argument(
         "--nodes", type=count, default=1, metavar="N", help="machines, for the default of lanes (default: 1)"
     )
-    group.add_argument("--lanes", type=count, metavar="N", help="of the loader (default: as the loader's)")
-    group.add_argument(
-        "--window", type=count, metavar="N", help="of the loader, in samples (default: as the loader's)"
-    )
-    group.add_argument(
-        "--shuffle", choices=["window", "global", "none"], help="of the loader (default: window)"
-    )
-    group.add_argument("--tail", choices=["carry", "drop", "pad"], help="of the loader (default: carry)")
+    add_order_arguments(group)
     group.add_argument(
         "--epochs",
         type=count,
         metavar="N",
-        help="epochs that are looked at, from the first on (default: those that the state has begun, or 1)",
+        help="number of epochs to search, from the first (default: those that the state has begun, or 1)",
     )
 
 

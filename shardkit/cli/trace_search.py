@@ -1,4 +1,4 @@
-"""The search of `shardkit trace`: pieces of documents, their rows as a file and as an exclusion list."""
+"""The search of `shardkit trace`: pieces of documents, exported to a file or as an exclusion list."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINE_SECONDS = 5.0
 def search(
     arguments: argparse.Namespace, dataset: Dataset, decoder: Decoder | None, traced: TracedRun | None
 ) -> dict[str, Any]:
-    """What was found, as plain data; writes the files that were asked for."""
+    """Search, write the requested files, and return the answer as plain data."""
     from shardkit.tools.trace.answers import Tracer, seen_in
     from shardkit.tools.trace.outputs import Exporter
     from shardkit.tools.trace.table import pieces_of
@@ -58,8 +58,8 @@ def search(
                 exporter.write(some)
         if not found.pieces:
             raise ShardkitError(
-                f"{dataset.location}: holds no document that was searched for; where one was removed as a "
-                "duplicate, its text is here under the id and URL of the one that stays"
+                f"{dataset.location}: none of the documents is in this dataset; the text of one that was "
+                "removed as a duplicate is here under the id and URL of the kept copy"
             )
     answers = tracer.pieces(shown)
     if traced is not None:
@@ -83,7 +83,7 @@ def search(
 
 
 class _Found:
-    """Totals of a search; 20 bytes are held for each document."""
+    """Totals of a search; takes 20 bytes per document."""
 
     def __init__(self) -> None:
         from shardkit.tools.trace.outputs import Ranges
@@ -112,7 +112,7 @@ class _Found:
         return self._ids[0]
 
     def copies(self) -> int:
-        """Raw documents that these stand for."""
+        """Raw documents, duplicates included."""
         self._compact()
         return int(self._copies[0].sum())
 
@@ -140,7 +140,7 @@ def _selection(arguments: argparse.Namespace, tracer: Tracer) -> Selection:
 
 
 def _unmatched(selection: Selection, found: _Found) -> list[str]:
-    """What was searched for by name and is not there."""
+    """Ids and URLs that were not found."""
     asked = sorted(selection.documents)
     there = np.isin(np.frombuffer(b"".join(asked), "S16"), found.ids()).tolist()
     missing = [one.hex() for one, is_there in zip(asked, there, strict=True) if not is_there]

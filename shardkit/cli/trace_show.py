@@ -1,14 +1,11 @@
-"""What `shardkit trace` found, for people."""
+"""Prints the answers of `shardkit trace` as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardkit.cli.common import stderr_console, stdout_console
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from shardkit.cli.common import print_columns, stderr_console, stdout_console
 
 __all__ = ["show"]
 
@@ -25,7 +22,7 @@ def show(kind: str, answer: Mapping[str, Any]) -> None:
 
 
 def _run(run: Mapping[str, Any]) -> str:
-    """The constants that the answer holds for: with others a run has other rows."""
+    """The constants that determine the rows of a run."""
     text = f"run: seed {run['seed']}, shuffle {run['shuffle']}"
     if run["shuffle"] == "window":
         text += f" ({run['lanes']:,} lanes, window {run['window']:,})"
@@ -53,13 +50,12 @@ def _show_step(answer: Mapping[str, Any]) -> None:
         f"{name}{rank}: {answer['row_count']:,} rows, of positions {first:,} to {end - 1:,}", style="bold"
     )
     if answer["sources"]:
-        table = _table("source", ">rows", ">documents", ">tokens")
-        for entry in answer["sources"]:
-            table.add_row(entry["source"], *(f"{entry[name]:,}" for name in ("rows", "documents", "tokens")))
-        console.print(table)
-    names = {row["dataset"] for row in answer["rows"]}
+        names = ("rows", "documents", "tokens")
+        rows = [(entry["source"], *(f"{entry[name]:,}" for name in names)) for entry in answer["sources"]]
+        print_columns("", ("source", *names), rows)
+    datasets = {row["dataset"] for row in answer["rows"]}
     for row in answer["rows"]:
-        where = f" of {row['dataset']}" if len(names) > 1 else ""
+        where = f" of {row['dataset']}" if len(datasets) > 1 else ""
         console.print(
             f"rank {row['rank']}, sample {row['index']}: {_title(row)}{where}, epoch {row['epoch']}",
             style="bold",
@@ -113,12 +109,12 @@ def _show_exclusions(report: Mapping[str, Any]) -> None:
         f"{report['file']}: {_many(report['rows'], 'row')} of {report['dataset_rows']:,} ({share:.3g} %) in "
         f"{_many(report['ranges'], 'range')}"
     )
-    table = _table("tokens that go", ">", ">documents")
-    for name, documents in (("removed", "removed_documents"), ("other", "other_documents")):
-        label = "of documents searched for" if name == "removed" else "of others, which share their rows"
-        table.add_row(label, f"{report[name + '_tokens']:,}", f"{report[documents]:,}")
-    table.add_row("padding", f"{report['padding']:,}", "")
-    console.print(table)
+    rows = [
+        ("of documents searched for", f"{report['removed_tokens']:,}", f"{report['removed_documents']:,}"),
+        ("of others in the same rows", f"{report['other_tokens']:,}", f"{report['other_documents']:,}"),
+        ("padding", f"{report['padding']:,}", ""),
+    ]
+    print_columns("", ("excluded tokens", "tokens", "documents"), rows)
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -130,7 +126,7 @@ def _title(row: Mapping[str, Any]) -> str:
 
 
 def _show_documents(documents: Sequence[Mapping[str, Any]] | None) -> None:
-    """Each behind its tokens. Lines are not folded, so that URLs can be copied and searched."""
+    """Each after its tokens. Lines are not folded, so that URLs can be copied and searched."""
     spans = [_span(document["tokens"]) for document in documents or ()]
     width = max(map(len, spans), default=0)
     for span, document in zip(spans, documents or (), strict=True):
@@ -139,12 +135,12 @@ def _show_documents(documents: Sequence[Mapping[str, Any]] | None) -> None:
 
 
 def _about(document: Mapping[str, Any]) -> list[str]:
-    """The lines that say what a piece is of."""
+    """The lines that describe a piece."""
     return [*_identity(document), _part(document)]
 
 
 def _identity(document: Mapping[str, Any]) -> list[str]:
-    """The lines that say which document it is."""
+    """The lines that identify a document."""
     copies = f", {document['copies']:,} copies" if document["copies"] > 1 else ""
     line = f"{document['source']}: {document['file']} record {document['record']:,}"
     names = [str(document["url"] or document["id"])] if document["url"] or document["id"] else []
@@ -152,7 +148,7 @@ def _identity(document: Mapping[str, Any]) -> list[str]:
 
 
 def _part(document: Mapping[str, Any]) -> str:
-    """Which of a document's tokens a piece has, and their text."""
+    """The document's tokens in a piece, and their text."""
     first, end = document["document_tokens"]
     text = "" if document["text"] is None else f" “{'…' if first else ''}{document['text']}”"
     return f"its {first:,}–{end - 1:,}{text}"
@@ -162,7 +158,7 @@ def _seen(runs: Iterable[Mapping[str, Any]] | None) -> list[str]:
     lines = []
     for run in runs or ():
         if run["excluded"]:
-            lines.append("never seen: the run's exclusion list has this row")
+            lines.append("never delivered: this row is on the run's exclusion list")
         for each in run["seen"]:
             text = f"epoch {each['epoch']}: position {each['position']:,}"
             if each["is_dropped"]:
@@ -186,16 +182,3 @@ def _many(number: int, noun: str) -> str:
 def _more(shown: int, count: int, what: str) -> None:
     if shown < count:
         stderr_console().print(f"… and {count - shown:,} more {what}: --limit 0 shows all")
-
-
-def _table(*names: str) -> Table:
-    """Columns by their heads; those that begin with > hold numbers."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in names:
-        if name.startswith(">"):
-            table.add_column(name[1:], justify="right", no_wrap=True)
-        else:
-            table.add_column(name)
-    return table

@@ -1,71 +1,98 @@
-"""What `upload` and `download` share: flags, progress on stderr, and what was done on stdout."""
+"""`shardkit upload` and `shardkit download`: a dataset to and from a store, the index last."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from shardkit.cli.common import add_storage_arguments, count_to, print_json, stdout_console, storage_options
+from shardkit.cli.common import (
+    add_json_argument,
+    add_quiet_argument,
+    add_storage_arguments,
+    count_to,
+    print_json,
+    progress_of,
+    stdout_console,
+    storage_options,
+)
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardkit.progress import TransferListener
     from shardkit.publish import TransferReport
-    from shardkit.storage.store import StorageOptions
 
-__all__ = ["add_transfer_arguments", "progress_of", "show", "transfer_options"]
-
-
-class TransferOptions(TypedDict):
-    """What uploads and downloads are told alike."""
-
-    storage: StorageOptions | None
-    threads: int
-    replace: bool
-    dry_run: bool
+__all__ = ["add_parser", "run"]
 
 
-def add_transfer_arguments(parser: argparse.ArgumentParser, done: str) -> None:
-    """The flags that uploads and downloads share; `done` says what becomes of files ("sent")."""
-    parser.add_argument(
-        "--threads",
-        type=count_to(256),
-        default=8,
-        metavar="N",
-        help=f"files {done} at a time, at most 256 (default: 8)",
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register both verbs."""
+    upload = verbs.add_parser(
+        "upload",
+        help="a dataset's folder to S3; sends what is missing, the index last",
+        description="Send a dataset to s3://bucket/prefix, another folder, or any URL that fsspec supports. "
+        "Every file is checked against the index while it is read, files that the target has are not sent "
+        "again, and the index comes last: the same command continues after an interruption, and readers "
+        "never see half a dataset. Files that the dataset does not name stay at the target. Tars without a "
+        "list get one there.",
+        allow_abbrev=False,
     )
-    parser.add_argument(
-        "--replace",
+    upload.add_argument("source", metavar="SRC", help="folder of the dataset")
+    upload.add_argument("target", metavar="URL", help="destination, such as s3://bucket/prefix")
+    upload.add_argument(
+        "--verify",
         action="store_true",
-        help="put this dataset in the place of another one (default: refuse)",
+        help="read everything back before the index is written (default: trust the store's answers)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="tell what would be done (default: do it)")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr (default: show it)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON (default: lines)")
-    add_storage_arguments(parser)
+    download = verbs.add_parser(
+        "download",
+        help="a dataset from S3 into a folder; fetches what is missing, the index last",
+        description="Fetch a dataset from s3://bucket/prefix, another folder, or any URL that fsspec "
+        "supports. Every file is checked while it arrives, existing files are not fetched again, and the "
+        "index comes last: the same command continues after an interruption. Training needs no download: "
+        "the loader reads s3:// itself.",
+        allow_abbrev=False,
+    )
+    download.add_argument("source", metavar="URL", help="the dataset, such as s3://bucket/prefix")
+    download.add_argument("target", metavar="DST", help="folder for the dataset; created if missing")
+    for parser, moved in ((upload, "sent"), (download, "fetched")):
+        parser.add_argument(
+            "--threads",
+            type=count_to(256),
+            default=8,
+            metavar="N",
+            help=f"number of files {moved} at a time, at most 256 (default: 8)",
+        )
+        parser.add_argument(
+            "--replace", action="store_true", help="replace another dataset at the target (default: refuse)"
+        )
+        parser.add_argument(
+            "--dry-run", action="store_true", help="print what would be done, but do not do it (default: no)"
+        )
+        add_quiet_argument(parser)
+        add_json_argument(parser)
+        add_storage_arguments(parser)
+        parser.set_defaults(run=run, moved=moved)
 
 
-def transfer_options(arguments: argparse.Namespace) -> TransferOptions:
-    """What those flags say."""
-    return {
+def run(arguments: argparse.Namespace) -> int:
+    """Upload or download, and print a report."""
+    from shardkit.publish import download, upload
+
+    options: dict[str, Any] = {
         "storage": storage_options(arguments),
         "threads": arguments.threads,
         "replace": arguments.replace,
         "dry_run": arguments.dry_run,
+        "progress": progress_of(arguments),
     }
+    if arguments.verb == "upload":
+        report = upload(arguments.source, arguments.target, verify=arguments.verify, **options)
+    else:
+        report = download(arguments.source, arguments.target, **options)
+    _show(report, arguments.moved, json=arguments.json)
+    return 0
 
 
-def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
-    """Nothing if --quiet, lines if --json, else a bar on a terminal and lines elsewhere."""
-    from shardkit.progress import Lines
-
-    if arguments.quiet:
-        return False
-    return Lines() if arguments.json else True
-
-
-def show(report: TransferReport, moved: str, *, json: bool) -> None:
-    """Print a report; `moved` is what was done to a file: "sent", "fetched"."""
+def _show(report: TransferReport, moved: str, *, json: bool) -> None:
     if json:
         print_json(report.to_dict())
         return

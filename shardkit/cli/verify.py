@@ -1,10 +1,12 @@
-"""`shardkit verify`: is a dataset whole, and is it what it says?"""
+"""`shardkit verify`: are all files of a dataset complete and undamaged?"""
 
 from __future__ import annotations
 
 import argparse
 
 from shardkit.cli.common import (
+    PATH_HELP,
+    add_json_argument,
     add_storage_arguments,
     count,
     print_json,
@@ -23,21 +25,21 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "verify",
         help="check every shard's hashes and structure, the index and the card",
         description="Check a dataset: hashes and structure of every shard, counts of index and card, "
-        "fingerprint, and the files beside the shards. Exit status 1 if anything is wrong; each damaged file "
+        "fingerprint, and other files of the dataset. Exit status 1 if anything is wrong; each damaged file "
         "is named.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="folder, index file, tar, pattern or URL")
+    parser.add_argument("path", metavar="PATH", help=PATH_HELP)
     parser.add_argument(
-        "--quick", action="store_true", help="sizes and structure only (default: hashes, too)"
+        "--quick", action="store_true", help="check sizes and structure only (default: hashes, too)"
     )
     parser.add_argument(
         "--threads",
         type=count,
         metavar="N",
-        help="shards checked at a time (default: one a core; at most 32)",
+        help="number of shards checked at a time (default: one per core, at most 32)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON (default: lines)")
+    add_json_argument(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.cli import plan_build, plan_train
+from shardkit.cli import plan as plan_command
 from shardkit.errors import ShardkitError
 from shardkit.order.order import default_lanes, default_window
 from shardkit.storage import object_file, s3_upload
@@ -34,7 +34,7 @@ from shardkit.tools.plan.quantities import (
     parse_seconds,
     parse_share,
 )
-from shardkit.tools.plan.train import TrainNeeds, TrainPlan
+from shardkit.tools.plan.train import TrainNeeds, plan_train
 
 TOKENS = 14_800_000_000_000
 RETENTION = ["0.50", "0.40", "0.50", "0.50", "0.50", "0.40", "0.95"]
@@ -50,7 +50,7 @@ def worked_example(**changes: Any) -> BuildPlan:
 
 
 def test_a_run_of_14_8_trillion_tokens_in_54_days_on_2048_gpus() -> None:
-    plan = TrainPlan(TrainNeeds(tokens=TOKENS, seconds=Fraction(54 * 86400), gpus=2048))
+    plan = plan_train(TrainNeeds(tokens=TOKENS, seconds=Fraction(54 * 86400), gpus=2048))
     assert round(plan.tokens_per_second) == 3_172_154
     assert round(plan.tokens_per_second_per_gpu) == 1549
     assert round(plan.bytes_per_second) == 12_688_615  # 12.7 MB/s in all: not GB
@@ -122,7 +122,7 @@ def test_a_run_s_rates_and_requests_agree_with_its_totals(
         batch_size=batch,
         sequence_length=length,
     )
-    plan = TrainPlan(needs)
+    plan = plan_train(needs)
     assert plan.tokens_per_second * seconds == tokens
     assert plan.bytes_per_second_per_node * plan.nodes == plan.bytes_per_second
     assert (plan.steps - 1) * plan.step_seconds < seconds <= plan.steps * plan.step_seconds
@@ -137,7 +137,7 @@ def test_a_run_s_rates_and_requests_agree_with_its_totals(
 def test_costs_are_prices_times_what_they_are_for() -> None:
     prices = Prices(get_1000=Fraction(1), egress_gb=Fraction(2), gb_month=Fraction(3), put_1000=Fraction(4))
     needs = TrainNeeds(tokens=10**12, seconds=Fraction(30 * 86400), gpus=8, prices=prices)
-    plan = TrainPlan(needs)
+    plan = plan_train(needs)
     assert plan.costs["reads and traffic"] == Fraction(plan.gets, 1000) + 4000 * 2
     assert plan.costs["dataset stored"] == 4000 * 3
     build = worked_example(prices=prices, seconds=Fraction(15 * 86400))
@@ -201,11 +201,11 @@ def test_quantities_are_shown_with_three_digits() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [plan_train, plan_build])
-def test_the_command_assumes_what_the_plans_assume(module: Any) -> None:
-    needs: Any = TrainNeeds if module is plan_train else BuildNeeds
+@pytest.mark.parametrize("kind", ["train", "build"])
+def test_the_command_assumes_what_the_plans_assume(kind: str) -> None:
+    needs: Any = TrainNeeds if kind == "train" else BuildNeeds
     prices = Prices()
-    for quantity in module.QUANTITIES:
+    for quantity in plan_command.TRAIN if kind == "train" else plan_command.BUILD:
         if quantity.default is not None:
             expected = getattr(prices, quantity.name, None)
             if expected is None:

@@ -333,7 +333,7 @@ def test_text_needs_the_tokenizer_of_the_dataset(
         (["--row", "shard.00000.mds:90000"], 1, "rows count from 0"),
         (["--row", "x"], 1, "'x' is no row"),
         (["--document", "12"], 1, "is no document id"),
-        (["--document", "0" * 32], 1, "holds no document that was searched for"),
+        (["--document", "0" * 32], 1, "none of the documents is in this dataset"),
         (["--source", "nothing"], 1, "has no source 'nothing'; there are plain, tables, zipped"),
         (["--url", "https://a*b"], 1, "is no pattern of URLs"),
         (["--url-list", "nowhere.txt"], 1, "nowhere.txt: cannot be read"),

@@ -1,16 +1,18 @@
-"""From tokens, days and GPUs to tokens and bytes a second, cache, prefetch and requests of a training run.
+"""From tokens, days and GPUs of a training run to rates, cache, prefetch, requests and cost.
 
     tokens/s   = tokens / seconds                     bytes/s = tokens/s * bytes_per_token
-    in flight  = shards/s * seconds of one fetch      (Little's law: so many fetches at a time keep up)
-    lead       = seconds of one fetch                 (what is asked for later than that comes too late)
-    cache      = lanes of a node * (two windows + two shards)      as shardkit.loaders.defaults reckons
+    in flight  = shards/s * seconds of one fetch      (Little's law: concurrent fetches that keep up)
+    lead       = seconds of one fetch                 (a fetch that begins later comes too late)
+    cache      = lanes of a node * (two windows + two shards)      as in shardkit.loaders.defaults
 
-A node fetches whole shards of the lanes that its ranks read. Where lanes are fewer than nodes, several nodes
-read the same lane, and each fetches its shards: `fetch_factor` says how often a byte of the dataset travels.
+A node fetches whole shards of the lanes that its ranks read. If there are fewer lanes than nodes, several
+nodes read the same lane, and each fetches its shards: `fetch_factor` is how often each byte of the dataset is
+fetched.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -19,15 +21,15 @@ from shardkit.order.order import default_lanes, default_window, rank_slice
 from shardkit.order.residency import lanes_of_part
 from shardkit.tools.plan.quantities import Prices
 
-__all__ = ["TrainNeeds", "TrainPlan"]
+__all__ = ["TrainNeeds", "TrainPlan", "plan_train"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainNeeds:
-    """What a run is planned from. Where a field has a default, that is an assumption."""
+    """A training run. Defaults are assumptions."""
 
     tokens: int
-    """Tokens that the run trains on, over all its epochs."""
+    """Tokens to train on, over all epochs."""
     seconds: Fraction
     gpus: int
     bytes_per_token: Fraction = Fraction(4)
@@ -37,7 +39,7 @@ class TrainNeeds:
     batch_size: int = 8
     """Sequences of each GPU in a step."""
     epochs: Fraction = Fraction(1)
-    """How often the run passes over its dataset."""
+    """Passes over the dataset."""
     shard_bytes: int = 1 << 26
     lanes: int | None = None
     """None: the loader's default."""
@@ -68,132 +70,100 @@ class TrainNeeds:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPlan:
-    """What `needs` come to."""
+    """What a run needs. Rates and bytes are of all GPUs unless the name says otherwise."""
 
-    needs: TrainNeeds
+    nodes: int
+    tokens_per_second: Fraction
+    tokens_per_second_per_gpu: Fraction
+    bytes_per_second: Fraction
+    bytes_per_second_per_node: Fraction
+    fetched_per_second_per_node: Fraction
+    """Of the node that reads most lanes."""
+    fetch_factor: Fraction
+    """Nodes that fetch a byte of the dataset, on average."""
+    global_batch: int
+    """Sequences in a step."""
+    steps: int
+    step_seconds: Fraction
+    sample_bytes: int
+    dataset_bytes: Fraction
+    shards: int
+    lanes: int
+    lanes_per_node: tuple[int, ...]
+    window: int
+    """Samples that a lane shuffles together."""
+    window_bytes: int
+    cache_bytes: int
+    """At least, on a node: two windows of each lane, and the shards that those begin and end in."""
+    network_share: Fraction
+    """Part of a node's bandwidth in use; above 1, no cache and no window helps."""
+    fetch_seconds: Fraction
+    """One shard over one connection."""
+    fetches_in_flight: Fraction
+    """Of a node, on average."""
+    prefetch_bytes: Fraction
+    """What a node consumes during one fetch."""
+    prefetch_steps: int
+    gets: int
+    """Of the whole run; each reads a shard."""
+    fetched_bytes: Fraction
+    """Of the whole run."""
+    costs: Mapping[str, Fraction]
+    """Dollars."""
 
-    @property
-    def nodes(self) -> int:
-        return ceil(Fraction(self.needs.gpus, self.needs.gpus_per_node))
 
-    @property
-    def tokens_per_second(self) -> Fraction:
-        return self.needs.tokens / self.needs.seconds
+def plan_train(needs: TrainNeeds) -> TrainPlan:
+    """The arithmetic of the module's docstring."""
+    nodes = ceil(Fraction(needs.gpus, needs.gpus_per_node))
+    tokens_per_second = needs.tokens / needs.seconds
+    bytes_per_second = tokens_per_second * needs.bytes_per_token
+    global_batch = needs.batch_size * needs.gpus
+    step_tokens = global_batch * needs.sequence_length
+    step_seconds = step_tokens / tokens_per_second
+    sample_bytes = ceil(needs.sequence_length * needs.bytes_per_token)
+    dataset_bytes = needs.tokens / needs.epochs * needs.bytes_per_token
+    shards = ceil(dataset_bytes / needs.shard_bytes)
 
-    @property
-    def tokens_per_second_per_gpu(self) -> Fraction:
-        return self.tokens_per_second / self.needs.gpus
-
-    @property
-    def bytes_per_second(self) -> Fraction:
-        """What all GPUs together consume."""
-        return self.tokens_per_second * self.needs.bytes_per_token
-
-    @property
-    def bytes_per_second_per_node(self) -> Fraction:
-        return self.bytes_per_second / self.nodes
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences of a step over all GPUs."""
-        return self.needs.batch_size * self.needs.gpus
-
-    @property
-    def steps(self) -> int:
-        return ceil(Fraction(self.needs.tokens, self.global_batch * self.needs.sequence_length))
-
-    @property
-    def step_seconds(self) -> Fraction:
-        return self.global_batch * self.needs.sequence_length / self.tokens_per_second
-
-    @property
-    def sample_bytes(self) -> int:
-        return ceil(self.needs.sequence_length * self.needs.bytes_per_token)
-
-    @property
-    def dataset_bytes(self) -> Fraction:
-        return self.needs.tokens / self.needs.epochs * self.needs.bytes_per_token
-
-    @property
-    def shards(self) -> int:
-        return ceil(self.dataset_bytes / self.needs.shard_bytes)
-
-    @property
-    def lanes(self) -> int:
-        return self.needs.lanes or default_lanes(self.global_batch, self.nodes)
-
-    @property
-    def window(self) -> int:
-        """Samples that a lane shuffles together."""
-        return self.needs.window or default_window(self.lanes, self.sample_bytes)
-
-    @property
-    def window_bytes(self) -> int:
-        return self.window * self.sample_bytes
-
-    @property
-    def lanes_per_node(self) -> list[int]:
-        """Lanes that the ranks of each node read."""
-        batch, nodes = self.global_batch, self.nodes
-        parts = (rank_slice(batch, node, nodes) for node in range(nodes))
-        return [len(lanes_of_part(batch, self.lanes, part)) for part in parts]
-
-    @property
-    def fetch_factor(self) -> Fraction:
-        """How many nodes fetch each byte of the dataset, on average."""
-        return Fraction(sum(self.lanes_per_node), self.lanes)
-
-    @property
-    def fetched_per_second_per_node(self) -> Fraction:
-        """Bytes that the busiest node must fetch to keep up, of which nothing is cached from before."""
-        return self.bytes_per_second * max(self.lanes_per_node) / self.lanes
-
-    @property
-    def network_share(self) -> Fraction:
-        """Part of a node's bandwidth that this takes; above 1, no cache and no window helps."""
-        return self.fetched_per_second_per_node / self.needs.node_bytes_per_second
-
-    @property
-    def fetch_seconds(self) -> Fraction:
-        """One shard over one connection."""
-        return self.needs.latency_seconds + self.needs.shard_bytes / self.needs.connection_bytes_per_second
-
-    @property
-    def fetches_in_flight(self) -> Fraction:
-        """Shards that a node must be fetching at a time, on average."""
-        return self.fetched_per_second_per_node / self.needs.shard_bytes * self.fetch_seconds
-
-    @property
-    def prefetch_bytes(self) -> Fraction:
-        """What a node consumes while one shard comes: fetches must begin that far ahead."""
-        return self.fetched_per_second_per_node * self.fetch_seconds
-
-    @property
-    def prefetch_steps(self) -> int:
-        return ceil(self.fetch_seconds / self.step_seconds)
-
-    @property
-    def cache_bytes(self) -> int:
-        """A node's least: two windows of its lanes, and the shards that those begin and end in."""
-        return max(self.lanes_per_node) * 2 * (self.window_bytes + self.needs.shard_bytes)
-
-    @property
-    def gets(self) -> int:
-        """Requests for shards over the whole run, each read whole."""
-        return ceil(self.shards * self.needs.epochs * self.fetch_factor)
-
-    @property
-    def fetched_bytes(self) -> Fraction:
-        """What leaves the store over the whole run."""
-        return self.dataset_bytes * self.needs.epochs * self.fetch_factor
-
-    @property
-    def costs(self) -> dict[str, Fraction]:
-        """Dollars by what they pay for."""
-        prices = self.needs.prices
-        return {
-            "reads and traffic": prices.reading(self.gets, self.fetched_bytes),
-            "dataset stored": prices.storing(self.dataset_bytes, self.needs.seconds),
-        }
+    lanes = needs.lanes or default_lanes(global_batch, nodes)
+    window = needs.window or default_window(lanes, sample_bytes)
+    parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
+    lanes_per_node = tuple(len(lanes_of_part(global_batch, lanes, part)) for part in parts)
+    most_lanes = max(lanes_per_node)
+    fetch_factor = Fraction(sum(lanes_per_node), lanes)
+    fetched_per_second = bytes_per_second * most_lanes / lanes
+    fetch_seconds = needs.latency_seconds + needs.shard_bytes / needs.connection_bytes_per_second
+    gets = ceil(shards * needs.epochs * fetch_factor)
+    fetched_bytes = dataset_bytes * needs.epochs * fetch_factor
+    return TrainPlan(
+        nodes=nodes,
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_gpu=tokens_per_second / needs.gpus,
+        bytes_per_second=bytes_per_second,
+        bytes_per_second_per_node=bytes_per_second / nodes,
+        fetched_per_second_per_node=fetched_per_second,
+        fetch_factor=fetch_factor,
+        global_batch=global_batch,
+        steps=ceil(Fraction(needs.tokens, step_tokens)),
+        step_seconds=step_seconds,
+        sample_bytes=sample_bytes,
+        dataset_bytes=dataset_bytes,
+        shards=shards,
+        lanes=lanes,
+        lanes_per_node=lanes_per_node,
+        window=window,
+        window_bytes=window * sample_bytes,
+        cache_bytes=most_lanes * 2 * (window * sample_bytes + needs.shard_bytes),
+        network_share=fetched_per_second / needs.node_bytes_per_second,
+        fetch_seconds=fetch_seconds,
+        fetches_in_flight=fetched_per_second / needs.shard_bytes * fetch_seconds,
+        prefetch_bytes=fetched_per_second * fetch_seconds,
+        prefetch_steps=ceil(fetch_seconds / step_seconds),
+        gets=gets,
+        fetched_bytes=fetched_bytes,
+        costs={
+            "reads and traffic": needs.prices.reading(gets, fetched_bytes),
+            "dataset stored": needs.prices.storing(dataset_bytes, needs.seconds),
+        },
+    )
