@@ -77,7 +77,7 @@ COMMANDS: list[tuple[str, tuple[str, str] | None]] = [
     ("info s3://bucket/a", ("boto3", "s3")),
     ("plan build {recipe}", ("", "write")),
     ("plan train --tokens 10M --days 1 --gpus 8", None),
-    ("simulate --samples 100000 --sample-bytes 8192 --nodes 1 --plot {new}.png", ("matplotlib", "plot")),
+    ("simulate --samples 100000 --sample-bytes 8192 --nodes 1 --plot {new}.png", ("torch", "torch")),
     ("trace {dataset} --row 1", ("pyarrow", "write")),
     ("train-classifier {labelled} --output {new}.bin", ("", "write")),
     ("upload {dataset} s3://bucket/a", ("boto3", "s3")),

@@ -77,7 +77,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread, so that operations have an order, and index.bin from the first shard on."""
     monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 1)
     monkeypatch.setattr(writers_publish, "_THREADS", 1)
-    monkeypatch.setattr("shardkit.tools.convert.staging._THREADS", 1)
+    monkeypatch.setattr("shardkit.tools.convert.run._THREADS", 1)
 
 
 @pytest.fixture

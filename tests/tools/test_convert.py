@@ -412,7 +412,7 @@ def test_the_command_converts_and_tells(tmp_path: Path, capfd: pytest.CaptureFix
     for more, message in (
         (["--sequence-length", "4"], "say what becomes of the last tokens"),
         (["--compression", "zstd"], "compression is for mds"),
-        (["--eos", "-1"], "is no token id"),
+        (["--eos", "-1"], "is not a token id"),
         (["--shard-bytes", "5GiB"], "below 4 GiB"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -1,8 +1,7 @@
 """Datasets of other formats, and of the other of our two, into MDS or WebDataset shards.
 
-`run` is the whole of it; `detect` finds the reader; one reader a file (`read_…`); `cut` makes rows of
-documents; `columns` says what a column is in the other format; `write_rows` and `write_samples` write,
-`read_back` compares, `staging` publishes, `card` says what it was made from.
+`run` tells the whole story. `detect` finds the reader (one module each, `read_…`), `cut` makes rows of
+documents, `columns` maps columns between the two formats, `write` writes shards.
 """
 
 from __future__ import annotations

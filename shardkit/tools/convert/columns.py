@@ -69,8 +69,6 @@ _NAME = re.compile(r"[a-z0-9_.+-]{1,200}")
 
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 
-_SHORT_LIST = 10
-
 
 @dataclass(frozen=True, slots=True)
 class Mapped:

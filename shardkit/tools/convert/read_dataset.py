@@ -25,8 +25,6 @@ from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions
 
 __all__ = ["DatasetRows", "DatasetSamples", "DatasetTokens", "dataset_source"]
 
-_KEY_COLUMN = Column(KEY, "str")
-
 
 class _DatasetSource:
     """What all three say."""

@@ -28,7 +28,6 @@ from shardkit.dataset import open_dataset
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardkitError
-from shardkit.tools.bench import measure_speed
 from shardkit.units import format_bytes
 
 __all__ = [
@@ -140,6 +139,8 @@ def measure_loader(path: Path) -> dict[str, float] | None:
     """Tokens per second of the loader as stored and as int64, and of a copy in memory; None without torch."""
     if importlib.util.find_spec("torch") is None:
         return None
+    from shardkit.tools.bench import measure_speed
+
     with open_dataset(path) as dataset:
         assert dataset.token_dtype is not None
         token_bytes = dataset.token_dtype.itemsize
