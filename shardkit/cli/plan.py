@@ -47,7 +47,7 @@ from shardkit.tools.plan.quantities import (
 from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from shardkit.tools.plan.build import BuildPlan, Funnel, Measured
+    from shardkit.tools.plan.build import BuildNeeds, BuildPlan, Funnel, Measured
     from shardkit.tools.plan.train import TrainNeeds, TrainPlan
 
 __all__ = ["BUILD", "TRAIN", "add_parser", "run"]
@@ -357,7 +357,7 @@ def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
 
 
 def _build(arguments: argparse.Namespace) -> _Plan:
-    from shardkit.tools.plan.build import BuildNeeds, BuildPlan
+    from shardkit.tools.plan.build import BuildNeeds, plan_build
     from shardkit.tools.plan.quantities import Prices
 
     found, raw, notes = _measure(arguments)
@@ -377,9 +377,9 @@ def _build(arguments: argparse.Namespace) -> _Plan:
     needs = BuildNeeds(**({"tokens": 1} | rest), funnel=funnel, prices=prices)
     if "raw" in values:
         needs = BuildNeeds.of_raw(Fraction(values["raw"]), needs)
-    plan = BuildPlan(needs)
-    results = _build_results(plan, funnel_origin, found)
-    return _Plan(_build_tables(plan, funnel_origin), results, values, origins, notes)
+    plan = plan_build(needs)
+    results = _build_results(needs, plan, funnel_origin, found)
+    return _Plan(_build_tables(needs, plan, funnel_origin), results, values, origins, notes)
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None, list[str]]:
@@ -424,9 +424,9 @@ def _funnel(arguments: argparse.Namespace, found: Measured | None) -> tuple[Funn
 
 
 def _build_tables(
-    plan: BuildPlan, funnel_origin: str
+    needs: BuildNeeds, plan: BuildPlan, funnel_origin: str
 ) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-    needs, days = plan.needs, _show_days(plan.needs.seconds)
+    days = _show_days(needs.seconds)
     funnel = [
         [stage.name, _percent(stage.retention), _bytes(read), _bytes(left)]
         for stage, read, left in needs.funnel.amounts(plan.raw_bytes)
@@ -461,18 +461,15 @@ def _build_tables(
     ]
 
 
-def _build_results(plan: BuildPlan, origin: str, found: Measured | None) -> Mapping[str, Any]:
-    names = (
-        "kept_bytes", "raw_bytes", "raw_stored_bytes", "core_seconds", "cores", "work_bytes", "output_bytes",
-        "shards", "gets", "puts", "costs", "output_month_cost",
-    )  # fmt: skip
-    funnel = plan.needs.funnel
+def _build_results(
+    needs: BuildNeeds, plan: BuildPlan, origin: str, found: Measured | None
+) -> Mapping[str, Any]:
     stages = [
         {"stage": stage.name, "retention": stage.retention, "in_bytes": read, "out_bytes": left}
-        for stage, read, left in funnel.amounts(plan.raw_bytes)
+        for stage, read, left in needs.funnel.amounts(plan.raw_bytes)
     ]
-    results = {"tokens": plan.needs.tokens, "retention": funnel.retention, "funnel_origin": origin}
-    results |= {"funnel": stages} | {name: getattr(plan, name) for name in names}
+    results = {"tokens": needs.tokens, "retention": needs.funnel.retention, "funnel_origin": origin}
+    results |= {"funnel": stages} | asdict(plan)
     if found is not None:
         facts = ("read_bytes", "stored_bytes", "kept_bytes", "tokens")
         results["measured_on"] = {name: getattr(found, name) for name in facts}

@@ -1,4 +1,4 @@
-"""What a column of MDS is called and holds as a member of a tar, and the other way round.
+"""Maps columns of MDS to members of tars and back: names, encodings, payloads.
 
 | MDS encoding                       | extension (unless the column's name is one of this kind) | payload |
 |------------------------------------|----------------|-----------------------------------------------|
@@ -72,9 +72,9 @@ _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """One column's way: what it is called before and after, its MDS encoding, and what becomes of a value.
+    """One column: its name before and after, its MDS encoding, and the conversion of a value.
 
-    `convert` raises ValueError for a value that is not what its column says.
+    `convert` raises ValueError if a value does not match its encoding.
     """
 
     source: str
@@ -125,7 +125,7 @@ def to_values(columns: Sequence[Column], noted: Mapping[str, Mapping[str, str]])
         kind = encoding.partition(":")[0]
         if kind not in _SUFFIX:
             raise ValueError(f"members .{column.name} are {encoding}; choose others with --columns")
-        mapped.append(Mapped(column.name, name, encoding, _to_value(column.name, kind, encoding)))
+        mapped.append(Mapped(column.name, name, encoding, _to_value(kind, encoding)))
     _refuse_clashes(mapped)
     return mapped
 
@@ -223,7 +223,7 @@ def _to_member(kind: str, encoding: str) -> Convert:
     return _checked(encoding)
 
 
-def _to_value(extension: str, kind: str, encoding: str) -> Convert:
+def _to_value(kind: str, encoding: str) -> Convert:
     encode = encoding_of(encoding).encode
     if kind == "int":
         return lambda data: encode(int(bytes(data)))

@@ -1,5 +1,5 @@
-"""What a dataset and a training run will need, by arithmetic: raw input, cores, disk, bandwidth, cache, cost.
+"""What a dataset and a training run will need, by exact arithmetic: raw input, cores, disk, bandwidth, cost.
 
-Nothing here reads a file or a clock. Quantities are exact (`Fraction`) until they are shown, so that a plan
-turned around gives back what it was made from. `build` and `train` are the two plans.
+`build` and `train` are the two plans, `sampling` measures a recipe on part of its input. Quantities are
+`Fraction`s until they are shown, so that an inverted plan gives back its input.
 """

@@ -2,23 +2,16 @@
 
     kept text  = tokens * text_bytes_per_token
     raw text   = kept text / retention of all stages
-    cores      = raw text / (bytes a core reads in a second * seconds), rounded up
+    cores      = raw text / (bytes that a core reads in a second * seconds), rounded up
     output     = tokens * token_bytes / (1 - padding)
     work       = kept text * work_bytes_per_text_byte     (documents, keys, signatures, tokens, on disk)
 
-Bytes are of UTF-8 text unless they are called stored. Speed is raw text read, in a second of one core, by the
-whole build: late stages, which see little of the input, are in it.
+Bytes are of UTF-8 text unless they are called stored. Speed is raw text per second and core, averaged over
+the whole build; late stages read little of the input. Retention is the share of the bytes of text that a
+stage keeps; shares multiply.
 
-From raw text to tokens: what part each stage keeps, forwards and backwards.
-
-Retention is a share of the bytes of text that enter a stage. The shares multiply: what one stage keeps is
-what the next one reads.
-
-What a finished build says of the next one: retention by stage, bytes a token, padding, from its card.
-
-A card books what every rule dropped or cut, in bytes of text; `funnel_of` puts the rules together by stage
-and the stages in the order in which they ran. Speed and work folder are no part of a card, which is the same
-on any machine: whoever ran the build adds them.
+The card of a finished build gives retention by stage, bytes per token and padding (`measured_from_card`).
+Speed and the size of the work folder are not in a card, which is the same on any machine.
 """
 
 from __future__ import annotations
@@ -30,11 +23,11 @@ from math import ceil, prod
 from typing import Any
 
 from shardkit.errors import ShardkitError
+from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
+from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.tools.plan.quantities import Prices
 
 __all__ = [
-    "READ_BYTES",
-    "UPLOAD_PART_BYTES",
     "BuildNeeds",
     "BuildPlan",
     "Funnel",
@@ -42,12 +35,13 @@ __all__ = [
     "Stage",
     "funnel_of",
     "measured_from_card",
+    "plan_build",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A step of a build and the share of text that it keeps."""
+    """A stage of a build and the share of text that it keeps."""
 
     name: str
     retention: Fraction
@@ -72,11 +66,11 @@ class Funnel:
         return prod((stage.retention for stage in self.stages), start=Fraction(1))
 
     def before(self, kept: Fraction) -> Fraction:
-        """How much must be read so that `kept` remains."""
+        """The input that leaves `kept`."""
         return kept / self.retention
 
     def after(self, read: Fraction) -> Fraction:
-        """What remains of `read`."""
+        """The output of `read`."""
         return read * self.retention
 
     def amounts(self, read: Fraction) -> Sequence[tuple[Stage, Fraction, Fraction]]:
@@ -89,17 +83,12 @@ class Funnel:
         return found
 
 
-READ_BYTES = 4 << 20  # of a range that a build reads of a remote input (shardkit.storage.object_file)
-
-UPLOAD_PART_BYTES = 16 << 20  # of an upload in parts (shardkit.storage.s3_upload)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildNeeds:
-    """What a build is planned from. Where a field has a default, that is an assumption."""
+    """A build. Defaults are assumptions."""
 
     tokens: int
-    """Tokens of the finished dataset, padding left out."""
+    """Tokens of the finished dataset, without padding."""
     funnel: Funnel
     text_bytes_per_token: Fraction = Fraction(4)
     """Bytes of kept text that make a token: 4 to 4.8 for English, less for code and other languages."""
@@ -108,9 +97,9 @@ class BuildNeeds:
     seconds: Fraction = Fraction(14 * 86400)
     """How long the build may take."""
     stored_bytes_per_text_byte: Fraction = Fraction(1)
-    """How many bytes a byte of raw text takes as stored: 0.3 to 0.4 where it is compressed."""
+    """Stored bytes per byte of raw text: 0.3 to 0.4 if it is compressed."""
     work_bytes_per_text_byte: Fraction = Fraction(2)
-    """Bytes in the work folder at most for each byte of kept text, the packed shards left out."""
+    """Peak bytes in the work folder per byte of kept text, without the packed shards."""
     token_bytes: Fraction = Fraction(4)
     """Bytes of a stored token: 2 for vocabularies up to 65,536, else 4."""
     padding: Fraction = Fraction(0)
@@ -127,84 +116,69 @@ class BuildNeeds:
 
     @classmethod
     def of_raw(cls, raw_bytes: Fraction, needs: BuildNeeds) -> BuildNeeds:
-        """The same with the tokens that `raw_bytes` of raw text give, rounded down; at least 1."""
+        """`needs` with the tokens that `raw_bytes` of raw text give, rounded down; at least 1."""
         kept = needs.funnel.after(Fraction(raw_bytes))
         return replace(needs, tokens=max(1, int(kept / needs.text_bytes_per_token)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BuildPlan:
-    """What `needs` come to."""
+    """What a build needs."""
 
-    needs: BuildNeeds
-
-    @property
-    def kept_bytes(self) -> Fraction:
-        """Text that remains behind the funnel."""
-        return self.needs.tokens * self.needs.text_bytes_per_token
-
-    @property
-    def raw_bytes(self) -> Fraction:
-        """Text that must be read."""
-        return self.needs.funnel.before(self.kept_bytes)
-
-    @property
-    def raw_stored_bytes(self) -> Fraction:
-        """The same as it lies in the store."""
-        return self.raw_bytes * self.needs.stored_bytes_per_text_byte
-
-    @property
-    def core_seconds(self) -> Fraction:
-        return self.raw_bytes / self.needs.core_bytes_per_second
-
-    @property
-    def cores(self) -> int:
-        """Enough to be done in time."""
-        return ceil(self.core_seconds / self.needs.seconds)
+    kept_bytes: Fraction
+    raw_bytes: Fraction
+    raw_stored_bytes: Fraction
+    core_seconds: Fraction
+    cores: int
+    """Enough to finish in time."""
+    work_bytes: Fraction
+    """Disk for the work folder, packed shards included."""
+    output_bytes: Fraction
+    shards: int
+    gets: int
+    """Reads of the raw input, in ranges."""
+    puts: int
+    """Writes of the shards; one in parts also begins and ends an upload."""
+    costs: Mapping[str, Fraction]
+    """Dollars while the build runs."""
+    output_month_cost: Fraction
+    """Dollars for storing the output 30 days."""
 
     def seconds_with(self, cores: int) -> Fraction:
-        """How long so many cores take: the inverse of `cores`, up to its rounding."""
+        """How long the build takes with `cores`."""
         return self.core_seconds / cores
 
-    @property
-    def work_bytes(self) -> Fraction:
-        """Disk for the work folder, the packed shards included."""
-        return self.kept_bytes * self.needs.work_bytes_per_text_byte + self.output_bytes
 
-    @property
-    def output_bytes(self) -> Fraction:
-        return self.needs.tokens * self.needs.token_bytes / (1 - self.needs.padding)
-
-    @property
-    def shards(self) -> int:
-        return ceil(self.output_bytes / self.needs.shard_bytes)
-
-    @property
-    def gets(self) -> int:
-        """Reads of the raw input, in ranges."""
-        return ceil(self.raw_stored_bytes / READ_BYTES)
-
-    @property
-    def puts(self) -> int:
-        """Writes of the shards; those above a part's size begin and end an upload, too."""
-        parts = ceil(Fraction(self.needs.shard_bytes, UPLOAD_PART_BYTES))
-        return self.shards * (parts + 2 if parts > 1 else 1)
-
-    @property
-    def costs(self) -> Mapping[str, Fraction]:
-        """Dollars by what they pay for, while the build runs."""
-        prices, seconds = self.needs.prices, self.needs.seconds
-        return {
-            "cores": self.core_seconds / 3600 * prices.core_hour,
-            "raw input stored": prices.storing(self.raw_stored_bytes, seconds),
-            "reads": prices.reading(self.gets, self.raw_stored_bytes),
-            "writes": prices.writing(self.puts),
-        }
-
-    @property
-    def output_month_cost(self) -> Fraction:
-        """Dollars for keeping the output 30 days."""
-        return self.needs.prices.storing(self.output_bytes, Fraction(30 * 86400))
+def plan_build(needs: BuildNeeds) -> BuildPlan:
+    """The arithmetic of the module's docstring."""
+    prices = needs.prices
+    kept_bytes = needs.tokens * needs.text_bytes_per_token
+    raw_bytes = needs.funnel.before(kept_bytes)
+    raw_stored_bytes = raw_bytes * needs.stored_bytes_per_text_byte
+    core_seconds = raw_bytes / needs.core_bytes_per_second
+    output_bytes = needs.tokens * needs.token_bytes / (1 - needs.padding)
+    shards = ceil(output_bytes / needs.shard_bytes)
+    parts = ceil(Fraction(needs.shard_bytes, PART_BYTES))
+    gets, puts = ceil(raw_stored_bytes / RANGE_BYTES), shards * (parts + 2 if parts > 1 else 1)
+    return BuildPlan(
+        kept_bytes=kept_bytes,
+        raw_bytes=raw_bytes,
+        raw_stored_bytes=raw_stored_bytes,
+        core_seconds=core_seconds,
+        cores=ceil(core_seconds / needs.seconds),
+        work_bytes=kept_bytes * needs.work_bytes_per_text_byte + output_bytes,
+        output_bytes=output_bytes,
+        shards=shards,
+        gets=gets,
+        puts=puts,
+        costs={
+            "cores": core_seconds / 3600 * prices.core_hour,
+            "raw input stored": prices.storing(raw_stored_bytes, needs.seconds),
+            "reads": prices.reading(gets, raw_stored_bytes),
+            "writes": prices.writing(puts),
+        },
+        output_month_cost=prices.storing(output_bytes, Fraction(30 * 86400)),
+    )
 
 
 _DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate", "empty")  # behind all filters
@@ -214,7 +188,7 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a build was seen to do. `None`: it was not measured."""
+    """Measurements of a build; None: not measured."""
 
     funnel: Funnel
     read_bytes: int
@@ -255,8 +229,7 @@ def measured_from_card(card: Mapping[str, Any], where: str) -> Measured:
         )
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ShardkitError(
-            f"{where}: its card does not tell what a plan needs ({error!r}); only what `shardkit build` made "
-            "has such a card"
+            f"{where}: its card lacks what a plan needs ({error!r}); only `shardkit build` writes such cards"
         ) from error
 
 
