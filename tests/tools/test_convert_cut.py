@@ -95,7 +95,7 @@ def test_documents_come_back_whole_from_any_blocks(
     ("token", "dtype", "message"),
     [
         (70_000, np.uint16, "f: document 2, token 1: 70,000 does not fit uint16; use --dtype uint32"),
-        (-1, np.uint16, "f: document 2, token 1: -1 is no token"),
+        (-1, np.uint16, "f: document 2, token 1: -1 is not a token id"),
         (1 << 40, np.uint32, "f: document 2, token 1: 1,099,511,627,776 does not fit uint32"),
     ],
 )

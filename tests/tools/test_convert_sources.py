@@ -294,7 +294,7 @@ def test_lists_of_any_kind_are_read_from_any_file(kind: str, suffix: str, tmp_pa
         (pa.array([[1], [2], [3, None]], pa.list_(pa.int32())), "row 2 has a null among its tokens"),
         (pa.array([[[1]]], pa.list_(pa.list_(pa.int32()))), "has no column of lists of integers"),
         (pa.array(["text"]), r"has no column of lists of integers: ids \(string\)"),
-        (pa.array([[1], [-7]], pa.list_(pa.int32())), "document 1, token 0: -7 is no token"),
+        (pa.array([[1], [-7]], pa.list_(pa.int32())), "document 1, token 0: -7 is not a token id"),
         (pa.array([[1], [1 << 40]], pa.list_(pa.int64())), "document 1, token 0: 1,099,511,627,776 does not"),
     ],
 )

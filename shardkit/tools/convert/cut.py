@@ -24,7 +24,7 @@ Tokens = npt.NDArray[Any]
 
 @dataclass(slots=True)
 class TokenCounts:
-    """What became of the tokens."""
+    """Counts of tokens and documents; every token read is written or counted as dropped."""
 
     documents: int = 0
     tokens_read: int = 0
@@ -40,7 +40,7 @@ class TokenCounts:
 
 
 def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
-    """The rows' type: as told, else the smaller one if all ids are known to fit it."""
+    """The type of the rows: as requested, else uint16 if all ids are known to fit, else uint32."""
     if cut.dtype is not None:
         return np.dtype(cut.dtype)
     largest = source.max_token if source.max_token is not None else np.iinfo(source.dtype).max
@@ -49,11 +49,11 @@ def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
 
 
 def cut_rows(
-    blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, hear: Callable[[int], None]
+    blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, count: Callable[[int], None]
 ) -> TokenCounts:
-    """One stream of all documents, cut every `sequence_length` tokens."""
+    """Concatenate all documents and cut every `sequence_length` tokens; `count` gets source bytes."""
     counts = TokenCounts()
-    last: int | None = None  # token of the document that goes on, which may need an end
+    last: int | None = None  # last token of an unfinished document, which may need an eos
     pending = False
     for block in blocks:
         _check_range(block, writer.dtype)
@@ -69,7 +69,7 @@ def cut_rows(
         writer.append(tokens)
         if block.ends_file and cut.per_file:
             _end_stream(writer, cut, counts)
-        hear(block.source_bytes)
+        count(block.source_bytes)
     _end_stream(writer, cut, counts)
     return counts
 
@@ -83,9 +83,9 @@ def _end_stream(writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None
 
 
 def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
-    """The block's tokens with `eos` behind each document that has tokens and does not end in it.
+    """The block's tokens with `eos` after each document that has tokens and does not end with it.
 
-    `before` is the last token of the block before, if its document goes on in this one.
+    `before` is the last token of the previous block if its document continues in this one.
     """
     ends = block.ends
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
@@ -108,11 +108,11 @@ def copy_rows(
     blocks: Iterable[TokenBlock],
     open_writer: Callable[[int], RowWriter],
     dtype: np.dtype[Any],
-    hear: Callable[[int], None],
+    count: Callable[[int], None],
 ) -> tuple[RowWriter | None, TokenCounts]:
-    """The rows as they are; ShardError names the first that has another length than the first row.
+    """Copy rows; ShardError names the first that has another length than the first row.
 
-    `open_writer(length)` makes the writer once the length is known; None comes back if there are no rows.
+    `open_writer(length)` is called when the length is known. Returns no writer if there are no rows.
     """
     counts = TokenCounts()
     writer: RowWriter | None = None
@@ -143,9 +143,9 @@ def copy_rows(
         counts.tokens_read += len(block.tokens)
         counts.documents += len(block.ends)
         writer.append(block.tokens)
-        hear(block.source_bytes)
+        count(block.source_bytes)
     if writer is not None and carried:
-        raise ShardError(block.file, f"{carried:,} tokens behind its last document")
+        raise ShardError(block.file, f"{carried:,} tokens after its last document")
     return writer, counts
 
 
@@ -155,7 +155,7 @@ def documents(
     cut: CutOptions,
     counts: TokenCounts,
 ) -> Iterator[tuple[str, Tokens, int]]:
-    """(where, tokens, bytes of the source) of each document, of its own length."""
+    """Yield (where, tokens, bytes of the source) of each document."""
     held: list[Tokens] = []
     for block in blocks:
         _check_range(block, dtype)
@@ -169,7 +169,7 @@ def documents(
             counts.documents += 1
             if not len(tokens):
                 if not cut.drop_empty:
-                    raise ShardError(where, "is empty, and a row cannot be: use --drop-empty to leave it out")
+                    raise ShardError(where, "is empty, and a row cannot be: use --drop-empty to drop it")
                 counts.documents_dropped += 1
                 continue
             tokens = tokens.astype(dtype)
@@ -181,7 +181,7 @@ def documents(
         if start < len(block.tokens):
             held.append(block.tokens[start:].copy())
     if held:
-        raise ShardError(block.file, f"{sum(map(len, held)):,} tokens behind its last document")
+        raise ShardError(block.file, f"{sum(map(len, held)):,} tokens after its last document")
 
 
 def _check_range(block: TokenBlock, dtype: np.dtype[Any]) -> None:
@@ -196,6 +196,6 @@ def _check_range(block: TokenBlock, dtype: np.dtype[Any]) -> None:
     document = int(np.searchsorted(block.ends, at, side="right"))
     start = int(block.ends[document - 1]) if document else -block.token
     token = f"document {block.document + document:,}, token {at - start:,}"
-    problem = "is no token" if tokens[at] < 0 else f"does not fit {dtype.name}"
+    problem = "is not a token id" if tokens[at] < 0 else f"does not fit {dtype.name}"
     advice = "; use --dtype uint32" if 0 <= tokens[at] < 1 << 32 else ""
     raise ShardError(block.file, f"{token}: {tokens[at]:,} {problem}{advice}")

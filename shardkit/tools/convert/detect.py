@@ -1,4 +1,4 @@
-"""What a path holds, by the files that are there, and the source that reads it."""
+"""Detects the format of a path from its files, and opens the source that reads it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ARROW = (".arrow", ".parquet")
 
 
 def find_kind(path: str) -> Kind:
-    """What a path, pattern or URL holds; whatever is none of the others is left to `open_dataset`."""
+    """The format of a path, pattern or URL; unknown ones are left to `open_dataset`."""
     if is_remote(path):
         return "dataset"
     place = local_path(path)

@@ -1,7 +1,7 @@
-"""Datasets that `open_dataset` opens as sources: MDS and WebDataset tars, ours or made by others.
+"""Sources that `open_dataset` opens: MDS and WebDataset tars, ours or made by others.
 
-One fixed column is read as whole arrays; a column of arrays can be cut anew; all else is read sample by
-sample, as bytes: a value is only taken apart where the two formats store it differently (see `columns`).
+One fixed column is read as whole arrays; a column of arrays can be cut again; everything else is read sample
+by sample, as bytes: a value is only decoded if the two formats store it differently (see `columns`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["DatasetRows", "DatasetSamples", "DatasetTokens", "dataset_source"]
 
 
 class _DatasetSource:
-    """What all three say."""
+    """Common to all three."""
 
     kind: ClassVar[str] = "dataset"
 

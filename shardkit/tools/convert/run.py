@@ -171,10 +171,9 @@ def convert(
             conversion.report("verify")
             _check(work, written)
         publish_staged(work, folder, replace=replace)
-        kind = opened.kind
     return ConvertResult(
         source=name,
-        source_format=kind,
+        source_format=opened.kind,
         target=str(folder),
         format=output.format,
         fingerprint=written.manifest.fingerprint,

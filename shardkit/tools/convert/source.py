@@ -1,9 +1,9 @@
-"""What readers of other formats have in common: a source gives rows, tokens or samples, block by block.
+"""The contract of readers, and the options of a conversion.
 
-A reader checks what its files claim before anything relies on it, reads forward once, and holds a few blocks.
-Files that are read whole are hashed on the way, so that the card can say what a dataset was made from.
-
-What a conversion is told: how tokens become rows, and what files the rows become.
+A source yields rows, tokens or samples, block by block. A reader validates its files before anything relies
+on them, reads forward once, and holds a few blocks. Files that are read completely are hashed meanwhile, so
+that the card can name what a dataset was made from. `CutOptions` say how tokens become rows, `OutputOptions`
+how rows become files.
 """
 
 from __future__ import annotations
@@ -41,12 +41,9 @@ __all__ = [
     "TokenSource",
 ]
 
-BLOCK_BYTES = 1 << 23  # of a source at a time: large enough that Python does not count, small for the caches
-
+BLOCK_BYTES = 1 << 23  # of a source at a time: large enough to hide Python's overhead, small for the caches
 SOURCE_HASH = "xxh3_128"
-
-TOKEN_COLUMNS = ("input_ids", "tokens")  # what the tokens are called, here and elsewhere
-
+TOKEN_COLUMNS = ("input_ids", "tokens")  # names of token columns
 NO_ENDS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -80,7 +77,7 @@ class Sample:
 
 
 class Source(Protocol):
-    """What any source says of itself. `digests` are of files that were read whole; datasets have hashes."""
+    """Any source. `digests` are of files that were read completely; datasets have hashes of their own."""
 
     kind: ClassVar[str]
     bytes: int
@@ -90,7 +87,7 @@ class Source(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """For the card: what else tells this source from others."""
+        """Further facts for the card."""
 
 
 @runtime_checkable
@@ -172,37 +169,35 @@ def _fill(file: Any, view: memoryview) -> int:
 
 
 DTYPES = ("uint16", "uint32")
-
 SOURCE_DTYPES = (*DTYPES, "int32", "int64")
-
-_MAX_ROW_TOKENS = 1 << 28  # a gigabyte of uint32; longer rows are a mistake, and would not fit into a shard
+_MAX_ROW_TOKENS = 1 << 28  # a gigabyte of uint32; longer rows are a mistake and do not fit in a shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutOptions:
-    """How documents or endless streams of tokens become rows; ValueError for what contradicts itself.
+    """How documents or streams of tokens become rows; ValueError if options contradict each other.
 
-    Without `sequence_length` and `keep_lengths` the source's rows are copied, and all must be of one length.
+    Without `sequence_length` and `keep_lengths` rows are copied, and must have the same length.
     """
 
     sequence_length: int | None = None
-    """Cut the stream of all documents into rows of so many tokens."""
+    """Concatenate all documents and cut rows of this many tokens."""
     keep_lengths: bool = False
     """Write each document as a row of its own length."""
     eos: int | None = None
-    """Append this id to each document that does not end in it; also what the last row is padded with."""
+    """Append this id to each document that does not end with it, and pad the last row with it."""
     pad: int | None = None
     """Fill the last row with this id."""
     drop_tail: bool = False
-    """Leave out the last tokens if they fill no row."""
+    """Drop the last tokens if they do not fill a row."""
     drop_empty: bool = False
-    """Leave out documents without tokens, which a row of their own cannot hold."""
+    """Drop documents without tokens, with `keep_lengths`."""
     per_file: bool = False
-    """Begin a row at each file of the source, and treat the end of each as the tail."""
+    """Start a new row at each file of the source, and treat the end of each as the tail."""
     dtype: str | None = None
-    """Of the rows; default: as the source needs."""
+    """Type of the rows; default: the smallest that fits."""
     source_dtype: str | None = None
-    """Of a bare .bin (default uint16) and of columns of bytes, which do not say."""
+    """Type in a bare .bin (default uint16) and in columns of bytes, which do not state it."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
@@ -238,17 +233,17 @@ class CutOptions:
 
     @property
     def changes_rows(self) -> bool:
-        """Whether anything asks for other rows than the source's."""
+        """Whether rows differ from those of the source."""
         return self.sequence_length is not None or self.keep_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """The files that are written; ValueError for what the format does not have."""
+    """The files to write; ValueError for options that the format does not support."""
 
     format: Literal["mds", "wds"] = "mds"
     shard_bytes: int | str = 1 << 26
-    """Largest size of a raw shard."""
+    """Maximum size of a raw shard."""
     compression: str | None = None
     hashes: tuple[str, ...] = ("xxh64",)
 

@@ -1,13 +1,12 @@
-"""Rows of one fixed column into shards, from arrays of any length, through one buffer of a shard.
+"""Writes shards: rows of one fixed column, or samples of any columns.
 
-What is appended is one run of values; rows are cut from it by arithmetic, so no Python runs for a row. A
-full shard goes to disk in one go by the writers that a build uses, in the background while the next fills
-(whoever publishes it syncs it). Memory is two shards.
+`RowWriter` takes arrays of any length and cuts rows from them by arithmetic: no Python runs per row.
+A full shard is written by the writers that a build uses, in the background while the next one fills
+(publication syncs it). It holds two shards in memory.
 
-Samples of any columns into shards, one by one: MDS as MdsWriter writes it, or a tar of several members.
-
-Tars are plain ustar (PAX headers only for names that need them) with fixed time, owner and mode, so the same
-samples give the same bytes. Memory is one shard for MDS, one sample for tars.
+`MdsSampleWriter` and `TarSampleWriter` take samples one by one. Tars are plain ustar (PAX headers only for
+names that need them) with fixed time, owner and mode, so the same samples give the same bytes. They hold one
+shard of MDS, or one sample of a tar in memory.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def content_hasher() -> Hasher:
 
 
 def rows_per_shard(output: OutputOptions, column: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """How many rows fit into a shard; one at least, as MosaicML has it."""
+    """Rows that fit in a shard; at least one, as in MosaicML's writer."""
     size = prod(shape) * dtype.itemsize
     if output.format == "wds":
         return max(1, (output.limit - RECORD_BYTES) // (BLOCK + padded(WRITTEN_HEADER_BYTES + size)))
@@ -107,7 +106,7 @@ class RowWriter:
         return self._filled % self.row_values
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Values (any number, one axis) that fit the type: the caller has looked."""
+        """Append values (one axis, any number); the caller has checked that they fit the type."""
         start = 0
         while start < len(values):
             count = min(len(values) - start, len(self._buffer) - self._filled)
@@ -119,13 +118,13 @@ class RowWriter:
                 self._flush()
 
     def fill(self, value: int) -> int:
-        """Fill the last row; returns how many values that took."""
+        """Fill the last row; returns the number of added values."""
         count = -self._filled % self.row_values
         self.append(np.full(count, value, self.dtype))
         return count
 
     def drop(self) -> int:
-        """Forget the values that fill no row; returns how many they were."""
+        """Drop the values that do not fill a row; returns their number."""
         count = self.partial
         self._filled -= count
         return count

@@ -1,10 +1,9 @@
-"""A recipe on a part of its real input: what each stage keeps, how fast, with how much disk.
+"""Measures a recipe on part of its real input: retention by stage, speed, disk.
 
-Three builds of that part (sample_pieces.py) in a temporary folder: a small one that compiles kernels, the
-same one again, and the whole sample. The difference of the last two is what bytes cost; what every build
-costs, whatever its size, drops out.
+The part is built three times in a temporary folder: a quarter of it to compile kernels, the same quarter
+again, and all of it. The difference of the last two is the cost of bytes; the fixed cost of a build cancels.
 
-Duplicates are found within the sample only: what duplicate removal keeps of all is less.
+Duplicates are found within the sample only, so duplicate removal keeps less of the whole input.
 """
 
 from __future__ import annotations
@@ -31,17 +30,14 @@ from shardkit.writers.recipe import Recipe
 __all__ = ["Sample", "measure_sample"]
 
 DEFAULT_SHARE = Fraction(1, 100)
-
 _UNCUT = 1 << 62  # splits of whole files: cutting one would read all of it
-
-_PART = 4  # the small build has one in so many of the sample's bytes
-
-_LEAST_TEXT_BYTES = 16 << 20  # more of it than the small build has, or the difference is noise
+_PART = 4  # the small build has this part of the sample's bytes
+_LEAST_TEXT_BYTES = 16 << 20  # by which the builds must differ, or the difference is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was measured, how much text all of the input has by that, and what to know of it."""
+    """Measurements, the text in all of the input by extrapolation, and notes."""
 
     measured: Measured
     whole_text_bytes: int
@@ -96,7 +92,9 @@ def measure_sample(
     seconds = large.core_seconds - small.core_seconds
     if more < _LEAST_TEXT_BYTES or seconds <= 0:
         more, seconds = measured.read_bytes, large.core_seconds
-        notes.append("the sample is so small that what every build costs is most of its time: take a larger")
+        notes.append(
+            "the sample is too small: most of its time is the fixed cost of a build; take a larger one"
+        )
     stored_per_text = Fraction(whole, max(1, _whole_text(splits, large)))
     measured = replace(
         measured,
