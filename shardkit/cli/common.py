@@ -15,7 +15,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ __all__ = [
     "print_json",
     "progress_of",
     "read_quantities",
+    "showing_steps",
     "stderr_console",
     "stdout_console",
     "storage_options",
@@ -171,6 +173,24 @@ def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
     if arguments.quiet:
         return False
     return Lines() if arguments.json else True
+
+
+@contextmanager
+def showing_steps(
+    name: str, total: int, unit: str, *, progress: bool = True
+) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on stderr; yields a callback of (number done, total)."""
+    from shardkit.progress import counting
+
+    reported = 0
+    with counting(name, total, unit, progress=progress) as add:
+
+        def report(done: int, _: int) -> None:
+            nonlocal reported
+            add(done - reported)
+            reported = done
+
+        yield report
 
 
 def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None:

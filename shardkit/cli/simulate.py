@@ -30,6 +30,7 @@ from shardkit.cli.common import (
     print_columns,
     print_json,
     read_quantities,
+    showing_steps,
     storage_options,
 )
 from shardkit.tools.plan.quantities import (
@@ -261,18 +262,11 @@ def _sweep(texts: Sequence[str]) -> tuple[list[Quantity], list[dict[str, Any]]]:
 
 
 def _simulate(scenario: Scenario, label: str, *, quiet: bool) -> tuple[Outcome, float]:
-    from shardkit.progress import counting
     from shardkit.tools.simulate.run import simulate
 
-    began, reported = time.perf_counter(), 0
-    with counting(label, scenario.steps, "steps", progress=not quiet) as count_steps:
-
-        def progress(step: int, steps: int) -> None:
-            nonlocal reported
-            count_steps(step - reported)
-            reported = step
-
-        outcome = simulate(scenario, progress)
+    began = time.perf_counter()
+    with showing_steps(label, scenario.steps, "steps", progress=not quiet) as report:
+        outcome = simulate(scenario, report)
     return outcome, time.perf_counter() - began
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cli.common import showing_steps
 from shardkit.errors import ShardkitError
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from shardkit.tools.trace.text import Decoder
 
 __all__ = ["search"]
-
-_LINE_SECONDS = 5.0
 
 
 def search(
@@ -49,7 +46,8 @@ def search(
         if arguments.export is not None:
             texts = (lambda some: tracer.whole_texts(pieces_of(some))) if arguments.text else None
             exporter = stack.enter_context(Exporter(arguments.export, dataset, tracer.labels, texts))
-        for some in table.search(selection, _advance()):
+        report = stack.enter_context(showing_steps("search", table.lines(), "pieces"))
+        for some in table.search(selection, report):
             found.add(some)
             if not arguments.limit or len(shown) < arguments.limit:
                 room = arguments.limit - len(shown) if arguments.limit else some.num_rows
@@ -165,21 +163,3 @@ def _exclude(
         why.append(f"searched for and not in this dataset: {len(unmatched):,}")
     write_exclusions(arguments.exclude, tracer.dataset, excluded, why)
     return {"file": str(arguments.exclude), **report.to_dict()}
-
-
-def _advance() -> Any:
-    """Tells stderr every few seconds how far the search is."""
-    began = following = time.monotonic()
-    following += _LINE_SECONDS
-
-    def advance(done: int, total: int) -> None:
-        nonlocal following
-        now = time.monotonic()
-        if now < following or done >= total:
-            return
-        following = now + _LINE_SECONDS
-        rate = done / (now - began)
-        left = f"{rate / 1e6:.1f} million/s, {(total - done) / max(rate, 1):,.0f} s left"
-        sys.stderr.write(f"search: {done:,} of {total:,} pieces, {left}\n")
-
-    return advance
