@@ -391,7 +391,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None
     if arguments.recipe is not None and arguments.dataset is not None:
         raise ValueError("give a recipe to measure or --from a dataset, not both")
     if arguments.dataset is not None:
-        from shardkit.dataset import open_dataset
+        from shardkit.datasets.dataset import open_dataset
 
         with open_dataset(arguments.dataset, storage=storage_options(arguments)) as dataset:
             card, where = dataset.card, dataset.location

@@ -50,9 +50,9 @@ def shardkit_loader(folder: Path, kind: str = "mds", **options: Any) -> Epoch:
 
 def shardkit_thread(folder: Path) -> Epoch:
     """Every batch made by the background thread, as beside a loop that trains."""
-    import shardkit.loaders.producer
+    from shardkit.loaders import producer
 
-    shardkit.loaders.producer.BUSY_SECONDS = -1.0
+    vars(producer)["BUSY_SECONDS"] = -1.0
     return shardkit_loader(folder)
 
 

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache.belady import min_fetched_bytes
-from shardkit.cache.folder import sealed_size
-from shardkit.loaders import defaults as setup
 from reference.belady import min_fetched_bytes
-from shardkit.cache import reader
-from shardkit.cache.shards import _LEADS_IN_CACHE
-from shardkit.loaders import config, defaults, producer
-from shardkit.loaders.readers import sources
+from shardkit.cache.folder import sealed_size
+from shardkit.loaders import defaults
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from shardkit.tools.simulate.fetching import Link

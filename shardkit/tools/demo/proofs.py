@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.dataset import open_dataset
-from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.units import format_bytes

@@ -12,7 +12,7 @@ from typing import Literal
 
 from shardkit.cache.reader import FIRST_ROWS, MAX_ROWS
 from shardkit.cache.rows import MAX_THREADS
-from shardkit.loaders import producer
+from shardkit.loaders import config, producer
 from shardkit.loaders.readers import sources
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.fetching import NEVER, Fetching
@@ -62,7 +62,7 @@ class Reading:
         self.run_until(now)
         self._gets += 1
         # The loader starts its thread once it has seen twice that the loop does something else.
-        busy = self._scenario.step_seconds > producer.BUSY_SECONDS
+        busy = self._scenario.step_seconds > config.BUSY_SECONDS
         self._has_thread = busy and self._gets > 2 and self._scenario.prefetch_batches > 0
         self._is_awaited = True
         self._proceed()
