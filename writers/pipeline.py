@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import BuildError
+from shardkit.formats.provenance import provenance_name
 from shardkit.manifest import Manifest
 from shardkit.progress import make_listener
 from shardkit.storage.store import StorageOptions
@@ -42,7 +43,6 @@ from shardkit.writers.progress import StageProgress, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
     CARD_NAME,
-    PROVENANCE_FOLDER,
     QUARANTINE_NAME,
     REPORT_NAME,
     Watch,
@@ -237,7 +237,7 @@ def _joined(commits: Sequence[Commit], name: str) -> bytes:
 
 def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Commit]) -> dict[str, Commit]:
     """The Parquet files beside the shards, by name in the dataset: commits with that one output each."""
-    tables = {f"{PROVENANCE_FOLDER}/part-{n:05d}.parquet": commit for n, commit in enumerate(provenance)}
+    tables = {provenance_name(n): commit for n, commit in enumerate(provenance)}
     if recipe.annotate:
         for n, commit in enumerate(cleaned):
             outputs = {ANNOTATIONS_FILE: commit.outputs[ANNOTATIONS_FILE]}

@@ -56,7 +56,6 @@ from shardkit.writers.progress import StageProgress
 __all__ = [
     "ANNOTATIONS_FOLDER",
     "CARD_NAME",
-    "PROVENANCE_FOLDER",
     "QUARANTINE_NAME",
     "REPORT_NAME",
     "PublishedDataset",
@@ -70,7 +69,6 @@ __all__ = [
 
 REPORT_NAME = "report.html"
 QUARANTINE_NAME = "quarantine.jsonl"
-PROVENANCE_FOLDER = "provenance"
 ANNOTATIONS_FOLDER = "annotations"
 _THREADS = 8
 

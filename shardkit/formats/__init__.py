@@ -1,1 +1,1 @@
-"""File formats: MDS, WebDataset tar, compression, usage logs."""
+"""File formats: MDS, WebDataset tar, compression, provenance, usage logs."""

@@ -20,7 +20,7 @@ from shardkit.order.exclusions import Exclusions
 from shardkit.tools.trace import outputs as removal
 from shardkit.tools.trace import table as module
 from shardkit.tools.trace.outputs import Ranges
-from shardkit.tools.trace.search import Selection, UrlPatterns, shuffle_hash
+from shardkit.tools.trace.search import Selection, UrlPatterns
 from shardkit.tools.trace.table import NoProvenanceError, ProvenanceTable, pieces_of
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance
@@ -200,11 +200,6 @@ def test_no_more_is_read_than_may_hold_the_answer(
     list(table.search(Selection(sources=[5])))
     assert {columns for _, columns in reads} == {("source",), ("shard", "row"), module.COLUMNS}
     assert len(reads) < 3 * groups / 2, "statistics pass over the row groups of other sources"
-
-
-def test_ids_are_hashed_as_by_the_build() -> None:
-    ids = document_ids("some.jsonl", range(20))
-    assert [shuffle_hash(one, SEED) for one in ids] == keyed_hashes(ids, SEED, "shuffle").tolist()
 
 
 def test_tables_that_are_damaged_missing_or_of_another_dataset_are_named(

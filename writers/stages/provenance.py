@@ -1,12 +1,7 @@
-"""Where every token came from, and where every document went.
+"""Writes the provenance tables: where every token came from, and where every document went.
 
-Beside the shards lies one Parquet file a partition (`provenance/*.parquet`), one line a piece of a document
-in a row, sorted by (shard, row, token_start). What no line covers is padding. `shardkit.tools.trace` reads
-them.
-
-Shard numbers count from 0 within the part while it is built; `renumber` makes them global at publication. Row
-groups have a fixed size and statistics, so a look-up reads one or two of them; each file also states the
-range of shuffle hashes that its documents have, so that a document is looked for in one file only.
+`shardkit.formats.provenance` has the format. Shard numbers count from 0 within the part while it is built;
+`renumber` makes them global at publication.
 """
 
 from __future__ import annotations
@@ -20,36 +15,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardkit.errors import BuildError
+from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.stages.pack import Placement
 
-__all__ = ["PROVENANCE_SCHEMA", "renumber", "write_provenance"]
-
-ROW_GROUP_PIECES = 1 << 16  # about 2 MB of columns that do not repeat
-
-PROVENANCE_SCHEMA = pa.schema(
-    [
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("row", pa.int32(), nullable=False),  # within the shard
-        pa.field("token_start", pa.int32(), nullable=False),  # within the row
-        pa.field("token_end", pa.int32(), nullable=False),  # one past the last; eos included where it is
-        pa.field("document_id", pa.binary(16), nullable=False),
-        pa.field("document_start", pa.int64(), nullable=False),  # tokens of the document before this piece
-        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for: 1 + duplicates
-        pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
-        pa.field("file", pa.string(), nullable=False),
-        pa.field("record", pa.int64(), nullable=False),
-        pa.field("id", pa.string()),
-        pa.field("url", pa.string()),
-        pa.field("metadata", pa.string()),
-    ]
-)
+__all__ = ["renumber", "write_provenance"]
 
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
 
 _COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "record")
-
-_SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
 
 
 def write_provenance(
@@ -63,7 +37,7 @@ def write_provenance(
     schema = PROVENANCE_SCHEMA
     if documents.num_rows:
         first, last = documents.column("hash")[0].as_py(), documents.column("hash")[-1].as_py()
-        schema = schema.with_metadata({_SEED: str(seed), _FIRST_HASH: str(first), _LAST_HASH: str(last)})
+        schema = schema.with_metadata(HashRange(seed, first, last).to_metadata())
     with _writer(path, schema) as writer:
         for start in range(0, len(placement.row), ROW_GROUP_PIECES):
             part = slice(start, start + ROW_GROUP_PIECES)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from shardkit.errors import MissingExtraError, ShardError
+from shardkit.formats.provenance import column_limits
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, checked_basename
-from shardkit.parquet_limits import column_limits
 from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError
 from shardkit.files import publish_bytes
+from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.order.exclusions import Exclusions
 from shardkit.tools.trace.table import ProvenanceTable
 
@@ -260,24 +261,10 @@ class Exporter:
 
 
 def _schema(with_text: bool) -> pa.Schema:
-    names = {
-        "sample_id": pa.int64(),
-        "shard": pa.int32(),
-        "shard_file": pa.string(),
-        "row": pa.int32(),
-        "token_start": pa.int32(),
-        "token_end": pa.int32(),
-        "document_id": pa.string(),
-        "document_start": pa.int64(),
-        "copies": pa.int32(),
-        "source": pa.string(),
-        "file": pa.string(),
-        "record": pa.int64(),
-        "id": pa.string(),
-        "url": pa.string(),
-        "metadata": pa.string(),
-    }
-    return pa.schema({**names, **({"text": pa.string()} if with_text else {})})
+    types = {"sample_id": pa.int64(), "shard": pa.int32(), "shard_file": pa.string()}
+    types |= {field.name: field.type for field in PROVENANCE_SCHEMA}
+    types |= {"document_id": pa.string(), "source": pa.string()}
+    return pa.schema({**types, **({"text": pa.string()} if with_text else {})})
 
 
 def _csv(lines: Any) -> str:

@@ -18,7 +18,6 @@ as much for each length that prefixes have, and 0.4 s where there are hosts.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections import defaultdict
@@ -34,9 +33,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 
 from shardkit.errors import ShardkitError
+from shardkit.formats.provenance import HashRange
+from shardkit.writers.documents import keyed_hashes
 
 __all__ = ["Selection", "UrlPatterns", "parse_document_id", "read_url_list"]
 
@@ -203,9 +203,6 @@ def _flags(mask: pa.Array) -> _Mask:
     return flags
 
 
-_SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
-
-
 class Selection:
     """What to look for. `sources`: numbers of recipe inputs; `files`: names, their ends, or with * and ?."""
 
@@ -248,12 +245,12 @@ class Selection:
             limits.append(self._of_files(_column(table, "file")))
         return reduce(and_, limits) if limits else np.ones(table.num_rows, np.bool_)
 
-    def may_be_in(self, metadata: Mapping[bytes, bytes]) -> bool:
-        """Whether a file with this schema metadata may hold what is wanted: it states its range of hashes."""
-        if self.urls is not None or not self.documents or _SEED not in metadata:
+    def may_be_in(self, hashes: HashRange | None) -> bool:
+        """Whether a file whose documents have shuffle hashes in this range may hold what is wanted."""
+        if self.urls is not None or not self.documents or hashes is None:
             return True
-        first, last = int(metadata[_FIRST_HASH]), int(metadata[_LAST_HASH])
-        return any(first <= shuffle_hash(one, int(metadata[_SEED])) <= last for one in self.documents)
+        found = keyed_hashes(self.documents, hashes.seed, "shuffle")
+        return bool(((hashes.first <= found) & (found <= hashes.last)).any())
 
     def may_be_within(self, limits: Mapping[str, tuple[Any, Any]]) -> bool:
         """Whether lines whose columns have these (least, greatest) values may be wanted."""
@@ -290,12 +287,6 @@ def parse_document_id(text: str) -> bytes:
     if len(found) != 16:
         raise ShardkitError(f"{text!r:.80} is no document id: those have 32 hexadecimal digits")
     return found
-
-
-def shuffle_hash(document_id: bytes, seed: int) -> int:
-    """By which a build has shuffled a document (`shardkit.writers.documents.keyed_hashes`)."""
-    key = hashlib.blake2b(f"{seed}\0shuffle".encode(), digest_size=8).digest()
-    return xxhash.xxh3_64_intdigest(document_id, int.from_bytes(key, "little"))
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:

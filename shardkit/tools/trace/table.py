@@ -15,7 +15,7 @@ them side by side, and their lines come in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -28,34 +28,21 @@ import pyarrow.parquet as pq
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError, ShardkitError
-from shardkit.parquet_limits import column_limits
+from shardkit.formats.provenance import (
+    PROVENANCE_FOLDER,
+    PROVENANCE_SCHEMA,
+    HashRange,
+    column_limits,
+    is_provenance_name,
+)
 from shardkit.storage.object_file import open_object
 from shardkit.tools.trace.search import Selection
 
-__all__ = ["COLUMNS", "FOLDER", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
+__all__ = ["COLUMNS", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_of"]
 
-FOLDER = "provenance"
+_SCHEMA = pa.schema([("sample_id", pa.int64()), *((field.name, field.type) for field in PROVENANCE_SCHEMA)])
 
-_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.int64()),
-        ("shard", pa.int32()),
-        ("row", pa.int32()),
-        ("token_start", pa.int32()),
-        ("token_end", pa.int32()),
-        ("document_id", pa.binary(16)),
-        ("document_start", pa.int64()),
-        ("copies", pa.int32()),
-        ("source", pa.int32()),
-        ("file", pa.string()),
-        ("record", pa.int64()),
-        ("id", pa.string()),
-        ("url", pa.string()),
-        ("metadata", pa.string()),
-    ]
-)
-
-COLUMNS = tuple(_SCHEMA.names[1:])
+COLUMNS = tuple(PROVENANCE_SCHEMA.names)
 
 """Of the tables as they are stored."""
 
@@ -110,7 +97,7 @@ class _Part:
 
     name: str
     footer: pq.FileMetaData
-    metadata: Mapping[bytes, bytes]
+    hashes: HashRange | None
     groups: tuple[int, ...]
     first_rows: _Ints
     last_rows: _Ints
@@ -122,16 +109,16 @@ class ProvenanceTable:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._starts = dataset.manifest.shard_starts
-        self._where = f"{dataset.location}/{FOLDER}"
+        self._where = f"{dataset.location}/{PROVENANCE_FOLDER}"
         self._objects = {
             info.key: info
-            for info in dataset.store.list(FOLDER + "/")
-            if info.key.endswith(".parquet") and not info.key.rpartition("/")[2].startswith(".")
+            for info in dataset.store.list(PROVENANCE_FOLDER + "/")
+            if is_provenance_name(info.key)
         }
         if not self._objects:
             raise NoProvenanceError(
                 f"{dataset.location}: has no provenance tables, so documents are not known: only datasets "
-                f"built by shardkit have {FOLDER}/*.parquet beside their shards"
+                f"built by shardkit have {PROVENANCE_FOLDER}/*.parquet beside their shards"
             )
         card = dataset.card or {}
         if card.get("fingerprint", dataset.fingerprint) != dataset.fingerprint:
@@ -165,7 +152,7 @@ class ProvenanceTable:
         jobs = (
             (number, group)
             for number in range(len(self._names))
-            if selection.may_be_in(self._part(number).metadata)
+            if selection.may_be_in(self._part(number).hashes)
             for group in self._part(number).groups
         )
         done = 0
@@ -217,7 +204,7 @@ class ProvenanceTable:
         with self._open(name) as file:
             footer, schema = file.metadata, file.schema_arrow
         if missing := [column for column in COLUMNS if column not in schema.names]:
-            raise ShardError(f"{self._where[: -len(FOLDER)]}{name}", f"has no column {missing[0]!r}")
+            raise ShardError(f"{self._dataset.location}/{name}", f"has no column {missing[0]!r}")
         groups = [group for group in range(footer.num_row_groups) if footer.row_group(group).num_rows]
         limits = [_limits(footer.row_group(group), footer.schema) for group in groups]
         last = len(self._starts) - 2
@@ -231,7 +218,7 @@ class ProvenanceTable:
             firsts.append(int(self._starts[low]) + (first if alone else 0))
             lasts.append(int(self._starts[low]) + end if alone else int(self._starts[high + 1]) - 1)
         rows = (np.array(firsts, np.int64), np.array(lasts, np.int64))
-        return _Part(name, footer, schema.metadata or {}, tuple(groups), *rows)
+        return _Part(name, footer, HashRange.from_metadata(schema.metadata or {}), tuple(groups), *rows)
 
     def _lines_of(self, number: int, group: int, rows: _Ints, columns: Sequence[str]) -> pa.Table:
         """The lines of a row group that are of these sorted rows."""

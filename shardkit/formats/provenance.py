@@ -1,0 +1,102 @@
+"""The format of `provenance/*.parquet`: which document every token of a dataset came from.
+
+One file a partition of the build, named by `provenance_name`; one line a piece of a document in a row, sorted
+by (shard, row, token_start) within each file and from file to file. Tokens that no line covers are padding.
+Row groups have `ROW_GROUP_PIECES` lines and statistics, so a look-up of rows reads one or two of them. A file
+that has lines states in its schema metadata the build's shuffle seed and the range of its documents' shuffle
+hashes, so a document is looked for in one file only.
+
+`shardkit.writers.stages.provenance` writes these files, `shardkit.tools.trace` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+__all__ = [
+    "PROVENANCE_FOLDER",
+    "PROVENANCE_SCHEMA",
+    "ROW_GROUP_PIECES",
+    "HashRange",
+    "column_limits",
+    "is_provenance_name",
+    "provenance_name",
+]
+
+PROVENANCE_FOLDER = "provenance"
+ROW_GROUP_PIECES = 1 << 16  # about 2 MB of columns that do not repeat
+
+PROVENANCE_SCHEMA = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("row", pa.int32(), nullable=False),  # within the shard
+        pa.field("token_start", pa.int32(), nullable=False),  # within the row
+        pa.field("token_end", pa.int32(), nullable=False),  # one past the last; eos included where it is
+        pa.field("document_id", pa.binary(16), nullable=False),
+        pa.field("document_start", pa.int64(), nullable=False),  # tokens of the document before this piece
+        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for: 1 + duplicates
+        pa.field("source", pa.int32(), nullable=False),  # index into recipe.inputs
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("record", pa.int64(), nullable=False),
+        pa.field("id", pa.string()),
+        pa.field("url", pa.string()),
+        pa.field("metadata", pa.string()),
+    ]
+)
+
+_SEED, _FIRST_HASH, _LAST_HASH = b"shardkit.seed", b"shardkit.first_hash", b"shardkit.last_hash"
+
+
+@dataclass(frozen=True, slots=True)
+class HashRange:
+    """The shuffle hashes that the documents of a file have, `first` to `last`, both included."""
+
+    seed: int
+    first: int
+    last: int
+
+    def to_metadata(self) -> Mapping[bytes | str, bytes | str]:
+        """As the file's schema metadata."""
+        return {_SEED: str(self.seed), _FIRST_HASH: str(self.first), _LAST_HASH: str(self.last)}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[bytes, bytes]) -> HashRange | None:
+        """The inverse; None if the metadata states no range, as of a file without lines, or a damaged one."""
+        try:
+            return cls(*(int(metadata[key]) for key in (_SEED, _FIRST_HASH, _LAST_HASH)))
+        except (KeyError, ValueError):
+            return None
+
+
+def provenance_name(number: int) -> str:
+    """The name, in the dataset, of the file of partition `number`."""
+    return f"{PROVENANCE_FOLDER}/part-{number:05d}.parquet"
+
+
+def is_provenance_name(name: str) -> bool:
+    """Whether a file of the provenance folder is one of its tables, whatever its number."""
+    return name.endswith(".parquet") and not name.rpartition("/")[2].startswith(".")
+
+
+def column_limits(
+    group: pq.RowGroupMetaData, schema: pq.ParquetSchema, column: int
+) -> tuple[Any, Any] | None:
+    """(least, greatest) value of a column in a row group of any Parquet file, also a damaged or hostile one.
+
+    None if the footer does not state them, or if what it states cannot be true.
+    """
+    chunk = group.column(column)
+    if chunk.physical_type != schema.column(column).physical_type:
+        return None  # pyarrow 26 lets a C++ exception out of `statistics`, which ends the process
+    statistics = chunk.statistics
+    if statistics is None or not statistics.has_min_max:
+        return None
+    try:
+        return statistics.min, statistics.max
+    except ValueError:  # among them strings that are not UTF-8
+        return None
