@@ -391,7 +391,11 @@ class Checker:
         return self.offences.add(stream, Misfits(ids, indices, rows, of_rank, edges, fits), self.steps)
 
     def _indices_of(self, stream: int, own_ids: _Ints, rows: _Ints, edges: _Ints) -> _Ints:
-        """The index of each sample in the epoch of its step; of two epochs, in the one where it fits."""
+        """The index of each sample in the epoch of its step.
+
+        In a step with samples of several epochs, it is the epoch in which the sample fits, or else one in
+        which the step lacks a sample: that is the epoch whose sample it replaced.
+        """
         order = self.expected.streams[stream]
         size = max(order.samples, 1)
         first, end = int(edges[0]), int(edges[-1])
@@ -412,6 +416,14 @@ class Checker:
             indices[free[fits][firsts]] = found
         left = np.flatnonzero(indices < 0)
         epochs = edges[rows[left]] // size
+        is_missing = np.ones(end - first, dtype=np.bool_)
+        is_missing[indices[indices >= 0] - first] = False
+        for row in np.unique(rows[left][epochs != (edges[rows[left] + 1] - 1) // size]).tolist():
+            begin, stop = int(edges[row]), int(edges[row + 1])
+            missing = begin + np.flatnonzero(is_missing[begin - first : stop - first])
+            low, high = np.searchsorted(rows[left], (row, row + 1)).tolist()
+            missing = missing[: high - low]
+            epochs[low : low + len(missing)] = missing // size
         for epoch in np.unique(epochs).tolist():
             which = left[epochs == epoch]
             indices[which] = order.positions_of(own_ids[which], epoch)
