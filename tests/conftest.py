@@ -32,9 +32,9 @@ def inline_builds() -> Iterator[None]:
     For what does not depend on them: tests/builds/test_build_determinism.py holds any number to the same
     bytes.
     """
-    from shardkit.writers import session
+    from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "LocalEngine", lambda workers: InlineEngine())
+        patch.setattr(executors, "LocalEngine", lambda workers: InlineEngine())
         yield

@@ -51,14 +51,15 @@ from shardkit.writers.execution.engine_local import default_workers
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.executors import Execution, open_runner
 from shardkit.writers.inputs.decompress import ContainerError, decompressed
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.scan import Split, scan_inputs
-from shardkit.writers.making import PARTITION_TEXT_BYTES, Made, Plan, make_parts
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import InputConfig, Recipe
-from shardkit.writers.session import Execution, open_runner
-from shardkit.writers.stages.shards import PROVENANCE_NAME
+from shardkit.writers.stages.graph import PARTITION_TEXT_BYTES, BuildInputs, Outputs, run_stages
+from shardkit.writers.stages.provenance import PROVENANCE_NAME
+from shardkit.writers.stages.tokenize import TokenizerFile
 
 __all__ = [
     "CERTAIN",
@@ -244,30 +245,35 @@ class _Scales:
         return self.tokens if commit.stage in _BY_TOKENS else self.documents
 
 
-def rehearse(plan: Plan, workers: int | None = None, *, sample_bytes: int = SAMPLE_BYTES) -> StageBytes:
+def rehearse(
+    inputs: BuildInputs,
+    tokenizer: TokenizerFile,
+    workers: int | None = None,
+    *,
+    sample_bytes: int = SAMPLE_BYTES,
+) -> StageBytes:
     """Build from a sample in a temporary folder, up to publishing, and reckon what the whole will take.
 
     Raises what the build would raise; BuildError also if the sample leaves no document.
     """
-    recipe = plan.recipe
+    recipe = inputs.recipe
     with tempfile.TemporaryDirectory(prefix="shardkit-rehearsal-") as folder:
-        pieces = choose_pieces(plan.splits, sample_bytes)
-        inputs, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
-        derived = _derived(recipe).model_copy(update={"inputs": tuple(inputs)}).in_folder(recipe.folder)
+        pieces = choose_pieces(inputs.splits, sample_bytes)
+        sources, stored = put_pieces(recipe, pieces, Path(folder) / "inputs", cut_anywhere=True)
+        derived = _derived(recipe).model_copy(update={"inputs": tuple(sources)}).in_folder(recipe.folder)
         splits = scan_inputs(derived)
         work = LocalWork(Path(folder) / "work")
-        small = Plan(derived, splits, plan.digest, (), plan.files)
+        small = BuildInputs(derived, splits, (), inputs.filter_files)
         with make_listener(False) as listener, warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the build says it, too
             with open_runner(derived, work, Execution(workers=workers), listener) as runner:
-                tokenizer = recipe.resolve(recipe.tokenizer.path)
-                made = make_parts(small, derived, tokenizer, runner.run)
+                made = run_stages(small, tokenizer, runner.run)
         whole: Counter[int] = Counter()
-        for split in plan.splits:
+        for split in inputs.splits:
             whole[split.source] += split.bytes
         by_source = [whole[source] / max(1, taken) for source, taken in stored.items()]
         scales = _scales([by_source[split.source] for split in splits], made)
-        return _whole(plan, [commit for _, commit in work.commits()], scales, made)
+        return _whole(inputs, [commit for _, commit in work.commits()], scales, made)
 
 
 def _derived(recipe: Recipe) -> Recipe:
@@ -279,19 +285,19 @@ def _derived(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"dedup": dedup, "max_bad_fraction": 1.0})
 
 
-def _scales(by_split: Sequence[float], made: Made) -> _Scales:
+def _scales(by_split: Sequence[float], made: Outputs) -> _Scales:
     def ratio(amounts: Sequence[int]) -> float:
         scaled = sum(amount * scale for amount, scale in zip(amounts, by_split, strict=True))
         return scaled / max(1, sum(amounts))
 
-    cleaned = made.prepared.cleaned
-    documents = ratio([commit.ledger().kept.documents for commit in cleaned])
-    tokens = ratio([commit.counts["tokens"] for commit in made.spilled])
+    cleaned = made.survivors.cleaned
+    documents = ratio([counts.ledger.kept.documents for counts in made.survivors.counts])
+    tokens = ratio([counts.tokens for counts in made.tokenized])
     names = [commit.name for commit in cleaned]
     return _Scales(dict(zip(names, by_split, strict=True)), documents, tokens)
 
 
-def _whole(plan: Plan, commits: Sequence[Commit], scales: _Scales, made: Made) -> StageBytes:
+def _whole(inputs: BuildInputs, commits: Sequence[Commit], scales: _Scales, made: Outputs) -> StageBytes:
     stages: dict[str, float] = {}
     output = text = 0.0
     tasks: Counter[str] = Counter()
@@ -306,15 +312,15 @@ def _whole(plan: Plan, commits: Sequence[Commit], scales: _Scales, made: Made) -
         names = published.get(commit.stage, commit.outputs.keys() if commit.stage == "provenance" else set())
         output += scale * sum(commit.outputs[name].bytes for name in names if name in commit.outputs)
         text += scale * commit.ledger().kept.bytes if commit.stage == "clean" else 0
-    documents = scales.documents * sum(c.ledger().kept.documents for c in made.prepared.cleaned)
-    near = plan.recipe.dedup.near
+    documents = scales.documents * made.survivors.kept.documents
+    near = inputs.recipe.dedup.near
     if near is not None:
-        indexed = sum(part.documents for index in plan.indexes for part in index.parts)
+        indexed = sum(part.documents for index in inputs.indexes for part in index.parts)
         _add_near(stages, near, documents, text, indexed)
     for stage in tasks:
-        stages[stage] += len(plan.splits) * files * FILE_BYTES / MARGIN
+        stages[stage] += len(inputs.splits) * files * FILE_BYTES / MARGIN
     sizes = {stage: int(MARGIN * size) for stage, size in stages.items()}
-    split = max(split.bytes for split in plan.splits) / max(1, sum(split.bytes for split in plan.splits))
+    split = max(split.bytes for split in inputs.splits) / max(1, sum(split.bytes for split in inputs.splits))
     partitions = max(1.0, text / PARTITION_TEXT_BYTES)
     largest = 0.0
     for stage, size in sizes.items():
@@ -323,7 +329,7 @@ def _whole(plan: Plan, commits: Sequence[Commit], scales: _Scales, made: Made) -
         elif stage in _BY_TOKENS:
             largest = max(largest, size / partitions)
         elif stage != "near":  # partitions that are sized to the memory of a task
-            largest = max(largest, min(size, plan.recipe.memory))
+            largest = max(largest, min(size, inputs.recipe.memory))
     return StageBytes(sizes, int(MARGIN * output), int(largest), int(documents), int(text))
 
 
@@ -368,7 +374,8 @@ class DiskNeed:
 
 
 def check_disk(
-    plan: Plan,
+    inputs: BuildInputs,
+    tokenizer: TokenizerFile,
     work: Work,
     output: Path | None,
     execution: Execution,
@@ -378,22 +385,22 @@ def check_disk(
 
     `output` is None for a remote one. Nothing is written but a sample in the system's temporary folder.
     """
-    if not plan.recipe.check_disk:
+    if not inputs.recipe.check_disk:
         return []
-    stored = sum(split.bytes for split in plan.splits)
+    stored = sum(split.bytes for split in inputs.splits)
     places = [work.folder, *([output] if output is not None else [])]
     if CERTAIN * stored <= min(_free_bytes(place) for place in places):
         return []
-    workers = default_workers(plan.recipe.memory) if execution.workers is None else execution.workers
+    workers = default_workers(inputs.recipe.memory) if execution.workers is None else execution.workers
     start = time.perf_counter()
     with make_listener(progress) as listener:
         listener(StageProgress(_STAGE, 0, 1, 0, 0, 0, 0.0))
         try:
-            estimate = rehearse(plan, min(workers, default_workers(plan.recipe.memory)))
+            estimate = rehearse(inputs, tokenizer, min(workers, default_workers(inputs.recipe.memory)))
         except BuildError as error:
             warn_user(f"whether the build fits on its disks is not known: {error}")
             return []
-        finished = finished_stages(plan, work) if isinstance(work, LocalWork) else {}
+        finished = finished_stages(inputs, tokenizer, work) if isinstance(work, LocalWork) else {}
         listener(StageProgress(_STAGE, 1, 1, 0, 0, 0, time.perf_counter() - start))
     needs = disk_needs(estimate, finished, work, output, workers)
     for need in needs:
@@ -437,7 +444,7 @@ class _UnfinishedError(Exception):
     """What later stages hold is not known before this one is done."""
 
 
-def finished_stages(plan: Plan, work: Work) -> dict[str, Finished]:
+def finished_stages(inputs: BuildInputs, tokenizer: TokenizerFile, work: Work) -> dict[str, Finished]:
     """What finished tasks of this build hold already, by stage, up to the first stage that is not done."""
     held: dict[str, Finished] = {}
 
@@ -451,9 +458,8 @@ def finished_stages(plan: Plan, work: Work) -> dict[str, Finished]:
             raise _UnfinishedError
         return found
 
-    recipe = plan.recipe
-    with suppress(_UnfinishedError, BuildError):  # an error of a finished stage is for the build to tell
-        make_parts(plan, recipe, recipe.resolve(recipe.tokenizer.path), look)
+    with suppress(_UnfinishedError, BuildError):  # an error of a finished stage is for the build to report
+        run_stages(inputs, tokenizer, look)
     return held
 
 

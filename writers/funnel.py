@@ -7,10 +7,10 @@
 
 `Funnel.check` holds all of it over a whole build; a build that does not add up is not published.
 
-What the filters of a build did, beside the ledger: each rule in order and alone, cuts, counts, excerpts.
-
-One for each cleaned split, in its commit; the sum of all is in the dataset's card. It does not depend on how
-documents are divided among splits or workers: sums are, and excerpts are those of the lowest hashes.
+`FilterCounts` is what the filters of a build did, beside the ledger: each rule in order and alone, cuts,
+counts, excerpts. Each cleaned split has one in its commit; the sum of all is in the dataset's card. It does
+not depend on how documents are divided among splits or workers: it is sums, and the excerpts of the lowest
+hashes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from typing import Any
 
 from shardkit.card import Histogram
 from shardkit.errors import ConservationError
-from shardkit.writers.execution.task import Commit
 from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
-from shardkit.writers.inputs.scan import Split
-from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import Count, Ledger
 
-__all__ = ["FilterCounts", "Funnel", "collect_funnel", "filters_card"]
+__all__ = ["PACKED", "FilterCounts", "Funnel", "filters_card"]
 
 PACKED = ("shards", "documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
@@ -39,7 +36,7 @@ class Funnel:
     """The whole build's counts. Each of `stages` is one ledger a source of the recipe, in the order they ran.
 
     `removed` is what duplicate removal found, by the reason that the stages after it book. The `histograms`
-    are "lengths" (TokenizeResult), "row_padding" and "row_pieces" (PackResult); `source_languages` are
+    are "lengths" (`Tokenized`), "row_padding" and "row_pieces" (`Packed`); `source_languages` are
     documents and tokens of each source by language, if the recipe has a filter that knows.
     """
 
@@ -101,36 +98,6 @@ class Funnel:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the card: the total ledger."""
         return self.total.to_dict()
-
-
-def collect_funnel(
-    splits: Sequence[Split],
-    sources: int,
-    *,
-    ledgers: Mapping[str, Sequence[Ledger]],
-    removed: Mapping[str, Count],
-    tokenized: Sequence[Commit],
-    packed: Sequence[Commit],
-    sequence_length: int,
-) -> Funnel:
-    """The counts that all commits hold; `ledgers` are those of stages before tokenizing, one a split."""
-    all_ledgers = {**ledgers, "tokenizing": [commit.ledger() for commit in tokenized]}
-    stages = {stage: [Ledger() for _ in range(sources)] for stage in all_ledgers}
-    source_tokens = [0] * sources
-    for number, split in enumerate(splits):
-        for stage, of_splits in all_ledgers.items():
-            stages[stage][split.source].merge(of_splits[number])
-        source_tokens[split.source] += tokenized[number].counts["tokens"]
-    totals = {name: sum(c.counts["packed"][name] for c in packed) for name in PACKED}
-    histograms = {"lengths": Histogram.total(commit.counts["lengths"] for commit in tokenized)}
-    for name in ("row_padding", "row_pieces"):
-        histograms[name] = Histogram.total(commit.counts["histograms"][name] for commit in packed)
-    languages: list[list[Any]] = [[] for _ in range(sources)]
-    for split, commit in zip(splits, tokenized, strict=True):
-        languages[split.source].append(commit.counts["languages"])
-    labelled = all(commit.counts["languages"] is not None for commit in tokenized)
-    source_languages = [add_languages(parts) for parts in languages] if labelled else None
-    return Funnel(stages, source_tokens, removed, sequence_length, totals, histograms, source_languages)
 
 
 def _sum(ledgers: Sequence[Ledger]) -> Ledger:
@@ -215,14 +182,13 @@ class FilterCounts:
         )
 
 
-def filters_card(splits: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the card says of all splits (each as `to_dict` gives it); None for a recipe without filters.
+def filters_card(splits: Iterable[FilterCounts]) -> dict[str, Any] | None:
+    """What the card says of all splits; None for a recipe without filters.
 
     report/filters.py describes it.
     """
     total = FilterCounts()
-    for split in splits:
-        counts = FilterCounts.from_dict(split)
+    for counts in splits:
         total.reasons, total.edits = counts.reasons, counts.edits  # of one recipe: all alike
         total.add(counts)
     if not total.reasons and not total.edits:

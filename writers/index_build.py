@@ -33,19 +33,18 @@ from shardkit.writers.dedup.index import (
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.dedup.signatures import part_settings
-from shardkit.writers.duplicates import NEAR, Deduplicated
+from shardkit.writers.duplicates import NEAR
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import local
+from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
 from shardkit.writers.kernels.words import normalization_version
-from shardkit.writers.machine_files import place_files
-from shardkit.writers.preparation import Prepared, open_indexes, prepare, refuse_own_files, with_overrides
+from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
-from shardkit.writers.stages import tasks as stages
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors
 
 __all__ = ["DedupIndexResult", "build_dedup_index"]
 
@@ -100,18 +99,16 @@ def build_dedup_index(
     work = work_of(recipe, target.with_name(target.name + ".work"), storage, execution)
     splits = scan.scan_inputs(recipe, storage)
     refuse_own_files(splits, place_of(work), target)
-    indexes = open_indexes(recipe)
-    files = stages.filter_files(recipe)
+    inputs = BuildInputs.of(recipe, splits)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
-        moved, _ = place_files(recipe, runner.journal, files)
-        prepared = prepare(moved, splits, runner.run, indexes, files)
-        near = prepared.unique.near
-        assert near is not None
-        [made] = runner.run(_index_tasks(prepared.unique, near, config, sketch))
+        moved, _ = place_files(recipe, runner.journal, inputs.filter_files)
+        survivors = find_survivors(inputs, runner.run, moved=moved)
+        assert survivors.near is not None
+        [made] = runner.run(_index_tasks(survivors.documents, survivors.near, config, sketch))
         facts = {
             "recipe_digest": digest_of(recipe_content(recipe)),
-            "inputs": describe_inputs(recipe, splits, [c.counts["input"] for c in prepared.cleaned]),
-            "against": [other.digest for other in indexes],
+            "inputs": describe_inputs(recipe, splits, [counts.input for counts in survivors.counts]),
+            "against": [other.digest for other in inputs.indexes],
         }
         runner.prove(made)
         opened = _publish(made, target, facts, config, sketch=sketch, replace=replace)
@@ -123,7 +120,7 @@ def build_dedup_index(
         opened.bytes,
         opened.stored_bytes,
         opened.digest,
-        _removed(prepared),
+        _removed(survivors),
         dict(runner.seconds),
         time.perf_counter() - start,
     )
@@ -146,13 +143,15 @@ def _publish(
     return publish_index(parts, target, facts, config, sketch=sketch, replace=replace, settings=settings)
 
 
-def _index_tasks(unique: Deduplicated, near: NearResult, config: NearDedupConfig, sketch: int) -> list[Task]:
+def _index_tasks(
+    documents: Sequence[Commit], near: NearResult, config: NearDedupConfig, sketch: int
+) -> list[Task]:
     """One task a split."""
     losers = Removals({NEAR: [near.resolved.folder]})
     tasks = []
-    for number, (documents, part) in enumerate(zip(unique.documents, near.parts, strict=True)):
+    for number, (split, part) in enumerate(zip(documents, near.parts, strict=True)):
         inputs = {
-            "documents": documents.outputs[DOCUMENTS_FILE].xxh3_128,
+            "documents": split.outputs[DOCUMENTS_FILE].xxh3_128,
             "part": part.content,
             "removed": losers.digest(number),
         }
@@ -161,9 +160,9 @@ def _index_tasks(unique: Deduplicated, near: NearResult, config: NearDedupConfig
             "normalization": normalization_version(),
             "sketch": sketch,
         }
-        args = (documents.folder / DOCUMENTS_FILE, part.folder, losers, number, config, sketch)
-        weight = documents.outputs[DOCUMENTS_FILE].bytes
-        tasks.append(Task("index", documents.name, settings, _index, args, weight, inputs))
+        args = (split.folder / DOCUMENTS_FILE, part.folder, losers, number, config, sketch)
+        weight = split.outputs[DOCUMENTS_FILE].bytes
+        tasks.append(Task("index", split.name, settings, _index, args, weight, inputs))
     return tasks
 
 
@@ -181,11 +180,11 @@ def _index(
     return counts | {"settings": index_settings(config)}
 
 
-def _removed(prepared: Prepared) -> dict[str, int]:
+def _removed(survivors: Survivors) -> dict[str, int]:
     removed: dict[str, int] = {}
-    for commit in prepared.cleaned:
-        for reason, count in commit.ledger().dropped.items():
+    for counts in survivors.counts:
+        for reason, count in counts.ledger.dropped.items():
             removed[reason] = removed.get(reason, 0) + count.documents
-    for stage in (prepared.unique.card or {}).get("stages", []):
+    for stage in (survivors.card or {}).get("stages", []):
         removed[stage["stage"]] = stage["documents"]
     return removed

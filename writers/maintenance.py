@@ -1,25 +1,19 @@
-"""`explain_build`: which tasks of a build are finished, which have to run, and why; and what is stale.
+"""Explains what a build has to do and why, without doing it; cleans a work folder of what it does not use.
 
-Nothing is run or written. Stages are walked in order; at the first one that has to do something the rest is
-named with what it waits for, because whether it has to run depends on what its inputs turn out to be.
+To explain, nothing is run or written. `Planner.run` stands in for `Runner.run`: it looks up which tasks are
+finished and ends (UnknownError) at the first stage that has to do something, because what later stages do
+depends on what that gives; those are listed by name. Why a task has to run follows from the finished one of
+its name that differs least: what of config, inputs and code changed.
 
-What a build has to do, and why, without doing it.
-
-`Planner.run` stands in for `Runner.run`: it looks up which tasks are finished and ends (UnknownError) at the
-first stage that has to do something, as what later stages do depends on what that gives. Why a task has to
-run is told by the finished one of its name that differs least: what of config, inputs and code is another.
-
-`clean_work`: remove from a work folder what a build does not use.
-
-A build never removes finished work: going back to an earlier recipe or input file finds it. What is left by
-other recipes, by versions of shardkit, or by files that went is removed here, on request only.
+A build never removes finished work, so going back to an earlier recipe or input file finds it. What is left
+of other recipes, of other versions of shardkit, or of input files that are gone is removed here, on request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +24,12 @@ from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
+from shardkit.writers.executors import Execution, place_files, work_of
 from shardkit.writers.inputs import scan
-from shardkit.writers.machine_files import place_files
-from shardkit.writers.making import Plan, make_parts
-from shardkit.writers.places import default_work, destination_of
-from shardkit.writers.preparation import open_indexes, with_overrides
+from shardkit.writers.pipeline import default_work, destination_of, with_overrides
 from shardkit.writers.recipe import Recipe
-from shardkit.writers.session import Execution, work_of
-from shardkit.writers.stages import tasks as stages
-from shardkit.writers.tokenizer import tokenizer_digest
+from shardkit.writers.stages.graph import BuildInputs, run_stages
+from shardkit.writers.stages.tokenize import TokenizerFile
 
 __all__ = [
     "CleanReport",
@@ -52,7 +43,6 @@ __all__ = [
     "differences",
     "explain_build",
     "explain_work",
-    "open_plan",
 ]
 
 NEW = "new: no task of this name has run"
@@ -247,12 +237,13 @@ def explain_build(
 
 def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
     """The same for a work folder."""
-    plan = open_plan(recipe, storage)
+    tokenizer = TokenizerFile.of(recipe)
+    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage))
     work.prepare()
     planner = Planner(work)
     with suppress(UnknownError):
-        moved, tokenizer_path = place_files(recipe, planner, plan.files, plan.digest)
-        make_parts(plan, moved, tokenizer_path, planner.run)
+        moved, path = place_files(recipe, planner, inputs.filter_files, tokenizer.digest)
+        run_stages(inputs, replace(tokenizer, path=path), planner.run, moved=moved)
     walked = {stage.stage for stage in planner.stages}
     later = [stage for stage in stage_names(recipe) if stage not in walked]
     stale = [
@@ -261,13 +252,6 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
         if key not in planner.keys and commit.stage not in later  # of those, what will be used is not known
     ]
     return Explanation(work.place, tuple(planner.stages), tuple(later), tuple(stale))
-
-
-def open_plan(recipe: Recipe, storage: StorageOptions | None) -> Plan:
-    """Look at the inputs, the tokenizer and all other files that the recipe names."""
-    splits = scan.scan_inputs(recipe, storage)
-    digest = tokenizer_digest(recipe.resolve(recipe.tokenizer.path))
-    return Plan(recipe, splits, digest, open_indexes(recipe), stages.filter_files(recipe))
 
 
 def stage_names(recipe: Recipe) -> list[str]:

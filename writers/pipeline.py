@@ -1,10 +1,13 @@
-"""`build`: a recipe to a dataset.
+"""`build`: a recipe to a published dataset.
 
-    scan -> clean -> duplicates -> tokenize, tokenizer parity -> pack -> provenance -> publish
+    recipe -> destination, work folder, engine -> splits -> is it there already? -> does it fit on the disks?
+    -> the stages (stages/graph.py): clean, exact, lines, near, tokenize, pack, provenance
+    -> counts that add up -> publish: shards, provenance, report, card, and the index last
 
-Every stage is a list of tasks that the journal skips or an engine runs; what a stage has to do follows from
-the recipe and from what the stages before it committed, never from the number of workers or from time. So the
-same inputs and recipe give the same bytes, and a build that was killed goes on where it was.
+The same inputs and recipe give the same bytes, whatever runs the build, and a build that was killed continues
+where it was. Whether the output already holds the dataset is decided by content, not by times: by the card's
+recipe, tokenizer and version, and by the digests of the raw inputs, which are read again for this (at the
+disk's speed, much faster than building).
 """
 
 from __future__ import annotations
@@ -12,56 +15,58 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import shardkit
+from shardkit.card import Histogram
+from shardkit.errors import BuildError, RecipeError
+from shardkit.hashing import digest_of
 from shardkit.errors import BuildError
 from shardkit.formats.provenance import provenance_name
 from shardkit.manifest import Manifest
-from shardkit.progress import make_listener
+from shardkit.progress import Listener, make_listener
 from shardkit.storage.store import StorageOptions
+from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.annotations import ANNOTATIONS_FILE
-from shardkit.writers.card import card_bytes, describe_file, make_card
+from shardkit.writers.card import card_bytes, describe_file, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TURN_SECONDS, TaskSlice
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_files import read_bytes
-from shardkit.writers.funnel import Funnel, collect_funnel, filters_card
+from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
+from shardkit.writers.funnel import PACKED, Funnel, filters_card
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.files import check_unchanged
-from shardkit.writers.inputs.scan import describe_inputs
+from shardkit.writers.inputs.scan import Split, describe_inputs, hash_splits
+from shardkit.writers.languages import add_languages
 from shardkit.writers.ledger import Ledger
-from shardkit.writers.machine_files import place_files
-from shardkit.writers.making import Made, Plan, make_parts
-from shardkit.writers.places import default_work, destination_of
-from shardkit.writers.preparation import open_indexes, refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
     CARD_NAME,
     QUARANTINE_NAME,
     REPORT_NAME,
+    RemoteOutput,
     Watch,
+    find_published,
+    finish_published,
     global_shards,
     publish,
 )
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
+from shardkit.writers.recipe_text import apply_override
 from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult, StageClock
-from shardkit.writers.session import EngineName, Execution, open_runner, place_of, work_of
-from shardkit.writers.stages import tasks as stages
 from shardkit.writers.stages.clean import QUARANTINE_FILE
-from shardkit.writers.tokenizer import tokenizer_digest
-from shardkit.writers.up_to_date import check_output
+from shardkit.writers.stages.graph import BuildInputs, Outputs, run_stages
+from shardkit.writers.stages.tokenize import TokenizerFile
 
-__all__ = ["build"]
-
-Publisher = Callable[[Manifest, Mapping[str, Path], Mapping[str, bytes]], None]
-"""Puts shards, files and texts to where the dataset goes, the index last."""
+__all__ = ["build", "default_work", "destination_of", "refuse_own_files", "with_overrides"]
 
 
 def build(
@@ -77,48 +82,152 @@ def build(
     replace: bool = False,
     storage: StorageOptions | None = None,
 ) -> BuildResult:
-    """Build the dataset that `recipe` (or the YAML file it names) describes; what is finished is not redone.
+    """Build the dataset that `recipe` (or the YAML file it names) describes; skip what is finished.
 
-    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. Stores, of
-    inputs too, are reached as `storage` says. `overrides` such as "pack.sequence_length=512" replace other
-    keys. `engine`, `workers`, `ray_address` and `task_slice` say who runs the tasks (`Execution`; default: a
-    process a core, as memory allows), which never changes a byte. A place that holds another dataset is
-    refused unless `replace`.
-    Raises RecipeError, BuildError, MissingExtraError; after an interruption the same call goes on.
+    `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` has
+    the options of stores, also of those with inputs. `overrides` such as "pack.sequence_length=512" replace
+    other keys. `engine`, `workers`, `ray_address` and `task_slice` select who runs the tasks (`Execution`;
+    default: one process per core, as memory allows) and never change a byte. A place that holds another
+    dataset is refused unless `replace`. Raises RecipeError, BuildError, MissingExtraError; after an
+    interruption the same call continues.
     """
+    start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
     target = destination_of(recipe, output, storage)
     execution = Execution(workers=workers, engine=engine, task_slice=task_slice, ray_address=ray_address)
     work = work_of(recipe, recipe.resolve(default_work(target)), storage, execution)
-    start = time.perf_counter()
+
     splits = scan.scan_inputs(recipe, storage)
     refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
-    digest, indexes = tokenizer_digest(recipe.resolve(recipe.tokenizer.path)), open_indexes(recipe)
-    files = stages.filter_files(recipe)
-    if card := check_output(target, recipe, splits, digest, indexes, files, replace=replace):
+    tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits)
+    if card := _published_card(target, inputs, tokenizer.digest, replace=replace):
         if recipe.work is None and task_slice is None:
             _remove_left(work)
         return _result_of_card(str(target), card, time.perf_counter() - start)
-    plan = Plan(recipe, splits, digest, indexes, files)
-    check_disk(plan, work, target if isinstance(target, Path) else None, execution, progress)
+
+    check_disk(inputs, tokenizer, work, target if isinstance(target, Path) else None, execution, progress)
     scanned = time.perf_counter() - start
+    watch = Watch(target, replace=replace)
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
-        watch = Watch(target, replace=replace)
-        wait_seconds = TURN_SECONDS if runner.is_shared else 0.0
-        place = partial(publish, target, replace=replace, wait_seconds=wait_seconds, listener=listener)
-        result = _Build(plan, runner, watch).run(str(target), place)
+        moved, path = place_files(recipe, runner.journal, inputs.filter_files, tokenizer.digest)
+        outputs = run_stages(inputs, dataclass_replace(tokenizer, path=path), runner.run, moved=moved)
+        funnel = _count(inputs, outputs)
+        begin = time.perf_counter()
+        check_unchanged({split.input for split in splits})
+        dataset = _describe(inputs, outputs, funnel)
+        with runner.exclusive("publish", str(target), lambda: watch.shows(dataset.card)) as is_ours:
+            if is_ours:
+                runner.prove([*outputs.packed, *dataset.tables.values()])
+                _publish(dataset, target, runner.is_shared, watch, listener, replace=replace)
+        runner.seconds["publish"] = time.perf_counter() - begin
         stages_run = clock.times(runner.seconds)
         if recipe.work is None and not runner.is_shared:
             runner.journal.remove()
     if recipe.work is None and runner.is_shared and progress is True:
-        say(f"{work.place} is kept, as others may be at work in it; delete it when all have ended")
+        say(f"{work.place} is kept, because others may use it; delete it when all of them have ended")
+    result = _result(str(target), dataset.manifest, funnel, runner)
     return dataclass_replace(result, total_seconds=time.perf_counter() - start, stages=stages_run)
 
 
+def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe, or the one in a YAML file, with keys replaced."""
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe, list(overrides))
+    if not overrides:
+        return recipe
+    data: Any = recipe.model_dump(mode="json")
+    for override in overrides:
+        data = apply_override(data, override)
+    return recipe_from_mapping(data, folder=recipe.folder)
+
+
+def destination_of(
+    recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
+) -> Path | RemoteOutput:
+    """Where a build's dataset goes; RecipeError if it cannot go there."""
+    place = recipe.output.path if output is None else str(output)
+    if is_remote(place):
+        return RemoteOutput(place.rstrip("/"), storage)
+    folder = recipe.resolve(place) if output is None else local_path(place).absolute()
+    if not folder.name:
+        raise RecipeError(f"output.path: {folder} cannot hold a dataset; name a folder")
+    return folder
+
+
+def default_work(target: Path | RemoteOutput) -> str:
+    """The work folder if the recipe names none: beside the output, or for a URL in the recipe's folder."""
+    return f"{target}.work" if isinstance(target, Path) else target.work_name
+
+
+def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
+    """RecipeError if an input lies where a build writes: a second one would read what the first one wrote.
+
+    `places` are folders, and URLs as str.
+    """
+    roots = [str(place.resolve() if isinstance(place, Path) else place).rstrip("/") for place in places]
+    for split in splits:
+        identity = split.input.identity
+        for root in roots:
+            if identity.startswith(root + "/"):
+                raise RecipeError(
+                    f"inputs[{split.source}].path: {split.file} lies in {root}, where this build writes; "
+                    f"keep inputs, output and work apart"
+                )
+
+
+def _published_card(
+    output: Path | RemoteOutput, inputs: BuildInputs, tokenizer_digest: str, *, replace: bool
+) -> dict[str, Any] | None:
+    """The card of the dataset at `output` if it is what this build would make; None if there is work to do.
+
+    BuildError if it holds something else and `replace` is not set, or if a store cannot be reached.
+    """
+    found = find_published(output)
+    if found is None or replace:
+        return None
+    damage = found.problem and f"which is damaged ({found.problem})"
+    problem = damage
+    if found.contents is not None:
+        problem = _difference(found.card, inputs, tokenizer_digest) or damage
+    if problem is not None or found.contents is None:
+        raise BuildError(
+            f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
+            f"to put this one in its place"
+        )
+    finish_published(output, found.contents)
+    return found.card
+
+
+def _difference(card: dict[str, Any] | None, inputs: BuildInputs, tokenizer_digest: str) -> str | None:
+    """Why the card is not this build's, or None."""
+    recipe, splits = inputs.recipe, inputs.splits
+    if card is None or "recipe_digest" not in card:
+        return "which no recipe made"
+    try:
+        if card["recipe_digest"] != digest_of(recipe_content(recipe)):
+            return "made by another recipe"
+        if card["shardkit_version"] != shardkit.__version__:
+            return f"made by shardkit {card['shardkit_version']}"
+        if card["tokenizer"]["digest"] != tokenizer_digest:
+            return "made with another tokenizer"
+        indexes = [index.digest for index in inputs.indexes]
+        if recipe.dedup.near and card["dedup"]["near"]["indexes"] != indexes:
+            return "made against other indexes"
+        if card["filter_files"] != inputs.filter_files:
+            return "made with other lists or models of its filters"
+        names = ("source", "files", "bytes", "digest")
+        stated = [{name: entry[name] for name in names} for entry in card["inputs"]]
+    except (KeyError, TypeError):
+        return "whose card cannot be read"
+    if stated != describe_inputs(recipe, splits, hash_splits(splits)):
+        return "made from other input files"
+    return None
+
+
 def _remove_left(work: Work) -> None:
-    """The default work folder goes after success, also where a crash came between the two."""
+    """Remove the default work folder if a crash came between publishing and removing it."""
     if work.folder.is_dir():
         with suppress(BuildError), Journal(work) as journal:  # of another build, or not ours: it stays
             journal.remove()
@@ -138,100 +247,137 @@ def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> B
     )
 
 
-class _Build:
-    """One build from its plan to the published dataset."""
+def _count(inputs: BuildInputs, outputs: Outputs) -> Funnel:
+    """The counts of all stages; ConservationError unless they add up."""
+    survivors, tokenized = outputs.survivors, outputs.tokenized
+    of_splits = {"cleaning": [counts.ledger for counts in survivors.counts]}
+    if survivors.lines_cut:
+        of_splits["cutting lines"] = list(survivors.lines_cut)
+    of_splits["tokenizing"] = [counts.ledger for counts in tokenized]
+    sources = range(len(inputs.recipe.inputs))
+    ledgers = {stage: [Ledger() for _ in sources] for stage in of_splits}
+    tokens = [0 for _ in sources]
+    languages: list[list[Any]] = [[] for _ in sources]
+    for number, split in enumerate(inputs.splits):
+        for stage, parts in of_splits.items():
+            ledgers[stage][split.source].merge(parts[number])
+        tokens[split.source] += tokenized[number].tokens
+        languages[split.source].append(tokenized[number].languages)
+    labelled = all(counts.languages is not None for counts in tokenized)
+    packed = [part.counts() for part in outputs.parts]
+    histograms = {"lengths": Histogram(), "row_padding": Histogram(), "row_pieces": Histogram()}
+    for counts in tokenized:
+        histograms["lengths"].add(counts.lengths)
+    for part in outputs.parts:
+        histograms["row_padding"].add(part.row_padding)
+        histograms["row_pieces"].add(part.row_pieces)
+    funnel = Funnel(
+        ledgers,
+        tokens,
+        survivors.removed,
+        inputs.recipe.pack.sequence_length,
+        {name: sum(part[name] for part in packed) for name in PACKED},
+        histograms,
+        [add_languages(parts) for parts in languages] if labelled else None,
+    )
+    funnel.check()
+    return funnel
 
-    def __init__(self, plan: Plan, runner: Runner, watch: Watch) -> None:
-        self._plan, self._runner, self._watch = plan, runner, watch
 
-    def run(self, location: str, place: Publisher) -> BuildResult:
-        plan, recipe, runner = self._plan, self._plan.recipe, self._runner
-        moved, tokenizer_path = place_files(recipe, runner.journal, plan.files, plan.digest)
-        made = make_parts(plan, moved, tokenizer_path, runner.run)
-        unique = made.prepared.unique
-        funnel = collect_funnel(
-            plan.splits,
-            len(recipe.inputs),
-            ledgers={"cleaning": [commit.ledger() for commit in made.prepared.cleaned]}
-            | ({"cutting lines": unique.cut} if unique.cut else {}),
-            removed=unique.removed,
-            tokenized=made.spilled,
-            packed=made.packed,
-            sequence_length=recipe.pack.sequence_length,
-        )
-        funnel.check()
-        start = time.perf_counter()
-        manifest = self._publish(location, place, made, funnel)
-        runner.seconds["publish"] = time.perf_counter() - start
-        return BuildResult(
-            location,
-            fingerprint=manifest.fingerprint,
-            format=manifest.format,
-            samples=manifest.samples,
-            shards=len(manifest.shards),
-            sequence_length=recipe.pack.sequence_length,
-            tokens=funnel.packed["tokens"],
-            padding=funnel.packed["padding"],
-            funnel=funnel.total,
-            seconds=dict(runner.seconds),
-            total_seconds=0.0,
-            tasks=runner.tasks,
-            tasks_reused=runner.tasks_reused,
-        )
+@dataclass(frozen=True)
+class _Dataset:
+    """What is published: `links` are files of the work folder by their names in the dataset.
 
-    def _publish(self, location: str, place: Publisher, made: Made, funnel: Funnel) -> Manifest:
-        plan, recipe = self._plan, self._plan.recipe
-        prepared, packed = made.prepared, made.packed
-        check_unchanged({split.input for split in plan.splits})
-        tables = _tables(recipe, made.provenance, prepared.cleaned)
-        shards = global_shards((commit.folder, stages.shards_of(commit)) for commit in packed)
-        manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
-        if not manifest.samples:
-            raise BuildError("no document has any token: there is nothing to write")
-        links = {shard.stored.basename: path for path, shard in shards}
-        files: dict[str, Any] = {}
-        for name, commit in tables.items():
-            [(file, table)] = commit.outputs.items()
-            links[name] = commit.folder / file
-            files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
-        inputs = describe_inputs(recipe, plan.splits, [c.counts["input"] for c in prepared.cleaned])
-        card = make_card(
-            recipe,
-            manifest,
-            funnel,
-            tokenizer=made.tokenizer,
-            inputs=inputs,
-            partitions=len(packed),
-            dedup=prepared.unique.card,
-            filters=filters_card(commit.counts["filters"] for commit in prepared.cleaned),
-            filter_files=plan.files,
-        )
-        texts = {REPORT_NAME: render_report(card)}
-        quarantine = _joined(prepared.cleaned, QUARANTINE_FILE)
-        if quarantine:
-            texts[QUARANTINE_NAME] = quarantine
-        told = {name for commit in prepared.cleaned for name in commit.outputs if name.endswith(".jsonl")}
-        for name in sorted(told - {QUARANTINE_FILE}):  # what filters have to tell beyond the report
-            texts[name] = _joined(prepared.cleaned, name)
-        card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
-        texts[CARD_NAME] = card_bytes(card)
+    `tables` are the commits of the Parquet files among them, with that one output each.
+    """
 
-        def is_done() -> bool:
-            return self._watch.shows(texts[CARD_NAME])
+    manifest: Manifest
+    links: Mapping[str, Path]
+    tables: Mapping[str, Commit]
+    texts: Mapping[str, bytes]
 
-        with self._runner.take_turn("publish", location, is_done) as is_ours:
-            if is_ours:
-                self._runner.prove([*packed, *tables.values()])
-                try:
-                    place(manifest, links, texts)
-                except BuildError:
-                    if not (self._runner.is_shared and is_done()):  # by one who took us for dead
-                        raise
-        return manifest
+    @property
+    def card(self) -> bytes:
+        return self.texts[CARD_NAME]
+
+
+def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset:
+    """Number the shards, and write the index, the report and the card; BuildError if there is no sample."""
+    recipe, survivors = inputs.recipe, outputs.survivors
+    cleaned = survivors.cleaned
+    folders = [commit.folder for commit in outputs.packed]
+    shards = global_shards(zip(folders, [part.shards for part in outputs.parts], strict=True))
+    manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
+    if not manifest.samples:
+        raise BuildError("no document has any token: there is nothing to write")
+    links = {shard.stored.basename: path for path, shard in shards}
+    tables = _tables(recipe, outputs.provenance, cleaned)
+    files: dict[str, Any] = {}
+    for name, commit in tables.items():
+        [(file, table)] = commit.outputs.items()
+        links[name] = commit.folder / file
+        files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
+    card = make_card(
+        recipe,
+        manifest,
+        funnel,
+        tokenizer=outputs.tokenizer,
+        inputs=describe_inputs(recipe, inputs.splits, [counts.input for counts in survivors.counts]),
+        partitions=len(outputs.packed),
+        dedup=survivors.card,
+        filters=filters_card(counts.filters for counts in survivors.counts),
+        filter_files=inputs.filter_files,
+    )
+    texts = {REPORT_NAME: render_report(card)}
+    if quarantine := _joined(cleaned, QUARANTINE_FILE):
+        texts[QUARANTINE_NAME] = quarantine
+    side_files = {name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")}
+    for name in sorted(side_files - {QUARANTINE_FILE}):  # what filters have to report beyond the page
+        texts[name] = _joined(cleaned, name)
+    card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
+    texts[CARD_NAME] = card_bytes(card)
+    return _Dataset(manifest, links, tables, texts)
+
+
+def _publish(
+    dataset: _Dataset,
+    target: Path | RemoteOutput,
+    is_shared: bool,
+    watch: Watch,
+    listener: Listener[StageProgress],
+    *,
+    replace: bool,
+) -> None:
+    wait_seconds = TURN_SECONDS if is_shared else 0.0
+    files = (dataset.manifest, dataset.links, dataset.texts)
+    try:
+        publish(target, *files, replace=replace, wait_seconds=wait_seconds, listener=listener)
+    except BuildError:
+        # Another process may have taken this one for dead and have published the dataset.
+        if not (is_shared and watch.shows(dataset.card)):
+            raise
+
+
+def _result(location: str, manifest: Manifest, funnel: Funnel, runner: Runner) -> BuildResult:
+    return BuildResult(
+        location,
+        fingerprint=manifest.fingerprint,
+        format=manifest.format,
+        samples=manifest.samples,
+        shards=len(manifest.shards),
+        sequence_length=funnel.sequence_length,
+        tokens=funnel.packed["tokens"],
+        padding=funnel.packed["padding"],
+        funnel=funnel.total,
+        seconds=dict(runner.seconds),
+        total_seconds=0.0,
+        tasks=runner.tasks,
+        tasks_reused=runner.tasks_reused,
+    )
 
 
 def _joined(commits: Sequence[Commit], name: str) -> bytes:
-    """One output of all tasks; what is empty is not read, which in a store would be a request."""
+    """One output of all tasks; an empty one is not read, which in a store would be a request."""
     return b"".join(read_bytes(commit.folder / name) for commit in commits if commit.outputs[name].bytes)
 
 

@@ -29,15 +29,13 @@ from grown_corpus import EOS, documents, put_tokenizer, write_corpus
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.near import NearStages, SplitDocuments
 from shardkit.writers.dedup.removals import Removals
-from shardkit.writers.duplicates import task_memory
 from shardkit.writers.execution.engine import Engine, InlineEngine
 from shardkit.writers.execution.engine_local import LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
-from shardkit.writers.stages import tasks as stages
-from shardkit.writers.stages.clean import DOCUMENTS_FILE
-from shardkit.writers.tokenizer import tokenizer_digest
+from shardkit.writers.stages import clean, tokenize
+from shardkit.writers.stages.graph import task_memory
 
 RECIPE = f"""\
 inputs: [{{path: "texts/*.jsonl", source: texts}}]
@@ -53,29 +51,26 @@ STAGES = ("clean", "signatures", "tokenize")
 def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]:
     """Seconds of each stage in a new work folder."""
     splits = scan.scan_inputs(recipe)
-    path = recipe.resolve(recipe.tokenizer.path)
-    digest = tokenizer_digest(path)
     near = recipe.dedup.near
     assert near is not None
     with Journal(folder) as journal, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
-        [cleaned] = runner.run(stages.clean_tasks(recipe, splits, {}))
-        found = [(commit, commit.outputs[DOCUMENTS_FILE]) for commit in cleaned]
+        [cleaned] = runner.run(clean.tasks(recipe, splits, {}))
+        found = [(commit, commit.outputs[clean.DOCUMENTS_FILE]) for commit in cleaned]
         described = [
-            SplitDocuments(commit.name, commit.folder / DOCUMENTS_FILE, output.xxh3_128, output.bytes)
+            SplitDocuments(commit.name, commit.folder / clean.DOCUMENTS_FILE, output.xxh3_128, output.bytes)
             for commit, output in found
         ]
         removals = Removals({})
         signing = NearStages(near, described, removals, task_memory(recipe), recipe.seed)
         runner.run(signing.signature_tasks())
-        tokenizing = stages.tokenize_tasks(
+        tokenizing = tokenize.tasks(
             recipe,
             splits,
             cleaned,
             removals,
-            labelled=cleaned,
-            tokenizer_path=path,
-            tokenizer_digest=digest,
+            cleaned=cleaned,
+            tokenizer=tokenize.TokenizerFile.of(recipe),
             engine="gigatoken",
             unlike=(),
             partitions=1,

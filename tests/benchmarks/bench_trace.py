@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from shardkit.formats import mds
 from shardkit.writers.documents import document_ids, keyed_hashes
-from shardkit.writers.stages.pack import pack_best_fit
+from shardkit.writers.stages.placement import pack_best_fit
 from shardkit.writers.stages.provenance import renumber, write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 

@@ -15,10 +15,10 @@ import pytest
 
 from reference.near import reference_shingles
 from shardkit.errors import BuildError
-from shardkit.writers import build, build_dedup_index, index_build, pipeline, session
+from shardkit.writers import build, build_dedup_index, executors, index_build, pipeline
 from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.measure import NAMESPACE
-from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.engine import InlineEngine, OnCompile
 from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs import scan
@@ -80,7 +80,7 @@ def _many_splits(monkeypatch: pytest.MonkeyPatch, inline_builds: None) -> None:
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many partitions and blocks as millions of documents need."""
-    monkeypatch.setattr("shardkit.writers.duplicates.task_memory", lambda recipe: 20_000)
+    monkeypatch.setattr("shardkit.writers.stages.graph.task_memory", lambda recipe: 20_000)
 
 
 def provenance(output: Path) -> dict[str, dict[str, Any]]:
@@ -183,7 +183,7 @@ def test_partitions_and_planted_copies_change_no_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = build(make(tmp_path / "small"), overrides=[ALL], progress=False)
-    monkeypatch.setattr("shardkit.writers.duplicates.task_memory", lambda recipe: 1 << 28)
+    monkeypatch.setattr("shardkit.writers.stages.graph.task_memory", lambda recipe: 1 << 28)
     large = build(make(tmp_path / "large"), progress=False)
     assert small.tasks > large.tasks + 20
     assert small.fingerprint == large.fingerprint
@@ -208,7 +208,7 @@ class StoppingEngine(InlineEngine):
 
     left = 0
 
-    def run(self, queue: TaskQueue, work: Work) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         while (task := queue.take()) is not None:
             commit = run_task(task, task.digest, work)
             StoppingEngine.left -= 1
@@ -224,7 +224,7 @@ def test_a_build_that_is_stopped_after_any_task_goes_on_to_the_same_bytes(
 ) -> None:
     changes = ["dedup.lines={min_characters: 20}", ALL]
     whole = build(make(tmp_path / "whole"), overrides=changes, progress=False)
-    monkeypatch.setattr(session, "LocalEngine", lambda workers: StoppingEngine())
+    monkeypatch.setattr(executors, "LocalEngine", lambda workers: StoppingEngine())
     recipe = make(tmp_path / "stopped")
     stops = 0
     while True:
@@ -293,13 +293,13 @@ def test_tasks_name_what_they_depend_on(tmp_path: Path) -> None:
     seen: list[str] = []
 
     class Noting(InlineEngine):
-        def run(self, queue: TaskQueue, work: Work) -> None:
+        def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
             while (task := queue.take()) is not None:
                 seen.append(task.stage)
                 queue.done(run_task(task, task.digest, work))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "LocalEngine", lambda workers: Noting())
+        patch.setattr(executors, "LocalEngine", lambda workers: Noting())
         changes = ["work=work", "output.path=other"]
         build(recipe, overrides=[*changes, "dedup.near.similarity=0.82"], progress=False)
     assert "clean" not in seen

@@ -12,8 +12,11 @@ import pytest
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, ShardError
+from shardkit.verify import verify
+from shardkit.writers import build
 from shardkit.writers import build, making
 from shardkit.writers.inputs import scan
+from shardkit.writers.stages import graph
 from support.small_build import make_corpus, tree
 
 VARIANTS = {
@@ -30,7 +33,7 @@ WORKERS = {"mds best_fit": (1, 4), "mds concat zstd": (2, 1), "wds best_fit": (1
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the small corpus into as many splits and partitions as a large one has."""
     monkeypatch.setattr(scan, "scan_inputs", partial(scan.scan_inputs, split_bytes=5000))
-    monkeypatch.setattr(making, "PARTITION_TEXT_BYTES", 12_000)
+    monkeypatch.setattr(graph, "PARTITION_TEXT_BYTES", 12_000)
     monkeypatch.setattr("shardkit.writers.dedup.exact.partitions_for", lambda documents, memory: 3)
 
 
@@ -70,11 +73,12 @@ import os, signal, sys
 from functools import partial
 import psutil
 from shardkit.publish.publication import Publication
-from shardkit.writers import build, making
+from shardkit.writers import build
 from shardkit.writers.inputs import scan
+from shardkit.writers.stages import graph
 recipe, point, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 scan.scan_inputs = partial(scan.scan_inputs, split_bytes=5000)
-making.PARTITION_TEXT_BYTES = 12_000
+graph.PARTITION_TEXT_BYTES = 12_000
 me = psutil.Process()
 
 def watch(progress):

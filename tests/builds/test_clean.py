@@ -40,7 +40,7 @@ def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarr
     (split,) = scan_inputs(built)
     out = folder / "task"
     out.mkdir()
-    ledger = clean_split(split, built, out).ledger
+    ledger = clean_split(out, split, built).ledger
     table = pa.ipc.open_file(str(out / "documents.arrow")).read_all()
     return table, read_keys(out / "keys.npy"), ledger
 
@@ -86,7 +86,7 @@ def test_a_damaged_member_leaves_no_trace_in_what_a_split_writes(tmp_path: Path)
     built = recipe(tmp_path, b"", filters=[], annotate=True, inputs=[{"path": "a.jsonl.gz"}])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text[0]) + damaged)
     (split,) = scan_inputs(built)
-    ledger = clean_split(split, built, folder).ledger
+    ledger = clean_split(folder, split, built).ledger
     assert (ledger.kept.documents, ledger.read.documents) == (5, 14)
     assert pa.ipc.open_file(str(folder / "documents.arrow")).read_all()["record"].to_pylist() == list(
         range(5)

@@ -32,8 +32,11 @@ from shardkit.writers.estimate import (
 )
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.maintenance import open_plan
-from shardkit.writers.session import Execution, work_of
+from shardkit.writers.executors import Execution, work_of
+from shardkit.writers.inputs.scan import scan_inputs
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.stages.graph import BuildInputs
+from shardkit.writers.stages.tokenize import TokenizerFile
 from support.disk_meter import files_of, peak_bytes
 from support.small_build import make_corpus, tree
 
@@ -51,6 +54,11 @@ pack: {sequence_length: 512}
 output: {path: out, shard_bytes: 1MiB}
 work: work
 """
+
+
+def look(recipe: Recipe) -> tuple[BuildInputs, TokenizerFile]:
+    """What a build reads before its first task."""
+    return BuildInputs.of(recipe, scan_inputs(recipe)), TokenizerFile.of(recipe)
 
 
 class Usage(NamedTuple):
@@ -129,38 +137,38 @@ def test_the_same_build_goes_on_where_what_is_left_fits(
     first = build(recipe, workers=1, overrides=["work=work"], progress=False)
     shutil.rmtree(first.output)
     shutil.rmtree(tmp_path / "work" / "provenance")
-    plan, work = open_plan(load_recipe(recipe, ["work=work"]), None), LocalWork(tmp_path / "work")
-    held = finished_stages(plan, work)
+    read, work = look(load_recipe(recipe, ["work=work"])), LocalWork(tmp_path / "work")
+    held = finished_stages(*read, work)
     assert {stage for stage in held if held[stage].complete} >= {"clean", "exact", "tokenize", "pack"}
     packed = sum(commit.bytes for _, commit in work.commits("pack"))
     assert packed <= held["pack"].bytes <= packed + (1 << 16)
     assert held["provenance"] == Finished(0, complete=False)
-    whole = rehearse(plan, 1)
+    whole = rehearse(*read, 1)
     set_free(whole.work)  # too little to be certain
-    [left] = check_disk(plan, work, tmp_path / "out", Execution(workers=1))
+    [left] = check_disk(*read, work, tmp_path / "out", Execution(workers=1))
     assert left.bytes < whole.work / 2
     set_free(left.bytes * 21 // 20)
-    assert check_disk(plan, work, tmp_path / "out", Execution(workers=1))
+    assert check_disk(*read, work, tmp_path / "out", Execution(workers=1))
     with pytest.raises(BuildError, match="would need"):
-        check_disk(plan, LocalWork(tmp_path / "elsewhere"), None, Execution(workers=1))
+        check_disk(*read, LocalWork(tmp_path / "elsewhere"), None, Execution(workers=1))
 
 
 def test_an_input_that_fits_many_times_over_is_not_measured(
     tmp_path: Path, set_free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = open_plan(load_recipe(make_corpus(tmp_path, 40)), None)
-    stored = sum(split.bytes for split in plan.splits)
+    read = look(load_recipe(make_corpus(tmp_path, 40)))
+    stored = sum(split.bytes for split in read[0].splits)
     monkeypatch.setattr(disk_budget, "rehearse", lambda *_: pytest.fail("measured"))
     set_free(CERTAIN * stored)
-    assert check_disk(plan, LocalWork(tmp_path / "work"), tmp_path / "out", Execution()) == []
+    assert check_disk(*read, LocalWork(tmp_path / "work"), tmp_path / "out", Execution()) == []
 
 
 def test_a_sample_that_tells_nothing_stops_no_build(tmp_path: Path, set_free: Callable[[int], None]) -> None:
     recipe = make_corpus(tmp_path, 40)
     set_free(20_000)
-    plan = open_plan(load_recipe(recipe, ["filters=[{length: {min_words: 1000}}]"]), None)
+    read = look(load_recipe(recipe, ["filters=[{length: {min_words: 1000}}]"]))
     with pytest.warns(RuntimeWarning, match="is not known: no document is left") as caught:
-        assert check_disk(plan, LocalWork(tmp_path / "work"), None, Execution(workers=1)) == []
+        assert check_disk(*read, LocalWork(tmp_path / "work"), None, Execution(workers=1)) == []
     assert caught[0].filename == __file__
 
 
@@ -215,8 +223,8 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
 ) -> None:
     places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
     recipe = load_recipe(texts_folder / "recipe.yaml", [*RECIPES[name], *places])
-    stored = sum(split.bytes for split in open_plan(recipe, None).splits)
-    estimate = rehearse(open_plan(recipe, None), 1, sample_bytes=stored // 4)
+    stored = sum(split.bytes for split in look(recipe)[0].splits)
+    estimate = rehearse(*look(recipe), 1, sample_bytes=stored // 4)
     with peak_bytes(tmp_path) as peak:
         build(recipe, workers=1, progress=False)
     assert peak[0] <= estimate.work <= 1.5 * peak[0], (estimate, peak)
@@ -231,10 +239,10 @@ def test_scratch_of_a_work_folder_in_a_store_is_enough_for_a_worker(
     places = [f"work=memory://disk-budget-{uuid.uuid4()}/work", f"scratch={tmp_path / 'scratch'}"]
     overrides = [*RECIPES["everything"], *places, f"output.path={tmp_path / 'out'}"]
     recipe = load_recipe(texts_folder / "recipe.yaml", overrides)
-    plan = open_plan(recipe, None)
-    stored = sum(split.bytes for split in plan.splits)
+    read = look(recipe)
+    stored = sum(split.bytes for split in read[0].splits)
     work = work_of(recipe, tmp_path / "work", None, Execution())
-    [need] = disk_needs(rehearse(plan, 1, sample_bytes=stored // 4), {}, work, tmp_path / "out", 1)
+    [need] = disk_needs(rehearse(*read, 1, sample_bytes=stored // 4), {}, work, tmp_path / "out", 1)
     with peak_bytes(tmp_path / "scratch", tmp_path / "out") as peak:
         build(recipe, workers=1, progress=False)
     assert peak[0] <= need.bytes, (need, peak)

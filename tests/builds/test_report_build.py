@@ -17,7 +17,7 @@ import pytest
 from shardkit.card import Histogram, funnel_steps
 from shardkit.cli.info import card_tables
 from shardkit.cli.main import main
-from shardkit.writers import build, session
+from shardkit.writers import build, executors
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.report import render_report
 from support.small_build import make_corpus
@@ -153,7 +153,7 @@ def test_report_and_card_are_the_same_with_other_workers(built: Path) -> None:
     from shardkit.writers.execution.engine_local import LocalEngine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "LocalEngine", LocalEngine)  # processes, unlike the first build
+        patch.setattr(executors, "LocalEngine", LocalEngine)  # processes, unlike the first build
         build(
             built / "recipe.yaml",
             output=built / "again",

@@ -21,10 +21,12 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
+from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.recipe import OutputConfig, PackConfig
-from shardkit.writers.stages.shards import PROVENANCE_NAME, PackResult, pack_partition
-from shardkit.writers.stages.tokenize import Removed, tokenize_split
+from shardkit.writers.stages.pack import Packed, pack_partition
+from shardkit.writers.stages.provenance import PROVENANCE_NAME
+from shardkit.writers.stages.tokenize import tokenize_split
 from shardkit.writers.tokenizer import Encoder
 from support.default_cases import cases
 
@@ -102,7 +104,7 @@ def pack_all(
     *,
     strategy: Literal["best_fit", "concat"] = "best_fit",
     **output: Any,
-) -> list[PackResult]:
+) -> list[Packed]:
     """Pack every partition into its own folder."""
     results = []
     settings = OutputConfig(path="out", **({"shard_bytes": 4096} | output))
@@ -110,6 +112,7 @@ def pack_all(
         (folder / str(partition)).mkdir(parents=True)
         results.append(
             pack_partition(
+                folder / str(partition),
                 spills,
                 partition,
                 pack=PackConfig(sequence_length=LENGTH, strategy=strategy),
@@ -117,13 +120,12 @@ def pack_all(
                 seed=SEED,
                 eos_id=encoder.eos_id,
                 dtype=encoder.dtype,
-                folder=folder / str(partition),
             )
         )
     return results
 
 
-def read_rows(folder: Path, result: PackResult) -> list[Rows]:
+def read_rows(folder: Path, result: Packed) -> list[Rows]:
     """The token matrix of each shard, through the package's own readers."""
     matrices = []
     for info in result.shards:
@@ -249,6 +251,7 @@ def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp
         tmp_path / "s", Split("a.jsonl", 0, ["hello " * 300] * 2), widened(encoder, tmp_path / "t"), 1
     )
     result = pack_partition(
+        folder,
         [folder],
         0,
         pack=PackConfig(sequence_length=512, strategy="concat"),
@@ -256,7 +259,6 @@ def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp
         seed=SEED,
         eos_id=70_000,
         dtype=np.uint32,
-        folder=folder,
     )
     assert [info.samples for info in result.shards] == [1] * result.rows
     assert result.rows >= 2
@@ -335,6 +337,7 @@ def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tm
     tracemalloc.start()
     try:
         pack_partition(
+            tmp_path / "out",
             [folder],
             0,
             pack=pack,
@@ -342,7 +345,6 @@ def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tm
             seed=SEED,
             eos_id=encoder.eos_id,
             dtype=encoder.dtype,
-            folder=tmp_path / "out",
         )
         peak = tracemalloc.get_traced_memory()[1]
     finally:

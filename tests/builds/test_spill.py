@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from shardkit.errors import BuildError
+from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
 from shardkit.writers.ledger import Count
 from shardkit.writers.stages import tokenize as module
 from shardkit.writers.stages.tokenize import (
     RUN_TOKENS,
-    Removed,
     choose_partitions,
     partition_of,
     run_tokens_for,

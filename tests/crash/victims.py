@@ -41,7 +41,7 @@ SECONDS = 150.0  # of a command: above that it hangs
 _START_SECONDS = 120.0
 _WARM_UNTIL = "parity"
 _forever = contextlib.ExitStack()  # until a process ends
-_ENGINE = "shardkit.writers.session.LocalEngine"
+_ENGINE = "shardkit.writers.executors.LocalEngine"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _warm(recipe: Path) -> None:
     from shardkit.writers.execution.work import Work, run_task
 
     class Warming(InlineEngine):
-        def run(self, queue: TaskQueue, work: Work) -> None:
+        def run(self, queue: TaskQueue, work: Work, on_compile: Any = None) -> None:
             while (task := queue.take()) is not None:
                 if task.stage == _WARM_UNTIL:
                     raise _WarmError

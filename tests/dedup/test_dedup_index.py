@@ -46,6 +46,7 @@ from shardkit.writers.dedup.population import (
     SIGNATURES_FILE,
     Part,
 )
+from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.shingle_store import (
     SET,
     SETS_FILE,
@@ -57,7 +58,6 @@ from shardkit.writers.dedup.shingle_store import (
 from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.kernels.shingles import shingle_batch
-from shardkit.writers.stages.tokenize import Removed
 from support.small_build import tree
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)

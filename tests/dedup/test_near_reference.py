@@ -16,9 +16,9 @@ from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedu
 from shardkit.writers.dedup.index import DedupIndex, index_part, publish_index
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
+from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA
-from shardkit.writers.stages.tokenize import Removed
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 IdResult = tuple[dict[bytes, bytes], dict[bytes, int]]

@@ -38,7 +38,7 @@ def count(*splits: range, batch: int = 1000) -> dict[str, Any]:
         counts = FilterCounts.of_chain(chain)
         for start in range(split.start, split.stop, batch):
             counts.add(chain.apply(documents(range(start, min(start + batch, split.stop)))))
-        commits.append(json.loads(json.dumps(counts.to_dict())))
+        commits.append(FilterCounts.from_dict(json.loads(json.dumps(counts.to_dict()))))
     card = filters_card(commits)
     assert card is not None
     return card
@@ -73,7 +73,7 @@ def test_texts_that_grew_are_counted_as_such() -> None:
     counts = FilterCounts(("x/drop",), ("x/cut",))
     for cut in (5, -8):
         counts.add(Filtered(documents(range(1)), cut={"x/cut": cut}, counts={"x/seen": 2}))
-    card = filters_card([counts.to_dict()])
+    card = filters_card([counts])
     assert card is not None
     assert card["cut"] == [{"edit": "x/cut", "bytes": -3}]
     page = render_filters(card, {"documents": 1, "bytes": 10})
@@ -82,7 +82,7 @@ def test_texts_that_grew_are_counted_as_such() -> None:
 
 
 def test_a_recipe_without_filters_has_no_section() -> None:
-    assert filters_card([FilterCounts.of_chain(FilterChain([])).to_dict()]) is None
+    assert filters_card([FilterCounts.of_chain(FilterChain([]))]) is None
 
 
 def test_the_report_shows_rules_in_order_and_alone_and_escapes_texts() -> None:

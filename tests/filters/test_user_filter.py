@@ -14,7 +14,7 @@ from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.pii import PiiConfig
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.recipe import recipe_from_mapping
-from shardkit.writers.stages.tasks import filter_files
+from shardkit.writers.stages.clean import filter_files
 
 SOURCE = """
 import numpy as np

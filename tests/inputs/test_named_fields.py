@@ -45,7 +45,7 @@ def check(built: Recipe, folder: Path, split_bytes: int = 1 << 26) -> None:
     for number, split in enumerate(splits):
         task = folder / f"task-{split_bytes}-{number}"
         task.mkdir()
-        found.append(json.loads(json.dumps(clean_split(split, built, task).fields)))
+        found.append(json.loads(json.dumps(clean_split(task, split, built).fields)))
     check_named_fields(splits, found)
 
 
@@ -107,7 +107,7 @@ def test_of_a_table_the_first_record_tells(tmp_path: Path, name: str) -> None:
     (split,) = scan_inputs(built)
     (tmp_path / "task").mkdir()
     with pytest.raises(RecipeError, match=rf"inputs\[0\].url: no record of {name} has a field 'lnk'.*text"):
-        clean_split(split, built, tmp_path / "task")
+        clean_split(tmp_path / "task", split, built)
 
 
 def test_a_sample_of_the_input_may_lack_a_rare_field(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_foreign_dataset_that_appears_meanwhile_is_not_overwritten(
 ) -> None:
     memory = foreign(tmp_path)
     before = objects(memory)
-    monkeypatch.setattr("shardkit.writers.up_to_date.find_published", lambda output: None)
+    monkeypatch.setattr("shardkit.writers.pipeline.find_published", lambda output: None)
     with pytest.raises(BuildError, match="holds another dataset; use --replace"):
         build_to(corpus, memory)
     assert objects(memory) == before

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.publish.publication import Publication
-from shardkit.writers import build, session
+from shardkit.writers import build, executors
 from shardkit.writers.execution import engine as engine_inline
 from shardkit.writers.execution.scheduler import Claims, TaskSlice
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task import Commit, Counts, Task
 from shardkit.writers.execution.work import Work, run_task
 
 LEASE_SECONDS = 2.0
@@ -36,8 +36,8 @@ def strike(number: signal.Signals) -> None:
 
 
 def run_and_strike(
-    function: Callable[..., Mapping[str, Any]], number: signal.Signals, folder: Path, *args: Any
-) -> Mapping[str, Any]:
+    function: Callable[..., Counts | Mapping[str, Any]], number: signal.Signals, folder: Path, *args: Any
+) -> Counts | Mapping[str, Any]:
     counts = function(folder, *args)
     strike(number)
     return counts
@@ -62,7 +62,7 @@ def arm(where: str, number: signal.Signals) -> None:
 def main(recipe: str, slice: str, where: str, name: str, *overrides: str) -> None:
     assert Claims.__init__.__kwdefaults__ is not None
     Claims.__init__.__kwdefaults__.update(lease_seconds=LEASE_SECONDS, beat_seconds=LEASE_SECONDS / 8)
-    session.LocalEngine = lambda workers: engine_inline.InlineEngine()  # type: ignore
+    executors.LocalEngine = lambda workers: engine_inline.InlineEngine()  # type: ignore
     if where != "-":
         arm(where, signal.Signals[name])
     part = None if slice == "-" else TaskSlice(*map(int, slice.split("/")))

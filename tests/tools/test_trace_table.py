@@ -24,7 +24,7 @@ from shardkit.tools.trace.search import Selection, UrlPatterns
 from shardkit.tools.trace.table import NoProvenanceError, ProvenanceTable, pieces_of
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance
-from shardkit.writers.stages.pack import pack_best_fit
+from shardkit.writers.stages.placement import pack_best_fit
 from shardkit.writers.stages.provenance import renumber, write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from support.plain_provenance import documents_at, rows_of

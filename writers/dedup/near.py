@@ -35,7 +35,7 @@ from shardkit.writers.dedup.index import DedupIndex, copy_sketches
 from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, Population
-from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals
+from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, Removed
 from shardkit.writers.dedup.resolve import resolve
 from shardkit.writers.dedup.shingle_store import ShingleWriter
 from shardkit.writers.dedup.signatures import KEYS_FILE, bands_and_rows, part_settings, sign_documents
@@ -48,7 +48,6 @@ from shardkit.writers.execution.task import Commit, Task, contents, partition_na
 from shardkit.writers.execution.work_files import local, open_arrow, read_bytes
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
-from shardkit.writers.stages.tokenize import Removed
 
 __all__ = [
     "NearDuplicates",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,46 @@ from shardkit.hashing import digest_of, hash_bytes
 from shardkit.writers.dedup.resolve import GROUP_SIZES, LOSERS_FILE, WINNERS_FILE
 from shardkit.writers.dedup.tables import Rows
 from shardkit.writers.execution.work_files import local
-from shardkit.writers.stages.tokenize import Removed
 
-__all__ = ["LOSERS_FILE", "WINNERS_FILE", "Removals", "SplitRows", "count_groups", "piece_of_split"]
+__all__ = [
+    "LOSERS_FILE",
+    "WINNERS_FILE",
+    "Removals",
+    "Removed",
+    "SplitRows",
+    "count_groups",
+    "piece_of_split",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What duplicate removal says of one split. Row numbers count over all batches of its file.
+
+    `rows` are int64 row numbers, ascending, by the reason they are dropped for; no row has two. `copied` and
+    `copies`, int64 each, are the rows that stand for more documents than themselves, ascending, and for how
+    many.
+    """
+
+    rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    copied: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    copies: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        for rows in (*self.rows.values(), self.copied):
+            assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
+
+    def part(self, start: int, count: int) -> Removed:
+        """Of rows [start, start + count), numbered from 0."""
+        here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
+        rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
+        copied = _between(self.copied, start, count)
+        return Removed(rows, self.copied[copied] - start, self.copies[copied])
+
+
+def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
+    first, last = np.searchsorted(ascending, [start, start + count])
+    return slice(first, last)
 
 
 @dataclass(frozen=True)

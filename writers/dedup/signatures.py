@@ -30,11 +30,13 @@ from shardkit.writers.dedup.bands import BandWriter, optimal_parameters
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATURES_FILE
+from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.documents import content_ranks, text_digests
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import make_shingle_scratch, next_shingles
+from shardkit.writers.kernels.words import character_tables, composed, text_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
 from shardkit.writers.stages.tokenize import Removed

@@ -15,19 +15,18 @@ from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Task
 from shardkit.writers.execution.work import Work, run_task
 
-__all__ = ["Engine", "InlineEngine"]
+__all__ = ["Engine", "InlineEngine", "OnCompile"]
+
+OnCompile = Callable[[Task, float | None], None]
+"""Called as Numba compiles kernels for a task: with None when it starts, then with its seconds."""
 
 
 class Engine(Protocol):
-    """Takes tasks from a queue, runs them anywhere, and tells the queue of each that is committed.
-
-    `compiling`, if set, hears of Numba compiling kernels for a task: None as it starts, then its seconds.
-    """
+    """Takes tasks from a queue, runs them anywhere, and tells the queue of each that is committed."""
 
     workers: int
-    compiling: Callable[[Task, float | None], None] | None
 
-    def run(self, queue: TaskQueue, work: Work) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         """Run tasks until the queue is exhausted; the first error ends the run, what is finished is kept."""
 
     def __enter__(self) -> Self: ...
@@ -37,12 +36,11 @@ class Engine(Protocol):
 
 
 class InlineEngine(Closing):
-    """An `Engine` without workers: errors come as they are."""
+    """An `Engine` without workers: errors come as they are. It does not report compiling."""
 
     workers = 1
-    compiling: Callable[[Task, float | None], None] | None = None  # never called: errors of it would be ours
 
-    def run(self, queue: TaskQueue, work: Work) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         """Run tasks until the queue is exhausted."""
         while not queue.exhausted:
             task = queue.take()

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -24,6 +23,7 @@ from typing import Any
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.files import Closing
+from shardkit.writers.execution.engine import OnCompile
 from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
@@ -82,7 +82,6 @@ class LocalEngine(Closing):
     """Up to `workers` processes, started when there is work and kept until the engine is closed."""
 
     workers: int
-    compiling: Callable[[Task, float | None], None] | None = None
     _started: list[_Worker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,7 +97,7 @@ class LocalEngine(Closing):
             worker.pipe.close()
         self._started.clear()
 
-    def run(self, queue: TaskQueue, work: Work) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
         Raises the first task's error with its type and message; BuildError if a worker dies.
@@ -112,7 +111,7 @@ class LocalEngine(Closing):
                         time.sleep(queue.poll_seconds or 0.0)
                     continue
                 for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
-                    commit = self._receive(busy[pipe])  # type: ignore[index]
+                    commit = self._receive(busy[pipe], on_compile)  # type: ignore[index]
                     if commit is not None:
                         queue.done(commit)
         except BaseException:
@@ -140,15 +139,15 @@ class LocalEngine(Closing):
         except OSError:  # it died idle
             raise self._death(worker) from None
 
-    def _receive(self, worker: _Worker) -> Commit | None:
-        """What a worker's task came to; None if it only tells that kernels are compiled."""
+    def _receive(self, worker: _Worker, on_compile: OnCompile | None) -> Commit | None:
+        """What a worker's task came to; None if it only reports that kernels are compiled."""
         try:
             answer = worker.pipe.recv()
         except (EOFError, OSError):
             raise self._death(worker) from None
         if not isinstance(answer, tuple):
-            if self.compiling is not None and worker.task is not None:
-                self.compiling(worker.task, answer)
+            if on_compile is not None and worker.task is not None:
+                on_compile(worker.task, answer)
             return None
         commit, error, trace = answer
         worker.task = None

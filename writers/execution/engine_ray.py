@@ -24,7 +24,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,6 +34,7 @@ from typing import Any, Self
 from shardkit.errors import BuildError, MissingExtraError, warn_user
 from shardkit.files import Closing
 from shardkit.units import format_bytes
+from shardkit.writers.execution.engine import OnCompile
 from shardkit.writers.execution.engine_local import (
     ONE_THREAD,
     RESUME,
@@ -230,11 +231,10 @@ class RayEngine(Closing):
         if workers is not None and not 1 <= workers <= MAX_WORKERS:
             raise BuildError(f"{workers} workers: between 1 and {MAX_WORKERS:,} are possible")
         self.workers = default_workers(memory_bytes) if workers is None else workers
-        self.compiling: Callable[[Task, float | None], None] | None = None
         self._bound, self._address, self._memory_bytes = workers, address, memory_bytes
         self._is_ours = False
 
-    def run(self, queue: TaskQueue, work: Work) -> None:
+    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         """Run tasks until the queue is exhausted.
 
         Raises the first task's error with its type and message; BuildError if Ray or a machine fails more
@@ -243,7 +243,7 @@ class RayEngine(Closing):
         ray = self._connect()
         with check_of(work) as check:
             run = _Run(ray, queue, work, check, self._bound, self._memory_bytes)
-            run.until_exhausted(self._hear)
+            run.until_exhausted(on_compile)
 
     def __enter__(self) -> Self:
         self._connect()  # now, so that no stage's time has it
@@ -261,10 +261,6 @@ class RayEngine(Closing):
                 f"{self._address}, or call ray.shutdown() first"
             )
         return ray
-
-    def _hear(self, task: Task, compile_seconds: float) -> None:
-        if self.compiling is not None and compile_seconds:
-            self.compiling(task, compile_seconds)
 
     def close(self) -> None:
         """End the Ray that was started, or the connection that was made, if any."""
@@ -303,7 +299,7 @@ class _Run:
     def __post_init__(self) -> None:
         self._function = self.ray.remote(run_on_node)
 
-    def until_exhausted(self, hear: Callable[[Task, float], None]) -> None:
+    def until_exhausted(self, on_compile: OnCompile | None) -> None:
         try:
             self._moved = time.monotonic()
             while not self.queue.exhausted:
@@ -318,7 +314,8 @@ class _Run:
                     answered = self._answer(ref, tried)
                     if answered is not None:
                         commit, compile_seconds = answered
-                        hear(tried.task, compile_seconds)
+                        if on_compile is not None and compile_seconds:
+                            on_compile(tried.task, compile_seconds)
                         self._moved = time.monotonic()
                         self.queue.done(commit)
         except (self.ray.exceptions.RayError, ConnectionError) as error:

@@ -1,26 +1,20 @@
-"""Runs a stage's tasks: the journal's finished ones are taken, the engine runs the rest; keeps the times.
+"""Runs the tasks of a build: takes those that are finished, has the engine run the others, keeps the times.
 
-The work of one build while it runs: alone in its folder, or sharing it.
+    with Journal(LocalWork(folder)) as journal, LocalEngine(4) as engine:
+        [cleaned] = Runner(journal, engine, listener).run(tasks)
 
-    with Journal(LocalWork(folder)) as journal:
-        commits = journal.find(tasks)                      # finished already
-        engine.run(journal.queue(missing, done), journal.work)
+`Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
+everything that decides its outputs (config, digests of inputs, code) is the recorded one and each output
+exists with its size. So a build may be killed at any time: the same command continues with what was finished,
+and what was not leaves no trace. One build at a time uses a local folder (`flock`), unless all of them say
+that they share it. A store cannot be locked: there, work is always shared.
 
-A finished task is skipped only if the digest of everything that decides its outputs (config, inputs' digests,
-code) is the recorded one and every output is there with its size. So a build may be killed at any time: the
-same command goes on with what was finished, and what was not leaves no trace.
-
-One build at a time uses a local folder (`flock`), unless all of them say that they share it. A store cannot
-be locked: there, work is always shared.
-
-Files that tasks wrote in earlier runs are compared with their commits before anything reads them.
-
-A disk that gives other bytes than were written would otherwise change a dataset in silence. What is damaged
-is made again, by the task that made it: tasks are pure functions, so nothing that follows from it changes.
-
-Only what is read is compared, once in a build: what tasks that are to run name in their arguments, and what
-this process opens. In a work folder in a store every read is checked instead (`checked_ranges.py`); where
-several processes share a folder, only what is published is compared, since each would read all of it.
+`Proofs` compares files that tasks wrote in earlier runs with their commits before anything reads them. A disk
+that returns other bytes than were written would otherwise change a dataset in silence. A damaged file is made
+again by the task that made it: tasks are pure functions, so nothing that follows from it changes. Only what
+is read is compared, once in a build: what tasks that are to run name in their arguments, and what this
+process opens. In a work folder in a store each read is checked instead (work_store.py); where several
+processes share a folder, only what is published is compared, because each of them would read all of it.
 """
 
 from __future__ import annotations
@@ -73,11 +67,11 @@ class Journal:
         self.is_shared = slice is not None or isinstance(work, StoreWork)
         self.work: LocalWork | StoreWork = work
         self._slice = slice
-        self._claims = Claims(work.sharing)
+        self.claims = Claims(work.sharing)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        session = self._claims.session  # what processes that share a folder are at lies apart
+        session = self.claims.session  # what processes that share a folder are at lies apart
         with contextlib.ExitStack() as stack:
             if isinstance(self.work, StoreWork):
                 self.work = self.work.claimed(session)
@@ -87,7 +81,7 @@ class Journal:
                     self.work = replace(self.work, session=session)
             self.work.prepare()
             if self.is_shared:
-                stack.enter_context(self._claims)
+                stack.enter_context(self.claims)
             self._stack = stack.pop_all()
         return self
 
@@ -111,20 +105,8 @@ class Journal:
         `waiting` hears of those that others are at, while there is nothing to do here.
         """
         if self.is_shared:
-            return SharedQueue(tasks, done, self.work, self._claims, self._slice, waiting=waiting)
+            return SharedQueue(tasks, done, self.work, self.claims, self._slice, waiting=waiting)
         return OwnQueue(tasks, done)
-
-    def take_turn(
-        self, key: str, is_done: Callable[[], bool], waiting: Waiting = lambda holders: None
-    ) -> AbstractContextManager[bool]:
-        """Do something that only one process of those that share the work may do at a time.
-
-        Gives whether it is still to be done, at once or when the others let go or die; `waiting` hears of
-        them. As all claims, this saves work: what must not happen twice at once needs a lock of its own.
-        """
-        if not self.is_shared:
-            return contextlib.nullcontext(True)
-        return take_turn(self._claims, key, is_done, waiting)
 
     def forget_damaged(self, commit: Commit) -> None:
         """BuildError if a finished task's files are no longer what was committed; it will be made again.
@@ -249,7 +231,6 @@ class Runner:
         self._proofs: Proofs | None = None
         if isinstance(journal.work, LocalWork) and not journal.is_shared:
             self._proofs = Proofs(journal.work, self._run_again)
-        engine.compiling = self._compiling
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
@@ -274,7 +255,8 @@ class Runner:
         if missing:
             if self._proofs is not None:
                 self._proofs.prove_inputs(missing)
-            self._engine.run(self.journal.queue(missing, done, self._wait), self.journal.work)
+            queue = self.journal.queue(missing, done, self._wait)
+            self._engine.run(queue, self.journal.work, self._compiling)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
         work = self.journal.work.folder
@@ -293,22 +275,29 @@ class Runner:
                 list(pool.map(self.journal.forget_damaged, [commit for commit in commits if commit.reused]))
 
     def _run_again(self, tasks: Sequence[Task]) -> None:
-        self._engine.run(self.journal.queue(tasks, lambda commit: None), self.journal.work)
+        queue = self.journal.queue(tasks, lambda commit: None)
+        self._engine.run(queue, self.journal.work, self._compiling)
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes may be at the same work."""
         return self.journal.is_shared
 
-    def take_turn(self, step: str, place: str, is_done: Callable[[], bool]) -> AbstractContextManager[bool]:
-        """`Journal.take_turn` for what is done once at a place; tells who is waited for."""
+    def exclusive(self, step: str, place: str, is_done: Callable[[], bool]) -> AbstractContextManager[bool]:
+        """Let one process at a time, of those that share the work, do `step` at `place`.
+
+        Gives whether it is still to be done: at once, or when the others have done it, let go of it or died.
+        As all claims, this saves work: what must not happen twice at once needs a lock of its own.
+        """
+        if not self.is_shared:
+            return contextlib.nullcontext(True)
         start = time.perf_counter()
 
         def wait(holders: Mapping[str, int]) -> None:
             seconds = time.perf_counter() - start
             self._listener(StageProgress(step, 0, 1, 0, 0, 0, seconds, waiting=names_of(holders)))
 
-        return self.journal.take_turn(f"{step}/{digest_of(place)}", is_done, wait)
+        return take_turn(self.journal.claims, f"{step}/{digest_of(place)}", is_done, wait)
 
     def _wait(self, holders: Mapping[str, int]) -> None:
         for stage, meter in self._meters.items():

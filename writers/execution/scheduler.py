@@ -381,7 +381,7 @@ def take_turn(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[bool]:
-    """Whether it is this process's turn to do it, which nobody else has done: see `Journal.take_turn`.
+    """Yield True while this process holds the claim `key` and the work is still to do: `Runner.exclusive`.
 
     BuildError if somebody who lives is at it for `TURN_SECONDS`.
     """

@@ -11,11 +11,11 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -31,7 +31,9 @@ __all__ = [
     "LIBRARIES",
     "OUTSIDE_TASKS",
     "Commit",
+    "Counts",
     "Output",
+    "RunTasks",
     "Task",
     "code_version",
     "contents",
@@ -52,42 +54,32 @@ _DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
 # what does not plan tasks either:
 OUTSIDE_TASKS = (
     # Readers of finished datasets, and tools for them.
-    *(
-        "shardkit.tools.audit",
-        "shardkit.cache",
-        "shardkit.tools.convert",
-        "shardkit.datasets",
-        "shardkit.order.exclusions",
-    ),
-    *(
-        "shardkit.order.order",
-        "shardkit.loaders",
-        "shardkit.order.streams",
-        "shardkit.order.residency",
-    ),
-    *(
-        "shardkit.order.mixture",
-        "shardkit.order.order",
-        "shardkit.tools.trace",
-        "shardkit.order.residency",
-    ),
-    # What starts, estimates, shows and rehearses builds.
-    *(
-        "shardkit.__main__",
-        "shardkit.cli",
-        "shardkit.tools.demo",
-        "shardkit.tools.plan",
-        "shardkit.tools.simulate",
-    ),
-    *("shardkit.writers.maintenance", "shardkit.writers.estimate", "shardkit.writers.maintenance"),
-    *("shardkit.writers.progress", "shardkit.writers.estimate", "shardkit.tools.plan.sampling"),
-    *("shardkit.writers.session", "shardkit.writers.result", "shardkit.writers.train_classifier"),
+    "shardkit.cache",
+    "shardkit.datasets",
+    "shardkit.loaders",
+    "shardkit.order.exclusions",
+    "shardkit.order.mixture",
+    "shardkit.order.order",
+    "shardkit.order.residency",
+    "shardkit.order.streams",
+    "shardkit.tools",
+    # What starts, estimates, shows and explains builds.
+    "shardkit.__main__",
+    "shardkit.cli",
+    "shardkit.writers.estimate",
+    "shardkit.writers.executors",
+    "shardkit.writers.maintenance",
+    "shardkit.writers.progress",
+    "shardkit.writers.train_classifier",
     # What makes a dataset of finished tasks' files: it runs in each build, and reuses nothing.
-    *("shardkit.upload", "shardkit.writers.card", "shardkit.writers.publish"),
-    *("shardkit.writers.publish_remote", "shardkit.writers.published", "shardkit.writers.report"),
-    *("shardkit.writers.result", "shardkit.writers.up_to_date"),
+    "shardkit.publish",
+    "shardkit.writers.card",
+    "shardkit.writers.pipeline",
+    "shardkit.writers.publish",
+    "shardkit.writers.report",
+    "shardkit.writers.result",
     # When and where kernels are compiled, not what they compute.
-    *("shardkit.writers.kernels.numba_support", "shardkit.writers.kernels.numba_support"),
+    "shardkit.writers.kernels.numba_support",
 )
 # Second, what task functions run through, with the reason why it decides nothing.
 DECIDES_NO_BYTE = {
@@ -105,20 +97,27 @@ LIBRARIES = (
 )
 
 
+class Counts(Protocol):
+    """What a task counted, typed; its stage reads it back from a commit."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A pure function from named inputs to files in one folder.
 
-    `function(folder, *args)` is importable, writes into the empty `folder` and returns plain data: counts.
-    A "ledger" among them must add up. `config` and `inputs` are plain data that decide the outputs: what the
-    recipe says, and the digests of all that is read. `args` are not compared. `weight` (bytes) only schedules
-    heavy tasks first and scales progress.
+    `function(folder, *args)` is importable, writes into the empty `folder` and returns what it counted, as
+    plain data or with a `to_dict` that gives it. A "ledger" among the counts must add up. `config` and
+    `inputs` are plain data that decide the outputs: what the recipe says, and the digests of all that is
+    read. `args` are not compared. `weight` (bytes) only schedules heavy tasks first and scales progress.
     """
 
     stage: str
     name: str
     config: Mapping[str, Any]
-    function: Callable[..., Mapping[str, Any]]
+    function: Callable[..., Counts | Mapping[str, Any]]
     args: tuple[Any, ...] = ()
     weight: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -181,6 +180,13 @@ class Commit:
     def ledger(self) -> Ledger:
         """The task's ledger; KeyError if it has none."""
         return Ledger.from_dict(self.counts["ledger"])
+
+
+class RunTasks(Protocol):
+    """How a stage gets its commits: `Runner.run`, or a function that only looks up finished tasks."""
+
+    def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
+        """The commits of each group, in task order. Groups run side by side; each is one whole stage."""
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ import xxhash
 from shardkit.errors import BuildError
 from shardkit.files import fsync_path
 from shardkit.storage.store import Store
-from shardkit.writers.execution.task import Commit, Output, Task
+from shardkit.writers.execution.task import Commit, Output, Task, record_of
 from shardkit.writers.ledger import Ledger
 
 __all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task"]
@@ -82,7 +82,8 @@ def run_task(task: Task, digest: str, work: Work) -> Commit:
     work.prepare()
     temporary = work.temporary(task)
     try:
-        counts = task.function(temporary, *task.args)
+        counted = task.function(temporary, *task.args)
+        counts = counted if isinstance(counted, Mapping) else counted.to_dict()
         if "ledger" in counts:
             Ledger.from_dict(counts["ledger"]).check(str(task))
         outputs = _sealed(temporary, with_blocks=work.hashes_blocks)
@@ -99,8 +100,6 @@ def _commit(
     counts: Mapping[str, Any],
     outputs: Mapping[str, Output],
 ) -> Commit:
-    from shardkit.writers.execution.task import record_of
-
     folder = work.folder / task.key
     commit = Commit(task.stage, task.name, folder, digest, counts, outputs)
     return work.commit(task, temporary, commit, record_of(task, digest, counts, outputs))

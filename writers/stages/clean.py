@@ -1,6 +1,7 @@
-"""One split to clean documents: read, filter, and write what later stages need, with a ledger that adds up.
+"""Stage `clean`: read and filter one split, and write what later stages need, with a ledger that adds up.
 
-The folder receives
+One task a split, named after its file and where it starts there, so that a new file is cleaned alone. Its
+folder receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
   keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
   quarantine.jsonl  records that could not be read; often empty
@@ -11,9 +12,10 @@ Memory is one batch, one record and a run of keys, whatever the split's size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +24,124 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from shardkit.errors import RecipeError
+from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.signatures import word_keys
+from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests, text_offsets
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_files import local
 from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
+from shardkit.writers.inputs.scan import Split, hash_split
+from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.ledger import Count, Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import Recipe
 
-__all__ = ["DOCUMENTS_FILE", "KEYS_FILE", "QUARANTINE_FILE", "Cleaned", "clean_split", "exact_keys"]
+__all__ = [
+    "DOCUMENTS_FILE",
+    "KEYS_FILE",
+    "QUARANTINE_FILE",
+    "Cleaned",
+    "clean_split",
+    "exact_keys",
+    "filter_files",
+    "split_name",
+    "tasks",
+]
 
 DOCUMENTS_FILE = "documents.arrow"
-
 KEYS_FILE = "keys.npy"
-
 QUARANTINE_FILE = "quarantine.jsonl"
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What became of a split: its checked ledger, what each filter did, and what codes of languages mean.
+    """What became of a split: its checked ledger, what each filter did, and what the language codes mean.
 
-    `fields` are which named fields no record had (`NamedFields.to_dict`).
+    `fields` are the named fields that no record had (`NamedFields.to_dict`); `input` is `hash_split`.
     """
 
     ledger: Ledger
     filters: FilterCounts
     fields: Mapping[str, Any]
-    languages: list[str] | None = None
+    input: str
+    languages: Sequence[str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+        plain = {"ledger": self.ledger.to_dict(), "filters": self.filters.to_dict()}
+        return plain | {"languages": self.languages, "fields": self.fields, "input": self.input}
+
+    @classmethod
+    def of(cls, commit: Commit) -> Cleaned:
+        """What a task of this stage committed."""
+        counts = commit.counts
+        filters = FilterCounts.from_dict(counts["filters"])
+        return cls(commit.ledger(), filters, counts["fields"], counts["input"], counts["languages"])
 
 
-def clean_split(split: Split, recipe: Recipe, folder: Path) -> Cleaned:
+def tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str]) -> list[Task]:
+    """One task a split; `files` are `filter_files`."""
+    exact = recipe.dedup.exact
+    keys = normalization_version() if exact is not None and exact.text == "normalized" else "raw"
+    shared = {
+        "filters": [[name, config.model_dump(mode="json")] for name, config in recipe.filter_chain()],
+        "annotate": recipe.annotate,
+        "dedup.exact.text": keys,
+        "max_bad_fraction": recipe.max_bad_fraction,
+        "max_record_bytes": recipe.max_record_bytes,
+    }
+    made = []
+    for split in splits:
+        place = asdict(split) | {"file": split.file}
+        del place["index"], place["input"]
+        fields = recipe.inputs[split.source].model_dump(
+            mode="json", exclude={"path", "base", "source", "format"}
+        )
+        config = shared | {"split": place, "inputs": fields}
+        inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
+        made.append(
+            Task("clean", split_name(split), config, clean_split, (split, recipe), split.bytes, inputs)
+        )
+    return made
+
+
+def split_name(split: Split) -> str:
+    """Readable, and unique and constant for (file, start): the name of all tasks of a split."""
+    readable = _UNSAFE.sub("_", Path(split.file).name)[:40].strip(".") or "file"
+    return f"{readable}-{digest_of([split.file, split.start])[:16]}"
+
+
+def filter_files(recipe: Recipe) -> dict[str, str]:
+    """xxh3-128 of files that filters read, by path in the recipe; RecipeError if one cannot be read."""
+    digests = {}
+    for name, config in recipe.filter_chain():
+        for path in config.files():
+            try:
+                digests[path] = hash_file(recipe.resolve(path), ["xxh3_128"])["xxh3_128"]
+            except OSError as error:
+                raise RecipeError(f"filters: {name}: {path}: {error.strerror or error}") from None
+    return digests
+
+
+def clean_split(folder: Path, split: Split, recipe: Recipe) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
 
     BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
     """
+    for _, config in recipe.filter_chain():
+        for name in config.files():
+            local(recipe.resolve(name))
     try:
         return _clean(split, recipe, folder)
     except SuspectDataError as suspect:  # seen at the end of what cannot be trusted, so from the start again
@@ -113,7 +192,7 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
         check_bad_fraction(where, ledger, recipe.max_bad_fraction, quarantine.first)
     ledger.check(where)
     labels = None if languages is None else languages.labels
-    return Cleaned(ledger, counts, fields.to_dict(), labels)
+    return Cleaned(ledger, counts, fields.to_dict(), hash_split(split), labels)
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:

@@ -1,11 +1,13 @@
 """Writes the provenance tables: where every token came from, and where every document went.
 
-`shardkit.formats.provenance` has the format. Shard numbers count from 0 within the part while it is built;
-`renumber` makes them global at publication.
+`shardkit.formats.provenance` has the format. Packing a partition writes its table with shard numbers that count
+from 0 (`write_provenance`); this stage copies each table with the dataset's shard numbers (`renumber`), which are
+known only when all partitions are packed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardkit.errors import BuildError
+from shardkit.writers.execution.task import Commit, Task
 from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
 from shardkit.writers.execution.work_files import open_arrow
-from shardkit.writers.stages.pack import Placement
+from shardkit.writers.stages.placement import Placement
 
-__all__ = ["renumber", "write_provenance"]
+__all__ = ["renumber", "tasks", "write_provenance"]
 
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
 
@@ -50,6 +53,24 @@ def write_provenance(
             columns += [carried.column(name) for name in _OF_DOCUMENT]
             columns.insert(5, pa.array(placement.start[part]))
             writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=ROW_GROUP_PIECES)
+
+
+def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
+    """One task a partition; `shards` are the numbers of shards that the partitions were packed into."""
+    made = []
+    first_shard = 0
+    for commit, count in zip(packed, shards, strict=True):
+        table = commit.outputs[PROVENANCE_NAME]
+        args = (commit.folder / PROVENANCE_NAME, first_shard)
+        config, inputs = {"first_shard": first_shard}, {"table": table.xxh3_128}
+        made.append(Task("provenance", commit.name, config, _renumber, args, table.bytes, inputs))
+        first_shard += count
+    return made
+
+
+def _renumber(folder: Path, table: Path, first_shard: int) -> dict[str, int]:
+    renumber(table, folder / PROVENANCE_NAME, first_shard)
+    return {}  # nothing to count
 
 
 def renumber(path_in: Path, path_out: Path, first_shard: int) -> None:

@@ -1,4 +1,8 @@
-"""Tokenize one split: kept documents in, their tokens out, grouped by the partition that will pack them.
+"""Stage `tokenize`: what survived of a split in, its tokens out, grouped by the partition that packs them.
+
+Two small tasks stand beside it. `tokenizer` runs with stage `clean` and loads the tokenizer, so that a wrong
+file or eos token fails before hours go by, and picks the engine to begin with. `parity` runs beside
+`tokenize` and compares that engine with the reference on a sample of the documents; its verdict decides.
 
 A document's partition and its place in the training order come from hash(seed, document id) alone, so that
 neither depends on which task read it. The spill of a split is a folder of three files:
@@ -14,8 +18,9 @@ with the eos id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,24 +30,52 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.card import Histogram
+from shardkit.errors import BuildError, ConservationError, MissingExtraError
+from shardkit.hashing import digest_of
+from shardkit.writers.dedup.lines import ROWS_FILE
+from shardkit.writers.dedup.removals import Removals, Removed
+from shardkit.writers.documents import keyed_hashes, text_offsets
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work_files import local, open_arrow
+from shardkit.writers.inputs.scan import Split
+from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.errors import BuildError, ConservationError
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
-from shardkit.writers.tokenizer import Encoder, EosInTextError, Tokens
+from shardkit.writers.recipe import Recipe
+from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
+from shardkit.writers.tokenizer import (
+    Encoder,
+    Engine,
+    EosInTextError,
+    Parity,
+    Ranges,
+    Tokens,
+    check_parity,
+    load_encoder,
+    tokenizer_digest,
+    unlike_characters,
+)
 
 __all__ = [
     "SEGMENT",
     "SPILL_SCHEMA",
-    "Removed",
-    "TokenizeResult",
+    "Tokenized",
+    "TokenizerFacts",
+    "TokenizerFile",
     "choose_partitions",
+    "parity_task",
     "partition_of",
     "run_tokens_for",
+    "tasks",
     "tokenize_split",
+    "tokenizer_task",
 ]
+
+_FIRST = 1 << 60  # a weight that starts before all others
 
 RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB, less where `memory` is less
 
@@ -75,7 +108,7 @@ _CARRIED = ("source", "file", "record", "id", "url", "metadata")
 
 
 @dataclass(slots=True)
-class TokenizeResult:
+class Tokenized:
     """Counts of one task: the ledger, tokens with eos, and documents and tokens of each partition.
 
     `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data.
@@ -89,15 +122,20 @@ class TokenizeResult:
     languages: dict[str, dict[str, int]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for commit records."""
+        """Plain data for a commit; partitions are described by the spill itself."""
         return {
             "ledger": self.ledger.to_dict(),
             "tokens": self.tokens,
-            "partition_documents": self.partition_documents,
-            "partition_tokens": self.partition_tokens,
             "lengths": self.lengths.to_dict(),
             "languages": self.languages,
         }
+
+    @classmethod
+    def of(cls, commit: Commit) -> Tokenized:
+        """What a task of this stage committed."""
+        counts = commit.counts
+        lengths = Histogram.from_dict(counts["lengths"])
+        return cls(commit.ledger(), counts["tokens"], lengths=lengths, languages=counts["languages"])
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
@@ -125,33 +163,159 @@ def run_tokens_for(memory_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """What duplicate removal says of one split. Row numbers count over all batches of its file.
+class TokenizerFile:
+    """The tokenizer of a build: where tasks find it, the digest of its bytes, the token that ends texts."""
 
-    `rows` are int64 row numbers, ascending, by the reason they are dropped for; no row has two. `copied` and
-    `copies`, int64 each, are the rows that stand for more documents than themselves, ascending, and for how
-    many.
+    path: Path
+    digest: str
+    eos: str
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> TokenizerFile:
+        """Where the recipe's tokenizer is on this machine."""
+        path = recipe.resolve(recipe.tokenizer.path)
+        return cls(path, tokenizer_digest(path), recipe.tokenizer.eos)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What task `tokenizer` found: the engine to begin with, and characters that it must not encode."""
+
+    eos_id: int
+    vocab_size: int
+    dtype: str
+    engine: Engine
+    unlike: Ranges = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, commit: Commit) -> TokenizerFacts:
+        """What the task committed."""
+        unlike = tuple((first, last) for first, last in commit.counts["unlike"])
+        return cls(**{**commit.counts, "unlike": unlike})
+
+
+def tokenizer_task(tokenizer: TokenizerFile) -> Task:
+    """Load the tokenizer before hours go by: wrong files and eos tokens fail here."""
+    config, inputs = {"tokenizer.eos": tokenizer.eos}, {"tokenizer": tokenizer.digest}
+    args = (tokenizer.path, tokenizer.eos)
+    return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
+
+
+def check_tokenizer(folder: Path, path: Path, eos: str) -> TokenizerFacts:
+    """Load the tokenizer with the reference engine, and with the fast one if that can."""
+    path = local(path)
+    encoder = Encoder(path, eos, engine="tokenizers")
+    facts = encoder.eos_id, encoder.vocab_size, encoder.dtype.name
+    try:  # the engine to start with; the parity check decides
+        fast = Encoder(path, eos, engine="gigatoken")
+        unlike = unlike_characters(fast, encoder)
+    except MissingExtraError:
+        raise
+    except Exception:  # a tokenizer whose parts gigatoken does not know: any exception of its own
+        return TokenizerFacts(*facts, "tokenizers")
+    return TokenizerFacts(*facts, "gigatoken", unlike)
+
+
+def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
+    """Compare the fast tokenizer with the reference on a sample of the documents."""
+    paths = tuple(commit.folder / DOCUMENTS_FILE for commit in documents)
+    contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
+    inputs = {"documents": contents, "tokenizer": tokenizer.digest}
+    config = {"tokenizer.eos": tokenizer.eos, "unlike": digest_of(unlike)}
+    args = (paths, tokenizer.path, tokenizer.eos, unlike)
+    return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
+
+
+def compare_engines(folder: Path, documents: Sequence[Path], path: Path, eos: str, unlike: Ranges) -> Parity:
+    """`check_parity` without its warning, which the build gives, also when this task is skipped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return check_parity(documents, local(path), eos, unlike)
+
+
+def tasks(
+    recipe: Recipe,
+    splits: Sequence[Split],
+    documents: Sequence[Commit],
+    removals: Removals,
+    *,
+    cleaned: Sequence[Commit],
+    tokenizer: TokenizerFile,
+    engine: Engine,
+    unlike: Ranges,
+    partitions: int,
+) -> list[Task]:
+    """One task a split: what survived, tokenized and divided among `partitions`.
+
+    `documents` are the commits with each split's documents.arrow: `cleaned`, or those that cut lines out.
     """
+    run_tokens = run_tokens_for(recipe.memory)
+    config = {
+        "tokenizer.eos": recipe.tokenizer.eos,
+        "engine": engine,
+        "unlike": digest_of(unlike),
+        "seed": recipe.seed,
+        "partitions": partitions,
+        "run_tokens": run_tokens,
+    }
+    encoder = (tokenizer.path, tokenizer.eos, engine, unlike)
+    made = []
+    for split, commit, first in zip(splits, documents, cleaned, strict=True):
+        languages, named = _languages(first, commit)
+        inputs = {
+            "documents": commit.outputs[DOCUMENTS_FILE].xxh3_128,
+            "removed": removals.digest(split.index),
+            "tokenizer": tokenizer.digest,
+        }
+        args = (
+            *(commit.folder / DOCUMENTS_FILE, removals, split.index),
+            *(encoder, recipe.seed, partitions, run_tokens, languages),
+        )
+        weight = commit.ledger().kept.bytes
+        made.append(Task("tokenize", split_name(split), config, _tokenize, args, weight, inputs | named))
+    return made
 
-    rows: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
-    copied: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    copies: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def __post_init__(self) -> None:
-        for rows in (*self.rows.values(), self.copied):
-            assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
-
-    def part(self, start: int, count: int) -> Removed:
-        """Of rows [start, start + count), numbered from 0."""
-        here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
-        rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
-        copied = _between(self.copied, start, count)
-        return Removed(rows, self.copied[copied] - start, self.copies[copied])
+def _languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
+    """What the documents of a split were found to be, and what a task that reads it names as its inputs."""
+    labels = cleaned.counts["languages"]
+    if labels is None:
+        return None, {}
+    commits, rows = {LANGUAGES_FILE: cleaned}, None
+    if documents is not cleaned:  # lines were cut: some documents may have gone
+        commits[ROWS_FILE], rows = documents, documents.folder / ROWS_FILE
+    named = {name: commit.outputs[name].xxh3_128 for name, commit in commits.items()}
+    found = LanguageLabels(cleaned.folder / LANGUAGES_FILE, tuple(labels), rows)
+    return found, {"languages": labels, **named}
 
 
-def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
-    first, last = np.searchsorted(ascending, [start, start + count])
-    return slice(first, last)
+def _tokenize(
+    folder: Path,
+    documents: Path,
+    removals: Removals,
+    split: int,
+    encoder: tuple[Path, str, Engine, Ranges],
+    seed: int,
+    partitions: int,
+    run_tokens: int,
+    languages: LanguageLabels | None,
+) -> Tokenized:
+    """Load what the arguments name: the encoder, which the process keeps, and the split's removed rows."""
+    path, eos, engine, unlike = encoder
+    return tokenize_split(
+        documents,
+        removals.of_split(split),
+        load_encoder(local(path), eos, engine, unlike),
+        seed=seed,
+        partitions=partitions,
+        folder=folder,
+        run_tokens=run_tokens,
+        languages=languages,
+    )
 
 
 def tokenize_split(
@@ -164,7 +328,7 @@ def tokenize_split(
     folder: Path,
     run_tokens: int = RUN_TOKENS,
     languages: LanguageLabels | None = None,
-) -> TokenizeResult:
+) -> Tokenized:
     """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) but those removed; spill into `folder`.
 
     Documents without any token are booked as dropped under "empty".
@@ -197,7 +361,7 @@ def tokenize_split(
                 )
         segments = spill.finish()
     ledger.check(str(folder))
-    result = TokenizeResult(
+    result = Tokenized(
         ledger,
         int(segments["tokens"].sum()),
         np.bincount(segments["partition"], segments["documents"], partitions).astype(np.int64).tolist(),

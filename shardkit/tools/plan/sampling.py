@@ -22,8 +22,7 @@ from shardkit.storage.store import StorageOptions
 from shardkit.tools.plan.build import Measured, measured_from_card
 from shardkit.writers.estimate import Piece, choose_pieces, put_pieces
 from shardkit.writers.inputs.scan import Split, scan_inputs
-from shardkit.writers.pipeline import build
-from shardkit.writers.preparation import with_overrides
+from shardkit.writers.pipeline import build, with_overrides
 from shardkit.writers.publish import CARD_NAME
 from shardkit.writers.recipe import Recipe
 

@@ -1,12 +1,18 @@
-"""What runs a build: its work folder and its engine, from what the user said. Decides no byte."""
+"""Selects the work folder and the engine of a build, and puts files where its tasks find them.
+
+Does not affect output bytes. The tokenizer and the lists and models of filters are read by many tasks. On one
+machine, or with a shared file system, they stay where they are. With a work folder in a store they are copied
+there once, as the outputs of a task that runs where the build was started (`place_files`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Protocol, get_args
 
 from shardkit.errors import BuildError
 from shardkit.progress import Listener
@@ -18,20 +24,23 @@ from shardkit.writers.execution.engine_ray import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.scratch import default_scratch
+from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 
-__all__ = ["EngineName", "Execution", "open_runner", "place_of", "work_of"]
+__all__ = ["EngineName", "Execution", "open_runner", "place_files", "place_of", "work_of"]
 
 EngineName = Literal["local", "ray"]
+
+_TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a build is run. `workers`: processes, or tasks at a time on a Ray cluster (None: all there is).
+    """How a build runs. `workers`: processes, or tasks at a time on a Ray cluster (None: as many as fit).
 
     With `task_slice`, several processes share a local work folder; `ray_address` names a running cluster
     (None: RAY_ADDRESS, else one is started on this machine).
@@ -69,7 +78,7 @@ def place_of(work: Work) -> Path | str:
 def open_runner(
     recipe: Recipe, work: Work, execution: Execution, listener: Listener[StageProgress]
 ) -> Iterator[Runner]:
-    """A runner with its journal and engine, all of which end with the `with`."""
+    """Open the work folder and start the engine; both are closed with the `with`."""
     with Journal(work, slice=execution.task_slice) as journal, _engine(recipe, execution) as engine:
         runner = Runner(journal, engine, listener)
         with runner.guarding():
@@ -86,3 +95,47 @@ def _engine(recipe: Recipe, execution: Execution) -> Engine:
         return RayEngine(execution.workers, address=execution.ray_address, memory_bytes=recipe.memory)
     count = default_workers(recipe.memory) if execution.workers is None else execution.workers
     return LocalEngine(count)
+
+
+class _Place(Protocol):
+    """The part of a `Journal`, or of a `Planner`, that `place_files` needs."""
+
+    @property
+    def work(self) -> Work: ...
+    def run_here(self, task: Task) -> Commit: ...
+
+
+def place_files(
+    recipe: Recipe, journal: _Place, filter_files: Mapping[str, str], tokenizer_digest: str | None = None
+) -> tuple[Recipe, Path]:
+    """The recipe with the folder in which tasks find the files of its filters, and the tokenizer's path.
+
+    Without its digest the tokenizer stays where it is. Files of filters with absolute paths must exist on
+    each machine, and all of them must if one lies outside of the recipe's folder ("../…").
+    """
+    tokenizer = recipe.resolve(recipe.tokenizer.path)
+    if not isinstance(journal.work, StoreWork):
+        return recipe, tokenizer
+    inside = {name: digest for name, digest in filter_files.items() if _is_inside(name)}
+    inputs = {"tokenizer": tokenizer_digest, "filter_files": inside}
+    names = {name: recipe.resolve(name) for name in inside}
+    if tokenizer_digest is not None:
+        names[f"{_TOKENIZER}/{tokenizer.name}"] = tokenizer
+    config = {"tokenizer": tokenizer.name}  # what the file is called is not in its digest
+    task = Task("files", "files", config, _copy, (names,), inputs=inputs)
+    commit = journal.run_here(task)
+    outside = [name for name in filter_files.keys() - inside.keys() if not PurePosixPath(name).is_absolute()]
+    moved = recipe if outside else recipe.in_folder(commit.folder)
+    return moved, commit.folder / _TOKENIZER / tokenizer.name
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.parts[0] != _TOKENIZER
+
+
+def _copy(folder: Path, names: Mapping[str, Path]) -> dict[str, Any]:
+    for name, path in names.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    return {}
