@@ -67,7 +67,6 @@ OUTSIDE_TASKS = (
     "shardkit.__main__",
     "shardkit.cli",
     "shardkit.writers.estimate",
-    "shardkit.writers.executors",
     "shardkit.writers.maintenance",
     "shardkit.writers.progress",
     "shardkit.writers.train_classifier",
