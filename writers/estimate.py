@@ -1,32 +1,27 @@
-"""Whether what a build will write fits where it goes, found out before it begins.
+"""Checks before a build that what it will write fits on the disks, by an estimate from a sample of its input.
 
-What it writes is known from a rehearsal (rehearsal.py), less what finished tasks of this very build hold
-already. A work folder only grows until the build is done. An output on the same file system is made of hard
-links to it and takes nothing; on another one, and of a work folder in a store, it is a copy. Each machine of
-a build with its work in a store needs scratch for its workers' running tasks.
+`rehearse` puts a sample through all stages in a temporary folder and scales up what each stage wrote: tasks
+of a split by the stored bytes of their source, those of partitions by the documents or the tokens that come
+to them. So expansion of compressed files, filters, annotations, the tokenizer and compressed shards are in
+the estimate as they are. A sample cannot show what depends on the whole:
 
-An input whose `CERTAIN` fold fits everywhere is not rehearsed: so builds that are small for their disk begin
-at once. `check_disk: false` in a recipe leaves the check out.
-
-A part of a recipe's input, as files of their own: which, and how they are cut.
-
-The part is a function of file names and sizes: of each source its share of the bytes, of at most eight of its
-files in an order that is hashed, of each file its beginning. Files of lines are cut behind one, Parquet
-behind some rows; others are taken whole. With `cut_anywhere`, for builds that may quarantine any part, CSV
-and WARC files end in the midst of a record.
-
-How many bytes a build will write, by stage: what its stages write for a sample of the input, scaled up.
-
-The sample (sample_pieces.py) goes through all stages in a temporary folder. Tasks of a split are scaled by
-the stored bytes of their source, those of partitions by the documents, or by the tokens, that come to them.
-So expansion of compressed files, filters, editors, annotations, the tokenizer and compressed shards are in it
-as they are, whatever the text. A sample cannot show what depends on the whole:
-
-- duplicates meet only there. Nothing is taken off for those that are removed; of near-duplicates,
-  `PAIRED` of all documents are taken to be in pairs, with `PAIR_BYTES` each, where the sample has fewer.
-- planted copies and the documents of an index are left out of the sample: so many more documents are added.
+- duplicates meet only there. Nothing is taken off for those that are removed; of near-duplicates, `PAIRED`
+  of all documents are taken to be in pairs, with `PAIR_BYTES` each, where the sample has fewer.
+- planted copies and the documents of an index are not in the sample: that many more documents are added.
 
 The result is high rather than low, by `MARGIN` and by what duplicate removal saves.
+
+`choose_pieces` and `put_pieces` take the sample, a function of file names and sizes: of each source its share
+of the bytes, of at most eight of its files in a hashed order, of each file its beginning. Files of lines are
+cut at the end of a line, Parquet after some rows; others are taken whole. With `cut_anywhere`, for builds
+that may quarantine any part, CSV and WARC files end in the middle of a record.
+
+`check_disk` subtracts what finished tasks of this build hold already. A work folder only grows until the
+build is done. An output on the same file system is made of hard links to it and takes nothing; on another
+one, or if the work folder is in a store, it is a copy. Each machine of a build with its work in a store needs
+scratch for the running tasks of its workers. An input of which `CERTAIN` times the size fits everywhere is
+not rehearsed, so builds that are small for their disk begin at once. `check_disk: false` in a recipe leaves
+the check out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What a build made.
+"""What a build made, and how long its stages took.
 
-How long the stages of a build took: heard from its progress, for its result, never for its dataset.
-
-A dataset is the same whatever ran it, so its card and report know no times: those are of one run, on one
-machine, with so much found finished.
+The times are taken from the reports of progress, for the result only: a dataset is the same whatever ran the
+build, so its card and report hold no times, which belong to one run on one machine.
 """
 
 from __future__ import annotations
