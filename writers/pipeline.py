@@ -23,9 +23,8 @@ from typing import Any
 import shardkit
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, RecipeError
-from shardkit.hashing import digest_of
-from shardkit.errors import BuildError
 from shardkit.formats.provenance import provenance_name
+from shardkit.hashing import digest_of
 from shardkit.manifest import Manifest
 from shardkit.progress import Listener, make_listener
 from shardkit.storage.store import StorageOptions

@@ -12,9 +12,7 @@ import pytest
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
 from shardkit.errors import BuildError, ShardError
-from shardkit.verify import verify
 from shardkit.writers import build
-from shardkit.writers import build, making
 from shardkit.writers.inputs import scan
 from shardkit.writers.stages import graph
 from support.small_build import make_corpus, tree

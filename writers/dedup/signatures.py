@@ -36,10 +36,8 @@ from shardkit.writers.documents import content_ranks, text_digests
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import make_shingle_scratch, next_shingles
-from shardkit.writers.kernels.words import character_tables, composed, text_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 from shardkit.writers.kernels.words import CharacterTables, character_tables, composed
-from shardkit.writers.stages.tokenize import Removed
 
 __all__ = [
     "KEYS_FILE",

@@ -29,18 +29,16 @@ from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.signatures import word_keys
-from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests, text_offsets
+from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import local
-from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.fields import NamedFields
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import Split, hash_split
-from shardkit.writers.kernels.words import normalization_version
-from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageFile
 from shardkit.writers.ledger import Count, Ledger, Quarantine, check_bad_fraction
 from shardkit.writers.recipe import Recipe

@@ -1,8 +1,8 @@
 """Writes the provenance tables: where every token came from, and where every document went.
 
-`shardkit.formats.provenance` has the format. Packing a partition writes its table with shard numbers that count
-from 0 (`write_provenance`); this stage copies each table with the dataset's shard numbers (`renumber`), which are
-known only when all partitions are packed.
+`shardkit.formats.provenance` has the format. Packing a partition writes its table with shard numbers that
+count from 0 (`write_provenance`); this stage copies each table with the dataset's shard numbers (`renumber`),
+which are known only when all partitions are packed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardkit.errors import BuildError
-from shardkit.writers.execution.task import Commit, Task
 from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
+from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.stages.placement import Placement
 
-__all__ = ["renumber", "tasks", "write_provenance"]
+__all__ = ["PROVENANCE_NAME", "renumber", "tasks", "write_provenance"]
 
+PROVENANCE_NAME = "provenance.parquet"
 _OF_DOCUMENT = ("document_id", "copies", "source", "file", "record", "id", "url", "metadata")
 
 _COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "record")

@@ -34,16 +34,12 @@ from shardkit.errors import BuildError, ConservationError, MissingExtraError
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.removals import Removals, Removed
-from shardkit.writers.documents import keyed_hashes, text_offsets
+from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work_files import local, open_arrow
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
-from shardkit.errors import BuildError, ConservationError
-from shardkit.writers.documents import keyed_hashes
-from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.languages import LanguageLabels
+from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.clean import DOCUMENTS_FILE, split_name
