@@ -18,11 +18,10 @@ import stat
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from shardkit.arrays import Bytes
+if TYPE_CHECKING:
+    from shardkit.arrays import Bytes
 
 __all__ = [
     "PART_SUFFIX",
@@ -204,6 +203,8 @@ def map_file(descriptor: int, size: int, *, writable: bool = False) -> Bytes:
     The map ends when the last array that shows it dies, and not before. `mmap.mmap` would hold a duplicate of
     the descriptor until then (Python 3.13 can do without it), and processes may open 1,024 files by default.
     """
+    import numpy as np  # the command uses this module for --help, too
+
     if not size:
         return np.empty(0, dtype=np.uint8)
     return np.asarray(_Map(descriptor, size, writable))

@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardkit.card import Histogram, funnel_steps
 from shardkit.cli.common import add_storage_arguments, print_json, stdout_console, storage_options
 from shardkit.units import format_bytes
 
@@ -189,6 +188,8 @@ def card_tables(card: Mapping[str, Any], *, blocks: bool) -> list[Table]:
 
 
 def _funnel(card: Mapping[str, Any], blocks: bool) -> Table:
+    from shardkit.card import funnel_steps  # NumPy: not for --help
+
     steps = funnel_steps(card)
     rows = []
     for step in steps:
@@ -272,6 +273,8 @@ def _languages(inputs: Iterable[Mapping[str, Any]], blocks: bool) -> Table:
 
 def _histograms(histograms: Mapping[str, Any], blocks: bool) -> Table:
     """One line each: range, mean, and the counts of bins that double in width."""
+    from shardkit.card import Histogram  # NumPy: not for --help
+
     rows = []
     for name, what in (
         ("lengths", "tokens a document"),

@@ -77,8 +77,6 @@ OUTSIDE_TASKS = (
     "shardkit.writers.publish",
     "shardkit.writers.report",
     "shardkit.writers.result",
-    # When and where kernels are compiled, not what they compute.
-    "shardkit.writers.kernels.numba_support",
 )
 # Second, what task functions run through, with the reason why it decides nothing.
 DECIDES_NO_BYTE = {

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from shardkit.errors import MissingExtraError, ShardError
-from shardkit.formats.provenance import column_limits
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, checked_basename
 from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock
@@ -195,6 +194,8 @@ class _Parquet:
 
     def max_token(self, column: str) -> int | None:
         """The largest token that the statistics of all row groups state, if they do."""
+        from shardkit.formats.provenance import column_limits
+
         found = []
         schema = self._metadata.schema
         leaves = [n for n in range(len(schema)) if schema.column(n).path.split(".")[0] == column]
