@@ -19,9 +19,9 @@ from shardkit.units import parse_bytes
 if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
     from shardkit.loaders.readers.sources import TokenDtype
-    from shardkit.loaders.state import Tail
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
+    from shardkit.order.run_settings import Tail
 
 __all__ = ["BUSY_SECONDS", "LoaderConfig", "LoaderOptions", "RunOptions", "Stream", "Weights"]
 

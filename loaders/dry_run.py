@@ -1,6 +1,6 @@
 """A run of all ranks by the loader's own plan, without reading a sample: what `shardkit audit` walks.
 
-The order is the `Arrangement` that a loader makes of its state, the batches are those of `BatchPlan`, a
+The order is the `Arrangement` that a loader makes of its settings, the batches are those of `BatchPlan`, a
 restart passes through the state's JSON and `resume`, and workers take turns as `StreamingDataset`'s do.
 Only index and card of the datasets are read. A rank's plan costs what it costs in training: about 5 ns for
 every position of the global batch and 100 ns for each of its own samples.
@@ -9,47 +9,31 @@ every position of the global batch and 100 ns for each of its own samples.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
-from shardkit.loaders.state import LoaderState, Tail, resume
+from shardkit.loaders.state import LoaderState, resume
 from shardkit.loaders.streams import Opened
 from shardkit.order.order import OrderSpec, Shuffle
-from shardkit.order.run_settings import RunSettings, StreamSettings
+from shardkit.order.run_settings import RunSettings
 
-__all__ = ["PlannedRun", "first_state", "settings_of"]
+__all__ = ["PlannedRun", "first_settings"]
 
 _Ints = npt.NDArray[np.int64]
 
 
-def settings_of(state: LoaderState, names: tuple[str, ...] = ()) -> RunSettings:
-    """What a state says of the order, for an audit; `names` of the streams, where the state has none."""
-    named = names or ("",) * len(state.streams)
-    return RunSettings(
-        order=state.order,
-        tail=state.tail,
-        streams=tuple(
-            StreamSettings(stream.name or name, stream.fingerprint, stream.samples, stream.excluded)
-            for stream, name in zip(state.streams, named, strict=True)
-        ),
-        epoch_samples=state.epoch_samples,
-        schedule=None if state.mixture is None else state.mixture.schedule,
-    )
-
-
-def first_state(
+def first_settings(
     opened: Opened,
     config: LoaderConfig,
     plan: BatchPlan,
     *,
     seed: int = 17,
     shuffle: Shuffle = "window",
-) -> LoaderState:
-    """The state in which a loader of these options begins; lanes and window by default as the loader's."""
+) -> RunSettings:
+    """The settings of a loader of these options; lanes and window by default as the loader's."""
     lanes, window = config.lanes or 1, config.window or 1
     if shuffle == "window" and (config.lanes is None or config.window is None):
         from shardkit.loaders.defaults import stream_sizes
@@ -57,26 +41,19 @@ def first_state(
 
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
         lanes, window = stream_sizes(opened.streams, plan, config, 1, source.stored_bytes)
-    return LoaderState(
-        position=0,
-        epoch_batches=0,
-        order=OrderSpec(seed, lanes, window, shuffle),
-        tail=plan.tail,
-        streams=opened.states(),
-        mixture=opened.mixture(config),
-    )
+    return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), plan.tail)
 
 
 class PlannedRun:
     """All ranks of a run from its first step on; `workers` of a DataLoader in each rank (0: none)."""
 
     def __init__(
-        self, opened: Opened, state: LoaderState, *, batch_size: int, world_size: int, workers: int = 0
+        self, opened: Opened, settings: RunSettings, *, batch_size: int, world_size: int, workers: int = 0
     ) -> None:
-        self._opened, self._first, self._workers = opened, state, workers
-        self._cursor: Cursor = (state.position, state.epoch_batches)
-        self._arrange(state)
-        self._begin(batch_size, world_size, state.tail)
+        self._opened, self._first, self._workers = opened, settings, workers
+        self._cursor: Cursor
+        self._plans: list[BatchPlan]
+        self._begin(LoaderState(0, 0, settings), batch_size, world_size)
 
     @property
     def position(self) -> int:
@@ -95,20 +72,20 @@ class PlannedRun:
     def restart(self, batch_size: int, world_size: int) -> None:
         """Go on from the state, as it comes out of a checkpoint, in a run of other ranks."""
         position, epoch_batches = self._cursor
-        saved = replace(self._state, position=position, epoch_batches=epoch_batches)
+        saved = LoaderState(position, epoch_batches, self._settings)
         loaded = LoaderState.from_dict(json.loads(json.dumps(saved.to_dict())))
-        self._arrange(resume(loaded, self._first, fixed=frozenset(), on_mismatch="error"))
-        self._begin(batch_size, world_size, loaded.tail)
+        resumed = resume(loaded, self._first, fixed=frozenset(), on_mismatch="error")
+        self._begin(resumed, batch_size, world_size)
 
-    def _arrange(self, state: LoaderState) -> None:
-        opened = self._opened
-        self._state = state
+    def _begin(self, state: LoaderState, batch_size: int, world_size: int) -> None:
+        opened, settings = self._opened, state.settings
+        self._settings = settings
         self._cursor = (state.position, state.epoch_batches)
-        self._arrangement = Arrangement(opened.streams, state, opened.exclusions, opened.limits)
-
-    def _begin(self, batch_size: int, world_size: int, tail: Tail) -> None:
-        samples = self._state.epoch_samples
-        self._plans = [BatchPlan(samples, batch_size, rank, world_size, tail) for rank in range(world_size)]
+        self._arrangement = Arrangement(opened.streams, settings, opened.exclusions, opened.limits)
+        self._plans = [
+            BatchPlan(settings.epoch_samples, batch_size, rank, world_size, settings.tail)
+            for rank in range(world_size)
+        ]
 
     def _of_rank(self, plan: BatchPlan, count: int) -> _Ints:
         """int64[count, batch]: what a rank makes, itself or by its workers in turn."""

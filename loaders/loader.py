@@ -36,11 +36,12 @@ from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.readers.sources import TokenDtype, open_source
-from shardkit.loaders.state import LoaderState, OnMismatch, Tail, resume
+from shardkit.loaders.state import LoaderState, OnMismatch, resume
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog
 from shardkit.order.order import OrderSpec, Shuffle
 from shardkit.order.residency import lanes_of_part
+from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.units import parse_bytes
 
 __all__ = ["StreamingLoader"]
@@ -92,16 +93,7 @@ class StreamingLoader:
         )
         lanes, window = stream_sizes(streams, self._plan, self.config, place.nodes, self._source.stored_bytes)
         self._cursor = (0, 0)
-        self._arrange(
-            LoaderState(
-                position=0,
-                epoch_batches=0,
-                order=OrderSpec(seed, lanes, window, shuffle),
-                tail=tail,
-                streams=self._opened.states(),
-                mixture=mixture,
-            )
-        )
+        self._arrange(self._opened.settings(self.config, OrderSpec(seed, lanes, window, shuffle), tail))
         self._maker = BatchMaker(
             batch_size=batch_size,
             config=self.config,
@@ -118,7 +110,7 @@ class StreamingLoader:
         self.usage: UsageLog | None = None
         if (folder := self.config.usage_log) is not None:
             self.usage = UsageLog(folder, streams, place.rank, place.world_size, batch_size)
-            self.usage.begin(self._state, 0)
+            self.usage.begin(self._settings, 0)
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
@@ -191,7 +183,7 @@ class StreamingLoader:
         count = place.local_world_size if is_shared else 1
         first = place.rank // count * count
         part = batch // place.world_size
-        return lanes_of_part(batch, self._state.order.lanes, slice(first * part, (first + count) * part))
+        return lanes_of_part(batch, self._settings.order.lanes, slice(first * part, (first + count) * part))
 
     def _deliver(self, running: Prefetcher[Group], iteration: object) -> Iterator[Batch]:
         try:
@@ -238,8 +230,7 @@ class StreamingLoader:
 
     def state_at(self, cursor: Cursor) -> dict[str, object]:
         """The state at another cursor of this run."""
-        position, epoch_batches = cursor
-        return replace(self._state, position=position, epoch_batches=epoch_batches).to_dict()
+        return LoaderState(*cursor, self._settings).to_dict()
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken; batch size and world size may differ from that run's.
@@ -249,13 +240,13 @@ class StreamingLoader:
         """
         names = ("lanes", "window", "schedule", "epoch_samples")
         fixed = frozenset(name for name in names if getattr(self.config, name) is not None)
-        resumed = resume(LoaderState.from_dict(state), self._state, fixed=fixed, on_mismatch=on_mismatch)
-        if replace(resumed, position=0, epoch_batches=0) != self._state:
-            self._arrange(resumed)
+        resumed = resume(LoaderState.from_dict(state), self._settings, fixed=fixed, on_mismatch=on_mismatch)
+        if resumed.settings != self._settings:
+            self._arrange(resumed.settings)
         self._stop()
         self._cursor = (resumed.position, resumed.epoch_batches)
         if self.usage is not None:
-            self.usage.begin(self._state, self.position)
+            self.usage.begin(self._settings, self.position)
 
     def set_weights(self, weights: Weights, *, at_position: int) -> None:
         """Mix with `weights` from `at_position` on, which must not have been delivered yet.
@@ -263,7 +254,7 @@ class StreamingLoader:
         Positions count samples over all ranks: step times global batch. The change becomes part of the state.
         All ranks must make it while they hold the same batch; a running `for` continues.
         """
-        mixture = self._state.mixture
+        mixture = self._settings.mixture
         if mixture is None:
             raise ValueError("this loader has only one stream: there are no weights to set")
         if at_position < self.position:
@@ -271,21 +262,21 @@ class StreamingLoader:
                 f"position {at_position:,} has been delivered: weights can change from {self.position:,} on"
             )
         changed = mixture.schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
-        self._arrange(replace(self._state, mixture=replace(mixture, schedule=changed)))
+        self._arrange(replace(self._settings, mixture=replace(mixture, schedule=changed)))
         running, iteration = self._running, self._iteration
         self._stop()
         if self.usage is not None:
-            self.usage.begin(self._state, self.position)
+            self.usage.begin(self._settings, self.position)
         if running is not None:
             self._iteration = iteration
             self._start()
 
-    def _arrange(self, state: LoaderState) -> None:
-        """Adopt the order that a state's constants define; if it is refused, nothing changes."""
+    def _arrange(self, settings: RunSettings) -> None:
+        """Adopt the order that a run's settings define; if it is refused, nothing changes."""
         opened = self._opened
-        self._arrangement = Arrangement(opened.streams, state, opened.exclusions, opened.limits)
-        self._plan = replace(self._plan, samples=state.epoch_samples)
-        self._state = replace(state, position=0, epoch_batches=0)
+        self._arrangement = Arrangement(opened.streams, settings, opened.exclusions, opened.limits)
+        self._plan = replace(self._plan, samples=settings.epoch_samples)
+        self._settings = settings
 
     def close(self) -> None:
         """Stop prefetching and close the shards; batches already handed out stay valid."""
@@ -389,7 +380,7 @@ class StreamingLoader:
         return self._telemetry.stats()
 
     def __repr__(self) -> str:
-        plan, order = self._plan, self._state.order
+        plan, order = self._plan, self._settings.order
         data = [dataset.location for dataset in self._opened.streams.once.datasets]
         return (
             f"StreamingLoader({data[0] if len(data) == 1 else data!r}, batch_size={plan.batch_size}, "

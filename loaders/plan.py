@@ -28,11 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.loaders.readers.streams import Streams
-from shardkit.loaders.state import LoaderState, Tail
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Located, Order, rank_slice
 from shardkit.order.residency import MixedUses
+from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
 
 __all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "Steps"]
@@ -183,30 +183,30 @@ class Limit:
 
 
 class Arrangement:
-    """The order of streams that a state's constants define."""
+    """The order that a run's settings make of streams."""
 
     def __init__(
         self,
         streams: Streams,
-        state: LoaderState,
+        settings: RunSettings,
         exclusions: Sequence[Exclusions | None],
         limits: Sequence[int | None],
     ) -> None:
         """`exclusions`, `limits`: of each stream; a limit is the most samples that it may deliver in all."""
         self._streams = streams
-        self._state = state
+        self._settings = settings
         self._limits = tuple(limits)
-        mixed = state.mixture
+        mixed = settings.mixture
         self.stream_orders: list[Order] = []
         parts = []
         for number, (dataset, excluded) in enumerate(zip(streams.datasets, exclusions, strict=True)):
             sizes = dataset.manifest.shard_samples
-            seed = state.order.seed if mixed is None else stream_seed(state.order.seed, number)
+            seed = settings.order.seed if mixed is None else stream_seed(settings.order.seed, number)
             kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
-            order = Order(kept, replace(state.order, seed=seed))
+            order = Order(kept, replace(settings.order, seed=seed))
             self.stream_orders.append(order)
             parts.append(StreamOrder(order, excluded, sizes))
-        self._mixture = None if mixed is None else Mixture(state.order.seed, mixed.schedule)
+        self._mixture = None if mixed is None else Mixture(settings.order.seed, mixed.schedule)
         self.order: Order | StreamOrder | MixedOrder
         if mixed is None or self._mixture is None:
             self.order = self.stream_orders[0] if exclusions[0] is None else parts[0]
@@ -225,7 +225,7 @@ class Arrangement:
 
         By the largest weight that the schedule gives it.
         """
-        if (mixed := self._state.mixture) is None:
+        if (mixed := self._settings.mixture) is None:
             return [1.0]
         weights = [max(each) for each in zip(*(w for _, w in mixed.schedule.segments), strict=True)]
         sample_bytes = {

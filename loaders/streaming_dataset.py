@@ -443,9 +443,10 @@ def state_of(state: Mapping[str, Any]) -> State:
         ) from error
     plain = {name: value for name, value in saved.items() if name != _WORKER}
     loaded = LoaderState.from_dict(plain)
-    plan = BatchPlan(loaded.epoch_samples, share["global_batch"], 0, 1, loaded.tail)
+    settings = loaded.settings
+    plan = BatchPlan(settings.epoch_samples, share["global_batch"], 0, 1, settings.tail)
     position, epoch_batches = plan.advance((loaded.position, loaded.epoch_batches), batches)
-    return replace(loaded, position=position, epoch_batches=epoch_batches).to_dict()
+    return LoaderState(position, epoch_batches, settings).to_dict()
 
 
 @dataclass(slots=True)

@@ -12,9 +12,10 @@ from shardkit.cache.contract import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.readers.streams import Streams
-from shardkit.loaders.state import MixtureState, StreamState
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
+from shardkit.order.order import OrderSpec
+from shardkit.order.run_settings import MixtureSettings, RunSettings, StreamSettings, Tail
 from shardkit.storage import StorageOptions
 from shardkit.units import parse_bytes
 
@@ -42,18 +43,19 @@ class Opened:
         """Samples that each stream may deliver in all."""
         return [spec.limit(kept) for spec, kept in zip(self.specs, self.kept, strict=True)]
 
-    def states(self) -> tuple[StreamState, ...]:
-        """Which data the streams deliver."""
-        return tuple(
-            StreamState(
+    def settings(self, config: LoaderConfig, order: OrderSpec, tail: Tail) -> RunSettings:
+        """The settings of a run over these streams. ValueError says what cannot be."""
+        streams = tuple(
+            StreamSettings(
                 dataset.fingerprint, kept, spec.name or "", excluded.digest if excluded is not None else ""
             )
             for dataset, kept, spec, excluded in zip(
                 self.streams.datasets, self.kept, self.specs, self.exclusions, strict=True
             )
         )
+        return RunSettings(order, tail, streams, self.mixture(config))
 
-    def mixture(self, config: LoaderConfig) -> MixtureState | None:
+    def mixture(self, config: LoaderConfig) -> MixtureSettings | None:
         """How the streams are mixed as configured; None for a single one. ValueError says what cannot be."""
         if len(self.streams) == 1:
             if config.schedule is not None or config.epoch_samples is not None:
@@ -73,7 +75,7 @@ class Opened:
         ):
             if any(weights) and not samples:
                 raise ValueError(f"stream {name!r} has no samples, or all are excluded: leave it out")
-        return MixtureState(schedule, config.epoch_samples or sum(kept))
+        return MixtureSettings(schedule, config.epoch_samples or sum(kept))
 
 
 def open_streams(

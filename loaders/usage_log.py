@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from shardkit.errors import warn_user
 from shardkit.formats.usage_log import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
-from shardkit.loaders.dry_run import settings_of
 from shardkit.loaders.readers.streams import Streams
-from shardkit.loaders.state import LoaderState
+from shardkit.order.run_settings import RunSettings
 from shardkit.storage.url import is_remote
 
 __all__ = ["UsageLog"]
@@ -49,11 +48,11 @@ class UsageLog:
         self.path: Path | None = None
         """The file; None before the first step."""
 
-    def begin(self, state: LoaderState, position: int) -> None:
+    def begin(self, settings: RunSettings, position: int) -> None:
         """The next step begins a run, or goes on from a state, at `position`."""
         self._head_due = True
         self._head = RunHead(
-            settings=settings_of(state, self._names),
+            settings=settings.named(self._names),
             rank=self._rank,
             world_size=self._world_size,
             batch_size=self._batch_size,

@@ -181,7 +181,7 @@ def _audit_logs(arguments: argparse.Namespace) -> AuditReport:
 
 def _audit_plan(arguments: argparse.Namespace) -> AuditReport:
     from shardkit.loaders.config import LoaderConfig
-    from shardkit.loaders.dry_run import PlannedRun, first_state, settings_of
+    from shardkit.loaders.dry_run import PlannedRun, first_settings
     from shardkit.loaders.plan import BatchPlan
     from shardkit.progress import counting
     from shardkit.tools.audit.expectation import Expectation, StreamData
@@ -198,19 +198,19 @@ def _audit_plan(arguments: argparse.Namespace) -> AuditReport:
     samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
     legs = _legs(arguments)
     plans = [BatchPlan(samples, leg.batch_size, 0, leg.world_size, arguments.tail) for leg in legs]
-    state = first_state(opened, config, plans[0], seed=arguments.seed, shuffle=arguments.shuffle)
+    settings = first_settings(opened, config, plans[0], seed=arguments.seed, shuffle=arguments.shuffle)
     data = [
         StreamData(dataset, excluded)
         for dataset, excluded in zip(opened.streams.datasets, opened.exclusions, strict=True)
     ]
-    expected = Expectation(settings_of(state, opened.streams.names), data)
+    expected = Expectation(settings.named(opened.streams.names), data)
     walks = [[leg] for leg in legs]
     if arguments.resume_at:
         walks.append(legs_of_resumes(legs, arguments.resume_at))
 
     def start(leg: Leg) -> PlannedRun:
         size, ranks = leg.batch_size, leg.world_size
-        return PlannedRun(opened, state, batch_size=size, world_size=ranks, workers=arguments.workers)
+        return PlannedRun(opened, settings, batch_size=size, world_size=ranks, workers=arguments.workers)
 
     location = ", ".join(dataset.location for dataset in opened.streams.datasets)
     with counting("audit", len(walks) * arguments.epochs * samples, "samples") as progress:

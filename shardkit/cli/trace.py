@@ -139,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer the question and print the answer."""
     from shardkit.cli import trace_show
     from shardkit.datasets.dataset import open_dataset
+    from shardkit.tools.trace.answers import facts_of
 
     kind = _kind(arguments)
     with ExitStack() as opened:
@@ -155,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
             assert traced is not None
             answer = _step(arguments, decoder, traced)
         known = {"path": arguments.path, "fingerprint": dataset.fingerprint}
-        answer = {**known, "run": None if traced is None else traced.facts, **answer}
+        answer = {**known, "run": None if traced is None else facts_of(traced.run), **answer}
     if arguments.json:
         print_json(answer)
     else:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
     from shardkit.loaders.state import LoaderState
     from shardkit.order.exclusions import Exclusions
-    from shardkit.order.order import OrderSpec, Shuffle
+    from shardkit.order.order import Shuffle
+    from shardkit.order.run_settings import RunSettings, Tail
     from shardkit.tools.trace.run import Run
 
 __all__ = ["TracedRun", "add_run_arguments", "find_run", "read_state"]
@@ -29,27 +31,13 @@ _MAX_STATE_BYTES = 64 << 20
 _TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
 
+@dataclass(frozen=True, slots=True)
 class TracedRun:
-    """A run, its streams' datasets, and the numbers of the streams that deliver the traced dataset.
+    """A run, its streams' datasets, and the numbers of the streams that deliver the traced dataset."""
 
-    `facts`: the constants of the order, as plain data.
-    """
-
-    def __init__(
-        self, run: Run, datasets: list[Dataset], streams: list[int], spec: OrderSpec, tail: str
-    ) -> None:
-        self.run, self.datasets, self.streams = run, datasets, streams
-        steps = run.steps
-        self.facts: dict[str, int | str | None] = {
-            "seed": spec.seed,
-            "shuffle": spec.shuffle,
-            "lanes": spec.lanes,
-            "window": spec.window,
-            "tail": tail,
-            "batch_size": steps.batch_size if steps else None,
-            "world_size": steps.world_size if steps else None,
-            "position": run.delivered,
-        }
+    run: Run
+    datasets: list[Dataset]
+    streams: list[int]
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,17 +162,14 @@ def _exclusions(arguments: argparse.Namespace) -> dict[str, Exclusions]:
 
 
 def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: list[Dataset]) -> TracedRun:
-    from shardkit.loaders.plan import Arrangement
-    from shardkit.loaders.readers.streams import Streams
-    from shardkit.tools.trace.run import Run
-
+    settings = state.settings
     by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
     lists = _exclusions(arguments)
     found, exclusions = [], []
-    for number, stream in enumerate(state.streams):
-        called = f"stream {stream.name or number!r} of the state" if state.mixture else "the state"
+    for number, stream in enumerate(settings.streams):
+        called = f"stream {stream.name or number!r} of the state" if settings.mixture else "the state"
         if stream.fingerprint not in by_fingerprint:
-            hint = "give its path with --stream" if state.mixture else "give that dataset's path"
+            hint = "give its path with --stream" if settings.mixture else "give that dataset's path"
             raise StateError(
                 f"{called} is of the dataset with fingerprint {stream.fingerprint}, and "
                 f"{datasets[0].location} is {datasets[0].fingerprint}: {hint}"
@@ -196,37 +181,56 @@ def _from_state(arguments: argparse.Namespace, state: LoaderState, datasets: lis
             )
         found.append(by_fingerprint[stream.fingerprint])
         exclusions.append(lists[stream.excluded] if stream.excluded else None)
-    traced = [n for n, each in enumerate(state.streams) if each.fingerprint == datasets[0].fingerprint]
+    traced = [n for n, each in enumerate(settings.streams) if each.fingerprint == datasets[0].fingerprint]
     if not traced:
         raise StateError(f"{datasets[0].location} is no stream of the state")
-    names = [each.name or dataset.location for each, dataset in zip(state.streams, found, strict=True)]
-    order = Arrangement(Streams(found, names), state, exclusions, [None] * len(found)).order
-    steps = _steps(arguments, state.epoch_samples, state.tail)
-    run = Run(order, names, steps=steps, delivered=state.position)
-    return TracedRun(run, found, traced, state.order, state.tail)
+    run = _run(arguments, settings, found, exclusions, delivered=state.position)
+    return TracedRun(run, found, traced)
 
 
 def _from_options(arguments: argparse.Namespace, dataset: Dataset) -> TracedRun:
-    from shardkit.order.order import Order, OrderSpec
-    from shardkit.order.streams import StreamOrder
-    from shardkit.tools.trace.run import Run
+    from shardkit.order.order import OrderSpec
+    from shardkit.order.run_settings import RunSettings, StreamSettings
 
     lists = list(_exclusions(arguments).values())
     if len(lists) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
-    sizes = dataset.manifest.shard_samples
+    excluded = lists[0] if lists else None
     shuffle: Shuffle = arguments.shuffle or "window"
-    tail = arguments.tail or "carry"
+    tail: Tail = arguments.tail or "carry"
+    sizes = dataset.manifest.shard_samples
     try:
-        kept = lists[0].kept_of_shards(sizes) if lists else sizes
-        lanes, window = _shuffle_sizes(arguments, dataset, int(kept.sum()), shuffle, tail)
+        kept = int((sizes if excluded is None else excluded.kept_of_shards(sizes)).sum())
+        lanes, window = _shuffle_sizes(arguments, dataset, kept, shuffle, tail)
         spec = OrderSpec(17 if arguments.seed is None else arguments.seed, lanes, window, shuffle)
     except ValueError as error:
         raise ShardkitError(str(error)) from error
-    order = Order(kept, spec)
-    both = StreamOrder(order, lists[0], sizes) if lists else order
-    steps = _steps(arguments, order.samples, tail)
-    return TracedRun(Run(both, [dataset.location], steps=steps), [dataset], [0], spec, tail)
+    stream = StreamSettings(dataset.fingerprint, kept, excluded="" if excluded is None else excluded.digest)
+    settings = RunSettings(spec, tail, (stream,))
+    return TracedRun(_run(arguments, settings, [dataset], [excluded]), [dataset], [0])
+
+
+def _run(
+    arguments: argparse.Namespace,
+    settings: RunSettings,
+    datasets: list[Dataset],
+    exclusions: list[Exclusions | None],
+    delivered: int | None = None,
+) -> Run:
+    """The run with these settings, whose batches are known if the options say their size."""
+    from shardkit.loaders.plan import Arrangement, BatchPlan
+    from shardkit.loaders.readers.streams import Streams
+    from shardkit.tools.trace.run import Run
+
+    names = [each.name or data.location for each, data in zip(settings.streams, datasets, strict=True)]
+    order = Arrangement(Streams(datasets, names), settings, exclusions, [None] * len(datasets)).order
+    plan = None
+    if (batch_size := arguments.batch_size) is not None:
+        try:
+            plan = BatchPlan(settings.epoch_samples, batch_size, 0, arguments.world_size, settings.tail)
+        except ValueError as error:
+            raise ShardkitError(str(error)) from error
+    return Run(settings, order, names, plan=plan, delivered=delivered)
 
 
 def _shuffle_sizes(
@@ -257,14 +261,3 @@ def _shuffle_sizes(
     config = LoaderConfig(lanes=arguments.lanes, window=arguments.window)
     row_bytes = open_source(streams, None, None).stored_bytes
     return stream_sizes(streams, plan, config, arguments.nodes, row_bytes)
-
-
-def _steps(arguments: argparse.Namespace, samples: int, tail: str) -> Any:
-    from shardkit.tools.trace.run import Steps
-
-    if arguments.batch_size is None:
-        return None
-    try:
-        return Steps(samples, arguments.batch_size, arguments.world_size, tail)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ShardkitError(str(error)) from error

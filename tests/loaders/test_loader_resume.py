@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.state import Tail
+from shardkit.order.run_settings import Tail
 from support.loader_data import KINDS, make_dataset
 from support.resume import assert_exact_resume, assert_exact_resume_in_new_process
 

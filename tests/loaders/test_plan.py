@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.state import Tail
 from shardkit.order.order import Order, OrderSpec
+from shardkit.order.run_settings import Tail
 
 TAILS = get_args(Tail)
 

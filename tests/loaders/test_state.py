@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 from shardkit.errors import StateError
-from shardkit.loaders.state import LoaderState, MixtureState, StreamState, resume
+from shardkit.loaders.state import LoaderState, resume
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
+from shardkit.order.run_settings import MixtureSettings, RunSettings, StreamSettings
 
-STATE = LoaderState(
-    position=120,
-    epoch_batches=3,
-    order=OrderSpec(seed=17, lanes=8, window=100),
-    tail="carry",
-    streams=(StreamState("aa", 50),),
+SETTINGS = RunSettings(
+    order=OrderSpec(seed=17, lanes=8, window=100), tail="carry", streams=(StreamSettings("aa", 50),)
 )
+STATE = LoaderState(position=120, epoch_batches=3, settings=SETTINGS)
 ENTRY = {"fingerprint": "aa", "samples": 50, "name": "", "excluded": ""}
-MIXED = replace(
-    STATE,
-    streams=(StreamState("aa", 50, "web"), StreamState("bb", 30, "code")),
-    mixture=MixtureState(Schedule(((0, (3, 1)), (100, (1, 1)), (200, (1, 3)))), 80),
+MIXTURE = MixtureSettings(Schedule(((0, (3, 1)), (100, (1, 1)), (200, (1, 3)))), 80)
+MIXED_SETTINGS = replace(
+    SETTINGS,
+    streams=(StreamSettings("aa", 50, "web"), StreamSettings("bb", 30, "code")),
+    mixture=MIXTURE,
 )
+MIXED = replace(STATE, settings=MIXED_SETTINGS)
 NOTHING_FIXED: frozenset[str] = frozenset()
 
 
@@ -101,7 +101,7 @@ def test_a_missing_key_is_named() -> None:
 
 
 def test_lanes_and_window_come_from_the_state_unless_they_were_set() -> None:
-    current = replace(STATE, position=0, order=replace(STATE.order, lanes=4, window=7))
+    current = replace(SETTINGS, order=replace(SETTINGS.order, lanes=4, window=7))
     assert resume(STATE, current, fixed=NOTHING_FIXED, on_mismatch="error") == STATE
     with pytest.raises(StateError, match="lanes: saved 8, loader has 4") as caught:
         resume(STATE, current, fixed=frozenset({"lanes"}), on_mismatch="error")
@@ -110,7 +110,7 @@ def test_lanes_and_window_come_from_the_state_unless_they_were_set() -> None:
 
 def test_every_constant_is_compared_and_all_differences_are_listed() -> None:
     current = replace(
-        STATE, tail="drop", order=replace(STATE.order, seed=18), streams=(StreamState("bb", 51),)
+        SETTINGS, tail="drop", order=replace(SETTINGS.order, seed=18), streams=(StreamSettings("bb", 51),)
     )
     with pytest.raises(StateError) as caught:
         resume(STATE, current, fixed=NOTHING_FIXED, on_mismatch="error")
@@ -124,15 +124,15 @@ def test_every_constant_is_compared_and_all_differences_are_listed() -> None:
         assert words in str(caught.value)
 
 
-def with_schedule(*segments: tuple[int, tuple[int, ...]], streams: int = 2) -> LoaderState:
-    more = (StreamState("cc", 20, "more"),) * (streams - 2)
-    mixture = MixtureState(Schedule(segments), 80)
-    return replace(MIXED, position=0, streams=MIXED.streams + more, mixture=mixture)
+def with_schedule(*segments: tuple[int, tuple[int, ...]], streams: int = 2) -> RunSettings:
+    more = (StreamSettings("cc", 20, "more"),) * (streams - 2)
+    mixture = MixtureSettings(Schedule(segments), 80)
+    return replace(MIXED_SETTINGS, streams=MIXED_SETTINGS.streams + more, mixture=mixture)
 
 
 def schedule_of(state: LoaderState) -> list[list[object]]:
-    assert state.mixture is not None
-    return state.mixture.schedule.to_list()
+    assert state.settings.mixture is not None
+    return state.settings.mixture.schedule.to_list()
 
 
 def test_a_saved_schedule_is_gone_on_with_if_the_streams_weights_are_those_it_began_with() -> None:
@@ -158,44 +158,47 @@ def test_streams_may_be_added_behind_the_others() -> None:
     current = with_schedule((0, (3, 1, 0)), streams=3)
     resumed = resume(MIXED, current, fixed=NOTHING_FIXED, on_mismatch="error")
     assert schedule_of(resumed) == [[0, [3, 1, 0]], [100, [1, 1, 0]], [200, [1, 3, 0]]]
-    assert len(resumed.streams) == 3
+    assert len(resumed.settings.streams) == 3
     current = with_schedule((0, (3, 1, 1)), streams=3)
     with pytest.raises(StateError, match="weights before"):
         resume(MIXED, current, fixed=NOTHING_FIXED, on_mismatch="error")
-    fewer = replace(STATE, streams=MIXED.streams[:1])
+    fewer = replace(SETTINGS, streams=MIXED_SETTINGS.streams[:1])
     with pytest.raises(StateError, match=r"stream 1: saved bb .30 samples., loader has none"):
         resume(MIXED, fewer, fixed=NOTHING_FIXED, on_mismatch="error")
 
 
 def test_excluded_rows_and_the_length_of_an_epoch_are_constants() -> None:
-    excluded = replace(STATE, streams=(StreamState("aa", 50, excluded="0f"),))
+    excluded = replace(SETTINGS, streams=(StreamSettings("aa", 50, excluded="0f"),))
     with pytest.raises(StateError, match="without those of exclusion list 0f"):
         resume(STATE, excluded, fixed=NOTHING_FIXED, on_mismatch="error")
-    assert MIXED.mixture is not None
-    longer = replace(MIXED, mixture=replace(MIXED.mixture, epoch_samples=90))
+    longer = replace(MIXED_SETTINGS, mixture=replace(MIXTURE, epoch_samples=90))
     assert resume(MIXED, longer, fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
     with pytest.raises(StateError, match="epoch_samples: saved 80, loader has 90"):
         resume(MIXED, longer, fixed=frozenset({"epoch_samples"}), on_mismatch="error")
 
 
 def test_another_shuffle_is_a_difference() -> None:
-    current = replace(STATE, order=OrderSpec(17, 1, 1, "none"))
+    current = replace(SETTINGS, order=OrderSpec(17, 1, 1, "none"))
     with pytest.raises(StateError, match="shuffle: saved 'window', loader has 'none'"):
         resume(STATE, current, fixed=NOTHING_FIXED, on_mismatch="error")
 
 
 def test_a_fork_keeps_the_position_and_the_loaders_own_settings() -> None:
-    current = replace(STATE, position=0, epoch_batches=0, order=replace(STATE.order, seed=18, window=9))
+    current = replace(SETTINGS, order=replace(SETTINGS.order, seed=18, window=9))
     forked = resume(STATE, current, fixed=frozenset({"window"}), on_mismatch="fork")
     assert forked.position == 120
     assert forked.epoch_batches == 0
-    assert (forked.order.seed, forked.order.lanes, forked.order.window) == (18, 8, 9)
+    assert (forked.settings.order.seed, forked.settings.order.lanes, forked.settings.order.window) == (
+        18,
+        8,
+        9,
+    )
 
 
 def test_a_fork_without_differences_is_a_resume() -> None:
-    assert resume(STATE, replace(STATE, position=0), fixed=NOTHING_FIXED, on_mismatch="fork") == STATE
+    assert resume(STATE, SETTINGS, fixed=NOTHING_FIXED, on_mismatch="fork") == STATE
 
 
 def test_an_unknown_wish_is_refused() -> None:
     with pytest.raises(ValueError, match="on_mismatch"):
-        resume(STATE, STATE, fixed=NOTHING_FIXED, on_mismatch="ignore")  # type: ignore[arg-type]
+        resume(STATE, SETTINGS, fixed=NOTHING_FIXED, on_mismatch="ignore")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.dry_run import PlannedRun, first_state, settings_of
+from shardkit.loaders.dry_run import PlannedRun, first_settings
 from shardkit.loaders.plan import BatchPlan, SampleOrder
 from shardkit.loaders.streams import open_streams
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
@@ -79,16 +79,16 @@ def plan_report(
     samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
     legs = [Leg(batch_sizes[n % len(batch_sizes)], ranks) for n, ranks in enumerate(world_sizes)]
     plan = BatchPlan(samples, legs[0].batch_size, 0, legs[0].world_size, tail)
-    state = first_state(opened, config, plan, seed=seed, shuffle=shuffle)
+    settings = first_settings(opened, config, plan, seed=seed, shuffle=shuffle)
     pairs = zip(opened.streams.datasets, opened.exclusions, strict=True)
-    expected = Expectation(settings_of(state, opened.streams.names), [StreamData(*pair) for pair in pairs])
+    expected = Expectation(settings.named(opened.streams.names), [StreamData(*pair) for pair in pairs])
     walks = [[leg] for leg in legs]
     if resumes:
         walks.append(legs_of_resumes(legs, resumes))
 
     def start(leg: Leg) -> PlannedRun:
         size, ranks = leg.batch_size, leg.world_size
-        run = PlannedRun(opened, state, batch_size=size, world_size=ranks, workers=workers)
+        run = PlannedRun(opened, settings, batch_size=size, world_size=ranks, workers=workers)
         broken(run)
         return run
 

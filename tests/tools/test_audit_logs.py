@@ -206,11 +206,11 @@ def test_another_seed_on_one_rank_is_found_whether_its_log_says_so_or_not(
     path: Path, dataset: Dataset, tmp_path: Path, says_so: bool
 ) -> None:
     def reseed(loader: StreamingLoader) -> None:
-        state = loader._state
-        loader._arrange(replace(state, order=replace(state.order, seed=18)))
+        settings = loader._settings
+        loader._arrange(replace(settings, order=replace(settings.order, seed=18)))
         if says_so:
             assert loader.usage is not None
-            loader.usage.begin(loader._state, 0)
+            loader.usage.begin(loader._settings, 0)
 
     run(path, tmp_path, 3, steps=11, breaks={1: reseed})
     report = log_report(tmp_path, dataset)

@@ -18,7 +18,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.trace.run import Run
+from shardkit.tools.trace.run import Run, start_of_step
 from support.loader_data import make_dataset
 
 SAMPLES = 53
@@ -97,7 +97,8 @@ def test_a_run_by_its_options_is_that_of_a_loader_with_them(
         dropped = [s for row in range(SAMPLES) for s in found.run.sightings(row, epochs=1) if s.is_dropped]
         assert len(dropped) == (SAMPLES % (4 * world_size) if tail == "drop" else 0)
         for step in (0, 2, 5):
-            start = found.run.steps.span(step)[0] if found.run.steps else -1
+            assert found.run.plan is not None
+            start = start_of_step(found.run.plan, step)
             assert found.run.batch_at(start) == found.run.batch(step)
 
 

@@ -93,15 +93,15 @@ class Expectation:
         for number, one in enumerate(data):
             sizes = one.dataset.manifest.shard_samples
             seed = settings.order.seed
-            if settings.schedule is not None:
+            if settings.mixture is not None:
                 seed = stream_seed(seed, number)
             kept = sizes if one.exclusions is None else one.exclusions.kept_of_shards(sizes)
             order = Order(kept, replace(settings.order, seed=seed))
             self.streams.append(StreamOrder(order, one.exclusions, sizes))
         self.mixture: Mixture | None = None
         self.order: StreamOrder | MixedOrder = self.streams[0]
-        if settings.schedule is not None:
-            self.mixture = Mixture(settings.order.seed, settings.schedule)
+        if settings.mixture is not None:
+            self.mixture = Mixture(settings.order.seed, settings.mixture.schedule)
             self.order = MixedOrder(self.streams, self.mixture, settings.epoch_samples)
         sizes_of_all = [one.dataset.manifest.shard_samples for one in data]
         self.shard_starts = _starts(np.concatenate(sizes_of_all))

@@ -179,12 +179,16 @@ def _described(run: Run, steps: int, replayed: int) -> dict[str, object]:
 
 def _check_settings(run: Run, expected: Expectation, findings: Findings) -> None:
     position = run.last if run.stop is None else min(run.last, run.stop)
-    for line in run.settings.differences(expected.settings, position):
+    for line in _differences(run.settings, expected.settings, position):
         findings.add(Finding(kind="settings", problem=f"{run}, against the last run: {line}"))
     for rank, section in sorted(run.sections.items()):
-        for line in run.settings.differences(section.head.settings, run.start + 1):
+        for line in _differences(run.settings, section.head.settings, run.start + 1):
             problem = f"{run}: against rank {min(run.sections)}: {line}"
             findings.add(Finding(kind="settings", problem=problem, rank=rank))
+
+
+def _differences(settings: RunSettings, later: RunSettings, position: int) -> list[str]:
+    return [f"{each.what} {each.before} became {each.now}" for each in settings.differences(later, position)]
 
 
 def _count_from(section: Section, position: int) -> int:

@@ -20,7 +20,7 @@ from shardkit.tools.trace.run import Run
 from shardkit.tools.trace.table import NoProvenanceError, Piece, ProvenanceTable, pieces_of
 from shardkit.tools.trace.text import Decoder, read_rows
 
-__all__ = ["Tracer", "by_source", "parse_row", "seen_in", "source_labels"]
+__all__ = ["Tracer", "by_source", "facts_of", "parse_row", "seen_in", "source_labels"]
 
 
 class Tracer:
@@ -137,6 +137,21 @@ class Tracer:
             "metadata": piece.metadata,
             "text": text,
         }
+
+
+def facts_of(run: Run) -> dict[str, int | str | None]:
+    """A run's settings, sizes and progress as plain data."""
+    order, plan = run.settings.order, run.plan
+    return {
+        "seed": order.seed,
+        "shuffle": order.shuffle,
+        "lanes": order.lanes,
+        "window": order.window,
+        "tail": run.settings.tail,
+        "batch_size": plan.batch_size if plan else None,
+        "world_size": plan.world_size if plan else None,
+        "position": run.delivered,
+    }
 
 
 def seen_in(run: Run, row: int, stream: int, epochs: int | None) -> dict[str, Any]:
