@@ -144,7 +144,7 @@ def test_other_numbers_of_workers_reuse_everything(kept: BuildResult, corpus: Pa
 def test_one_more_file_costs_its_own_cleaning_and_tokenizing(tmp_path: Path) -> None:
     recipe = make_corpus(tmp_path, 80)
     build(recipe, output=tmp_path / "a", overrides=["work=work"], workers=1, progress=False)
-    new = [{"text": text_of(n)} for n in (1000, 1001, 1002)]
+    new = [{"text": text_of(n), "number": n} for n in (1000, 1001, 1002)]
     (tmp_path / "plain-00.jsonl").write_text("".join(json.dumps(line) + "\n" for line in new))
     reports: list[StageProgress] = []
     result = build(recipe, output=tmp_path / "b", overrides=["work=work"], workers=1, progress=reports.append)
