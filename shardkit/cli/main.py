@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        _say("interrupted" + ("; run the same command to continue" if arguments.verb in CONTINUING else ""))
+        _say("interrupted" + ("; the same command continues" if arguments.verb in CONTINUING else ""))
         return INTERRUPTED
     except Exception as error:
         if arguments.debug:
