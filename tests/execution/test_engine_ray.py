@@ -417,7 +417,7 @@ with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, 
 def test_tasks_end_with_the_build(
     tmp_path: Path, tasks: ModuleType, place: Path, cluster: RayCluster, number: signal.Signals
 ) -> None:
-    folders = [str(Path(str(tasks.__file__)).parents[1]), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(str(tasks.__file__)).parent), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER, cluster.address, place],
         cwd=tmp_path,
