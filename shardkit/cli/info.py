@@ -86,8 +86,6 @@ def _size(count: int | None) -> str:
 def _show(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
-    # MERGED
-
     console = stdout_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

@@ -99,7 +99,7 @@ def matches_for(similarity: float, permutations: int) -> int:
     return int(np.ceil(permutations * equal - 1e-9)) + filling
 
 
-_Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]
+Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]  # of `scan`
 _Space = tuple[UInt64s, Int64s, UInt8s, UInt8s, UInt64s]
 
 
@@ -130,7 +130,7 @@ def scan(
     ranks: Int64s,
     begin: int,
     leaders: int,
-    settings: _Settings,
+    settings: Settings,
     bounded: UInt8s,
     space: _Space,
     out: Int64s,
@@ -243,7 +243,7 @@ def scan_groups(
     ranks: Int64s,
     edges: Int64s,
     state: Int64s,
-    settings: _Settings,
+    settings: Settings,
     space: _Space,
     out: Int64s,
 ) -> int:
@@ -289,8 +289,6 @@ Numbers = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.int64]
 
 Pairs = tuple[Numbers, Numbers]
-
-Settings = tuple[np.uint64, np.uint64, np.uint64, int, int, int]  # of `scan`
 
 
 @dataclass(frozen=True, slots=True)

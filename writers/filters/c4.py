@@ -121,6 +121,3 @@ class C4ParagraphFilter:
 
         counts = count_long_lines(batch.data, batch.offsets, batch.wanted, self._config.min_paragraph_len)
         return [Rule(self.reasons[0], counts < self._config.min_paragraphs, counts)]
-
-
-_REFERENCE_POLICY = "terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies"

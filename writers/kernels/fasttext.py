@@ -31,13 +31,9 @@ from shardkit.writers.kernels.numba_support import (
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.utf8 import next_character
 
-__all__ = ["BASIS", "EPSILON", "MASK", "NEXT", "PRIME", "FastTextScorer", "activate", "descend"]
+__all__ = ["FastTextScorer", "activate", "descend"]
 
-BASIS, PRIME, MASK = 2166136261, 16777619, 0xFFFFFFFF  # FNV-1a, 32 bits
-NEXT = 116049371  # multiplier that chains the hashes of tokens
-EPSILON = 1e-5  # added to every probability before its logarithm
-
-_EPSILON = 1e-5  # that fastText adds to every probability before its logarithm
+_EPSILON = 1e-5  # fastText adds it to every probability before its logarithm
 
 
 # Numbers, word slots, words, their offsets, pruned buckets, input rows, separators, label prefix.
@@ -98,7 +94,8 @@ def _table_sigmoid(value: float) -> float:
     return 1.0 / (1.0 + math.exp(-(math.floor((value + 8) * 32) / 32 - 8)))
 
 
-_BASIS_64, _PRIME_64, _MASK_64, _NEXT_64 = map(np.uint64, (BASIS, PRIME, MASK, NEXT))
+# FNV-1a of 32 bits, and the multiplier that chains the hashes of tokens.
+_BASIS_64, _PRIME_64, _MASK_64, _NEXT_64 = map(np.uint64, (2166136261, 16777619, 0xFFFFFFFF, 116049371))
 _SIGNED = np.uint64(0xFFFFFF00)  # bytes of 128 and above are negative to fastText's hash
 _OPEN, _CLOSE = 60, 62  # < and > around a token
 _KEY_BYTES = 32  # longer tokens are summed again each time
