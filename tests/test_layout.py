@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -125,6 +126,17 @@ def test_kernels_and_filters_do_not_import_what_uses_them() -> None:
             assert all(imported.startswith("shardkit.writers.kernels") for imported in inside), file
         if name.startswith("shardkit.writers.filters."):
             assert not any(imported.startswith("shardkit.writers.dedup") for imported in inside), file
+
+
+def test_readmes_of_packages_name_modules_that_exist() -> None:
+    for folder in SOURCES.values():
+        for readme in folder.rglob("README.md"):
+            if folder.name == "shardkit" and readme.relative_to(folder).parts[0] in ("writers", "loaders"):
+                continue  # the links
+            known = {file.name for _, file in MODULES} | {file.name for file in ROOT.glob("examples/*.py")}
+            tables = [line for line in readme.read_text().splitlines() if line.startswith("|")]
+            named = {name for line in tables for name in re.findall(r"`(\w+\.py)`", line)}
+            assert named <= known, f"{readme} names modules that are gone: {sorted(named - known)}"
 
 
 def test_importing_shardkit_imports_nothing_heavy() -> None:

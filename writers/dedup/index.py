@@ -1,8 +1,8 @@
 """The index of a corpus: what later builds need to remove documents that are like its own, without its texts.
 
     dedup-index.json   settings, counts, what it was made from, and each file's size and xxh3-128
-    part-00000/…       for each split a part (population.py, parts.py) of the documents that stayed, `row`
-                       being the row in this part, and their n-grams (shingle_store.py), numbered from 0
+    part-00000/…       for each split a part (population.py, signatures.py) of the documents that stayed,
+                       `row` being the row in this part, and their n-grams (shingle_store.py), numbered from 0
 
 Of each set the `sketch` smallest hashes are stored, so that the index's size does not grow with the texts. A
 document of no more distinct n-grams is compared exactly; for others the similarity s is an unbiased estimate

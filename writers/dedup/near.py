@@ -1,6 +1,6 @@
 """Near-duplicate removal, from documents to who is removed.
 
-`remove_near` strings the stages together (`near_stages.py`); a build calls it between exact removal and
+`remove_near` strings the stages together; a build calls it between exact removal and
 tokenizing. `find_near_duplicates` is the same for anyone's files of documents.
 
 Near-duplicate removal as tasks: what each depends on, and the functions that workers run.
