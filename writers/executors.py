@@ -18,6 +18,7 @@ from shardkit.errors import BuildError
 from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.engine_local import RESUME, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import import_ray
@@ -81,11 +82,10 @@ def open_runner(
     """Open the work folder and start the engine; both are closed with the `with`."""
     with Journal(work, slice=execution.task_slice) as journal, _engine(recipe, execution) as engine:
         runner = Runner(journal, engine, listener)
-        with runner.guarding():
-            try:
-                yield runner
-            except OSError as error:  # of a file of finished tasks, read between two stages
-                raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
+        try:
+            yield runner
+        except OSError as error:  # of a file of finished tasks, read between two stages
+            raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
 def _engine(recipe: Recipe, execution: Execution) -> Engine:
@@ -107,15 +107,16 @@ class _Place(Protocol):
 
 def place_files(
     recipe: Recipe, journal: _Place, filter_files: Mapping[str, str], tokenizer_digest: str | None = None
-) -> tuple[Recipe, Path]:
-    """The recipe with the folder in which tasks find the files of its filters, and the tokenizer's path.
+) -> tuple[Artifact | None, Artifact]:
+    """(the folder in which tasks find files of filters, the tokenizer's file).
 
-    Without its digest the tokenizer stays where it is. Files of filters with absolute paths must exist on
-    each machine, and all of them must if one lies outside of the recipe's folder ("../…").
+    The folder is None where tasks find them by their paths in the recipe. Without its digest the tokenizer
+    stays where it is. Files of filters with absolute paths must exist on each machine, and all of them must
+    if one lies outside of the recipe's folder ("../…").
     """
     tokenizer = recipe.resolve(recipe.tokenizer.path)
     if not isinstance(journal.work, StoreWork):
-        return recipe, tokenizer
+        return None, Artifact(tokenizer)
     inside = {name: digest for name, digest in filter_files.items() if _is_inside(name)}
     inputs = {"tokenizer": tokenizer_digest, "filter_files": inside}
     names = {name: recipe.resolve(name) for name in inside}
@@ -125,8 +126,7 @@ def place_files(
     task = Task("files", "files", config, _copy, (names,), inputs=inputs)
     commit = journal.run_here(task)
     outside = [name for name in filter_files.keys() - inside.keys() if not PurePosixPath(name).is_absolute()]
-    moved = recipe if outside else recipe.in_folder(commit.folder)
-    return moved, commit.folder / _TOKENIZER / tokenizer.name
+    return None if outside else commit.files, commit.files / _TOKENIZER / tokenizer.name
 
 
 def _is_inside(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,16 @@ from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import (
     SKETCH,
-    DedupIndex,
+    IndexPart,
     check_indexable,
     index_part,
-    index_settings,
     publish_index,
 )
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.dedup.signatures import part_settings
-from shardkit.writers.duplicates import NEAR
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_files import local
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
@@ -44,6 +43,7 @@ from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
+from shardkit.writers.stages.duplicates import NEAR
 from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors
 
 __all__ = ["DedupIndexResult", "build_dedup_index"]
@@ -101,8 +101,8 @@ def build_dedup_index(
     refuse_own_files(splits, place_of(work), target)
     inputs = BuildInputs.of(recipe, splits)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
-        moved, _ = place_files(recipe, runner.journal, inputs.filter_files)
-        survivors = find_survivors(inputs, runner.run, moved=moved)
+        folder, _ = place_files(recipe, runner.journal, inputs.filter_files)
+        survivors = find_survivors(replace_field(inputs, filter_folder=folder), runner.run)
         assert survivors.near is not None
         [made] = runner.run(_index_tasks(survivors.documents, survivors.near, config, sketch))
         facts = {
@@ -110,8 +110,13 @@ def build_dedup_index(
             "inputs": describe_inputs(recipe, splits, [counts.input for counts in survivors.counts]),
             "against": [other.digest for other in inputs.indexes],
         }
-        runner.prove(made)
-        opened = _publish(made, target, facts, config, sketch=sketch, replace=replace)
+        runner.check_shared(made)
+        for commit in made:
+            for name in commit.outputs:
+                (commit.files / name).local()
+        parts = [(commit.folder, IndexPart.of(commit)) for commit in made]
+        settings = parts[0][1].settings
+        opened = publish_index(parts, target, facts, settings, sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()
     return DedupIndexResult(
@@ -126,28 +131,11 @@ def build_dedup_index(
     )
 
 
-def _publish(
-    made: Sequence[Commit],
-    target: Path,
-    facts: Mapping[str, Any],
-    config: NearDedupConfig,
-    *,
-    sketch: int,
-    replace: bool,
-) -> DedupIndex:
-    for commit in made:
-        for name in commit.outputs:
-            local(commit.folder / name)
-    parts = [(commit.folder, commit.counts) for commit in made]
-    settings = made[0].counts["settings"]
-    return publish_index(parts, target, facts, config, sketch=sketch, replace=replace, settings=settings)
-
-
 def _index_tasks(
     documents: Sequence[Commit], near: NearResult, config: NearDedupConfig, sketch: int
 ) -> list[Task]:
     """One task a split."""
-    losers = Removals({NEAR: [near.resolved.folder]})
+    losers = Removals({NEAR: [near.resolved.files]})
     tasks = []
     for number, (split, part) in enumerate(zip(documents, near.parts, strict=True)):
         inputs = {
@@ -160,7 +148,7 @@ def _index_tasks(
             "normalization": normalization_version(),
             "sketch": sketch,
         }
-        args = (split.folder / DOCUMENTS_FILE, part.folder, losers, number, config, sketch)
+        args = (split.files / DOCUMENTS_FILE, part.files, losers, number, config, sketch)
         weight = split.outputs[DOCUMENTS_FILE].bytes
         tasks.append(Task("index", split.name, settings, _index, args, weight, inputs))
     return tasks
@@ -168,16 +156,15 @@ def _index_tasks(
 
 def _index(
     folder: Path,
-    documents: Path,
-    part: Path,
+    documents: Artifact,
+    part: Artifact,
     losers: Removals,
     split: int,
     config: NearDedupConfig,
     sketch: int,
-) -> dict[str, Any]:
+) -> IndexPart:
     rows = losers.of_split(split).rows.get(NEAR, np.zeros(0, np.int64))
-    counts = dict(index_part(documents, part, rows, config, sketch, folder))
-    return counts | {"settings": index_settings(config)}
+    return index_part(documents, part, rows, config, sketch, folder)
 
 
 def _removed(survivors: Survivors) -> dict[str, int]:

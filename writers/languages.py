@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = ["LANGUAGES_FILE", "LanguageCounts", "LanguageFile", "LanguageLabels", "add_languages"]
 
@@ -57,13 +58,13 @@ class LanguageFile:
 class LanguageLabels:
     """Where the labels of a split's documents lie: `rows` leads from those left after line dedup to them."""
 
-    path: Path
+    codes: Artifact
     labels: tuple[str, ...]
-    rows: Path | None = None
+    rows: Artifact | None = None
 
     def open(self) -> LanguageCounts:
         """Read them, a byte a document."""
-        codes = Rows(self.path, np.uint8).read()
+        codes = Rows(self.codes, np.uint8).read()
         if self.rows is not None:
             codes = codes[Rows(self.rows, np.int64).read()]
         return LanguageCounts(self.labels, codes)

@@ -242,8 +242,8 @@ def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> 
     work.prepare()
     planner = Planner(work)
     with suppress(UnknownError):
-        moved, path = place_files(recipe, planner, inputs.filter_files, tokenizer.digest)
-        run_stages(inputs, replace(tokenizer, path=path), planner.run, moved=moved)
+        folder, file = place_files(recipe, planner, inputs.filter_files, tokenizer.digest)
+        run_stages(replace(inputs, filter_folder=folder), replace(tokenizer, file=file), planner.run)
     walked = {stage.stage for stage in planner.stages}
     later = [stage for stage in stage_names(recipe) if stage not in walked]
     stale = [

@@ -32,11 +32,11 @@ from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.card import card_bytes, describe_file, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TURN_SECONDS, TaskSlice
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work import Work
-from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.funnel import PACKED, Funnel, filters_card
 from shardkit.writers.inputs import scan
@@ -60,7 +60,7 @@ from shardkit.writers.publish import (
 from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
 from shardkit.writers.recipe_text import apply_override
 from shardkit.writers.report import render_report
-from shardkit.writers.result import BuildResult, StageClock
+from shardkit.writers.result import BuildResult, StageClock, StageTime
 from shardkit.writers.stages.clean import QUARANTINE_FILE
 from shardkit.writers.stages.graph import BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.tokenize import TokenizerFile
@@ -110,15 +110,16 @@ def build(
     clock = StageClock(make_listener(progress), start)
     with clock as listener, open_runner(recipe, work, execution, listener) as runner:
         runner.seconds["scan"] = scanned
-        moved, path = place_files(recipe, runner.journal, inputs.filter_files, tokenizer.digest)
-        outputs = run_stages(inputs, dataclass_replace(tokenizer, path=path), runner.run, moved=moved)
+        folder, file = place_files(recipe, runner.journal, inputs.filter_files, tokenizer.digest)
+        inputs = dataclass_replace(inputs, filter_folder=folder)
+        outputs = run_stages(inputs, dataclass_replace(tokenizer, file=file), runner.run)
         funnel = _count(inputs, outputs)
         begin = time.perf_counter()
         check_unchanged({split.input for split in splits})
         dataset = _describe(inputs, outputs, funnel)
         with runner.exclusive("publish", str(target), lambda: watch.shows(dataset.card)) as is_ours:
             if is_ours:
-                runner.prove([*outputs.packed, *dataset.tables.values()])
+                runner.check_shared([*outputs.packed, *dataset.tables.values()])
                 _publish(dataset, target, runner.is_shared, watch, listener, replace=replace)
         runner.seconds["publish"] = time.perf_counter() - begin
         stages_run = clock.times(runner.seconds)
@@ -126,8 +127,7 @@ def build(
             runner.journal.remove()
     if recipe.work is None and runner.is_shared and progress is True:
         say(f"{work.place} is kept, because others may use it; delete it when all of them have ended")
-    result = _result(str(target), dataset.manifest, funnel, runner)
-    return dataclass_replace(result, total_seconds=time.perf_counter() - start, stages=stages_run)
+    return _result(str(target), dataset.manifest, funnel, runner, time.perf_counter() - start, stages_run)
 
 
 def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
@@ -291,7 +291,7 @@ class _Dataset:
     """
 
     manifest: Manifest
-    links: Mapping[str, Path]
+    links: Mapping[str, Artifact]
     tables: Mapping[str, Commit]
     texts: Mapping[str, bytes]
 
@@ -304,17 +304,17 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     """Number the shards, and write the index, the report and the card; BuildError if there is no sample."""
     recipe, survivors = inputs.recipe, outputs.survivors
     cleaned = survivors.cleaned
-    folders = [commit.folder for commit in outputs.packed]
+    folders = [commit.files for commit in outputs.packed]
     shards = global_shards(zip(folders, [part.shards for part in outputs.parts], strict=True))
     manifest = Manifest("mds" if recipe.output.format == "mds" else "tar", [shard for _, shard in shards])
     if not manifest.samples:
         raise BuildError("no document has any token: there is nothing to write")
-    links = {shard.stored.basename: path for path, shard in shards}
+    links = {shard.stored.basename: file for file, shard in shards}
     tables = _tables(recipe, outputs.provenance, cleaned)
     files: dict[str, Any] = {}
     for name, commit in tables.items():
         [(file, table)] = commit.outputs.items()
-        links[name] = commit.folder / file
+        links[name] = commit.files / file
         files[name] = {"bytes": table.bytes, "xxh3_128": table.xxh3_128}
     card = make_card(
         recipe,
@@ -357,7 +357,14 @@ def _publish(
             raise
 
 
-def _result(location: str, manifest: Manifest, funnel: Funnel, runner: Runner) -> BuildResult:
+def _result(
+    location: str,
+    manifest: Manifest,
+    funnel: Funnel,
+    runner: Runner,
+    total_seconds: float,
+    stages: tuple[StageTime, ...],
+) -> BuildResult:
     return BuildResult(
         location,
         fingerprint=manifest.fingerprint,
@@ -369,15 +376,16 @@ def _result(location: str, manifest: Manifest, funnel: Funnel, runner: Runner) -
         padding=funnel.packed["padding"],
         funnel=funnel.total,
         seconds=dict(runner.seconds),
-        total_seconds=0.0,
+        total_seconds=total_seconds,
         tasks=runner.tasks,
         tasks_reused=runner.tasks_reused,
+        stages=stages,
     )
 
 
 def _joined(commits: Sequence[Commit], name: str) -> bytes:
     """One output of all tasks; an empty one is not read, which in a store would be a request."""
-    return b"".join(read_bytes(commit.folder / name) for commit in commits if commit.outputs[name].bytes)
+    return b"".join((commit.files / name).read_bytes() for commit in commits if commit.outputs[name].bytes)
 
 
 def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Commit]) -> dict[str, Commit]:

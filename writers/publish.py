@@ -50,7 +50,7 @@ from shardkit.publish.transports import (
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
 from shardkit.storage.store import ObjectNotFoundError, StorageOptions, Store, StoreError
-from shardkit.writers.execution.work_files import borrowed, content_of
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.progress import StageProgress
 
 __all__ = [
@@ -144,7 +144,7 @@ def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
         raise BuildError(f"output {error}") from error
 
 
-def global_shards(parts: Iterable[tuple[Path, Sequence[ShardInfo]]]) -> list[tuple[Path, ShardInfo]]:
+def global_shards(parts: Iterable[tuple[Artifact, Sequence[ShardInfo]]]) -> list[tuple[Artifact, ShardInfo]]:
     """(file in the work folder, shard under its name in the dataset) of all parts' shards, in order."""
     numbers = count()
     return [
@@ -165,7 +165,7 @@ def _numbered(shard: ShardInfo, number: int) -> ShardInfo:
 def publish(
     output: Path | RemoteOutput,
     manifest: Manifest,
-    links: Mapping[str, Path],
+    links: Mapping[str, Artifact],
     texts: Mapping[str, bytes],
     *,
     replace: bool,
@@ -183,9 +183,9 @@ def publish(
     if isinstance(output, RemoteOutput):
         tables.clear()  # readers of a store do not look for index.bin
     contents = make_contents(str(output), index_name, index, texts[CARD_NAME], *tables.values())
-    data: dict[str, Path | bytes] = {**links, **texts, **tables}
+    data: dict[str, Artifact | bytes] = {**links, **texts, **tables}
     assert contents.names == data.keys()
-    files = LocalFiles(data, borrow=borrowed, digest_of=content_of)
+    files = LocalFiles(data)
     settings = Settings(_THREADS, replace=replace)
     try:
         if isinstance(output, Path):

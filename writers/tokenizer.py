@@ -34,7 +34,8 @@ import pyarrow as pa
 
 from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_user
 from shardkit.files import load_json
-from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.utf8 import next_character
@@ -345,7 +346,7 @@ def _load_encoder(path: Path, digest: str, eos: str, engine: Engine, unlike: Ran
 
 
 @dataclass(frozen=True, slots=True)
-class Parity:
+class Parity(PlainCounts):
     """Which engine the whole build uses, and why: what was compared, and the first difference if any."""
 
     engine: Engine
@@ -354,15 +355,9 @@ class Parity:
     differences: int = 0
     reason: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for commit records and the dataset card."""
-        return {
-            name: getattr(self, name) for name in ("engine", "documents", "bytes", "differences", "reason")
-        }
-
 
 def check_parity(
-    documents: Sequence[Path],
+    documents: Sequence[Artifact],
     path: Path,
     eos: str,
     unlike: Ranges = (),
@@ -410,12 +405,12 @@ def _fall_back(path: Path, parity: Parity) -> Parity:
     return parity
 
 
-def sample_texts(documents: Sequence[Path], sample_bytes: int) -> Iterator[str]:
+def sample_texts(documents: Sequence[Artifact], sample_bytes: int) -> Iterator[str]:
     """The beginnings of up to `PARITY_SPLITS` evenly spread files, each with its share of `sample_bytes`."""
     count = min(len(documents), PARITY_SPLITS)
     for i in range(count):
         left = sample_bytes // count
-        with open_arrow(documents[i * len(documents) // count], mapped=True) as source:
+        with documents[i * len(documents) // count].open_arrow(mapped=True) as source:
             reader = pa.ipc.open_file(source)
             for batch in range(reader.num_record_batches):
                 for text in reader.get_batch(batch).column("text"):

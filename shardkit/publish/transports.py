@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from errno import ENOLCK, ENOSYS, ENOTSUP
 from pathlib import Path
+from typing import Protocol
 
 from shardkit.errors import ShardError
 from shardkit.files import PART_SUFFIX, link_or_copy, make_folder, part_of
@@ -57,32 +58,35 @@ _READ_BYTES = 1 << 20
 _LEFTOVERS = (f".*{PART_SUFFIX}", ".shardkit-put-*")  # of a transport, and of `LocalStore.put`
 
 
+class StagedFile(Protocol):
+    """A file that was made earlier, on this machine or in a store."""
+
+    def borrowed(self) -> AbstractContextManager[Path]:
+        """Its path on this machine, to be read meanwhile; OSError if it cannot be fetched."""
+
+    def committed_hash(self) -> str | None:
+        """The xxh3-128 of its bytes, if it is known without reading them."""
+
+
 class LocalFiles:
     """Files of a dataset on this machine, or their bytes, by their names in the dataset.
 
-    `borrow` brings a file that lies elsewhere to this machine for a while; `digest_of` knows the xxh3-128 of
-    one that was written earlier.
+    A `StagedFile` may lie elsewhere.
     """
 
-    def __init__(
-        self,
-        data: Mapping[str, Path | bytes],
-        *,
-        borrow: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
-        digest_of: Callable[[Path], str | None] = lambda path: None,
-    ) -> None:
-        self._data, self._borrow, self._digest_of = data, borrow, digest_of
+    def __init__(self, data: Mapping[str, Path | bytes | StagedFile]) -> None:
+        self._data = data
 
     @contextmanager
     def open(self, name: str) -> Iterator[Path | bytes]:
         """The bytes, or a file that can be read meanwhile; ShardError if it cannot be fetched."""
         data = self._data[name]
-        if isinstance(data, bytes):
+        if isinstance(data, bytes | Path):
             yield data
             return
         with ExitStack() as stack:
             try:
-                path = stack.enter_context(self._borrow(data))
+                path = stack.enter_context(data.borrowed())
             except OSError as error:
                 where = error.filename or data  # the object's URL, if it lies in a store
                 raise ShardError(str(where), f"cannot be read: {error.strerror or error}") from error
@@ -91,7 +95,7 @@ class LocalFiles:
     def known_digest(self, name: str) -> str | None:
         """The xxh3-128 of a file, if it is known without reading it."""
         data = self._data[name]
-        return None if isinstance(data, bytes) else self._digest_of(data)
+        return None if isinstance(data, bytes | Path) else data.committed_hash()
 
 
 class Sender:

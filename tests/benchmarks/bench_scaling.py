@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from grown_corpus import EOS, documents, put_tokenizer, write_corpus
 from shardkit.progress import make_listener
-from shardkit.writers.dedup.near import NearStages, SplitDocuments
+from shardkit.writers.dedup.near import NearStages
+from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import Removals
 from shardkit.writers.execution.engine import Engine, InlineEngine
 from shardkit.writers.execution.engine_local import LocalEngine
@@ -58,7 +59,7 @@ def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]
         [cleaned] = runner.run(clean.tasks(recipe, splits, {}))
         found = [(commit, commit.outputs[clean.DOCUMENTS_FILE]) for commit in cleaned]
         described = [
-            SplitDocuments(commit.name, commit.folder / clean.DOCUMENTS_FILE, output.xxh3_128, output.bytes)
+            SplitDocuments(commit.name, commit.files / clean.DOCUMENTS_FILE, output.xxh3_128, output.bytes)
             for commit, output in found
         ]
         removals = Removals({})

@@ -27,8 +27,9 @@ import pyarrow.parquet as pq
 from shardkit.formats import mds
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages.placement import pack_best_fit
-from shardkit.writers.stages.provenance import renumber, write_provenance
+from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
+from support.small_dataset import renumbered
 
 LENGTH = 64
 PARTS = 8
@@ -65,7 +66,7 @@ def make(folder: Path, documents: int) -> int:
         starts = np.array([placement.rows * k // SHARDS for k in range(SHARDS + 1)])
         table = pa.table(columns, schema=SPILL_SCHEMA)
         write_provenance(folder / "made", placement, starts, table, seed=17)
-        renumber(folder / "made", folder / "provenance" / f"part-{part:05d}.parquet", len(infos))
+        renumbered(folder / "made", folder / "provenance" / f"part-{part:05d}.parquet", len(infos))
         for low, high in pairwise(starts.tolist()):
             rows = np.zeros((high - low, LENGTH), np.uint16)
             infos.append(mds.write_rows_shard(folder, f"shard.{len(infos):05d}.mds", rows))

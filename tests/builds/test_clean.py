@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.exact import KEY_DTYPE, read_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
@@ -42,7 +43,7 @@ def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarr
     out.mkdir()
     ledger = clean_split(out, split, built).ledger
     table = pa.ipc.open_file(str(out / "documents.arrow")).read_all()
-    return table, read_keys(out / "keys.npy"), ledger
+    return table, read_keys(Artifact(out / "keys.npy")), ledger
 
 
 TEXT = st.sampled_from(
@@ -91,7 +92,7 @@ def test_a_damaged_member_leaves_no_trace_in_what_a_split_writes(tmp_path: Path)
     assert pa.ipc.open_file(str(folder / "documents.arrow")).read_all()["record"].to_pylist() == list(
         range(5)
     )
-    assert len(read_keys(folder / "keys.npy")) == 5
+    assert len(read_keys(Artifact(folder / "keys.npy"))) == 5
     assert pq.read_table(folder / "annotations.parquet")["record"].to_pylist() == list(range(5))
     assert len((folder / "quarantine.jsonl").read_bytes().splitlines()) == 1
 

@@ -16,9 +16,10 @@ from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance as module
 from shardkit.writers.stages.placement import Placement, pack_best_fit
-from shardkit.writers.stages.provenance import renumber, write_provenance
+from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from support.plain_provenance import documents_at, rows_of
+from support.small_dataset import renumbered
 
 LENGTH = 32
 SEED = 5
@@ -56,7 +57,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for k in range(2):
         placement, starts, documents = part(f"{k}.jsonl", 80, k)
         write_provenance(tmp_path / f"{k}", placement, starts, documents, seed=SEED)
-        renumber(tmp_path / f"{k}", tmp_path / "provenance" / f"part-{k:05d}.parquet", 3 * k)
+        renumbered(tmp_path / f"{k}", tmp_path / "provenance" / f"part-{k:05d}.parquet", 3 * k)
     return tmp_path
 
 
@@ -101,11 +102,11 @@ def test_every_document_leads_to_all_its_tokens_in_order(dataset: Path) -> None:
 
 def test_renumbering_changes_the_shard_and_nothing_else(tmp_path: Path) -> None:
     write_provenance(tmp_path / "a", *part("a.jsonl", 50, 1), seed=SEED)
-    renumber(tmp_path / "a", tmp_path / "b", 1000)
+    renumbered(tmp_path / "a", tmp_path / "b", 1000)
     before, after = pq.read_table(tmp_path / "a"), pq.read_table(tmp_path / "b")
     assert after.column("shard").to_pylist() == [s + 1000 for s in before.column("shard").to_pylist()]
     assert before.drop_columns("shard").equals(after.drop_columns("shard"), check_metadata=True)
-    renumber(tmp_path / "a", tmp_path / "same", 0)
+    renumbered(tmp_path / "a", tmp_path / "same", 0)
     assert (tmp_path / "same").read_bytes() == (tmp_path / "a").read_bytes()
 
 
@@ -121,7 +122,7 @@ def test_lines_are_sorted_by_place_and_have_the_published_columns(tmp_path: Path
 def test_a_partition_without_documents_has_an_empty_table(tmp_path: Path) -> None:
     placement = pack_best_fit(np.zeros(0, np.int64), LENGTH)
     write_provenance(tmp_path / "a", placement, np.array([0]), SPILL_SCHEMA.empty_table(), seed=SEED)
-    renumber(tmp_path / "a", tmp_path / "b", 3)
+    renumbered(tmp_path / "a", tmp_path / "b", 3)
     assert pq.read_table(tmp_path / "b").num_rows == 0
 
 
@@ -134,4 +135,4 @@ def test_the_same_partition_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_foreign_table_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"shard": [1]}), tmp_path / "a")
     with pytest.raises(BuildError, match="not those of a provenance table"):
-        renumber(tmp_path / "a", tmp_path / "b", 1)
+        renumbered(tmp_path / "a", tmp_path / "b", 1)

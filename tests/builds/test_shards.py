@@ -23,6 +23,7 @@ from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.recipe import OutputConfig, PackConfig
 from shardkit.writers.stages.pack import Packed, pack_partition
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
@@ -85,7 +86,7 @@ def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tok
         table = pa.table({name: columns[name] for name in DOCUMENT_SCHEMA.names}, schema=DOCUMENT_SCHEMA)
         writer.write_table(table, max_chunksize=50)
     tokenize_split(
-        folder / "in.arrow",
+        Artifact(folder / "in.arrow"),
         Removed(),
         encoder,
         seed=SEED,
@@ -113,7 +114,7 @@ def pack_all(
         results.append(
             pack_partition(
                 folder / str(partition),
-                spills,
+                [Artifact(path) for path in spills],
                 partition,
                 pack=PackConfig(sequence_length=LENGTH, strategy=strategy),
                 output=settings,
@@ -252,7 +253,7 @@ def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp
     )
     result = pack_partition(
         folder,
-        [folder],
+        [Artifact(folder)],
         0,
         pack=PackConfig(sequence_length=512, strategy="concat"),
         output=OutputConfig(path="out", shard_bytes=1024),
@@ -338,7 +339,7 @@ def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tm
     try:
         pack_partition(
             tmp_path / "out",
-            [folder],
+            [Artifact(folder)],
             0,
             pack=pack,
             output=OutputConfig(path="out", shard_bytes="1MiB"),  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.ledger import Count
 from shardkit.writers.stages import tokenize as module
 from shardkit.writers.stages.tokenize import (
@@ -97,7 +98,7 @@ def test_every_document_is_spilled_once_to_its_own_partition(
     documents = write_documents(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
     result = tokenize_split(
-        documents,
+        Artifact(documents),
         Removed(),
         encoder,
         seed=5,
@@ -126,7 +127,7 @@ def test_a_run_is_bounded_in_documents_too(
     monkeypatch.setattr(module, "RUN_DOCUMENTS", 20)
     documents = write_documents(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
-    tokenize_split(documents, Removed(), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
+    tokenize_split(Artifact(documents), Removed(), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
     # Batches hold 11 documents, and a run closes after the batch that crosses its limit.
     assert np.load(tmp_path / "spill" / "segments.npy")["documents"].tolist() == [22, 22, 16]
 
@@ -139,7 +140,9 @@ def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tm
     copied = np.array([0, 9, 15, 16])
     removed = Removed({"exact_duplicate": exact, "near_duplicate": near}, copied, np.array([3, 4, 5, 6]))
     (tmp_path / "spill").mkdir()
-    result = tokenize_split(documents, removed, encoder, seed=1, partitions=2, folder=tmp_path / "spill")
+    result = tokenize_split(
+        Artifact(documents), removed, encoder, seed=1, partitions=2, folder=tmp_path / "spill"
+    )
     assert result.ledger.read == Count(30, 5 * (7 + 4 + 8 + 9))
     assert result.ledger.kept == Count(10, 5 * (7 + 8))
     dropped = {"exact_duplicate": Count(9, 5 * 13 - 9), "near_duplicate": Count(1, 9), "empty": Count(10, 0)}
@@ -156,7 +159,9 @@ def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path)
     stripping = Encoder(tmp_path / "tokenizer.json", EOS, engine="tokenizers")
     documents = write_documents(tmp_path / "documents.arrow", ["  \n ", "text"])
     (tmp_path / "spill").mkdir()
-    result = tokenize_split(documents, Removed(), stripping, seed=1, partitions=1, folder=tmp_path / "spill")
+    result = tokenize_split(
+        Artifact(documents), Removed(), stripping, seed=1, partitions=1, folder=tmp_path / "spill"
+    )
     assert result.ledger.dropped == {"empty": Count(1, 4)}
     assert result.ledger.kept == Count(1, 4)
 
@@ -169,7 +174,9 @@ def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
     losers = np.arange(len(texts)) if len(texts) == 2 else np.zeros(0, np.int64)
     (tmp_path / "spill").mkdir()
     removed = Removed({"exact_duplicate": losers})
-    result = tokenize_split(documents, removed, encoder, seed=1, partitions=3, folder=tmp_path / "spill")
+    result = tokenize_split(
+        Artifact(documents), removed, encoder, seed=1, partitions=3, folder=tmp_path / "spill"
+    )
     assert contents(tmp_path / "spill", np.uint16) == {}
     assert (result.tokens, result.partition_tokens) == (0, [0, 0, 0])
 
@@ -182,7 +189,7 @@ def test_the_same_split_gives_the_same_bytes(encoder: Encoder, tmp_path: Path) -
         folder = tmp_path / str(k)
         folder.mkdir()
         tokenize_split(
-            documents,
+            Artifact(documents),
             Removed({"x": np.array([3])}),
             encoder,
             seed=1,
@@ -214,7 +221,7 @@ def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path:
     (tmp_path / "spill").mkdir()
     with pytest.raises(BuildError, match="does not exist; the file has 60 rows"):
         tokenize_split(
-            documents,
+            Artifact(documents),
             Removed({"x": np.array([loser])}),
             encoder,
             seed=1,

@@ -23,6 +23,7 @@ from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build
 from shardkit.writers import tokenizer as module
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.tokenizer import (
     Encoder,
     Engine,
@@ -224,7 +225,7 @@ def test_an_eos_that_text_can_produce_stops_the_build(path: Path, engine: Engine
 
 def test_parity_keeps_the_fast_engine_where_both_agree(path: Path, tmp_path: Path) -> None:
     files = [write_documents(tmp_path / f"{k}.arrow", TEXTS * 3) for k in range(3)]
-    parity = check_parity(files, path, EOS)
+    parity = check_parity([Artifact(path) for path in files], path, EOS)
     assert (parity.engine, parity.differences, parity.reason) == ("gigatoken", 0, None)
     assert parity.documents >= len(TEXTS) * 9
 
@@ -357,7 +358,7 @@ def test_one_difference_in_the_sample_decides_for_the_whole_build(
 
     monkeypatch.setattr(module._Gigatoken, "__call__", wrong)
     with pytest.warns(RuntimeWarning, match="differ on 1 of .* 'odd one'"):
-        parity = check_parity(files, path, EOS)
+        parity = check_parity([Artifact(path) for path in files], path, EOS)
     assert (parity.engine, parity.differences) == ("tokenizers", 1)
 
 
@@ -365,13 +366,13 @@ def test_the_sample_is_the_beginning_of_every_file_within_its_budget(tmp_path: P
     files = [
         write_documents(tmp_path / f"{k}.arrow", [f"{k}-{i:03d}" * 2 for i in range(50)]) for k in range(4)
     ]
-    sample = list(sample_texts(files, 400))
-    assert sample == list(sample_texts(files, 400))
+    sample = list(sample_texts([Artifact(path) for path in files], 400))
+    assert sample == list(sample_texts([Artifact(path) for path in files], 400))
     assert {text[0] for text in sample} == {"0", "1", "2", "3"}
     assert sum(map(len, sample)) <= 400
-    assert list(sample_texts([write_documents(tmp_path / "long.arrow", ["y" * 5000, "z"])], 100)) == [
-        "y" * 100
-    ]
+    assert list(
+        sample_texts([Artifact(write_documents(tmp_path / "long.arrow", ["y" * 5000, "z"]))], 100)
+    ) == ["y" * 100]
 
 
 @pytest.mark.data

@@ -11,7 +11,7 @@ from shardkit.cli import dedup_index as verb
 from shardkit.cli.main import main
 from shardkit.writers.dedup import index as module
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import INDEX_FILE, open_index, publish_index
+from shardkit.writers.dedup.index import INDEX_FILE, index_settings, open_index, publish_index
 from support.small_build import make_corpus
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
@@ -20,7 +20,7 @@ CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
     made_from = {"recipe_digest": "0123", "inputs": [{"source": "old [1]", "files": 2}]}
-    return publish_index([], tmp_path / "index", made_from, CONFIG).location
+    return publish_index([], tmp_path / "index", made_from, index_settings(CONFIG)).location
 
 
 def test_an_index_is_shown_with_its_settings_and_its_curve(

@@ -22,7 +22,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
 from shardkit.writers import BuildResult, build
-from shardkit.writers.execution import scratch, work_files, work_store
+from shardkit.writers.execution import scratch, work_store
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.engine_local import run_guarded
 from support.faulty_store import FaultRule, FaultyStore, Operation, RequestFault
@@ -167,7 +167,6 @@ class StoreCrashes:
         """What the end of a process does."""
         work_store._connect.cache_clear()
         work_store._outputs.cache_clear()
-        work_files._mounts.clear()
         for descriptor in scratch._locks.values():
             os.close(descriptor)
         scratch._locks.clear()

@@ -9,6 +9,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup import tables as array_rows
 from shardkit.writers.dedup.population import DOCUMENT
 from shardkit.writers.dedup.tables import RowFile
+from shardkit.writers.execution.artifacts import Artifact
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3000, 1 << 20])
@@ -22,7 +23,7 @@ def test_rows_are_those_of_the_array(
     documents["id"], documents["row"] = rng.integers(0, 256, (2000, 16)), np.arange(2000)
     for name, array in {"table": table, "documents": documents}.items():
         np.save(tmp_path / f"{name}.npy", array)
-        file = RowFile(tmp_path / f"{name}.npy")
+        file = RowFile(Artifact(tmp_path / f"{name}.npy"))
         assert (file.rows, file.row_shape) == (2000, array.shape[1:])
         picks = [
             [],
@@ -40,10 +41,10 @@ def test_rows_are_those_of_the_array(
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.npy"
     np.save(path, np.arange(1000))
-    file = RowFile(path)
+    file = RowFile(Artifact(path))
     path.write_bytes(path.read_bytes()[:-1])
     assert file.read(np.array([0, 998])).tolist() == [0, 998]
     with pytest.raises(BuildError, match="ends early"):
         file.read(np.array([0, 999]))
     with pytest.raises(BuildError, match=r"8,127 bytes, but its header states \(1000,\) of int64"):
-        RowFile(path)
+        RowFile(Artifact(path))

@@ -19,6 +19,7 @@ from shardkit.writers.dedup.bands import (
     read_partition,
 )
 from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.stages.tokenize import partition_of
 
 Keys = npt.NDArray[np.uint64]
@@ -33,7 +34,9 @@ def write(folder: Path, keys: Keys, cuts: list[int], run_documents: int | None =
 
 
 def entries(folder: Path, partition: int, partitions: int) -> list[tuple[int, int]]:
-    return [entry for rows in read_partition(folder, partition, partitions) for entry in rows.tolist()]
+    return [
+        entry for rows in read_partition(Artifact(folder), partition, partitions) for entry in rows.tolist()
+    ]
 
 
 @st.composite
@@ -99,4 +102,4 @@ def test_an_unfinished_file_is_refused(tmp_path: Path) -> None:
     data = (tmp_path / BANDS_FILE).read_bytes()
     (tmp_path / BANDS_FILE).write_bytes(data[:-1])
     with pytest.raises(BuildError, match="10 entries expected; remove the work folder"):
-        find_slices(tmp_path, 0, 1 << 64)
+        find_slices(Artifact(tmp_path), 0, 1 << 64)

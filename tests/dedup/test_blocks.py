@@ -19,6 +19,7 @@ from shardkit.writers.dedup.verify import (
     plan_blocks,
     set_cuts,
 )
+from shardkit.writers.execution.artifacts import Artifact
 from support.near_population import allowed, make_documents, write_pairs, write_world
 
 _DOCUMENT_BYTES = 128
@@ -60,13 +61,15 @@ def test_blocks_hold_every_pair_once_and_within_the_budget(tmp_path: Path, memor
     world = write_world(tmp_path, make_documents(rng, 100, families=5), rng, splits=3)
     pairs = [pair for pair in combinations(range(100), 2) if allowed(world, *pair)]
     folders = write_pairs(tmp_path, pairs, rng, tasks=2, run_pairs=900)
-    blocks = plan_blocks(world.shingle_folders, folders, memory_bytes)
+    blocks = plan_blocks(
+        [Artifact(path) for path in world.shingle_folders], [Artifact(path) for path in folders], memory_bytes
+    )
     assert blocks[0][0] == 0
     assert all(before[1] == after[0] for before, after in pairwise(blocks))
     assert all(0 < upper - lower <= MAX_BLOCK_DOCUMENTS for lower, upper in blocks)
     assert blocks[-1][1] == max(a for a, _ in pairs) + 1
     budget = BlockBudget.of(memory_bytes)
-    tasks = [PairRuns(folder) for folder in folders]
+    tasks = [PairRuns(Artifact(folder)) for folder in folders]
     for lower, upper in blocks:
         gathered = sum(
             task.first_from(run, upper) - task.first_from(run, lower) for task in tasks for run in task.runs
@@ -81,6 +84,11 @@ def test_without_pairs_there_is_nothing_to_do(tmp_path: Path) -> None:
     rng = random.Random(0)
     world = write_world(tmp_path, [], rng, splits=1)
     assert (
-        plan_blocks(world.shingle_folders, write_pairs(tmp_path, [], rng, tasks=2, run_pairs=5), 1000) == []
+        plan_blocks(
+            [Artifact(path) for path in world.shingle_folders],
+            [Artifact(path) for path in write_pairs(tmp_path, [], rng, tasks=2, run_pairs=5)],
+            1000,
+        )
+        == []
     )
-    assert plan_blocks(world.shingle_folders, [], 1000) == []
+    assert plan_blocks([Artifact(path) for path in world.shingle_folders], [], 1000) == []

@@ -23,6 +23,7 @@ from shardkit.writers.dedup.candidates import (
 )
 from shardkit.writers.dedup.hubs import HubLimits
 from shardkit.writers.dedup.population import PAIR, Part, Population
+from shardkit.writers.execution.artifacts import Artifact
 from support.near_parts import Made, clusters, write_parts
 
 Pair = frozenset[bytes]  # two document ids
@@ -73,8 +74,8 @@ def find(
             memory_bytes=memory_bytes,
         )
         found = read_pairs(place)
-        assert counts["pairs"] == len(found)
-        bounded += counts["bounded"]
+        assert counts.pairs == len(found)
+        bounded += counts.bounded
         pairs |= {frozenset((documents[a].id, documents[b].id)) for a, b in found}
     return pairs, bounded
 
@@ -153,7 +154,7 @@ def test_a_document_with_one_key_in_two_bands_is_no_pair_of_itself(tmp_path: Pat
     with BandWriter(tmp_path) as writer:
         writer.write(np.array([[5, 5], [7, 5], [9, 9]], np.uint64), 0)
     (tmp_path / "pairs").mkdir()
-    population = Population((Part(tmp_path, 3),))
+    population = Population((Part(Artifact(tmp_path), 3),))
     find_candidates(population, 0, 1, None, tmp_path / "pairs", similarity=0.8)
     assert read_pairs(tmp_path / "pairs") == [(0, 1)]
 
@@ -168,7 +169,7 @@ def test_counts_say_what_was_read_and_made(tmp_path: Path) -> None:
         (tmp_path / str(limit)).mkdir()
         counts[limit] = find_candidates(
             population, 0, 1, None, tmp_path / str(limit), similarity=0.8, limits=HubLimits(limit)
-        )
+        ).to_dict()
     assert counts[6] == {
         "entries": 28, "buckets": 4, "hubs": 0, "largest_bucket": 6, "bounded": 0, "pairs": 21,
     }  # fmt: skip

@@ -25,6 +25,7 @@ from shardkit.writers.dedup.exact import (
     read_keys,
 )
 from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.execution.artifacts import Artifact
 
 Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
 Place = tuple[int, int]  # split, row
@@ -41,7 +42,7 @@ def write(folder: Path, splits: list[list[Row]]) -> list[Path]:
         with KeyFile(paths[-1]) as file:
             file.write(keys[: len(keys) // 3])
             file.write(keys[len(keys) // 3 :])
-        assert np.array_equal(read_keys(paths[-1]), keys)
+        assert np.array_equal(read_keys(Artifact(paths[-1])), keys)
         assert len(np.load(paths[-1])) == len(keys)
     return paths
 
@@ -57,7 +58,10 @@ def brute_force(splits: list[list[Row]], longest_first: bool = False) -> dict[Pl
 
 
 def found(paths: list[Path], partitions: int, **options: Any) -> npt.NDArray[np.void]:
-    parts = [find_losers(paths, partition, partitions, **options) for partition in range(partitions)]
+    parts = [
+        find_losers([Artifact(path) for path in paths], partition, partitions, **options)
+        for partition in range(partitions)
+    ]
     for part in parts:
         assert part.dtype == LOSER_DTYPE
         assert part.tolist() == sorted(part.tolist())
@@ -131,20 +135,23 @@ def test_the_first_source_wins_then_the_lowest_id_compared_as_bytes(tmp_path: Pa
     key = b"k" * 16
     low, high = b"\x01" + b"\xff" * 15, b"\x80" + b"\0" * 15
     paths = write(tmp_path, [[(key, low, 5, 1), (key, high, 5, 0)], [(key, low[::-1], 5, 0)]])
-    assert as_dictionary(find_losers(paths, 0, 1)) == {(0, 0): (0, 1), (1, 0): (0, 1)}
+    assert as_dictionary(find_losers([Artifact(path) for path in paths], 0, 1)) == {
+        (0, 0): (0, 1),
+        (1, 0): (0, 1),
+    }
 
 
 def test_the_longest_text_of_the_first_source_wins_if_so_wanted(tmp_path: Path) -> None:
     key, low, high = b"k" * 16, b"\0" * 16, b"\1" * 16
     paths = write(tmp_path, [[(key, low, 5, 0), (key, high, 6, 0), (key, low, 9, 1)]])
-    assert set(find_losers(paths, 0, 1)["winner_row"]) == {0}
-    assert set(find_losers(paths, 0, 1, longest_first=True)["winner_row"]) == {1}
+    assert set(find_losers([Artifact(path) for path in paths], 0, 1)["winner_row"]) == {0}
+    assert set(find_losers([Artifact(path) for path in paths], 0, 1, longest_first=True)["winner_row"]) == {1}
 
 
 def test_a_file_may_come_before_or_after_all_sources(tmp_path: Path) -> None:
     key = b"k" * 16
     paths = write(tmp_path, [[(key, bytes([at]) * 16, 5, at)] for at in range(3)])
-    losers = find_losers(paths, 0, 1, sources=[1 << 20, None, -1])
+    losers = find_losers([Artifact(path) for path in paths], 0, 1, sources=[1 << 20, None, -1])
     assert as_dictionary(losers) == {(0, 0): (2, 0), (1, 0): (2, 0)}
 
 
@@ -152,7 +159,7 @@ def test_partitions_hold_all_keys_once_and_about_evenly(tmp_path: Path) -> None:
     rng = random.Random(1)
     rows = [(rng.randbytes(16), rng.randbytes(16), 1, 0) for _ in range(3000)]
     paths = write(tmp_path, [rows + [(key, rng.randbytes(16), 1, 1) for key, *_ in rows]])
-    sizes = [len(find_losers(paths, partition, 7)) for partition in range(7)]
+    sizes = [len(find_losers([Artifact(path) for path in paths], partition, 7)) for partition in range(7)]
     assert sum(sizes) == 3000
     assert min(sizes) > 300
 
@@ -172,7 +179,7 @@ def test_a_partition_reads_its_part_of_a_file_only(tmp_path: Path, monkeypatch: 
         return read_rows(table, start, stop)
 
     monkeypatch.setattr(Rows, "read", count)
-    assert len(find_losers([tmp_path / "keys.npy"], 3, 16)) == 0
+    assert len(find_losers([Artifact(tmp_path / "keys.npy")], 3, 16)) == 0
     assert len(read) <= 10  # eight runs
     assert sum(read) < len(keys) / 5
 
@@ -187,7 +194,7 @@ def test_keys_that_crowd_at_one_end_are_all_found(tmp_path: Path, monkeypatch: p
 
 def test_no_keys_have_no_losers(tmp_path: Path) -> None:
     assert len(find_losers([], 0, 1)) == 0
-    losers = find_losers(write(tmp_path, [[], []]), 0, 1)
+    losers = find_losers([Artifact(path) for path in write(tmp_path, [[], []])], 0, 1)
     assert len(losers) == len(find_winners(losers)) == 0
 
 
@@ -195,13 +202,13 @@ def test_foreign_and_short_files_and_bad_partitions_are_refused(tmp_path: Path) 
     np.save(tmp_path / "x.npy", np.zeros(100, np.int64))
     (tmp_path / "y.npy").write_bytes(b"")
     with pytest.raises(BuildError, match=r"x.npy: rows of int64"):
-        find_losers([tmp_path / "x.npy"], 0, 1)
+        find_losers([Artifact(tmp_path / "x.npy")], 0, 1)
     with pytest.raises(BuildError, match=r"y.npy: not a table"):
-        find_losers([tmp_path / "y.npy"], 0, 1)
+        find_losers([Artifact(tmp_path / "y.npy")], 0, 1)
     [path] = write(tmp_path, [rows_of(1, 10, 5)])
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(BuildError, match="bytes, but its header states"):
-        find_losers([path], 0, 1)
+        find_losers([Artifact(path)], 0, 1)
     with pytest.raises(ValueError, match="partition 2 of 2"):
         find_losers([], 2, 2)
 

@@ -33,6 +33,7 @@ from shardkit.writers.dedup.index import (
     check_indexable,
     copy_sketches,
     index_part,
+    index_settings,
     open_index,
     publish_index,
 )
@@ -57,6 +58,7 @@ from shardkit.writers.dedup.shingle_store import (
 )
 from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.small_build import tree
 
@@ -107,7 +109,7 @@ def signed(
     part = folder / "part"
     part.mkdir()
     rows = [np.array(list(column), np.int64) for column in (copied.keys(), copied.values())]
-    sign_documents(documents, Removed({"exact_duplicate": np.array([1, 2])}, *rows), config, part)
+    sign_documents(Artifact(documents), Removed({"exact_duplicate": np.array([1, 2])}, *rows), config, part)
     return documents, part
 
 
@@ -131,8 +133,10 @@ def made_index(
         task = work / str(number) / "task"
         task.mkdir()
         removed = NEAR if number == 0 else NONE
-        parts.append((task, index_part(documents, part, removed, config, sketch, task)))
-    return publish_index(parts, folder / "index", MADE_FROM, config, sketch=sketch, replace=replace)
+        parts.append((task, index_part(Artifact(documents), Artifact(part), removed, config, sketch, task)))
+    return publish_index(
+        parts, folder / "index", MADE_FROM, index_settings(config), sketch=sketch, replace=replace
+    )
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +172,7 @@ def direct_sets(folder: Path, texts: Sequence[str], sketch: int | None) -> list[
         for number, text in enumerate(texts):
             made = shingle_batch(pa.array([text], pa.large_string()), CONFIG.minhash)
             writer.write(np.array([number], np.uint64), *made)
-    return contents(ShingleReader([folder]).read(np.arange(len(texts), dtype=np.uint64)))
+    return contents(ShingleReader([Artifact(folder)]).read(np.arange(len(texts), dtype=np.uint64)))
 
 
 @pytest.mark.parametrize("pieces", ["whole", "small"])
@@ -181,21 +185,21 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     documents, part = signed(tmp_path / "all", TEXTS)
     made = tmp_path / "made"
     made.mkdir()
-    counts = index_part(documents, part, NEAR, CONFIG, sketch, made)
-    assert (counts["documents"], counts["removed"]) == (len(STAYED), len(NEAR))
-    assert counts["bytes"] == sum(len(TEXTS[record]) for record in STAYED)
+    counts = index_part(Artifact(documents), Artifact(part), NEAR, CONFIG, sketch, made)
+    assert (counts.documents, counts.removed) == (len(STAYED), len(NEAR))
+    assert counts.bytes == sum(len(TEXTS[record]) for record in STAYED)
     alone = tmp_path / "alone"
     alone.mkdir()
     path = write_documents(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
     places, copies = zip(*((STAYED.index(row), count) for row, count in COPIED.items()), strict=True)
-    sign_documents(path, Removed({}, np.array(places), np.array(copies)), CONFIG, alone)
+    sign_documents(Artifact(path), Removed({}, np.array(places), np.array(copies)), CONFIG, alone)
     made_files = tree(made)
-    sets = contents(ShingleReader([made]).read(np.arange(len(STAYED), dtype=np.uint64)))
-    assert set(made_files) == set(counts["files"])
+    sets = contents(ShingleReader([Artifact(made)]).read(np.arange(len(STAYED), dtype=np.uint64)))
+    assert set(made_files) == set(counts.files)
     assert {name: made_files[name] for name in set(made_files) - {SETS_FILE, SHINGLES_FILE}} == tree(alone)
     assert sets == direct_sets(tmp_path / "sets", [TEXTS[record] for record in STAYED], sketch or None)
-    assert counts["sketches"] == sum(len(hashes) < distinct for hashes, distinct, _ in sets)
-    assert bool(counts["sketches"]) == bool(sketch)
+    assert counts.sketches == sum(len(hashes) < distinct for hashes, distinct, _ in sets)
+    assert bool(counts.sketches) == bool(sketch)
 
 
 def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> None:
@@ -203,8 +207,8 @@ def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> N
     again = open_index(original.location)
     assert again.documents == len(STAYED) + 7
     assert again.parts == [
-        Part(original.location / "part-00000", len(STAYED), "index"),
-        Part(original.location / "part-00001", 7, "index"),
+        Part(Artifact(original.location / "part-00000"), len(STAYED), "index"),
+        Part(Artifact(original.location / "part-00001"), 7, "index"),
     ]
     facts = again.to_dict()
     assert (facts["sketch"], facts["parts"], facts["made_from"]) == (64, 2, MADE_FROM)
@@ -224,11 +228,13 @@ def test_a_split_that_lost_all_its_documents_is_an_empty_part(tmp_path: Path) ->
     documents, part = signed(tmp_path / "all", {0: "a b c d e f", 1: "", 2: ""}, copied={})
     task = tmp_path / "task"
     task.mkdir()
-    counts = index_part(documents, part, np.array([0]), CONFIG, 64, task)
-    index = publish_index([(task, counts)], tmp_path / "index", {}, CONFIG, sketch=64)
+    counts = index_part(Artifact(documents), Artifact(part), np.array([0]), CONFIG, 64, task)
+    index = publish_index([(task, counts)], tmp_path / "index", {}, index_settings(CONFIG), sketch=64)
     assert index.documents == index.parts[0].documents == 0
     (tmp_path / "sets").mkdir()
-    assert copy_sketches(index.parts[0].folder, 7, np.zeros(0, np.uint64), tmp_path / "sets")["hashes"] == 0
+    nothing = np.zeros(0, np.uint64)
+    copy_sketches(index.parts[0].folder, 7, nothing, tmp_path / "sets")
+    assert len(ShingleReader([Artifact(tmp_path / "sets")]).find(nothing)) == 0
 
 
 @pytest.mark.parametrize(
@@ -376,10 +382,9 @@ def test_copied_sketches_are_the_stored_sets_under_other_numbers(
     part = original.parts[0].folder
     rows = np.array([0, 3, 4, 5, 50, len(STAYED) - 1], np.uint64)
     first = 1 << 33
-    counts = copy_sketches(part, first, rows + np.uint64(first), tmp_path)
-    copied = ShingleReader([tmp_path]).read(rows + np.uint64(first))
+    copy_sketches(part, first, rows + np.uint64(first), tmp_path)
+    copied = ShingleReader([Artifact(tmp_path)]).read(rows + np.uint64(first))
     assert contents(copied) == contents(ShingleReader([part]).read(rows))
-    assert counts == {"documents": 6, "hashes": len(copied.hashes)}
     texts = [TEXTS[STAYED[row]] for row in rows.tolist()]
     assert contents(copied) == direct_sets(tmp_path / "direct", texts, 64)
     assert {len(hashes) < distinct for hashes, distinct, _ in contents(copied)} == {True, False}
@@ -397,7 +402,7 @@ def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:
     sketches = ShingleReader([part.folder]).read(rows.astype(np.uint64))
     kept = [text for record, text in enumerate(likes) if record not in (1, 2)]
     direct_sets(tmp_path / "likes", kept, None)
-    whole = ShingleReader([tmp_path / "likes"]).read(rows.astype(np.uint64))
+    whole = ShingleReader([Artifact(tmp_path / "likes")]).read(rows.astype(np.uint64))
     any_similarity = CONFIG.model_copy(update={"similarity": 1e-9})
     estimated = compare_pairs(sketches, whole, rows, rows, any_similarity).jaccard
     true = 885 / (2 * 996 - 885)  # 0.7995
@@ -414,8 +419,10 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     parts = []
     for number, part in enumerate(sorted((tmp_path / "old-work" / "signatures").iterdir())):
         (task := tmp_path / f"task{number}").mkdir()
-        parts.append((task, index_part(paths[0], part, alone.losers["row"], CONFIG, 0, task)))
-    index = publish_index(parts, tmp_path / "index", {}, CONFIG, sketch=0)
+        parts.append(
+            (task, index_part(Artifact(paths[0]), Artifact(part), alone.losers["row"], CONFIG, 0, task))
+        )
+    index = publish_index(parts, tmp_path / "index", {}, index_settings(CONFIG), sketch=0)
     found = find_near_duplicates(paths[1:], CONFIG, folder=tmp_path / "new-work", indexes=[index])
     as_second = write_documents(tmp_path / "second.arrow", new)
     table = pa.ipc.open_file(as_second).read_all()
@@ -425,7 +432,7 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
     together = find_near_duplicates([paths[0], as_second], CONFIG, folder=tmp_path / "both-work")
     expected = together.losers["row"][together.losers["split"] == 1].tolist()
     assert found.losers["row"].tolist() == expected
-    assert 20 < found.counts["kept_by_index"] <= len(expected) < len(new)
+    assert 20 < found.result.decided.kept_by_index <= len(expected) < len(new)
 
 
 def test_recipes_that_no_index_can_be_made_of_are_refused() -> None:
@@ -585,4 +592,4 @@ def test_any_bytes_in_an_index_are_compared_or_refused(
     index = written(original, folder / "index", name, bytes(content))
     with contextlib.suppress(BuildError):
         found = find_near_duplicates([dump], CONFIG, folder=folder / "work", indexes=[open_index(index)])
-        assert found.counts["documents"]
+        assert found.result.counts["documents"]

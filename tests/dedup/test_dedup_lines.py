@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +15,18 @@ from shardkit.writers.dedup import lines as lines_keys
 from shardkit.writers.dedup import removals as split_rows
 from shardkit.writers.dedup.config import LinesDedupConfig
 from shardkit.writers.dedup.exact import KeyFile, find_losers, find_winners
-from shardkit.writers.dedup.lines import cut_lines, find_line_losers, partitions_for, write_line_keys
+from shardkit.writers.dedup.lines import (
+    CutLines,
+    LineKeys,
+    cut_lines,
+    find_line_losers,
+    partitions_for,
+    write_line_keys,
+)
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels import line_units as lines_units
 from shardkit.writers.kernels.line_units import cut_units, find_units
-from shardkit.writers.ledger import Ledger
 from shardkit.writers.stages.clean import exact_keys
 
 Document = tuple[bytes, int, str]  # id, source, text
@@ -55,7 +61,7 @@ def read_documents(path: Path) -> list[Document]:
 
 def dedup(
     folder: Path, splits: list[list[Document]], config: LinesDedupConfig, partitions: int, exact: bool
-) -> list[tuple[Path, dict[str, Any]]]:
+) -> list[tuple[Path, CutLines]]:
     """All three steps, and exact dedup before them if so wanted: each split's last folder, and its counts."""
     folders = [folder / f"split-{number}" for number in range(len(splits))]
     losers, winners = [], []
@@ -66,36 +72,29 @@ def dedup(
             for batch in pa.ipc.open_file(source / "documents.arrow").read_all().to_batches():
                 keys.write(exact_keys(batch))
     for partition in range(2 if exact else 0):
-        lost = find_losers([source / "keys.npy" for source in folders], partition, 2)
-        losers.append(folder / f"losers-{partition}.npy")
-        winners.append(folder / f"winners-{partition}.npy")
-        np.save(losers[-1], lost)
-        np.save(winners[-1], find_winners(lost))
+        lost = find_losers([Artifact(source / "keys.npy") for source in folders], partition, 2)
+        losers.append(Artifact(folder / f"losers-{partition}.npy"))
+        winners.append(Artifact(folder / f"winners-{partition}.npy"))
+        np.save(losers[-1].path, lost)
+        np.save(winners[-1].path, find_winners(lost))
     written = 0
     for split, source in enumerate(folders):
-        counts = write_line_keys(source / "documents.arrow", config, source, split=split, exact_losers=losers)
-        written += counts["keys"]
+        documents_file = Artifact(source / "documents.arrow")
+        written += write_line_keys(source, documents_file, config, split, losers).keys
     parts = [folder / f"part-{partition}" for partition in range(partitions)]
     read = 0
     for partition, part in enumerate(parts):
         part.mkdir()
-        counts = find_line_losers(folders, partition, partitions, part, keep=config.keep)
-        read += counts["keys"]
+        sources = [Artifact(source) for source in folders]
+        read += find_line_losers(part, sources, partition, partitions, config.keep).keys
     assert read == written
     results = []
     for split, source in enumerate(folders):
         out = folder / f"out-{split}"
         out.mkdir()
-        counts = cut_lines(
-            source / "documents.arrow",
-            config,
-            out,
-            split=split,
-            keys_folder=source,
-            line_losers=[part / "line_losers.npy" for part in parts],
-            exact_losers=losers,
-            exact_winners=winners,
-        )
+        own = Artifact(source)
+        line_losers = [Artifact(part / "line_losers.npy") for part in parts]
+        counts = cut_lines(out, own / "documents.arrow", config, split, own, line_losers, losers, winners)
         results.append((out, counts))
     return results
 
@@ -157,7 +156,7 @@ def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_r
         assert read_documents(out / "documents.arrow") == left
         rows = [row for row, (id, _, _) in enumerate(before) if id in expected]
         assert np.load(out / "rows.npy").tolist() == rows
-        ledger = Ledger.from_dict(counts["ledger"])
+        ledger = counts.ledger
         ledger.check("test")
         assert ledger.read.bytes == sum(len(text.encode()) for *_, text in before)
         assert ledger.kept.bytes == sum(len(text.encode()) for *_, text in left)
@@ -222,8 +221,8 @@ def test_a_line_of_every_document_costs_partitions_one_row_a_run(tmp_path: Path)
     documents = [(at.to_bytes(16, "big"), 0, f"the same line\nline {at}") for at in range(500)]
     write_documents(tmp_path / "documents.arrow", documents, batch_rows=100)
     config = LinesDedupConfig(min_characters=5)
-    counts = write_line_keys(tmp_path / "documents.arrow", config, tmp_path, split=0)
-    assert counts == {"lines": 1000, "compared": 1000, "keys": 501}
+    counts = write_line_keys(tmp_path, Artifact(tmp_path / "documents.arrow"), config, 0)
+    assert counts == LineKeys(lines=1000, compared=1000, keys=501)
 
 
 def test_partitions_follow_the_memory_budget() -> None:

@@ -29,6 +29,7 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Ki
 from shardkit.writers.dedup.resolve import NEAR_LOSER
 from shardkit.writers.dedup.verify import EDGE
 from shardkit.writers.documents import document_ids
+from shardkit.writers.execution.artifacts import Artifact
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -41,12 +42,12 @@ def make_part(folder: Path, rows: Sequence[int], kind: Kind = "input", name: str
         document["id"], document["row"] = np.frombuffer(id_, np.uint8), row
         document["bytes"], document["copies"], document["source"] = 1000 + row % 7, 1, row % 3
     np.save(folder / DOCUMENTS_FILE, documents)
-    return Part(folder, len(rows), kind)
+    return Part(Artifact(folder), len(rows), kind)
 
 
 def priorities(population: Population) -> npt.NDArray[np.uint64]:
     return np.concatenate(
-        [priority(np.load(part.folder / DOCUMENTS_FILE), part.kind) for part in population.parts]
+        [priority(np.load((part.folder / DOCUMENTS_FILE).path), part.kind) for part in population.parts]
     )
 
 
@@ -114,7 +115,12 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
     bits = np.zeros(-(-int(population.starts[-1]) // 8) * 8, np.uint8)
     bits[list(removed)] = 1
     result = measure_recall(
-        planted, population, folders, edges, bands=14, rows=8, removed=np.packbits(bits, bitorder="little")
+        planted,
+        population,
+        [Artifact(path) for path in folders],
+        [Artifact(path) for path in edges],
+        (14, 8),
+        removed=np.packbits(bits, bitorder="little"),
     )
     left = [copy for copy, number in enumerate(numbers) if number not in removed]
     assert result["left_out"] == 60 - len(left) > 0
@@ -143,7 +149,7 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
 def test_copies_of_documents_that_are_not_compared_are_left_out(tmp_path: Path) -> None:
     population = make_population(tmp_path, 2)
     planted = np.array([(2, 4, 9, 10), (2, 6, 9, 10)], PLANTED)  # part 2 has the rows 3, 6, 9, ...
-    result = measure_recall(planted, population, [], [], bands=14, rows=8)
+    result = measure_recall(planted, population, [], [], (14, 8))
     assert result["left_out"] == 1
     assert [(band["low"], band["pairs"], band["candidates"]) for band in result["bands"]] == [(0.9, 1, 0)]
 
@@ -198,7 +204,9 @@ def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> di
     rows = [(1, number, names.index(kept)) for number, (_, kept) in enumerate(pairs)]
     losers = save_losers(tmp_path / "losers.npy", rows)
     settings = NearDedupConfig(**config)
-    return measure_precision(losers, population, [first, second], settings, count=100, seed=0)
+    return measure_precision(
+        Artifact(losers), population, [Artifact(first), Artifact(second)], settings, count=100, seed=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,9 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
         tmp_path / "losers.npy", [(0, row, 60 + row if row < 10 else 0) for row in range(1, 60)]
     )
     results = [
-        measure_precision(losers, population, [documents], NearDedupConfig(), count=count, seed=seed)
+        measure_precision(
+            Artifact(losers), population, [Artifact(documents)], NearDedupConfig(), count=count, seed=seed
+        )
         for count, seed in [(59, 0), (1000, 5), (20, 1), (20, 2), (0, 1)]
     ]
     assert results[0] == results[1]
@@ -259,12 +269,12 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
 
 def test_planted_copies_of_real_documents_are_measured_from_their_own_table(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "d.arrow", corpus(60))
-    plant([path], nothing, NearDedupConfig().minhash, count=28, seed=1, folder=tmp_path)
+    plant([Artifact(path)], nothing, NearDedupConfig().minhash, count=28, seed=1, folder=tmp_path)
     planted = np.load(tmp_path / PLANTED_FILE)
     parts = make_part(tmp_path / "0", range(60)), make_part(tmp_path / "p", range(28), "planted", "p")
     pairs = [(int(row["original_row"]), 60 + copy) for copy, row in enumerate(planted)]
     folders = [write_pairs(tmp_path / "pairs", [pairs])]
-    result = measure_recall(planted, Population(parts), folders, [], bands=14, rows=8)
+    result = measure_recall(planted, Population(parts), [Artifact(path) for path in folders], [], (14, 8))
     assert result["left_out"] == 0
     assert sum(band["pairs"] for band in result["bands"]) == 28
     assert all((band["candidates"], band["verified"]) == (band["pairs"], 0) for band in result["bands"])

@@ -18,6 +18,7 @@ from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import shingle_batch
 
 pytestmark = pytest.mark.data
@@ -55,7 +56,7 @@ def test_pairs_have_exactly_the_similarity_that_was_found_elsewhere(
     with ShingleWriter(tmp_path) as writer:
         shingles = shingle_batch(pa.array(texts, pa.large_string()), NearDedupConfig().minhash)
         writer.write(np.arange(len(texts), dtype=np.uint64), *shingles)
-    sets = ShingleReader([tmp_path]).read(np.arange(len(texts), dtype=np.uint64))
+    sets = ShingleReader([Artifact(tmp_path)]).read(np.arange(len(texts), dtype=np.uint64))
     a, b = np.array(list(pairs), np.int64).T
     exact = np.array(list(pairs.values()))
     any_similarity = NearDedupConfig(similarity=0.01, small_similarity=0.01)

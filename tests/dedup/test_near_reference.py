@@ -13,12 +13,13 @@ import pytest
 
 from reference.near import ReferenceResult, Text, reference_near
 from shardkit.writers.dedup.config import MeasureConfig, MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import DedupIndex, index_part, publish_index
+from shardkit.writers.dedup.index import DedupIndex, index_part, index_settings, publish_index
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import sign_documents
 from shardkit.writers.documents import DOCUMENT_SCHEMA
+from shardkit.writers.execution.artifacts import Artifact
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 IdResult = tuple[dict[bytes, bytes], dict[bytes, int]]
@@ -75,14 +76,18 @@ def find(
     indexes = () if index is None else (index,)
     work = folder / "work"
     found = find_near_duplicates(paths, config, folder=work, memory_bytes=memory_bytes, indexes=indexes)
-    parts = [folder for number in range(files) for folder in (work / "signatures").glob(f"{number:05d}.*")]
+    parts = [
+        Artifact(folder)
+        for number in range(files)
+        for folder in (work / "signatures").glob(f"{number:05d}.*")
+    ]
     parts += [part.folder for part in index.parts] if index else []
     ids = {text.rank: text.id for text in (*texts, *indexed)}
-    numbered = [ids[bytes(rank)] for part in parts for rank in np.load(part / DOCUMENTS_FILE)["id"]]
+    numbered = [ids[bytes(rank)] for part in parts for rank in np.load((part / DOCUMENTS_FILE).path)["id"]]
     removed = {members[row["split"]][row["row"]].id: numbered[row["kept"]] for row in found.losers}
     copies = {members[row["split"]][row["row"]].id: int(row["copies"]) for row in found.winners}
-    assert found.counts["losers"] == len(removed) == len(found.losers)
-    return (removed, copies), found.counts
+    assert found.result.decided.losers == len(removed) == len(found.losers)
+    return (removed, copies), found.result.counts
 
 
 def make_index(folder: Path, texts: list[Text], config: NearDedupConfig, sketch: int) -> DedupIndex:
@@ -91,10 +96,13 @@ def make_index(folder: Path, texts: list[Text], config: NearDedupConfig, sketch:
     write_texts(folder / "texts.arrow", texts, random.Random(0))
     for name in ("part", "indexed"):
         (folder / name).mkdir()
-    sign_documents(folder / "texts.arrow", Removed(), config, folder / "part")
+    sign_documents(Artifact(folder / "texts.arrow"), Removed(), config, folder / "part")
     nothing = np.zeros(0, np.int64)
-    counts = index_part(folder / "texts.arrow", folder / "part", nothing, config, sketch, folder / "indexed")
-    return publish_index([(folder / "indexed", counts)], folder / "index", {}, config, sketch=sketch)
+    texts_file, part = Artifact(folder / "texts.arrow"), Artifact(folder / "part")
+    counts = index_part(texts_file, part, nothing, config, sketch, folder / "indexed")
+    return publish_index(
+        [(folder / "indexed", counts)], folder / "index", {}, index_settings(config), sketch=sketch
+    )
 
 
 def by_ids(texts: list[Text], result: ReferenceResult) -> IdResult:

@@ -16,6 +16,7 @@ from shardkit.writers.dedup.config import MinHashConfig
 from shardkit.writers.dedup.measure import NAMESPACE, PLANTED, PLANTED_FILE, ngrams, plant, read_rows
 from shardkit.writers.dedup.measure import TEXTS_FILE as DOCUMENTS_FILE
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.execution.artifacts import Artifact
 
 WORDS = MinHashConfig()
 CHARACTERS = MinHashConfig(unit="characters", ngram=9)
@@ -72,9 +73,9 @@ def test_the_similarity_of_a_copy_is_counted_from_both_texts_and_all_bands_are_m
 ) -> None:
     documents = corpus(120)
     path = write_documents(tmp_path / "d.arrow", documents)
-    counts = plant([path], nothing, config, count=70, seed=3, folder=tmp_path)
+    plant([Artifact(path)], nothing, config, count=70, seed=3, folder=tmp_path)
     planted, copies = planted_in(tmp_path)
-    assert counts == {"planted": 70, "bytes": sum(len(t.encode()) for t in copies["text"].to_pylist())}
+    assert len(planted) == len(copies) == 70
     assert copies.schema == DOCUMENT_SCHEMA
     for row, copy in zip(planted, copies.to_pylist(), strict=True):
         record, original = documents[int(row["original_row"])]
@@ -114,7 +115,7 @@ def test_neither_splits_nor_their_order_nor_batches_change_what_is_planted(tmp_p
         folder = tmp_path / str(number)
         folder.mkdir()
         paths = [write_documents(folder / f"{at}.arrow", split, 4 + at) for at, split in enumerate(splits)]
-        plant(paths, nothing, WORDS, count=30, seed=3, folder=folder)
+        plant([Artifact(path) for path in paths], nothing, WORDS, count=30, seed=3, folder=folder)
         results.append(described(folder, splits))
     assert results[0] == results[1]
     assert len(results[0]) == 30
@@ -125,11 +126,11 @@ def test_a_seed_chooses_and_what_is_removed_or_short_is_never_chosen(tmp_path: P
     path = write_documents(tmp_path / "d.arrow", documents)
     chosen = []
     for seed in (1, 2):
-        plant([path], nothing, WORDS, count=20, seed=seed, folder=tmp_path)
+        plant([Artifact(path)], nothing, WORDS, count=20, seed=seed, folder=tmp_path)
         chosen.append(set(planted_in(tmp_path)[0]["original_row"].tolist()))
     assert chosen[0] != chosen[1]
     gone = np.array(sorted(chosen[0]), np.int64)
-    plant([path], lambda split: gone, WORDS, count=1000, seed=1, folder=tmp_path)
+    plant([Artifact(path)], lambda split: gone, WORDS, count=1000, seed=1, folder=tmp_path)
     left = set(planted_in(tmp_path)[0]["original_row"].tolist())
     long = {row for row, (_, text) in enumerate(documents) if len(ngrams(text, WORDS)) >= 50}
     assert left == long - chosen[0]
@@ -143,14 +144,14 @@ def test_nothing_to_plant_leaves_empty_files(
     tmp_path: Path, splits: list[list[tuple[int, str]]], count: int
 ) -> None:
     paths = [write_documents(tmp_path / f"{at}.arrow", split) for at, split in enumerate(splits)]
-    assert plant(paths, nothing, WORDS, count=count, seed=0, folder=tmp_path) == {"planted": 0, "bytes": 0}
+    plant([Artifact(path) for path in paths], nothing, WORDS, count=count, seed=0, folder=tmp_path)
     planted, copies = planted_in(tmp_path)
     assert len(planted) == len(copies) == 0
 
 
 def test_a_text_of_one_word_over_and_over_can_be_an_original(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "d.arrow", [(0, "again " * 500)])
-    plant([path], nothing, WORDS, count=1, seed=0, folder=tmp_path)
+    plant([Artifact(path)], nothing, WORDS, count=1, seed=0, folder=tmp_path)
     [row] = planted_in(tmp_path)[0]
     assert row["shared"] == 1
     assert row["union"] > 1
@@ -159,7 +160,7 @@ def test_a_text_of_one_word_over_and_over_can_be_an_original(tmp_path: Path) -> 
 def test_rows_are_read_one_by_one_across_batches(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "d.arrow", [(record, f"text {record}") for record in range(50)])
     wanted = [0, 6, 7, 8, 49]
-    rows = {row: batch.column("text").to_pylist() for row, batch in read_rows(path, wanted)}
+    rows = {row: batch.column("text").to_pylist() for row, batch in read_rows(Artifact(path), wanted)}
     assert rows == {row: [f"text {row}"] for row in wanted}
     with pytest.raises(AssertionError, match="has 50 rows, not row 50"):
-        list(read_rows(path, [50]))
+        list(read_rows(Artifact(path), [50]))

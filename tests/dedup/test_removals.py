@@ -8,16 +8,19 @@ import numpy as np
 
 from shardkit.writers.dedup.exact import LOSER_DTYPE, WINNER_DTYPE
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals
+from shardkit.writers.execution.artifacts import Artifact
 
 
-def write_tables(folder: Path, losers: list[tuple[int, int]], winners: list[tuple[int, int, int]]) -> Path:
+def write_tables(
+    folder: Path, losers: list[tuple[int, int]], winners: list[tuple[int, int, int]]
+) -> Artifact:
     """Tables of (split, row) and of (split, row, copies)."""
     folder.mkdir()
     lost = np.zeros(len(losers), LOSER_DTYPE)
     lost["split"], lost["row"] = np.array(losers).reshape(-1, 2).T
     np.save(folder / LOSERS_FILE, lost)
     np.save(folder / WINNERS_FILE, np.array(winners, WINNER_DTYPE))
-    return folder
+    return Artifact(folder)
 
 
 def test_the_latest_stage_counts_the_copies_and_every_partition_its_losers(tmp_path: Path) -> None:

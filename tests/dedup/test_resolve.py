@@ -22,6 +22,7 @@ from shardkit.writers.dedup.resolve import (
 )
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.dedup.verify import EDGE, priorities_of
+from shardkit.writers.execution.artifacts import Artifact
 from support.near_population import Document, World, make_documents, write_world
 
 IdPair = tuple[bytes, bytes]
@@ -41,7 +42,9 @@ def random_edges(rng: random.Random, documents: list[Document], share: float) ->
     return found
 
 
-def write_edges(folder: Path, world: World, edges: set[IdPair], rng: random.Random, files: int) -> list[Path]:
+def write_edges(
+    folder: Path, world: World, edges: set[IdPair], rng: random.Random, files: int
+) -> list[Artifact]:
     """Edges in random files, each sorted as verify_block does."""
     number_of = {document.id: number for number, document in enumerate(world.documents)}
     numbers = np.arange(len(world.documents), dtype=np.uint64)
@@ -57,10 +60,10 @@ def write_edges(folder: Path, world: World, edges: set[IdPair], rng: random.Rand
         paths.append(folder / f"{place}.npy")
         with RowsWriter(paths[-1], EDGE) as writer:
             writer.write(np.array(own, EDGE))
-    return paths
+    return [Artifact(path) for path in paths]
 
 
-def write_equal(folder: Path, world: World, equal: dict[bytes, bytes], rng: random.Random) -> list[Path]:
+def write_equal(folder: Path, world: World, equal: dict[bytes, bytes], rng: random.Random) -> list[Artifact]:
     """{loser: winner} in two files of LOSER_DTYPE rows, as `exact.find_losers` gives them."""
     number_of = {document.id: number for number, document in enumerate(world.documents)}
     halves: list[list[Any]] = [[], []]
@@ -75,7 +78,7 @@ def write_equal(folder: Path, world: World, equal: dict[bytes, bytes], rng: rand
         paths.append(folder / f"{place}.npy")
         with RowsWriter(paths[-1], LOSER_DTYPE) as writer:
             writer.write(np.array(sorted(own), LOSER_DTYPE))
-    return paths
+    return [Artifact(path) for path in paths]
 
 
 def brute_force(
@@ -112,7 +115,7 @@ def read_losers(world: World, path: Path) -> dict[bytes, bytes]:
 
 def place_of(world: World, split: int, row: int) -> Document:
     """The document at this row of its split's documents.arrow."""
-    rows: list[int] = np.load(world.population.parts[split].folder / DOCUMENTS_FILE)["row"].tolist()
+    rows: list[int] = np.load((world.population.parts[split].folder / DOCUMENTS_FILE).path)["row"].tolist()
     return world.documents[int(world.population.starts[split]) + rows.index(row)]
 
 
@@ -160,7 +163,7 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
         out.mkdir()
         edge_files = write_edges(folder / "edges", world, edges, rng, files)
         equal_files = write_equal(folder / "equal", world, equal, rng)
-        counts = resolve(world.population, edge_files, equal_files, memory_bytes, out)
+        counts = resolve(out, world.population, edge_files, equal_files, memory_bytes)
         results.append((check(folder, world, edges, equal, out), counts))
         assert {path.name for path in out.iterdir()} == {LOSERS_FILE, WINNERS_FILE, PLANTED_FILE}
     assert results[0] == results[1]
@@ -182,14 +185,10 @@ def test_counts_say_what_was_removed_from_where(tmp_path: Path) -> None:
     edges = {(zero, one), (one, two), (zero, two), (index, three), (zero, planted)}
     rng = random.Random(0)
     world = write_world(tmp_path, documents, rng, splits=2)
-    counts = resolve(
-        world.population,
-        write_edges(tmp_path / "edges", world, edges, rng, 2),
-        write_equal(tmp_path / "equal", world, {four: one}, rng),
-        1 << 20,
-        tmp_path,
-    )
-    assert counts == {
+    edge_files = write_edges(tmp_path / "edges", world, edges, rng, 2)
+    equal_files = write_equal(tmp_path / "equal", world, {four: one}, rng)
+    counts = resolve(tmp_path, world.population, edge_files, equal_files, 1 << 20)
+    assert counts.to_dict() == {
         "edges": 5,
         "equal": 1,
         "losers": 4,
@@ -223,7 +222,7 @@ def test_files_merge_in_order_in_passes_too(tmp_path: Path, max_files: int) -> N
         every.append(edges)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    merged = list(merge_edges(files, 20_000, temporary, max_files=max_files))
+    merged = list(merge_edges([Artifact(path) for path in files], 20_000, temporary, max_files=max_files))
     assert max(len(some) for some in merged) < 250
     result = np.concatenate(merged)
     keys = [tuple(key) for key in result["hi_priority"].tolist()]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.shingle_store import SET, ShingleReader, ShingleWriter
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
 
 Documents = dict[int, list[int]]  # number -> n-grams
 hashes = st.one_of(st.integers(0, 20), st.integers(0, (1 << 64) - 1))
@@ -73,7 +74,7 @@ def test_what_is_read_are_the_sets_of_what_was_written(
     wanted = sorted(
         data.draw(st.sets(st.sampled_from(sorted(documents) or [0])) if documents else st.just(set()))
     )
-    reader = ShingleReader(folders)
+    reader = ShingleReader([Artifact(path) for path in folders])
     assert contents(reader.read(array(wanted))) == expected(documents, wanted, smallest)
     assert reader.find(array(wanted))["number"].tolist() == wanted
     pieces = list(reader.chunks(array(wanted), chunk_bytes))
@@ -92,7 +93,7 @@ def test_documents_far_apart_in_large_files_are_found(tmp_path: Path) -> None:
     values = rng.integers(0, 1 << 63, offsets[-1], dtype=np.uint64)
     with ShingleWriter(tmp_path) as writer:
         writer.write(numbers, values, offsets)
-    reader = ShingleReader([tmp_path])
+    reader = ShingleReader([Artifact(tmp_path)])
     for step in (1, 7, 4001):
         sets = reader.read(numbers[::step])
         for at, document in enumerate(range(0, len(numbers), step)):
@@ -101,7 +102,9 @@ def test_documents_far_apart_in_large_files_are_found(tmp_path: Path) -> None:
 
 
 def test_a_document_without_a_set_is_not_taken_for_another(tmp_path: Path) -> None:
-    reader = ShingleReader([write(tmp_path / "a", {3: [1], 9: [2]}), write(tmp_path / "b", {12: [3]})])
+    reader = ShingleReader(
+        [Artifact(write(tmp_path / "a", {3: [1], 9: [2]})), Artifact(write(tmp_path / "b", {12: [3]}))]
+    )
     for number in (2, 4, 10, 13):
         with pytest.raises(BuildError, match="a document without a set"):
             reader.read(array([number]))
@@ -116,16 +119,16 @@ def test_rows_are_read_in_slices_and_a_cut_or_foreign_file_is_refused(tmp_path: 
         writer.write(rows[:0])
         writer.write(rows[999:])
     assert np.array_equal(np.load(path), rows)
-    table = Rows(path, SET)
+    table = Rows(Artifact(path), SET)
     assert len(table) == 1000
     assert np.array_equal(table.read(10, 20), rows[10:20])
     assert np.array_equal(table.sample(3, 1000, 100), rows[3::100])
     assert len(table.read(5, 5)) == 0
     with pytest.raises(BuildError, match="expected"):
-        Rows(path, np.dtype("<u8"))
+        Rows(Artifact(path), np.dtype("<u8"))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BuildError, match="shorter than it says"):
         table.read()
     path.write_bytes(b"no table")
     with pytest.raises(BuildError, match="not a table"):
-        Rows(path, SET)
+        Rows(Artifact(path), SET)

@@ -19,6 +19,7 @@ from shardkit.writers.dedup.verify import (
     read_documents,
     verify_block,
 )
+from shardkit.writers.execution.artifacts import Artifact
 from support.near_population import Document, Pair, World, allowed, make_documents, write_pairs, write_world
 
 Edge = tuple[bytes, bytes, float, float]  # ids of who wins and who loses, similarity, containment
@@ -47,17 +48,17 @@ def verified(
 ) -> tuple[set[Edge], int, int]:
     """(edges by ids, pairs compared, blocks): each block's file is checked for its order."""
     found: set[Edge] = set()
-    blocks = plan_blocks(world.shingle_folders, pair_folders, memory_bytes)
+    sets, pairs = ([Artifact(path) for path in paths] for paths in (world.shingle_folders, pair_folders))
+    blocks = plan_blocks(sets, pairs, memory_bytes)
     compared = 0
     for number, block in enumerate(blocks):
         out = folder / f"verify{number}"
         out.mkdir(parents=True)
-        args = (world.population, block, pair_folders, world.shingle_folders, config, memory_bytes, out)
-        counts = verify_block(*args)
+        counts = verify_block(out, world.population, block, pairs, sets, config, memory_bytes)
         edges = np.load(out / EDGES_FILE)
         assert edges.dtype == EDGE
-        assert counts["verified"] == len(edges) == sum(counts["by_similarity"])
-        compared += counts["pairs"]
+        assert counts.verified == len(edges) == sum(counts.by_similarity)
+        compared += counts.pairs
         keys = [(*edge["hi_priority"].tolist(), int(edge["lo"])) for edge in edges]
         assert keys == sorted(keys)
         for edge in edges:

@@ -19,7 +19,8 @@ import pytest
 from shardkit.errors import BuildError
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
-from shardkit.writers.execution import scratch, work_files
+from shardkit.writers.execution import scratch
+from shardkit.writers.execution.artifacts import Artifact, read_into
 from shardkit.writers.execution.engine_local import answer
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Task
@@ -73,8 +74,12 @@ def run(work: LocalWork | StoreWork, task: Task = TASK) -> Commit:
     return run_task(task, task.digest, work)
 
 
+def output(work: LocalWork | StoreWork, name: str, task: Task = TASK) -> Artifact:
+    return Artifact(work.folder / task.key, work if isinstance(work, StoreWork) else None) / name
+
+
 def read(work: LocalWork | StoreWork, name: str, task: Task = TASK) -> bytes:
-    return work_files.read_bytes(work.folder / task.key / name)
+    return output(work, name, task).read_bytes()
 
 
 def objects(url: str, prefix: str) -> list[str]:
@@ -97,8 +102,8 @@ def test_another_machine_finds_and_reads_what_one_committed(works: Works) -> Non
     assert [key for key, _ in other.commits("stage")] == [TASK.key]
     assert list(other.commits("another")) == []
     assert [read(other, name) for name in ("large", "sub/small", "empty")] == [DATA, DATA[:100], b""]
-    assert work_files.local(other.folder / TASK.key / "sub" / "small").read_bytes() == DATA[:100]
-    assert work_files.file_bytes(other.folder / TASK.key / "large") == len(DATA)
+    assert output(other, "sub/small").local().read_bytes() == DATA[:100]
+    assert output(other, "large").size() == len(DATA)
     [commit] = other.find([TASK])
     assert commit is not None
     assert other.damaged_output(commit) is None
@@ -106,9 +111,9 @@ def test_another_machine_finds_and_reads_what_one_committed(works: Works) -> Non
 
 def test_what_is_borrowed_is_one_readers_own_and_goes_with_it(works: Works) -> None:
     work = works()
-    path = run(work).folder / "large"
-    with work_files.borrowed(path) as one:
-        with work_files.borrowed(path) as two:
+    file = run(work).files / "large"
+    with file.borrowed() as one:
+        with file.borrowed() as two:
             assert one.read_bytes() == two.read_bytes() == DATA
         assert one.read_bytes() == DATA
     assert one.exists() is isinstance(work, LocalWork)
@@ -164,13 +169,13 @@ def test_a_task_folder_that_is_whole_again_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_reads_give_what_a_local_file_gives(tmp_path: Path, url: str, seed: int) -> None:
     work, draw = store_work(tmp_path, url), random.Random(seed)
-    path = run(work).folder / "large"
-    with work_files.open_file(path) as file:
+    file_of_task = run(work).files / "large"
+    with file_of_task.open() as file:
         for _ in range(60):
             start, count = draw.randrange(len(DATA) + 5), draw.choice([1, 100, 70_000, 2 * BLOCK_BYTES])
             file.seek(start)
             buffer = memoryview(bytearray(count))
-            got = work_files.read_into(file, buffer)
+            got = read_into(file, buffer)
             assert bytes(buffer[:got]) == DATA[start : start + count]
 
 
@@ -199,10 +204,10 @@ def test_small_reads_fetch_single_blocks_once(tmp_path: Path, url: str) -> None:
 
     work = StoreWork(url, tmp_path / "scratch", around=around).claimed("session")
     work.prepare()
-    path = run(work).folder / "large"
+    file_of_task = run(work).files / "large"
     for _ in range(3):  # each time another open file
         for start in (10, 3 * BLOCK_BYTES + 7, len(DATA) - 16):
-            with work_files.open_file(path) as file:
+            with file_of_task.open() as file:
                 file.seek(start)
                 assert file.read(15) == DATA[start : start + 15]
     assert counted[0].ranges == [
@@ -251,7 +256,7 @@ def test_damage_is_told_by_the_task_that_meets_it_and_a_failing_store_is_no_dama
     commit = run(store_work(tmp_path, url))
     deny = FaultRule(fault="deny", operation="read", key="data/")
     work = store_work(tmp_path, url, deny)
-    reader = Task("next", "reader", {}, read_file, (work.folder / TASK.key / "large",))
+    reader = Task("next", "reader", {}, read_file, (output(work, "large"),))
     with pytest.raises(BuildError, match="AccessDenied"):
         work.damaged_output(replace(commit, folder=work.folder / TASK.key))
     _, error, _ = pickle.loads(answer(reader, reader.digest, work))
@@ -260,15 +265,15 @@ def test_damage_is_told_by_the_task_that_meets_it_and_a_failing_store_is_no_dama
     assert len(objects(url, "commits/")) == 1, "a task was forgotten for a request that failed"
     damage(url, f"data/{TASK.key}/large", 5)
     work = store_work(tmp_path, url)
-    reader = replace(reader, args=(work.folder / TASK.key / "large",))
+    reader = replace(reader, args=(output(work, "large"),))
     _, error, _ = pickle.loads(answer(reader, reader.digest, work))
     assert "task next/reader" in str(error)
     assert "bytes 0 to" in str(error)
     assert f"{url}/data/{TASK.key}/large" in str(error)
 
 
-def read_file(folder: Path, path: Path) -> dict[str, Any]:
-    work_files.read_bytes(path)
+def read_file(folder: Path, file: Artifact) -> dict[str, Any]:
+    file.read_bytes()
     return {}
 
 
@@ -306,7 +311,7 @@ def test_what_a_machine_remembers_of_a_folder_that_was_removed_is_not_believed(
     with Journal(machine) as journal:
         assert isinstance(journal.work, StoreWork)
         first = run(journal.work)
-        work_files.local(first.folder / "sub" / "small")
+        (first.files / "sub/small").local()
     for key in objects(url, ""):
         MemoryStore(url).delete(key)
     os.close(scratch._locks.pop(first.folder.parent.parent))  # as the end of a process does
@@ -314,7 +319,7 @@ def test_what_a_machine_remembers_of_a_folder_that_was_removed_is_not_believed(
     with Journal(machine) as journal:
         [commit] = journal.find([make_task()])
         assert commit is not None
-        assert work_files.read_bytes(commit.folder / "sub" / "small") == DATA[::-1][:100]
+        assert (commit.files / "sub/small").read_bytes() == DATA[::-1][:100]
         assert not first.folder.exists(), "what nobody can use any more is still on the disk"
 
 

@@ -21,6 +21,7 @@ from shardkit.publish.transports import Placer
 from shardkit.storage.store import StoreError
 from shardkit.writers import publish as module
 from shardkit.writers.card import card_bytes, describe_file
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Output
 from shardkit.writers.publish import find_published, finish_published, global_shards, publish
@@ -37,17 +38,17 @@ class Built:
             mds.write_rows_shard(work, f"part-00000.{n:05d}.mds", rows[n * 8 : n * 8 + 8], hashes=["xxh64"])
             for n in range(shards)
         ]
-        named = global_shards([(work, parts)])
+        named = global_shards([(Artifact(work), parts)])
         self.manifest = Manifest("mds", [shard for _, shard in named])
-        self.links = {shard.stored.basename: path for path, shard in named}
+        self.links = {shard.stored.basename: file for file, shard in named}
         (work / "table").write_text(f"table of {first}")
-        self.links["provenance/part-00000.parquet"] = work / "table"
+        self.links["provenance/part-00000.parquet"] = Artifact(work / "table")
         if not first:  # the dataset that takes its place has none
-            self.links["annotations/part-00000.parquet"] = work / "table"
+            self.links["annotations/part-00000.parquet"] = Artifact(work / "table")
         self.texts = {"report.html": b"report"}
         files = {name: describe_file(text) for name, text in self.texts.items()}
-        tables = {name: path for name, path in self.links.items() if path.name == "table"}
-        files |= {name: describe_file(path.read_bytes()) for name, path in tables.items()}
+        tables = {name: file for name, file in self.links.items() if file.path.name == "table"}
+        files |= {name: describe_file(file.read_bytes()) for name, file in tables.items()}
         card = {"fingerprint": self.manifest.fingerprint, "samples": len(rows), "files": files}
         self.texts["dataset.json"] = card_bytes(card)
 
@@ -72,11 +73,12 @@ def test_shards_get_numbers_over_all_parts(tmp_path: Path) -> None:
         folder = tmp_path / str(part)
         folder.mkdir()
         names = [f"part-{part:05d}.{n:05d}.mds" for n in range(count)]
-        parts.append((folder, [mds.write_rows_shard(folder, n, rows, compression="zstd:3") for n in names]))
+        shards = [mds.write_rows_shard(folder, n, rows, compression="zstd:3") for n in names]
+        parts.append((Artifact(folder), shards))
     named = global_shards(parts)
     assert [shard.raw.basename for _, shard in named] == [f"shard.0000{n}.mds" for n in range(3)]
     assert [shard.stored.basename for _, shard in named] == [f"shard.0000{n}.mds.zstd" for n in range(3)]
-    assert all(path.exists() for path, _ in named)
+    assert all(file.path.exists() for file, _ in named)
 
 
 def test_a_new_folder_holds_the_dataset_and_nothing_else(tmp_path: Path, old: Built) -> None:

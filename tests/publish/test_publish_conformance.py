@@ -26,6 +26,7 @@ from shardkit.storage.store import Store
 from shardkit.tools.convert import OutputOptions, convert
 from shardkit.writers import publish as writers_publish
 from shardkit.writers.card import card_bytes, describe_file
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.publish import RemoteOutput, global_shards, publish
 from support.watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
@@ -55,13 +56,13 @@ class Built:
                 tar.write_rows_shard(work, f"part-00000.{n:05d}.tar", part, key_start=8 * n, hashes=["xxh64"])
                 for n, part in enumerate(rows)
             ]
-        named = global_shards([(work, made)])
+        named = global_shards([(Artifact(work), made)])
         self.work = work
         self.manifest = Manifest("mds" if kind == "mds" else "tar", [shard for _, shard in named])
-        self.links = {shard.stored.basename: path for path, shard in named}
+        self.links = {shard.stored.basename: file for file, shard in named}
         for number, (name, data) in enumerate(sides.items()):
             (work / f"side-{number}").write_bytes(data)
-            self.links[name] = work / f"side-{number}"
+            self.links[name] = Artifact(work / f"side-{number}")
         card = {
             "fingerprint": self.manifest.fingerprint,
             "files": {name: describe_file(data) for name, data in sides.items()},

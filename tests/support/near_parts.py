@@ -21,6 +21,7 @@ from shardkit.writers.dedup.population import (
     Population,
     priority,
 )
+from shardkit.writers.execution.artifacts import Artifact
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def write_parts(
             place = folder / f"{kind}-{cut}"
             place.mkdir(parents=True)
             write_part(place, some, len(documents[0].signature), run_documents)
-            parts.append(Part(place, len(some), kind))
+            parts.append(Part(Artifact(place), len(some), kind))
             ordered += some
     return Population(tuple(parts)), ordered
 

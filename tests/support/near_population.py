@@ -13,6 +13,7 @@ from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Kind, Part, Population
 from shardkit.writers.dedup.shingle_store import ShingleWriter
 from shardkit.writers.dedup.tables import RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
 
 KINDS: tuple[Kind, ...] = ("input", "planted", "index")
 Pair = tuple[int, int]
@@ -88,7 +89,7 @@ def write_world(
                 for number, document in enumerate(own, len(numbered)):
                     hashes = np.array(document.shingles, np.uint64)
                     writer.write(np.array([number], np.uint64), hashes, np.array([0, len(hashes)]))
-            parts.append(Part(place, len(own), kind))
+            parts.append(Part(Artifact(place), len(own), kind))
             numbered += own
             shingles.append(place)
     return World(Population(tuple(parts)), numbered, shingles)

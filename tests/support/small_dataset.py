@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy as np
 from shardkit.formats import mds
 from shardkit.manifest import Manifest
 from shardkit.writers.card import card_bytes, describe_file
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.publish import CARD_NAME, REPORT_NAME, global_shards, publish
+from shardkit.writers.stages.provenance import PROVENANCE_NAME, renumber
 
 __all__ = ["make_dataset"]
 
@@ -31,9 +34,9 @@ def make_dataset(
         )
         for n in range(shards)
     ]
-    named = global_shards([(work, parts)])
+    named = global_shards([(Artifact(work), parts)])
     manifest = Manifest("mds", [shard for _, shard in named])
-    links = {shard.stored.basename: path for path, shard in named}
+    links = {shard.stored.basename: file for file, shard in named}
     table, name = f"table of {first}".encode(), "provenance/part-00000.parquet"
     (work / "table").write_bytes(table)
     report = f"report of {first}".encode()
@@ -43,5 +46,12 @@ def make_dataset(
         "files": {name: describe_file(table), REPORT_NAME: describe_file(report)},
     }
     texts = {REPORT_NAME: report, CARD_NAME: card_bytes(card)}
-    publish(output, manifest, links | {name: work / "table"}, texts, replace=False)
+    publish(output, manifest, links | {name: Artifact(work / "table")}, texts, replace=False)
     return manifest
+
+
+def renumbered(source: Path, target: Path, first_shard: int) -> None:
+    """The provenance table `source` with other shard numbers, in the file `target`."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        renumber(Path(folder), Artifact(source), first_shard)
+        (Path(folder) / PROVENANCE_NAME).rename(target)

@@ -25,9 +25,10 @@ from shardkit.tools.trace.table import NoProvenanceError, ProvenanceTable, piece
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance
 from shardkit.writers.stages.placement import pack_best_fit
-from shardkit.writers.stages.provenance import renumber, write_provenance
+from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from support.plain_provenance import documents_at, rows_of
+from support.small_dataset import renumbered
 
 LENGTH, SEED = 16, 5
 PARTS = (90, 0, 60, 0, 0, 75)  # documents of each partition: some have none
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for part, count in enumerate(PARTS):
             placement, starts, documents = packed(part, count)
             write_provenance(folder / "made", placement, starts, documents, seed=SEED)
-            renumber(folder / "made", folder / "provenance" / f"part-{part:05d}.parquet", len(infos))
+            renumbered(folder / "made", folder / "provenance" / f"part-{part:05d}.parquet", len(infos))
             for low, high in pairwise(starts.tolist()):
                 rows = np.zeros((high - low, LENGTH), np.uint16)
                 infos.append(mds.write_rows_shard(folder, f"shard.{len(infos):05d}.mds", rows))
@@ -226,7 +227,7 @@ def test_tables_that_are_damaged_missing_or_of_another_dataset_are_named(
     pq.write_table(pa.table({"shard": [1]}), last)
     with pytest.raises(ShardError, match="has no column 'row'"):
         ProvenanceTable(open_dataset(copy)).lines()
-    renumber(folder / "provenance" / "part-00005.parquet", last, 5)
+    renumbered(folder / "provenance" / "part-00005.parquet", last, 5)
     with pytest.raises(ShardError, match="it is of another dataset"):
         ProvenanceTable(open_dataset(copy)).lines()
 

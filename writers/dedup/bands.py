@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
-from shardkit.writers.execution.work_files import file_bytes, local, open_file, read_into
+from shardkit.writers.execution.artifacts import Artifact, read_into
 from shardkit.writers.kernels.numba_support import UInt32s, UInt64s, int64, kernel
 
 __all__ = [
@@ -179,26 +179,26 @@ def key_range(partition: int, partitions: int) -> tuple[int, int]:
 
 
 def find_slices(
-    folder: Path, low: int, high: int, *, within: Sequence[tuple[int, int]] | None = None
+    folder: Artifact, low: int, high: int, *, within: Sequence[tuple[int, int]] | None = None
 ) -> list[tuple[int, int]]:
     """(start, stop) in entries of bands.bin, one a run that has keys in [low, high).
 
     `within`: slices of a range of keys that contains this one. BuildError where the files are not whole.
     """
-    path = folder / BANDS_FILE
+    entries = folder / BANDS_FILE
     if within is None:
         edges = _read_edges(folder / BAND_RUNS_FILE)
-        size = file_bytes(path)
+        size = entries.size()
         if size != edges[-1] * BAND.itemsize:
             raise BuildError(
-                f"{path}: {size:,} bytes, {edges[-1]:,} entries expected; remove the work folder and build "
-                "again"
+                f"{entries}: {size:,} bytes, {edges[-1]:,} entries expected; remove the work folder and "
+                f"build again"
             )
         within = list(pairwise(edges))
     slices: list[tuple[int, int]] = []
     if not within:
         return slices
-    with open_file(path) as file:
+    with entries.open() as file:
 
         def key_of(entry: int) -> int:
             file.seek(entry * BAND.itemsize)
@@ -212,30 +212,30 @@ def find_slices(
     return slices
 
 
-def _read_edges(path: Path) -> list[int]:
-    edges = np.load(local(path), allow_pickle=False)
+def _read_edges(runs: Artifact) -> list[int]:
+    edges = np.load(runs.local(), allow_pickle=False)
     is_list = edges.dtype == np.int64 and edges.ndim == 1 and len(edges) > 0
     if not is_list or edges[0] != 0 or (edges[1:] < edges[:-1]).any():
-        raise BuildError(f"{path}: not the ends of runs; remove the work folder and build again")
+        raise BuildError(f"{runs}: not the ends of runs; remove the work folder and build again")
     found: list[int] = edges.tolist()
     return found
 
 
-def read_slices(folder: Path, slices: Sequence[tuple[int, int]]) -> Iterator[npt.NDArray[np.void]]:
+def read_slices(folder: Artifact, slices: Sequence[tuple[int, int]]) -> Iterator[npt.NDArray[np.void]]:
     """BAND entries of the slices, some at a time; each is overwritten by the next."""
-    path = folder / BANDS_FILE
+    entries = folder / BANDS_FILE
     buffer = np.empty(_CHUNK_ENTRIES, BAND)
-    with open_file(path) as file:
+    with entries.open() as file:
         for begin, stop in slices:
             file.seek(begin * BAND.itemsize)
             for start in range(begin, stop, _CHUNK_ENTRIES):
                 rows = buffer[: min(_CHUNK_ENTRIES, stop - start)]
                 if read_into(file, rows.data.cast("B")) != rows.nbytes:
-                    raise BuildError(f"{path}: ends early; remove the work folder and build again")
+                    raise BuildError(f"{entries}: ends early; remove the work folder and build again")
                 yield rows
 
 
-def read_partition(folder: Path, partition: int, partitions: int) -> Iterator[npt.NDArray[np.void]]:
+def read_partition(folder: Artifact, partition: int, partitions: int) -> Iterator[npt.NDArray[np.void]]:
     """BAND entries of one partition: run after run, some at a time; each is overwritten by the next."""
     yield from read_slices(folder, find_slices(folder, *key_range(partition, partitions)))
 

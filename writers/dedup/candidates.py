@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -32,6 +33,7 @@ from shardkit.errors import BuildError
 from shardkit.writers.dedup.bands import PEAK_BYTES_PER_ENTRY, find_slices, key_range, read_slices
 from shardkit.writers.dedup.hubs import HubLimits, HubSearch
 from shardkit.writers.dedup.population import BANDS_FILE, PAIR, Part, Population
+from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 
 __all__ = [
@@ -55,6 +57,20 @@ Numbers = npt.NDArray[np.uint64]
 Slices = list[list[tuple[int, int]]]  # of each part, (start, stop) of entries
 
 
+@dataclass(frozen=True, slots=True)
+class CandidateCounts(PlainCounts):
+    """`entries` of documents not removed; `buckets` that made pairs; how many of them were `hubs`, and the
+    `largest_bucket` (planted copies not counted); `pairs` without repetition within a run; `bounded` as in
+    `HubSearch`."""
+
+    entries: int
+    buckets: int
+    hubs: int
+    largest_bucket: int
+    bounded: int
+    pairs: int
+
+
 def find_candidates(
     population: Population,
     partition: int,
@@ -65,12 +81,10 @@ def find_candidates(
     similarity: float,
     limits: HubLimits | None = None,
     memory_bytes: int = 256 << 20,
-) -> dict[str, int]:
-    """Write the pairs of one partition of keys into `folder`; returns counts.
+) -> CandidateCounts:
+    """Write the pairs of one partition of keys into `folder`.
 
-    `removed`: one bit a number, lowest bit first; documents whose bit is set take no part. Counts: entries
-    (of documents not removed), buckets that made pairs, the largest of them and how many were hubs (planted
-    copies not counted), pairs (without repetition within a run), and bounded (`HubSearch`).
+    `removed`: one bit a number, lowest bit first; documents whose bit is set take no part.
     """
     limits = limits or HubLimits()
     counts = Counter[str](entries=0, buckets=0, hubs=0, largest_bucket=0)
@@ -83,7 +97,7 @@ def find_candidates(
         for slices in _turns(population, low, high, max(1, memory_bytes // 2 // PEAK_BYTES_PER_ENTRY)):
             numbers, edges = _read_buckets(population, slices, removed, counts)
             _add_buckets(population, numbers, edges, limits, hubs, writer, counts)
-    return {**counts, "bounded": hubs.bounded, "pairs": writer.pairs}
+    return CandidateCounts(**counts, bounded=hubs.bounded, pairs=writer.pairs)
 
 
 def _turns(

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
     "KEY_DTYPE",
@@ -161,12 +162,12 @@ def partitions_for(documents: int, memory_bytes: int) -> int:
     return min(max(1, -(-documents * _PEAK_BYTES_PER_ROW * 2 // memory_bytes)), MAX_PARTITIONS)
 
 
-def read_keys(path: Path) -> npt.NDArray[np.void]:
+def read_keys(path: Artifact) -> npt.NDArray[np.void]:
     """All rows of a file of keys, KEY_DTYPE in the order of documents."""
     return np.concatenate([np.empty(0, KEY_DTYPE), *read_key_runs(path)])
 
 
-def read_key_runs(path: Path) -> Iterator[npt.NDArray[np.void]]:
+def read_key_runs(path: Artifact) -> Iterator[npt.NDArray[np.void]]:
     """The same, a run at a time."""
     table = Rows(path, STORED_DTYPE)
     for start in range(0, len(table), RUN_ROWS):
@@ -180,7 +181,7 @@ def read_key_runs(path: Path) -> Iterator[npt.NDArray[np.void]]:
 
 
 def find_losers(
-    keys_paths: Sequence[Path],
+    keys_paths: Sequence[Artifact],
     partition: int,
     partitions: int,
     *,
@@ -240,7 +241,7 @@ def find_winners(losers: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return winners
 
 
-def _partition_rows(path: Path, bits: tuple[int, int]) -> Iterator[npt.NDArray[np.void]]:
+def _partition_rows(path: Artifact, bits: tuple[int, int]) -> Iterator[npt.NDArray[np.void]]:
     """_ROW_DTYPE rows of a partition, run by run; `split` is still to be set."""
     with Rows(path, STORED_DTYPE) as table:
         for start in range(0, len(table), RUN_ROWS):

@@ -57,7 +57,8 @@ from shardkit.writers.dedup.population import (
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE, ShingleReader, ShingleWriter
 from shardkit.writers.dedup.signatures import KEYS_FILE, band_keys, bands_and_rows, part_settings, sign_batch
 from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter, read_header
-from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
@@ -93,22 +94,35 @@ _PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
 _COPY_BYTES = 16 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class IndexPart(PlainCounts):
+    """What a part holds: `documents`, the `bytes` of their texts, and `files` by name.
+
+    `removed` documents were left out; `sketches` sets of n-grams are not whole. `settings` are
+    `index_settings`, the same in all parts of an index.
+    """
+
+    documents: int
+    bytes: int
+    removed: int
+    sketches: int
+    files: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+
+
 def index_part(
-    documents: Path,
-    part: Path,
+    documents: Artifact,
+    part: Artifact,
     removed: npt.NDArray[np.int64],
     config: NearDedupConfig,
     sketch: int,
     folder: Path,
-) -> dict[str, Any]:
-    """Write the part of an index that a split gives into `folder`; counts.
+) -> IndexPart:
+    """Write the part of an index that a split gives into `folder`.
 
     `documents` is the split's Arrow file, `part` what `sign_documents` made of it; `removed` are the rows of
     the Arrow file to leave out, in any order; other rows than the part's do no harm. Of each set of n-grams
     the `sketch` smallest hashes are kept, all if 0.
-
-    {"documents", "bytes": of their texts, "removed": documents left out, "sketches": sets that are not whole,
-    "files": {name: {"bytes", "xxh3_128"}}}
     """
     assert config.scope == "global", "check_indexable"
     removed = np.sort(removed)
@@ -119,33 +133,22 @@ def index_part(
         for name in INDEX_PART_FILES
     }
     left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
-    return {
-        "documents": count,
-        "bytes": text_bytes,
-        "removed": left_out,
-        "sketches": sketches,
-        "files": files,
-    }
+    return IndexPart(count, text_bytes, left_out, sketches, files, index_settings(config))
 
 
-def copy_sketches(
-    part: Path, first_number: int, numbers: npt.NDArray[np.uint64], folder: Path
-) -> dict[str, int]:
+def copy_sketches(part: Artifact, first_number: int, numbers: npt.NDArray[np.uint64], folder: Path) -> None:
     """Write the stored sets of an index part's documents into `folder`, under their numbers in a population.
 
     `first_number` is that of the part's first document, `numbers` ascend.
     """
     reader = ShingleReader([part])
-    hashes = 0
     with ShingleWriter(folder) as writer:
         for sets in reader.chunks(numbers - np.uint64(first_number), _COPY_BYTES):
             writer.copy(sets, first_number)
-            hashes += len(sets.hashes)
-    return {"documents": len(numbers), "hashes": hashes}
 
 
 def _filter_tables(
-    part: Path, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path
+    part: Artifact, removed: npt.NDArray[np.int64], config: NearDedupConfig, folder: Path
 ) -> tuple[int, int]:
     """Write all files of a part but the sets; (documents, bytes of their texts)."""
     bands, rows = bands_and_rows(config)
@@ -176,8 +179,8 @@ def _filter_tables(
 
 
 def _write_sketches(
-    documents: Path,
-    part: Path,
+    documents: Artifact,
+    part: Artifact,
     removed: npt.NDArray[np.int64],
     config: MinHashConfig,
     sketch: int,
@@ -191,16 +194,18 @@ def _write_sketches(
             sets.write(numbers, *shingle_batch(texts, config))
             number += len(texts)
     if sketch:
-        for rows in ShingleReader([folder]).tables():
+        for rows in ShingleReader([Artifact(folder)]).tables():
             sketches += int((rows["stored"] < rows["distinct"]).sum())
     return sketches
 
 
-def _texts(documents: Path, part: Path, removed: npt.NDArray[np.int64]) -> Iterator[pa.LargeStringArray]:
+def _texts(
+    documents: Artifact, part: Artifact, removed: npt.NDArray[np.int64]
+) -> Iterator[pa.LargeStringArray]:
     """The texts of the part's documents that stay, in order, some megabytes at a time."""
     table = Rows(part / DOCUMENTS_FILE, DOCUMENT)
     start = at = 0
-    with open_arrow(documents) as file:
+    with documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
         for batch in range(reader.num_record_batches):
             texts = reader.get_batch(batch).column("text")
@@ -281,7 +286,9 @@ class DedupIndex:
     @cached_property
     def parts(self) -> list[Part]:
         """Its parts in order."""
-        return [Part(self.location / part.folder, part.documents, "index") for part in self.record.parts]
+        return [
+            Part(Artifact(self.location / part.folder), part.documents, "index") for part in self.record.parts
+        ]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -426,7 +433,7 @@ def _check_sizes(path: Path, part: _Part) -> None:
 
 def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
     """Every table has as many rows as the part has documents: numbers are places in them, and in bitmaps."""
-    folder = path / part.folder
+    folder = Artifact(path / part.folder)
     tables = {DOCUMENTS_FILE: DOCUMENT, KEYS_FILE: STORED_DTYPE, SETS_FILE: SET}
     found = {name: len(Rows(folder / name, dtype)) for name, dtype in tables.items()}
     read_header(folder / BAND_RUNS_FILE)
@@ -443,33 +450,36 @@ def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
 
 
 def publish_index(
-    parts: Sequence[tuple[Path, Mapping[str, Any]]],
+    parts: Sequence[tuple[Path, IndexPart]],
     target: Path,
     made_from: Mapping[str, Any],
-    config: NearDedupConfig,
+    settings: Mapping[str, Any],
     *,
     sketch: int = SKETCH,
     replace: bool = False,
-    settings: Mapping[str, Any] | None = None,
 ) -> DedupIndex:
     """Make `target` the index of these parts: each the folder that `index_part` wrote and what it returned.
 
-    `settings` are `index_settings(config)`, if they are known already (that loads the compiled kernels).
-    `made_from` is plain data for people: of which recipe and inputs it is. If the very same index is there,
-    nothing is done. BuildError: the target holds another index and `replace` is not set, or other files.
+    `settings` are those of every part. `made_from` is plain data for people: of which recipe and inputs it
+    is. If the very same index is there, nothing is done. BuildError: the target holds another index and
+    `replace` is not set, or other files.
     """
     data = {
         "format": FORMAT,
         "shardkit_version": shardkit.__version__,
-        "settings": index_settings(config) if settings is None else dict(settings),
+        "settings": dict(settings),
         "sketch": sketch,
-        "documents": sum(counts["documents"] for _, counts in parts),
-        "bytes": sum(counts["bytes"] for _, counts in parts),
+        "documents": sum(part.documents for _, part in parts),
+        "bytes": sum(part.bytes for _, part in parts),
         "made_from": dict(made_from),
         "parts": [
-            {"folder": f"part-{number:05d}"}
-            | {name: counts[name] for name in ("documents", "bytes", "files")}
-            for number, (_, counts) in enumerate(parts)
+            {
+                "folder": f"part-{number:05d}",
+                "documents": part.documents,
+                "bytes": part.bytes,
+                "files": part.files,
+            }
+            for number, (_, part) in enumerate(parts)
         ],
     }
     text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False)

@@ -32,6 +32,7 @@ Line dedup as tasks: keys of lines, who loses which, and the documents without t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,12 @@ from shardkit.writers.dedup.exact import (
     read_range,
     repeated,
 )
-from shardkit.writers.dedup.near import SplitDocuments
+from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, SplitRows, piece_of_split
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
-from shardkit.writers.execution.task import Commit, Task, contents, partition_name
-from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, PlainCounts, Task, contents, partition_name
 from shardkit.writers.kernels.line_units import cut_units, find_units
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count, Ledger
@@ -103,23 +104,30 @@ LINE_LOSER = np.dtype([("split", "<i4"), ("row", "<i8"), ("unit", "<u4")])
 _ROW_DTYPE = np.dtype([*LINE_KEY.descr, ("split", "<i4")])
 
 
+@dataclass(frozen=True, slots=True)
+class LineKeys(PlainCounts):
+    """Lines of a split: `compared` ones are long enough, and have the `keys` that were written."""
+
+    lines: int
+    compared: int
+    keys: int
+
+
 def write_line_keys(
-    documents: Path,
-    config: LinesDedupConfig,
     folder: Path,
-    *,
+    documents: Artifact,
+    config: LinesDedupConfig,
     split: int,
-    exact_losers: Sequence[Path] = (),
-) -> dict[str, Any]:
+    exact_losers: Sequence[Artifact] = (),
+) -> LineKeys:
     """Step 1, a task a split: the keys of all lines of documents.arrow, without documents in `exact_losers`.
 
     `exact_losers` are tables of LOSER_DTYPE sorted by (split, row), as `find_losers` returns them; `split`
-    is this split's number in them. It is 0 in the line_losers.npy that is written. Counts: "lines",
-    "compared" (long enough), "keys" (written).
+    is this split's number in them. It is 0 in the line_losers.npy that is written.
     """
-    lost = SplitRows(LOSER_DTYPE, [piece_of_split(Rows(path, LOSER_DTYPE), split) for path in exact_losers])
+    lost = SplitRows(LOSER_DTYPE, [piece_of_split(Rows(file, LOSER_DTYPE), split) for file in exact_losers])
     lines = compared = start = 0
-    with _RunWriter(folder, config.keep) as writer, open_arrow(documents) as file:
+    with _RunWriter(folder, config.keep) as writer, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
@@ -137,7 +145,7 @@ def write_line_keys(
             lines += units.found
             compared += len(rows)
             start += batch.num_rows
-    return {"lines": lines, "compared": compared, "keys": writer.keys}
+    return LineKeys(lines, compared, writer.keys)
 
 
 def partitions_for(keys: int, memory_bytes: int) -> int:
@@ -145,13 +153,18 @@ def partitions_for(keys: int, memory_bytes: int) -> int:
     return min(max(1, -(-keys * PEAK_BYTES_PER_ROW * 2 // memory_bytes)), MAX_PARTITIONS)
 
 
-def find_line_losers(
-    split_folders: Sequence[Path], partition: int, partitions: int, folder: Path, *, keep: int
-) -> dict[str, Any]:
-    """Step 2, a task a partition: which documents lose which lines. `split` is the place in `split_folders`.
+@dataclass(frozen=True, slots=True)
+class LineLosers(PlainCounts):
+    """The `keys` of a partition that were read, and how many lines of documents are cut: `losers`."""
 
-    Counts: "keys" read, "losers" (lines cut).
-    """
+    keys: int
+    losers: int
+
+
+def find_line_losers(
+    folder: Path, split_folders: Sequence[Artifact], partition: int, partitions: int, keep: int
+) -> LineLosers:
+    """Step 2, a task a partition: which documents lose which lines; `split` is one of `split_folders`."""
     bits = partition_range(partition, partitions)
     parts = [np.empty(0, _ROW_DTYPE)]
     for split, source in enumerate(split_folders):
@@ -169,7 +182,7 @@ def find_line_losers(
     losers = _as_losers(rows, _lost(rows, keep))
     with RowsWriter(folder / LINE_LOSERS_FILE, LINE_LOSER) as writer:
         writer.write(losers[np.lexsort((losers["unit"], losers["row"], losers["split"]))])
-    return {"keys": len(rows), "losers": len(losers)}
+    return LineLosers(len(rows), len(losers))
 
 
 class _RunWriter:
@@ -253,27 +266,42 @@ CUT_WINNERS_FILE = "winners.npy"
 _DOCUMENTS_FILE = "documents.arrow"
 
 
+@dataclass(frozen=True, slots=True)
+class CutLines:
+    """What became of a split: `documents_cut` lost `lines_cut` lines between them."""
+
+    ledger: Ledger
+    lines_cut: int
+    documents_cut: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+        return {
+            "ledger": self.ledger.to_dict(),
+            "lines_cut": self.lines_cut,
+            "documents_cut": self.documents_cut,
+        }
+
+
 def cut_lines(
-    documents: Path,
-    config: LinesDedupConfig,
     folder: Path,
-    *,
+    documents: Artifact,
+    config: LinesDedupConfig,
     split: int,
-    keys_folder: Path,
-    line_losers: Sequence[Path],
-    exact_losers: Sequence[Path] = (),
-    exact_winners: Sequence[Path] = (),
-) -> dict[str, Any]:
-    """Write the three files.
+    keys_folder: Artifact,
+    line_losers: Sequence[Artifact],
+    exact_losers: Sequence[Artifact] = (),
+    exact_winners: Sequence[Artifact] = (),
+) -> CutLines:
+    """Step 3, a task a split: write the three files.
 
     `keys_folder` is the split's own of step 1, `line_losers` the files of all partitions of step 2;
     `exact_losers` and `exact_winners` are tables of LOSER_DTYPE and WINNER_DTYPE sorted by (split, row). In
-    all tables but that in `keys_folder` this split's number is `split`. Counts: "ledger", "lines_cut",
-    "documents_cut" (those that lost some line).
+    all tables but that in `keys_folder` this split's number is `split`.
     """
 
-    def of_split(paths: Sequence[Path], dtype: np.dtype[Any]) -> list[tuple[Rows, int, int]]:
-        return [piece_of_split(Rows(path, dtype), split) for path in paths]
+    def of_split(files: Sequence[Artifact], dtype: np.dtype[Any]) -> list[tuple[Rows, int, int]]:
+        return [piece_of_split(Rows(file, dtype), split) for file in files]
 
     own = Rows(keys_folder / LINE_LOSERS_FILE, LINE_LOSER)
     cuts = SplitRows(LINE_LOSER, [(own, 0, len(own)), *of_split(line_losers, LINE_LOSER)], then=["unit"])
@@ -281,7 +309,7 @@ def cut_lines(
     winners = SplitRows(WINNER_DTYPE, of_split(exact_winners, WINNER_DTYPE))
     ledger = Ledger()
     lines = changed = start = 0
-    with _Writer(folder) as writer, open_arrow(documents) as file:
+    with _Writer(folder) as writer, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
@@ -296,7 +324,7 @@ def cut_lines(
             changed += len(np.unique(cut_rows))
             start = end
     ledger.check(str(folder))
-    return {"ledger": ledger.to_dict(), "lines_cut": lines, "documents_cut": changed}
+    return CutLines(ledger, lines, changed)
 
 
 def _cut_batch(
@@ -361,7 +389,7 @@ def key_tasks(
     splits: Sequence[SplitDocuments], exact: Sequence[Commit], config: LinesDedupConfig
 ) -> list[Task]:
     """One task a split."""
-    losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
+    losers = tuple(commit.files / LOSERS_FILE for commit in exact)
     settings = {"dedup.lines": config.model_dump(mode="json")}
     duplicates = contents(exact)
     return [
@@ -369,7 +397,7 @@ def key_tasks(
             "line_keys",
             split.name,
             settings | {"split": number},
-            _write_keys,
+            write_line_keys,
             (split.documents, config, number, losers),
             split.bytes,
             {"documents": split.digest, "exact": duplicates},
@@ -380,16 +408,16 @@ def key_tasks(
 
 def loser_tasks(keys: Sequence[Commit], config: LinesDedupConfig, memory_bytes: int) -> list[Task]:
     """One task a partition of keys."""
-    partitions = partitions_for(sum(commit.counts["keys"] for commit in keys), memory_bytes)
+    partitions = partitions_for(sum(LineKeys.of(commit).keys for commit in keys), memory_bytes)
     settings = {"dedup.lines.keep": config.keep, "partitions": partitions}
     inputs = {"keys": contents(keys)}
-    folders = tuple(commit.folder for commit in keys)
+    folders = tuple(commit.files for commit in keys)
     return [
         Task(
             "line_losers",
             partition_name(number, partitions),
             settings | {"partition": number},
-            _find_losers,
+            find_line_losers,
             (folders, number, partitions, config.keep),
             inputs=inputs,
         )
@@ -405,56 +433,24 @@ def cut_tasks(
     config: LinesDedupConfig,
 ) -> list[Task]:
     """One task a split: its documents.arrow anew, without repeated lines and exact duplicates."""
-    line_losers = tuple(commit.folder / LINE_LOSERS_FILE for commit in losers)
-    exact_losers = tuple(commit.folder / LOSERS_FILE for commit in exact)
-    exact_winners = tuple(commit.folder / WINNERS_FILE for commit in exact)
+    line_losers = tuple(commit.files / LINE_LOSERS_FILE for commit in losers)
+    exact_losers = tuple(commit.files / LOSERS_FILE for commit in exact)
+    exact_winners = tuple(commit.files / WINNERS_FILE for commit in exact)
     settings = {"dedup.lines": config.model_dump(mode="json")}
     shared = {"losers": contents(losers), "exact": contents(exact)}
     tasks = []
     for number, (split, own) in enumerate(zip(splits, keys, strict=True)):
         inputs = shared | {"documents": split.digest, "keys": own.content}
-        tables = (own.folder, line_losers, exact_losers, exact_winners)
+        tables = (own.files, line_losers, exact_losers, exact_winners)
         tasks.append(
             Task(
                 "lines",
                 split.name,
                 settings | {"split": number},
-                _cut,
-                (split.documents, config, number, tables),
+                cut_lines,
+                (split.documents, config, number, *tables),
                 split.bytes,
                 inputs,
             )
         )
     return tasks
-
-
-def _write_keys(
-    folder: Path, documents: Path, config: LinesDedupConfig, split: int, exact_losers: Sequence[Path]
-) -> dict[str, Any]:
-    return write_line_keys(documents, config, folder, split=split, exact_losers=exact_losers)
-
-
-def _find_losers(
-    folder: Path, keys: Sequence[Path], partition: int, partitions: int, keep: int
-) -> dict[str, Any]:
-    return find_line_losers(keys, partition, partitions, folder, keep=keep)
-
-
-def _cut(
-    folder: Path,
-    documents: Path,
-    config: LinesDedupConfig,
-    split: int,
-    tables: tuple[Path, Sequence[Path], Sequence[Path], Sequence[Path]],
-) -> dict[str, Any]:
-    own, line_losers, exact_losers, exact_winners = tables
-    return cut_lines(
-        documents,
-        config,
-        folder,
-        split=split,
-        keys_folder=own,
-        line_losers=line_losers,
-        exact_losers=exact_losers,
-        exact_winners=exact_winners,
-    )

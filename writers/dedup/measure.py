@@ -43,6 +43,7 @@ import pyarrow as pa
 import xxhash
 
 from shardkit.writers.dedup.bands import probability
+from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Part, Population, priority
 from shardkit.writers.dedup.resolve import NEAR_LOSER
@@ -55,7 +56,7 @@ from shardkit.writers.documents import (
     document_ids,
     keyed_hashes,
 )
-from shardkit.writers.execution.work_files import local, open_arrow
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import text_units
 
 __all__ = [
@@ -117,15 +118,15 @@ def ngrams(text: str, config: MinHashConfig) -> list[str]:
 
 
 def plant(
-    documents: Sequence[Path],
+    documents: Sequence[Artifact],
     excluded: Callable[[int], npt.NDArray[np.int64]],
     config: MinHashConfig,
     *,
     count: int,
     seed: int,
     folder: Path,
-) -> dict[str, int]:
-    """Write up to `count` copies of documents (one Arrow file a split) into `folder`; counts.
+) -> None:
+    """Write up to `count` copies of documents (one Arrow file a split) into `folder`.
 
     `excluded(split)` gives the rows of a split that cannot be originals because they are removed already.
     """
@@ -133,7 +134,7 @@ def plant(
     ranks = {(original.split, original.row): rank for rank, original in enumerate(originals)}
     by_split = groupby(sorted(ranks), key=lambda place: place[0])
     rows = np.empty(len(originals), PLANTED)
-    written = planted_bytes = 0
+    written = 0
     with _document_writer(folder / TEXTS_FILE) as write:
         for split, places in by_split:
             for row, batch in read_rows(documents[split], [row for _, row in places]):
@@ -146,15 +147,13 @@ def plant(
                 rows[written] = (split, row, len(known & found), len(known | found))
                 write(copy_id, batch.column("source")[0].as_py(), rank, copy)
                 written += 1
-                planted_bytes += len(copy.encode())
     np.save(folder / PLANTED_FILE, rows)
     assert written == len(originals)
-    return {"planted": written, "bytes": planted_bytes}
 
 
-def read_rows(documents: Path, rows: Sequence[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
+def read_rows(documents: Artifact, rows: Sequence[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(row, a batch of that document alone) for ascending rows; batches without any are not decoded."""
-    with open_arrow(documents) as file, open_arrow(documents) as same:
+    with documents.open_arrow() as file, documents.open_arrow() as same:
         sizes = pa.ipc.open_file(same, options=pa.ipc.IpcReadOptions(included_fields=[1]))
         reader = pa.ipc.open_file(file)
         at = start = 0
@@ -172,7 +171,7 @@ def read_rows(documents: Path, rows: Sequence[int]) -> Iterator[tuple[int, pa.Re
 
 
 def _choose(
-    documents: Sequence[Path],
+    documents: Sequence[Artifact],
     excluded: Callable[[int], npt.NDArray[np.int64]],
     config: MinHashConfig,
     count: int,
@@ -180,9 +179,9 @@ def _choose(
 ) -> list[_Original]:
     """The originals, lowest hash first."""
     heap: list[_Original] = []
-    for split, path in enumerate(documents):
+    for split, texts_of_split in enumerate(documents):
         unwanted = excluded(split)
-        with open_arrow(path) as file, open_arrow(path) as same:
+        with texts_of_split.open_arrow() as file, texts_of_split.open_arrow() as same:
             reader = pa.ipc.open_file(file)
             only_ids = pa.ipc.open_file(same, options=pa.ipc.IpcReadOptions(included_fields=[0]))
             start = 0
@@ -304,11 +303,10 @@ Columns = tuple[npt.NDArray[np.uint64], ...]
 def measure_recall(
     planted: npt.NDArray[np.void],
     population: Population,
-    pair_folders: Sequence[Path],
-    edge_folders: Sequence[Path],
+    pair_folders: Sequence[Artifact],
+    edge_folders: Sequence[Artifact],
+    bands_and_rows: tuple[int, int],
     *,
-    bands: int,
-    rows: int,
     removed: npt.NDArray[np.uint8] | None = None,
 ) -> dict[str, Any]:
     """{"bands": one entry a band that has planted pairs, "left_out": pairs that could not be compared}.
@@ -336,7 +334,7 @@ def measure_recall(
         verified |= _edges_in(folder, edges)
     similarity = planted["shared"][chosen] / np.maximum(planted["union"][chosen], 1)
     return {
-        "bands": _by_band(similarity, candidates, verified, bands, rows),
+        "bands": _by_band(similarity, candidates, verified, *bands_and_rows),
         "left_out": len(planted) - len(chosen),
     }
 
@@ -411,18 +409,18 @@ def _rows_of(
     return at, inside
 
 
-def _pairs_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
+def _pairs_in(folder: Artifact, wanted: Columns) -> npt.NDArray[np.bool_]:
     """Which (a, b) are in any run of a folder of candidates."""
-    edges = np.load(local(folder / "pairs.npy")).tolist()
+    edges = Rows(folder / PAIR_RUNS_FILE, "<i8").read().tolist()
     found = np.zeros(len(wanted[0]), np.bool_)
-    entries = Rows(folder / "pairs.bin", PAIR, header=False)
+    entries = Rows(folder / PAIRS_FILE, PAIR, header=False)
     for begin, end in pairwise(edges):
         for start in range(begin, end, PIECE_ROWS):
             found |= _contained(wanted, entries.read(start, min(start + PIECE_ROWS, end)), _pair_columns)
     return found
 
 
-def _edges_in(folder: Path, wanted: Columns) -> npt.NDArray[np.bool_]:
+def _edges_in(folder: Artifact, wanted: Columns) -> npt.NDArray[np.bool_]:
     """Which (priority of the higher one in three columns, number of the lower one) are verified edges."""
     found = np.zeros(len(wanted[0]), np.bool_)
     entries = Rows(folder / EDGES_FILE, EDGE)
@@ -470,9 +468,9 @@ class _Pair(NamedTuple):
 
 
 def measure_precision(
-    losers: Path,
+    losers: Artifact,
     population: Population,
-    documents: Sequence[Path],
+    documents: Sequence[Artifact],
     config: NearDedupConfig,
     *,
     count: int,
@@ -522,7 +520,7 @@ def measure_precision(
     }
 
 
-def _sample(losers: Path, population: Population, count: int, seed: int) -> npt.NDArray[np.void]:
+def _sample(losers: Artifact, population: Population, count: int, seed: int) -> npt.NDArray[np.void]:
     """The losers with the lowest hash(seed, "checked", content rank), lowest first."""
     entries = Rows(losers, NEAR_LOSER)
     heap: list[tuple[int, bytes, int]] = []  # the inverse of the hash, rank, row in the file of losers
@@ -565,7 +563,7 @@ def _groups(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         yield group
 
 
-def _texts(documents: Sequence[Path], pairs: Sequence[_Pair]) -> dict[tuple[int, int], str]:
+def _texts(documents: Sequence[Artifact], pairs: Sequence[_Pair]) -> dict[tuple[int, int], str]:
     """The texts of both sides by (split, row)."""
     places = sorted({place for pair in pairs for place in (pair.kept, pair.removed)})
     texts = {}

@@ -1,21 +1,23 @@
 """Near-duplicate removal, from documents to who is removed.
 
-`remove_near` strings the stages together; a build calls it between exact removal and
-tokenizing. `find_near_duplicates` is the same for anyone's files of documents.
+`remove_near` strings the stages together; a build calls it between exact removal and tokenizing.
+`find_near_duplicates` is the same for anyone's files of documents. `NearStages` makes the tasks of each stage
+and says what they depend on:
 
-Near-duplicate removal as tasks: what each depends on, and the functions that workers run.
-
-signatures  split -> part            planted     sample -> near-duplicates of known similarity, a part
-equal       partition of word keys -> documents whose words others have
-equal_mask  -> one bit a document    candidates  partition of band keys -> pairs
-shingles    part -> sets of n-grams of the documents in pairs
-verify      block of documents -> edges      near   all edges -> who is removed
-measure     what was found of what was planted, and whether what was removed was alike
+    signatures  split -> its part of the population
+    planted     sample -> near-duplicates of known similarity, as one more part
+    equal       partition of word keys -> documents whose words others have
+    equal_mask  -> the same, one bit a document
+    candidates  partition of band keys -> pairs
+    shingles    part -> sets of n-grams of the documents in pairs
+    verify      block of documents -> edges
+    near        all edges -> who is removed
+    measure     what was found of what was planted, and whether what was removed was alike
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,25 +29,31 @@ import pyarrow as pa
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
-from shardkit.writers.dedup.candidates import NUMBERS_FILE, find_candidates
+from shardkit.writers.dedup.candidates import NUMBERS_FILE, CandidateCounts, find_candidates
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.exact import LOSER_DTYPE, find_losers
 from shardkit.writers.dedup.exact import partitions_for as key_partitions
 from shardkit.writers.dedup.index import DedupIndex, copy_sketches
 from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
-from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, Population
+from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, Population, SplitDocuments
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, Removed
-from shardkit.writers.dedup.resolve import resolve
+from shardkit.writers.dedup.resolve import Resolved, resolve
 from shardkit.writers.dedup.shingle_store import ShingleWriter
-from shardkit.writers.dedup.signatures import KEYS_FILE, bands_and_rows, part_settings, sign_documents
-from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.dedup.verify import EDGES_FILE, plan_blocks, verify_block
+from shardkit.writers.dedup.signatures import (
+    KEYS_FILE,
+    SignedPart,
+    bands_and_rows,
+    part_settings,
+    sign_documents,
+)
+from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
+from shardkit.writers.dedup.verify import EDGES_FILE, VerifiedBlock, plan_blocks, verify_block
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.engine_local import LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Commit, Task, contents, partition_name
-from shardkit.writers.execution.work_files import local, open_arrow, read_bytes
+from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, contents, partition_name
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.words import normalization_version
 
@@ -53,32 +61,13 @@ __all__ = [
     "NearDuplicates",
     "NearResult",
     "NearStages",
-    "SplitDocuments",
     "find_near_duplicates",
-    "population_of",
     "remove_near",
 ]
 
 MASK_FILE = "removed.bin"  # one bit a document, the lowest first
 
 _PLANTED_SOURCE = 1 << 30  # after all inputs
-
-
-@dataclass(frozen=True, slots=True)
-class SplitDocuments:
-    """The documents of one split: the name of its tasks, the Arrow file, and the digest of that."""
-
-    name: str
-    documents: Path
-    digest: str
-    bytes: int
-
-
-def population_of(signed: Sequence[Commit], planted: Sequence[Commit], indexed: Sequence[Part]) -> Population:
-    """All parts in order."""
-    parts = [Part(commit.folder, commit.counts["documents"]) for commit in signed]
-    parts += [Part(commit.folder, commit.counts["documents"], "planted") for commit in planted]
-    return Population((*parts, *indexed))
 
 
 @dataclass(frozen=True)
@@ -137,7 +126,7 @@ class NearStages:
 
     def mask_task(self, population: Population, equal: Sequence[Commit]) -> Task:
         """The bits of documents that lost to equal words."""
-        folders = tuple(commit.folder for commit in equal)
+        folders = tuple(commit.files for commit in equal)
         inputs = {"equal": contents(equal), "starts": digest_of(population.starts.tolist())}
         return Task("equal_mask", "equal_mask", {}, _write_mask, (population, folders), inputs=inputs)
 
@@ -150,14 +139,14 @@ class NearStages:
         for number in range(partitions):
             config = {"dedup.near.similarity": self.config.similarity}
             config |= {"partition": number, "partitions": partitions}
-            args = (population, number, partitions, mask.folder, self.config.similarity, self.memory_bytes)
+            args = (population, number, partitions, mask.files, self.config.similarity, self.memory_bytes)
             name = partition_name(number, partitions)
             tasks.append(Task("candidates", name, config, _find_candidates, args, inputs=inputs))
         return tasks
 
     def shingle_tasks(self, population: Population, digest: str, candidates: Sequence[Commit]) -> list[Task]:
         """One task a part."""
-        pairs = tuple(commit.folder for commit in candidates)
+        pairs = tuple(commit.files for commit in candidates)
         inputs = {"parts": digest, "pairs": contents(candidates)}
         settings = {"dedup.near": part_settings(self.config)}
         sources = [(split.name, split.documents) for split in self.splits]
@@ -181,7 +170,7 @@ class NearStages:
         blocks: Sequence[tuple[int, int]],
     ) -> list[Task]:
         """One task a block of documents."""
-        folders = [tuple(commit.folder for commit in commits) for commits in (candidates, shingles)]
+        folders = [tuple(commit.files for commit in commits) for commits in (candidates, shingles)]
         names = ("similarity", "containment", "small_shingles", "small_repetition", "small_similarity")
         inputs = {"pairs": contents(candidates), "sets": contents(shingles)}
         rule = {f"dedup.near.{name}": getattr(self.config, name) for name in names}
@@ -190,7 +179,7 @@ class NearStages:
             args = (population, block, *folders, self.config, self.memory_bytes)
             name = f"{block[0]:012d}-{block[1]:012d}"
             config = rule | {"block": list(block)}
-            tasks.append(Task("verify", name, config, _verify, args, inputs=inputs))
+            tasks.append(Task("verify", name, config, verify_block, args, inputs=inputs))
         return tasks
 
     def resolve_task(
@@ -198,9 +187,10 @@ class NearStages:
     ) -> Task:
         """Who is removed."""
         inputs = {"parts": digest, "equal": contents(equal), "edges": contents(verified)}
-        edges, losers = (tuple(commit.folder for commit in commits) for commits in (verified, equal))
+        edges = tuple(commit.files / EDGES_FILE for commit in verified)
+        losers = tuple(commit.files / LOSERS_FILE for commit in equal)
         args = (population, edges, losers, self.memory_bytes)
-        return Task("near", "near", {}, _resolve, args, inputs=inputs)
+        return Task("near", "near", {}, resolve, args, inputs=inputs)
 
     def measure_tasks(
         self,
@@ -220,60 +210,69 @@ class NearStages:
         }
         config = {"dedup.near": self.config.model_dump(mode="json", exclude={"against"}), "seed": self.seed}
         documents = tuple(split.documents for split in self.splits)
-        folders = {stage: tuple(commit.folder for commit in commits) for stage, commits in found.items()}
-        args = (population, documents, mask.folder, folders, self.config, self.seed)
+        folders = {stage: tuple(commit.files for commit in commits) for stage, commits in found.items()}
+        args = (population, documents, mask.files, folders, self.config, self.seed)
         return [Task("measure", "measure", config, _measure, args, inputs=inputs)]
 
 
 def _sign(
-    folder: Path, documents: Path, removals: Removals, split: int, config: NearDedupConfig
-) -> dict[str, Any]:
-    return dict(sign_documents(documents, removals.of_split(split), config, folder))
+    folder: Path, documents: Artifact, removals: Removals, split: int, config: NearDedupConfig
+) -> SignedPart:
+    return sign_documents(documents, removals.of_split(split), config, folder)
 
 
 def _plant(
     folder: Path,
-    documents: Sequence[Path],
+    documents: Sequence[Artifact],
     removals: Removals,
     config: NearDedupConfig,
     count: int,
     seed: int,
-) -> dict[str, Any]:
+) -> SignedPart:
+    """Plant copies of documents that are still there, and sign these as another part."""
+
     def removed(split: int) -> npt.NDArray[np.int64]:
         return np.concatenate([np.zeros(0, np.int64), *removals.of_split(split).rows.values()])
 
-    counts = plant(documents, removed, config.minhash, count=count, seed=seed, folder=folder)
-    return counts | sign_documents(folder / PLANTED_DOCUMENTS, Removed(), config, folder)
+    plant(documents, removed, config.minhash, count=count, seed=seed, folder=folder)
+    return sign_documents(Artifact(folder / PLANTED_DOCUMENTS), Removed(), config, folder)
 
 
-def _find_equal(folder: Path, population: Population, partition: int, partitions: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class EqualWords(PlainCounts):
+    """Documents whose words another one has, and that lose to it."""
+
+    losers: int
+
+
+def _find_equal(folder: Path, population: Population, partition: int, partitions: int) -> EqualWords:
     sources: list[int | None] = []
     for number, part in enumerate(population.parts):
         # Several indexes may hold the same document: the first one keeps it.
         kinds = {"input": None, "planted": _PLANTED_SOURCE, "index": number - len(population.parts)}
         sources.append(kinds[part.kind])
-    paths = [part.folder / KEYS_FILE for part in population.parts]
-    losers = find_losers(paths, partition, partitions, longest_first=True, sources=sources)
+    keys = [part.folder / KEYS_FILE for part in population.parts]
+    losers = find_losers(keys, partition, partitions, longest_first=True, sources=sources)
     np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
-    return {"losers": len(losers)}
+    return EqualWords(len(losers))
 
 
-def _write_mask(folder: Path, population: Population, equal: Sequence[Path]) -> dict[str, Any]:
+def _write_mask(folder: Path, population: Population, equal: Sequence[Artifact]) -> EqualWords:
     bits = np.zeros(-(-int(population.starts[-1]) // 8), np.uint8)
     removed = 0
     for part in equal:
         table = Rows(part / LOSERS_FILE, LOSER_DTYPE)
         removed += len(table)
-        for start in range(0, len(table), 1 << 16):
-            rows = table.read(start, min(start + (1 << 16), len(table)))
+        for start in range(0, len(table), CHUNK_ROWS):
+            rows = table.read(start, min(start + CHUNK_ROWS, len(table)))
             numbers = population.starts[rows["split"]] + rows["row"]
             np.bitwise_or.at(bits, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
     bits.tofile(folder / MASK_FILE)
-    return {"removed": removed}
+    return EqualWords(removed)
 
 
-def _read_mask(folder: Path) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(read_bytes(folder / MASK_FILE), np.uint8)
+def _read_mask(mask: Artifact) -> npt.NDArray[np.uint8]:
+    return np.frombuffer((mask / MASK_FILE).read_bytes(), np.uint8)
 
 
 def _find_candidates(
@@ -281,34 +280,41 @@ def _find_candidates(
     population: Population,
     partition: int,
     partitions: int,
-    mask: Path,
+    mask: Artifact,
     similarity: float,
     memory_bytes: int,
-) -> dict[str, Any]:
+) -> CandidateCounts:
     removed = _read_mask(mask)
-    counts = find_candidates(
+    return find_candidates(
         population, partition, partitions, removed, folder, similarity=similarity, memory_bytes=memory_bytes
     )
-    return dict(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class ShingleSets(PlainCounts):
+    """Documents whose sets of n-grams were written."""
+
+    documents: int
 
 
 def _write_sets(
     folder: Path,
     population: Population,
     number: int,
-    documents: Path,
-    pairs: Sequence[Path],
+    documents: Artifact,
+    pairs: Sequence[Artifact],
     config: NearDedupConfig,
-) -> dict[str, Any]:
+) -> ShingleSets:
     first, last = (int(start) for start in population.starts[number : number + 2])
     wanted = _numbers_between(pairs, first, last)
     part = population.parts[number]
     if part.kind == "index":
-        return dict(copy_sketches(part.folder, first, wanted, folder))
+        copy_sketches(part.folder, first, wanted, folder)
+        return ShingleSets(len(wanted))
     rows = Rows(part.folder / DOCUMENTS_FILE, DOCUMENT)
     in_file = rows.read()["row"][wanted.astype(np.int64) - first]
     start = 0
-    with ShingleWriter(folder) as sets, open_arrow(documents) as file:
+    with ShingleWriter(folder) as sets, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[4]))
         for batch_number in range(reader.num_record_batches):
             texts = reader.get_batch(batch_number).column(0)
@@ -317,117 +323,112 @@ def _write_sets(
                 chosen = texts.take(pa.array(in_file[begin:end] - start))
                 sets.write(wanted[begin:end], *shingle_batch(chosen, config.minhash))
             start += len(texts)
-    return {"documents": len(wanted)}
+    return ShingleSets(len(wanted))
 
 
-def _numbers_between(folders: Sequence[Path], first: int, last: int) -> npt.NDArray[np.uint64]:
+def _numbers_between(candidates: Sequence[Artifact], first: int, last: int) -> npt.NDArray[np.uint64]:
     """The numbers in [first, last) that occur in any pair, ascending."""
     found = [np.zeros(0, np.uint64)]
-    for folder in folders:
-        numbers = np.load(local(folder / NUMBERS_FILE), mmap_mode="r")
+    for folder in candidates:
+        numbers = np.load((folder / NUMBERS_FILE).local(), mmap_mode="r")
         begin, end = np.searchsorted(numbers, np.array([first, last], np.uint64))
         found.append(np.array(numbers[begin:end]))
     return np.unique(np.concatenate(found))
 
 
-def _verify(
-    folder: Path,
-    population: Population,
-    block: tuple[int, int],
-    pairs: Sequence[Path],
-    sets: Sequence[Path],
-    config: NearDedupConfig,
-    memory_bytes: int,
-) -> dict[str, Any]:
-    return verify_block(population, block, pairs, sets, config, memory_bytes, folder)
+@dataclass(frozen=True, slots=True)
+class Measured(PlainCounts):
+    """`measure_precision` of what was removed, and `measure_recall` if anything was planted."""
 
-
-def _resolve(
-    folder: Path, population: Population, edges: Sequence[Path], equal: Sequence[Path], memory_bytes: int
-) -> dict[str, Any]:
-    edge_files = [part / EDGES_FILE for part in edges]
-    return resolve(population, edge_files, [part / LOSERS_FILE for part in equal], memory_bytes, folder)
+    precision: Mapping[str, Any]
+    recall: Mapping[str, Any] | None = None
 
 
 def _measure(
     folder: Path,
     population: Population,
-    documents: Sequence[Path],
-    mask: Path,
-    found: Mapping[str, Sequence[Path]],
+    documents: Sequence[Artifact],
+    mask: Artifact,
+    found: Mapping[str, Sequence[Artifact]],
     config: NearDedupConfig,
     seed: int,
-) -> dict[str, Any]:
+) -> Measured:
     assert config.measure is not None
-    result: dict[str, Any] = {}
+    recall = None
     for part in _of_kind(population, "planted"):
-        bands, rows = bands_and_rows(config)
-        result["recall"] = measure_recall(
-            np.load(local(part.folder / PLANTED_FILE)),
+        recall = measure_recall(
+            np.load((part.folder / PLANTED_FILE).local()),
             population,
             found["candidates"],
             found["verify"],
-            bands=bands,
-            rows=rows,
+            bands_and_rows(config),
             removed=_read_mask(mask),
         )
     [near] = found["near"]
-    losers = near / LOSERS_FILE
-    result["precision"] = measure_precision(
-        losers, population, documents, config, count=config.measure.checked, seed=seed
-    )
-    return result
+    checked = config.measure.checked
+    precision = measure_precision(near / LOSERS_FILE, population, documents, config, count=checked, seed=seed)
+    return Measured(precision, recall)
 
 
 def _of_kind(population: Population, kind: str) -> list[Part]:
     return [part for part in population.parts if part.kind == kind]
 
 
-Run = Callable[..., list[list[Commit]]]
-
-"""`Runner.run`: the commits of groups of tasks."""
-
-
 @dataclass(frozen=True)
 class NearResult:
-    """The commit that says who is removed, those of the parts, and what was counted and measured."""
+    """`resolved` is the task that wrote who is removed, `parts` those of the splits' signatures.
+
+    `counts` are facts for the dataset card. `measured` is None where nothing was to be measured.
+    """
 
     resolved: Commit
+    decided: Resolved
     parts: Sequence[Commit]
-    population: Population
-    counts: Mapping[str, Any]
-    measured: Mapping[str, Any]
+    counts: Mapping[str, int]
+    measured: Measured | None
 
 
-def remove_near(run: Run, stages: NearStages, indexes: Sequence[DedupIndex] = ()) -> NearResult:
+def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex] = ()) -> NearResult:
     """Run all stages. The documents of `indexes` win over all of the splits'."""
     signed, planted = run(stages.signature_tasks(), stages.planted_tasks())
-    population = population_of(signed, planted, [part for index in indexes for part in index.parts])
-    parts = digest_of(
+    parts = [Part(commit.files, SignedPart.of(commit).documents) for commit in signed]
+    parts += [Part(commit.files, SignedPart.of(commit).documents, "planted") for commit in planted]
+    population = Population((*parts, *(part for index in indexes for part in index.parts)))
+    digest = digest_of(
         [commit.content for commit in (*signed, *planted)] + [index.digest for index in indexes]
     )
-    [equal] = run(stages.equal_tasks(population, parts))
+    [equal] = run(stages.equal_tasks(population, digest))
     [[mask]] = run([stages.mask_task(population, equal)])
-    [candidates] = run(stages.candidate_tasks(population, parts, mask))
-    [shingles] = run(stages.shingle_tasks(population, parts, candidates))
-    blocks = plan_blocks(_folders(shingles), _folders(candidates), stages.memory_bytes)
+    [candidates] = run(stages.candidate_tasks(population, digest, mask))
+    [shingles] = run(stages.shingle_tasks(population, digest, candidates))
+    sets, pairs = ([commit.files for commit in commits] for commits in (shingles, candidates))
+    blocks = plan_blocks(sets, pairs, stages.memory_bytes)
     [verified] = run(stages.verify_tasks(population, candidates, shingles, blocks))
-    [[resolved]] = run([stages.resolve_task(population, parts, equal, verified)])
+    [[resolved]] = run([stages.resolve_task(population, digest, equal, verified)])
     found = {"candidates": candidates, "verify": verified, "near": [resolved]}
     [measured] = run(stages.measure_tasks(population, planted, mask, found))
-    counts = dict(resolved.counts) | {
-        "documents": int(population.count("input")),
-        "wordless": _total(signed, "wordless"),
-        "planted": int(population.count("planted")),
-        "planted_removed": resolved.counts["planted"],
-        "indexed": int(population.count("index")),
-        "candidates": _total(verified, "pairs"),
-        "verified": _total(verified, "verified"),
-        "hubs": _total(candidates, "hubs"),
-        "largest_bucket": max((commit.counts["largest_bucket"] for commit in candidates), default=0),
-        "bounded": _total(candidates, "bounded"),
+    decided = Resolved.of(resolved)
+    met, compared = [
+        [CandidateCounts.of(commit) for commit in candidates],
+        [VerifiedBlock.of(commit) for commit in verified],
+    ]
+    counts = {
+        "documents": population.count("input"),
+        "wordless": sum(SignedPart.of(commit).wordless for commit in signed),
+        "planted": population.count("planted"),
+        "planted_removed": decided.planted,
+        "indexed": population.count("index"),
+        "candidates": sum(block.pairs for block in compared),
+        "verified": sum(block.verified for block in compared),
+        "hubs": sum(one.hubs for one in met),
+        "largest_bucket": max((one.largest_bucket for one in met), default=0),
+        "bounded": sum(one.bounded for one in met),
+        "edges": decided.edges,
+        "equal": decided.equal,
+        "copies": decided.copies,
+        "kept_by_index": decided.kept_by_index,
     }
-    return NearResult(resolved, signed, population, counts, measured[0].counts if measured else {})
+    return NearResult(resolved, decided, signed, counts, Measured.of(measured[0]) if measured else None)
 
 
 @dataclass(frozen=True)
@@ -438,8 +439,7 @@ class NearDuplicates:
     """resolve.NEAR_LOSER, sorted by (split, row)."""
     winners: npt.NDArray[np.void]
     """exact.WINNER_DTYPE: kept documents that stand for more than themselves."""
-    counts: Mapping[str, Any]
-    measured: Mapping[str, Any]
+    result: NearResult
     seconds: Mapping[str, float]
 
 
@@ -461,19 +461,11 @@ def find_near_duplicates(
     splits = []
     for number, path in enumerate(documents):
         digest = hash_file(path, ["xxh3_128"])["xxh3_128"]
-        splits.append(SplitDocuments(f"{number:05d}", path, digest, path.stat().st_size))
+        splits.append(SplitDocuments(f"{number:05d}", Artifact(path), digest, path.stat().st_size))
     stages = NearStages(config, splits, Removals({}), memory_bytes, seed)
     engine = LocalEngine(workers) if workers else InlineEngine()
     with Journal(folder) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)
         result = remove_near(runner.run, stages, indexes)
-    losers, winners = (np.load(local(result.resolved.folder / name)) for name in (LOSERS_FILE, WINNERS_FILE))
-    return NearDuplicates(losers, winners, result.counts, result.measured, dict(runner.seconds))
-
-
-def _folders(commits: Sequence[Commit]) -> list[Path]:
-    return [commit.folder for commit in commits]
-
-
-def _total(commits: Sequence[Commit], name: str) -> int:
-    return sum(int(commit.counts.get(name, 0)) for commit in commits)
+    losers, winners = (np.load(result.resolved.folder / name) for name in (LOSERS_FILE, WINNERS_FILE))
+    return NearDuplicates(losers, winners, result, dict(runner.seconds))

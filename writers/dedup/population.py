@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
     "BAND",
@@ -32,6 +33,7 @@ __all__ = [
     "SIGNATURES_FILE",
     "Part",
     "Population",
+    "SplitDocuments",
     "priority",
 ]
 
@@ -52,6 +54,17 @@ DOCUMENT = np.dtype(
 BAND = np.dtype([("key", "<u8"), ("document", "<u4")])  # document: the row in the part's documents.npy
 PAIR = np.dtype([("a", "<u8"), ("b", "<u8")])  # two numbers, a < b
 
+
+@dataclass(frozen=True, slots=True)
+class SplitDocuments:
+    """The documents of one split: the name of its tasks, the Arrow file, and the digest of that."""
+
+    name: str
+    documents: Artifact
+    digest: str
+    bytes: int
+
+
 Kind = Literal["input", "planted", "index"]
 
 
@@ -59,7 +72,7 @@ Kind = Literal["input", "planted", "index"]
 class Part:
     """One folder of documents."""
 
-    folder: Path
+    folder: Artifact
     documents: int
     kind: Kind = "input"
 

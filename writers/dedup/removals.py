@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.writers.dedup.resolve import GROUP_SIZES, LOSERS_FILE, WINNERS_FILE
 from shardkit.writers.dedup.tables import Rows
-from shardkit.writers.execution.work_files import local
+from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
     "LOSERS_FILE",
@@ -76,15 +75,15 @@ class Removals:
     splits were rewritten without their losers, `rewritten` holds a folder for each, with its own winners.
     """
 
-    folders: Mapping[str, Sequence[Path]]
-    rewritten: Sequence[Path] = ()
+    folders: Mapping[str, Sequence[Artifact]]
+    rewritten: Sequence[Artifact] = ()
 
     def of_split(self, split: int) -> Removed:
         """What concerns one split."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
         winners: list[npt.NDArray[np.void]] = []
         if self.rewritten:
-            winners.append(np.load(local(self.rewritten[split] / WINNERS_FILE), allow_pickle=False))
+            winners.append(np.load((self.rewritten[split] / WINNERS_FILE).local(), allow_pickle=False))
         for reason, folders in self.folders.items():
             lost = [_of_split(folder / LOSERS_FILE, split)["row"] for folder in folders]
             rows[reason] = np.sort(np.concatenate([np.zeros(0, np.int64), *lost]))
@@ -108,8 +107,8 @@ def _latest(winners: Sequence[npt.NDArray[np.void]]) -> tuple[npt.NDArray[np.int
     return rows[last], copies[last]
 
 
-def _of_split(file: Path, split: int) -> npt.NDArray[np.void]:
-    table: npt.NDArray[np.void] = np.load(local(file), mmap_mode="r", allow_pickle=False)
+def _of_split(file: Artifact, split: int) -> npt.NDArray[np.void]:
+    table: npt.NDArray[np.void] = np.load(file.local(), mmap_mode="r", allow_pickle=False)
     first, last = (
         bisect_left(range(len(table)), wanted, key=lambda row: int(table["split"][row]))
         for wanted in (split, split + 1)

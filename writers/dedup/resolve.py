@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from shardkit.writers.dedup.exact import LOSER_DTYPE, WINNER_DTYPE
 from shardkit.writers.dedup.population import Population
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows, RowsWriter
 from shardkit.writers.dedup.verify import EDGE, read_documents
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt64s, int64, kernel
 
 __all__ = [
@@ -57,7 +59,7 @@ _MIN_ROWS = 16
 
 
 def merge_edges(
-    files: Sequence[Path], memory_bytes: int, temporary: Path, *, max_files: int = MAX_FILES
+    files: Sequence[Artifact], memory_bytes: int, temporary: Path, *, max_files: int = MAX_FILES
 ) -> Iterator[npt.NDArray[np.void]]:
     """EDGE rows of all files by descending priority of `hi`, some at a time; each file is sorted so.
 
@@ -66,9 +68,9 @@ def merge_edges(
     rest, made = list(files), 0
     while len(rest) > max_files:
         group, rest = rest[:max_files], rest[max_files:]
-        merged = temporary / f"merged{made}.npy"
+        merged = Artifact(temporary / f"merged{made}.npy")
         made += 1
-        with RowsWriter(merged, EDGE) as writer:
+        with RowsWriter(merged.path, EDGE) as writer:
             for edges in _merge(group, memory_bytes):
                 writer.write(edges)
         _remove(group, temporary)
@@ -77,17 +79,17 @@ def merge_edges(
     _remove(rest, temporary)
 
 
-def _remove(files: Sequence[Path], temporary: Path) -> None:
+def _remove(files: Sequence[Artifact], temporary: Path) -> None:
     for file in files:
-        if file.parent == temporary:
-            file.unlink()
+        if file.path.parent == temporary:
+            file.path.unlink()
 
 
 class _Buffer:
     """Rows of one file that are held until they are handed on."""
 
-    def __init__(self, path: Path) -> None:
-        self._table = Rows(path, EDGE)
+    def __init__(self, file: Artifact) -> None:
+        self._table = Rows(file, EDGE)
         self._next = 0
         self._held = np.empty(0, EDGE)
         self.keys = np.empty((0, 3), np.uint64)
@@ -114,8 +116,8 @@ class _Buffer:
         return taken
 
 
-def _merge(files: Sequence[Path], memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
-    buffers = [_Buffer(path) for path in files]
+def _merge(files: Sequence[Artifact], memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
+    buffers = [_Buffer(file) for file in files]
     rows = max(_MIN_ROWS, memory_bytes // (_BYTES_PER_ROW * max(1, len(files))))
     while True:
         for buffer in buffers:
@@ -224,23 +226,20 @@ _PENDING_ROWS = 1 << 17  # files are opened anew for so many records
 
 
 def resolve(
-    population: Population,
-    edge_files: Sequence[Path],
-    equal_files: Sequence[Path],
-    memory_bytes: int,
     folder: Path,
-) -> dict[str, Any]:
-    """Write the three files and count.
+    population: Population,
+    edge_files: Sequence[Artifact],
+    equal_files: Sequence[Artifact],
+    memory_bytes: int,
+) -> Resolved:
+    """Write the three files into `folder`.
 
     `equal_files` hold LOSER_DTYPE rows of documents whose words another one has (split: the part; row: the
-    row in the part). Counts: "edges"; "losers", their "bytes" and "copies", how many of them were "equal" and
-    how many are "kept_by_index"; "largest_group", documents that one kept document stands for, exact copies
-    and itself included; "groups", kept documents of inputs by GROUP_SIZES; "planted" copies removed; and by
-    "sources": documents compared, losers, their bytes.
+    row in the part).
     """
     documents = int(population.starts[-1])
     removed = np.zeros(-(-documents // 8), np.uint8)
-    tally = _Tally()
+    tally = Resolved()
     with tempfile.TemporaryDirectory(dir=folder) as name:
         temporary = Path(name)
         rows = max(_MIN_RANGE, memory_bytes // _BYTES_PER_NUMBER)
@@ -254,12 +253,20 @@ def resolve(
         _follow(booked, equals)
         _write_losers(population, booked, gained, folder, tally)
         _write_winners(population, removed, gained, folder, tally)
-    return tally.to_dict()
+    tally.sources = {source: tally.sources[source] for source in sorted(tally.sources, key=int)}
+    return tally
 
 
 @dataclass
-class _Tally:
-    """What is counted on the way."""
+class Resolved(PlainCounts):
+    """What was decided: `losers`, their `bytes` and their exact `copies`.
+
+    `equal` of the losers had the same words as another document, `kept_by_index` are documents of indexes
+    that stand for one of the inputs. `groups` counts kept documents of inputs in the classes of GROUP_SIZES,
+    `largest_group` is the most documents that one stands for, exact copies and itself included. `planted` are
+    the planted copies that were removed; `sources` has documents compared, losers and their bytes by source,
+    whose number is a string as in JSON.
+    """
 
     edges: int = 0
     equal: int = 0
@@ -270,24 +277,18 @@ class _Tally:
     planted: int = 0
     largest_group: int = 0
     groups: list[int] = field(default_factory=lambda: [0] * (len(GROUP_SIZES) + 1))
-    sources: dict[int, dict[str, int]] = field(default_factory=dict)
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add(self, documents: npt.NDArray[np.void], *, lost: bool) -> None:
         """Count rows of DOCUMENT by source: as compared, or as lost."""
         for source in np.unique(documents["source"]).tolist():
             own = documents["bytes"][documents["source"] == source]
-            counts = self.sources.setdefault(source, {"documents": 0, "losers": 0, "bytes": 0})
+            counts = self.sources.setdefault(str(source), {"documents": 0, "losers": 0, "bytes": 0})
             if lost:
                 counts["losers"] += len(own)
                 counts["bytes"] += int(own.sum())
             else:
                 counts["documents"] += len(own)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, with keys that JSON can have."""
-        counts = asdict(self)
-        counts["sources"] = {str(source): self.sources[source] for source in sorted(self.sources)}
-        return counts
 
 
 class _Ranges:
@@ -325,7 +326,7 @@ class _Ranges:
         """The records of one range, some at a time."""
         self._flush()
         if self._paths[at].exists():
-            table = Rows(self._paths[at], self._dtype, header=False)
+            table = Rows(Artifact(self._paths[at]), self._dtype, header=False)
             for start in range(0, len(table), CHUNK_ROWS):
                 yield table.read(start, min(start + CHUNK_ROWS, len(table)))
 
@@ -334,14 +335,14 @@ class _Ranges:
         self._flush()
         if not self._paths[at].exists():
             return np.empty(0, self._dtype)
-        return Rows(self._paths[at], self._dtype, header=False).read()
+        return Rows(Artifact(self._paths[at]), self._dtype, header=False).read()
 
 
-def _add_equal(population: Population, files: Sequence[Path], removed: UInt8s, equals: _Ranges) -> int:
+def _add_equal(population: Population, files: Sequence[Artifact], removed: UInt8s, equals: _Ranges) -> int:
     """Mark the documents that equal another, and file them under that; returns how many there are."""
     count = 0
-    for path in files:
-        table = Rows(path, LOSER_DTYPE)
+    for file in files:
+        table = Rows(file, LOSER_DTYPE)
         count += len(table)
         for start in range(0, len(table), CHUNK_ROWS):
             rows = table.read(start, min(start + CHUNK_ROWS, len(table)))
@@ -407,7 +408,7 @@ def _follow(booked: _Ranges, equals: _Ranges) -> None:
 
 
 def _write_losers(
-    population: Population, booked: _Ranges, gained: _Ranges, folder: Path, tally: _Tally
+    population: Population, booked: _Ranges, gained: _Ranges, folder: Path, tally: Resolved
 ) -> None:
     """losers.npy and planted.npy; tells each kept document's range what it gains."""
     indexed = np.uint64(population.indexed.start)
@@ -439,7 +440,7 @@ def _write_losers(
 
 
 def _write_winners(
-    population: Population, removed: UInt8s, gained: _Ranges, folder: Path, tally: _Tally
+    population: Population, removed: UInt8s, gained: _Ranges, folder: Path, tally: Resolved
 ) -> None:
     """winners.npy, from what every document gains and its own copies."""
     with RowsWriter(folder / WINNERS_FILE, WINNER_DTYPE) as winners:
@@ -473,7 +474,7 @@ def _winners_of(
     documents: npt.NDArray[np.void],
     copies: npt.NDArray[np.int64],
     kept: npt.NDArray[np.bool_],
-    tally: _Tally,
+    tally: Resolved,
 ) -> npt.NDArray[np.void]:
     classes = np.bincount(np.searchsorted(GROUP_SIZES, copies[kept]), minlength=len(tally.groups))
     tally.groups = [before + new for before, new in zip(tally.groups, classes.tolist(), strict=True)]

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.numba_support import Int64s, UInt64s, kernel
 
 __all__ = ["SET", "SETS_FILE", "SHINGLES_FILE", "Sets", "ShingleReader", "ShingleWriter"]
@@ -141,7 +142,7 @@ def _keep_distinct(hashes: UInt64s, offsets: Int64s, smallest: int, stored: Int6
 class ShingleReader:
     """Reads sets out of folders, each of which holds numbers that lie above those of the ones before it."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Artifact]) -> None:
         folders_with_sets = [_Folder(folder) for folder in folders]
         self._folders = [folder for folder in folders_with_sets if len(folder.rows)]
         self._firsts = np.array([folder.first for folder in self._folders], np.uint64)
@@ -185,7 +186,7 @@ class ShingleReader:
     def _divide(self, numbers: UInt64s) -> Iterator[tuple[_Folder, UInt64s]]:
         cuts = [*np.searchsorted(numbers, self._firsts).tolist(), len(numbers)]
         if cuts[0]:
-            where = f"{self._folders[0].rows.path}: " if self._folders else ""
+            where = f"{self._folders[0].rows.artifact}: " if self._folders else ""
             raise BuildError(f"{where}a document without a set; make it again")
         for folder, (begin, end) in zip(self._folders, pairwise(cuts), strict=True):
             if begin < end:
@@ -195,7 +196,7 @@ class ShingleReader:
 class _Folder:
     """One folder's files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Artifact) -> None:
         self.rows = Rows(folder / SETS_FILE, SET)
         self._hashes = Rows(folder / SHINGLES_FILE, "<u8", header=False)
 
@@ -220,7 +221,7 @@ class _Folder:
             at = np.searchsorted(rows["number"], numbers[begin:end])
             found[begin:end] = rows[np.minimum(at, len(rows) - 1)]
         if not np.array_equal(found["number"], numbers):
-            raise BuildError(f"{self.rows.path}: a document without a set; make it again")
+            raise BuildError(f"{self.rows.artifact}: a document without a set; make it again")
         self._check(found)
         return found
 
@@ -233,7 +234,7 @@ class _Folder:
         if not right.all():
             number = int(rows["number"][np.argmin(right)])
             raise BuildError(
-                f"{self.rows.path}: document {number:,}: its set is not in the file; make it again"
+                f"{self.rows.artifact}: document {number:,}: its set is not in the file; make it again"
             )
 
     def read_into(self, out: UInt64s, rows: npt.NDArray[np.void]) -> int:

@@ -19,6 +19,7 @@ documents and one run of band keys, whatever the split's size.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, SIGNATUR
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.documents import content_ranks, text_digests
-from shardkit.writers.execution.work_files import open_arrow
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt32s, UInt64s, kernel
 from shardkit.writers.kernels.shingles import make_shingle_scratch, next_shingles
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
@@ -217,10 +219,18 @@ def part_settings(config: NearDedupConfig) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class SignedPart(PlainCounts):
+    """`documents` of a part have signatures; `wordless` ones have no words and take no part."""
+
+    documents: int
+    wordless: int
+
+
 def sign_documents(
-    documents: Path, removed: Removed, config: NearDedupConfig, folder: Path
-) -> dict[str, int]:
-    """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`; counts.
+    documents: Artifact, removed: Removed, config: NearDedupConfig, folder: Path
+) -> SignedPart:
+    """Write the part of `documents` (an Arrow file of DOCUMENT_SCHEMA) into `folder`.
 
     Of what is `removed` already there is no trace but the number of copies that others stand for.
     """
@@ -229,7 +239,7 @@ def sign_documents(
     by_source = config.scope == "source"
     start = wordless = 0
     with ExitStack() as stack:
-        source = stack.enter_context(open_arrow(documents))
+        source = stack.enter_context(documents.open_arrow())
         table = stack.enter_context(RowsWriter(folder / DOCUMENTS_FILE, DOCUMENT))
         width = config.minhash.permutations
         values = stack.enter_context(RowsWriter(folder / SIGNATURES_FILE, "<u4", width=width))
@@ -251,7 +261,7 @@ def sign_documents(
             keys.write(_key_rows(signed, described, by_source))
             values.write(signed.values.astype("<u4", copy=False))
             table.write(described)
-    return {"documents": table.rows, "wordless": wordless, "bands": bands}
+    return SignedPart(table.rows, wordless)
 
 
 def _kept_rows(losers: npt.NDArray[np.int64], start: int, count: int) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
-from shardkit.writers.execution.work_files import BinaryFile, file_bytes, open_file, read_into
+from shardkit.writers.execution.artifacts import Artifact, BinaryFile, read_into
 
 __all__ = ["CHUNK_ROWS", "RowFile", "Rows", "RowsWriter", "read_header"]
 
@@ -72,22 +72,22 @@ class RowsWriter:
 class Rows:
     """The rows of one file, read in slices. `len()` is their number."""
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike, *, header: bool = True) -> None:
-        self.path = path
+    def __init__(self, file: Artifact, dtype: npt.DTypeLike, *, header: bool = True) -> None:
+        self.artifact = file
         self.dtype = np.dtype(dtype)
         self._file: BinaryFile | None = None
         self._begin = 0
         if header:
             self._begin, self._rows = self._read_header()
         else:
-            self._rows = file_bytes(path) // self.dtype.itemsize
+            self._rows = file.size() // self.dtype.itemsize
 
     def __len__(self) -> int:
         return self._rows
 
     def __enter__(self) -> Self:
         """Hold the file open, for many small reads."""
-        self._file = open_file(self.path)
+        self._file = self.artifact.open()
         return self
 
     def __exit__(
@@ -119,25 +119,27 @@ class Rows:
         return rows
 
     def _read_into(self, rows: npt.NDArray[Any], start: int) -> None:
-        assert 0 <= start <= start + len(rows) <= self._rows, (self.path, start, len(rows), self._rows)
+        assert 0 <= start <= start + len(rows) <= self._rows, (self.artifact, start, len(rows), self._rows)
         offset = self._begin + start * self.dtype.itemsize
         if not len(rows):
             return
         assert self._file is not None
         self._file.seek(offset)
         if read_into(self._file, rows.view(np.uint8).data) != rows.nbytes:
-            raise BuildError(f"{self.path}: shorter than it says; remove the work folder and build again")
+            raise BuildError(f"{self.artifact}: shorter than it says; remove the work folder and build again")
 
     def _read_header(self) -> tuple[int, int]:
-        begin, shape, dtype = read_header(self.path)
+        begin, shape, dtype = read_header(self.artifact)
         if dtype != self.dtype or len(shape) != 1:
-            raise BuildError(f"{self.path}: rows of {dtype}, expected {self.dtype}; remove the work folder")
+            raise BuildError(
+                f"{self.artifact}: rows of {dtype}, expected {self.dtype}; remove the work folder"
+            )
         return begin, shape[0]
 
 
-def read_header(path: Path) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+def read_header(table: Artifact) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """(where the rows begin, shape, dtype) of a .npy file in C order; BuildError if it is not just that."""
-    with open_file(path) as file:
+    with table.open() as file:
         try:
             version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
             if version != (1, 0):
@@ -148,16 +150,16 @@ def read_header(path: Path) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
         except (
             Exception
         ) as error:  # NumPy's parser lets errors of Python's own through: TokenError, SyntaxError
-            raise BuildError(f"{path}: not a table: {error}; remove the work folder") from None
+            raise BuildError(f"{table}: not a table: {error}; remove the work folder") from None
         begin = file.tell()
         size = file.seek(0, io.SEEK_END)
     shape: tuple[int, ...] = header[0]
     dtype: np.dtype[Any] = header[2]
     if (header[1] and len(shape) > 1) or not shape or min(shape) < 0:
-        raise BuildError(f"{path}: not a table: shape {shape}; remove the work folder")
+        raise BuildError(f"{table}: not a table: shape {shape}; remove the work folder")
     if begin + math.prod(shape) * dtype.itemsize != size:
         raise BuildError(
-            f"{path}: {size:,} bytes, but its header states {shape} of {dtype}; remove the work folder"
+            f"{table}: {size:,} bytes, but its header states {shape} of {dtype}; remove the work folder"
         )
     return begin, shape, dtype
 
@@ -170,9 +172,9 @@ _PIECE_BYTES = 1 << 20
 class RowFile:
     """A .npy file of rows in C order. Holds no open file between calls."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._start, shape, self.dtype = read_header(path)
+    def __init__(self, table: Artifact) -> None:
+        self._artifact = table
+        self._start, shape, self.dtype = read_header(table)
         self.rows: int = shape[0]
         self.row_shape: tuple[int, ...] = shape[1:]
         self._row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
@@ -182,7 +184,7 @@ class RowFile:
         found = np.empty((len(rows), self._row_bytes), np.uint8)
         apart = np.diff(rows) * self._row_bytes > _GAP_BYTES + self._row_bytes
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
-        with open_file(self._path) as file:
+        with self._artifact.open() as file:
             for begin, end in pairwise(edges):
                 self._read_together(file, rows[begin:end], found[begin:end])
         table: npt.NDArray[Any] = found.view(self.dtype).reshape(len(rows), *self.row_shape)
@@ -201,6 +203,6 @@ class RowFile:
             table = np.empty((count, self._row_bytes), np.uint8)
             file.seek(self._start + first * self._row_bytes)
             if read_into(file, table.reshape(-1).data) != table.nbytes:
-                raise BuildError(f"{self._path}: ends early; remove the work folder and build again")
+                raise BuildError(f"{self._artifact}: ends early; remove the work folder and build again")
             found[at:stop] = table[rows[at:stop] - first]
             at = stop

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, PAIR, Population, priority
 from shardkit.writers.dedup.shingle_store import SET, Sets, ShingleReader
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows, RowsWriter
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import PlainCounts
 
 __all__ = [
     "EDGE",
@@ -76,7 +78,7 @@ class BlockBudget:
 class PairRuns:
     """The sorted runs of one candidates task."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Artifact) -> None:
         self.pairs = Rows(folder / PAIRS_FILE, PAIR, header=False)
         edges: list[int] = Rows(folder / PAIR_RUNS_FILE, "<i8").read().tolist()
         assert edges[-1] == len(self.pairs), folder
@@ -96,7 +98,7 @@ class PairRuns:
 
 
 def plan_blocks(
-    shingle_folders: Sequence[Path], pair_folders: Sequence[Path], memory_bytes: int
+    shingle_folders: Sequence[Artifact], pair_folders: Sequence[Artifact], memory_bytes: int
 ) -> list[tuple[int, int]]:
     """Consecutive [lower, upper) that hold every pair's first number; none if there are no pairs."""
     budget = BlockBudget.of(memory_bytes)
@@ -187,24 +189,30 @@ _PLACE = np.uint64(MAX_BLOCK_DOCUMENTS - 1)
 _SPREAD_ROWS = 4096  # a read of documents.npy takes up to so many rows
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedBlock(PlainCounts):
+    """`verified` of the `pairs` that were compared are edges, `by_similarity` by tenths of Jaccard."""
+
+    pairs: int
+    verified: int
+    by_similarity: Sequence[int]
+
+
 def verify_block(
+    folder: Path,
     population: Population,
     block: tuple[int, int],
-    pair_folders: Sequence[Path],
-    shingle_folders: Sequence[Path],
+    pair_folders: Sequence[Artifact],
+    shingle_folders: Sequence[Artifact],
     config: NearDedupConfig,
     memory_bytes: int,
-    folder: Path,
-) -> dict[str, Any]:
-    """Write the edges among pairs whose first number lies in the block, and count.
-
-    {"pairs": compared, "verified": of them, "by_similarity": verified ones by tenths of Jaccard similarity}
-    """
+) -> VerifiedBlock:
+    """Write into `folder` the edges among pairs whose first number lies in the block."""
     lower, upper = block
     assert upper - lower <= MAX_BLOCK_DOCUMENTS
     assert int(population.starts[-1]) < 1 << (64 - int(_PLACE_BITS))
     budget = BlockBudget.of(memory_bytes)
-    keys = _gather_pairs(lower, upper, [PairRuns(folder) for folder in pair_folders])
+    keys = _gather_pairs(lower, upper, [PairRuns(pairs) for pairs in pair_folders])
     places = np.zeros(upper - lower, np.bool_)
     places[(keys & _PLACE).astype(np.int64)] = True
     reader = ShingleReader(shingle_folders)
@@ -230,7 +238,7 @@ def verify_block(
     _write_sorted(edges, folder / EDGES_FILE)
     tenths = np.minimum((edges["jaccard"].astype(np.float64) * 10 + 1e-6).astype(np.int64), 9)
     by_similarity = np.bincount(tenths, minlength=10).tolist()
-    return {"pairs": len(keys), "verified": count, "by_similarity": by_similarity}
+    return VerifiedBlock(len(keys), count, by_similarity)
 
 
 def priorities_of(population: Population, numbers: _U64) -> _U64:

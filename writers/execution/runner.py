@@ -9,33 +9,29 @@ exists with its size. So a build may be killed at any time: the same command con
 and what was not leaves no trace. One build at a time uses a local folder (`flock`), unless all of them say
 that they share it. A store cannot be locked: there, work is always shared.
 
-`Proofs` compares files that tasks wrote in earlier runs with their commits before anything reads them. A disk
-that returns other bytes than were written would otherwise change a dataset in silence. A damaged file is made
-again by the task that made it: tasks are pure functions, so nothing that follows from it changes. Only what
-is read is compared, once in a build: what tasks that are to run name in their arguments, and what this
-process opens. In a work folder in a store each read is checked instead (work_store.py); where several
-processes share a folder, only what is published is compared, because each of them would read all of it.
+A disk that returns other bytes than were written would change a dataset in silence. So the files of a
+finished task that an earlier run left in a local folder are compared with their hashes in its commit when the
+task is found, before anything reads them: once in a build, at the disk's speed. A task with a damaged file
+runs again; tasks are pure functions, so nothing that follows from it changes. In a work folder in a store
+each read is checked instead (work_store.py); where several processes share a folder, only what is published
+is compared, because each of them would read all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import pickle
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from shardkit.errors import BuildError, warn_user
 from shardkit.hashing import digest_of
 from shardkit.progress import Listener
-from shardkit.writers.execution import work_files
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.scheduler import (
     Claims,
@@ -54,7 +50,7 @@ from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.ledger import Count
 from shardkit.writers.progress import StageProgress, names_of
 
-__all__ = ["Journal", "Proofs", "Runner"]
+__all__ = ["Journal", "Runner"]
 
 
 class Journal:
@@ -131,94 +127,6 @@ class Journal:
 _THREADS = 8
 
 
-@dataclass(slots=True)
-class _Found:
-    """A finished task that an earlier run left, and its files that were not compared yet."""
-
-    task: Task
-    commit: Commit
-    unproved: set[str]
-
-
-class Proofs:
-    """What is known of a local work folder that this build has for itself. `run_again` runs tasks."""
-
-    def __init__(self, work: LocalWork, run_again: Callable[[Sequence[Task]], None]) -> None:
-        self._work, self._run_again = work, run_again
-        self._found: dict[Path, _Found] = {}
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Meanwhile this process opens no file that was not compared."""
-        with work_files.heeded(self._work.folder, lambda path: self.prove([path])):
-            yield
-
-    def add(self, task: Task, commit: Commit) -> None:
-        """A task that was finished when this build came to it."""
-        with self._lock:
-            self._found.setdefault(commit.folder, _Found(task, commit, set(commit.outputs)))
-
-    def prove_inputs(self, tasks: Iterable[Task]) -> None:
-        """What these tasks read is right from here on."""
-        paths = set[Path]()
-        for task in tasks:
-            paths |= _paths_in(task.args)
-        self.prove(paths)
-
-    def prove(self, paths: Iterable[Path]) -> None:
-        """These files, and all of these folders of tasks, are right from here on."""
-        with self._lock:
-            wanted: dict[Path, set[str]] = {}
-            for path in paths:
-                for folder in (path, *path.parents[:2]):
-                    found = self._found.get(folder)
-                    if found is not None and found.unproved:
-                        names = found.unproved if folder == path else {path.relative_to(folder).as_posix()}
-                        wanted.setdefault(folder, set()).update(names & found.unproved)
-            if any(wanted.values()):
-                self._compare(wanted)
-
-    def _compare(self, wanted: dict[Path, set[str]]) -> None:
-        # In the order in which they were found: what a task reads was found before it.
-        some = [(found, wanted[folder]) for folder, found in self._found.items() if wanted.get(folder)]
-
-        def damaged(item: tuple[_Found, set[str]]) -> str | None:
-            found, names = item
-            outputs = {name: found.commit.outputs[name] for name in sorted(names)}
-            return self._work.damaged_output(replace(found.commit, outputs=outputs))
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            results = list(pool.map(damaged, some))
-        for (found, names), name in zip(some, results, strict=True):
-            if name is None:
-                found.unproved -= names
-                continue
-            warn_user(f"{found.commit.folder}: {name} was damaged after it was written; its task runs again")
-            found.unproved.clear()  # all of them will be new
-            self._work.forget(found.commit)
-            self.prove_inputs([found.task])
-            self._run_again([found.task])
-
-
-class _PathFinder(pickle.Pickler):
-    """Meets every object that is sent with a task."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.found: set[Path] = set()
-
-    def persistent_id(self, item: Any) -> None:
-        if isinstance(item, Path):
-            self.found.add(item)
-
-
-def _paths_in(arguments: tuple[Any, ...]) -> set[Path]:
-    finder = _PathFinder()
-    finder.dump(arguments)
-    return finder.found
-
-
 class Runner:
     """`seconds` holds each stage's time from its start to its last task."""
 
@@ -228,55 +136,61 @@ class Runner:
         self.tasks = self.tasks_reused = 0
         self._meters: dict[str, _Meter] = {}
         self._start = 0.0
-        self._proofs: Proofs | None = None
-        if isinstance(journal.work, LocalWork) and not journal.is_shared:
-            self._proofs = Proofs(journal.work, self._run_again)
+        self._checks_files = isinstance(journal.work, LocalWork) and not journal.is_shared
+        self._remote = journal.work if isinstance(journal.work, StoreWork) else None
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
-        found = self.journal.find(tasks)
-        missing = [task for task, commit in zip(tasks, found, strict=True) if commit is None]
-        commits = {commit.folder: commit for commit in found if commit is not None}
         self._meters = {group[0].stage: _Meter(list(group)) for group in groups if group}
-        for task, commit in zip(tasks, found, strict=True):
-            if commit is not None:
+        work, commits, missing = self.journal.work.folder, dict[Path, Commit](), list[Task]()
+        for task, commit in zip(tasks, self._intact(self.journal.find(tasks)), strict=True):
+            if commit is None:
+                missing.append(task)
+            else:
+                commits[commit.folder] = commit
                 self._meters[task.stage].reuse(task)
-                if self._proofs is not None:
-                    self._proofs.add(task, commit)
-        for stage in self._meters:
+                self._report(task.stage)
+        for stage in self._meters.keys() - {task.stage for task in tasks if work / task.key in commits}:
             self._report(stage)
 
         def done(commit: Commit) -> None:
-            commits[commit.folder] = commit
+            commits[commit.folder] = replace(commit, remote=self._remote)  # one object for all
             self._done(commit)
 
         if missing:
-            if self._proofs is not None:
-                self._proofs.prove_inputs(missing)
             queue = self.journal.queue(missing, done, self._wait)
             self._engine.run(queue, self.journal.work, self._compiling)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
-        work = self.journal.work.folder
         return [[commits[work / task.key] for task in group] for group in groups]
 
-    def guarding(self) -> AbstractContextManager[None]:
-        """Meanwhile this process opens no damaged file of an earlier run (proofs.py)."""
-        return contextlib.nullcontext() if self._proofs is None else self._proofs.guarding()
+    def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
+        """The same, in order, and None for those with a damaged file, which are removed."""
+        if not self._checks_files:
+            yield from found
+            return
 
-    def prove(self, commits: Sequence[Commit]) -> None:
-        """All files of these are right, or made again; BuildError, where work is shared, if one is not."""
-        if self._proofs is not None:
-            self._proofs.prove([commit.folder / name for commit in commits for name in commit.outputs])
-        else:
+        def damaged(commit: Commit | None) -> str | None:
+            return None if commit is None else self.journal.work.damaged_output(commit)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for commit, name in zip(found, pool.map(damaged, found), strict=True):
+                if commit is not None and name is not None:
+                    warn_user(
+                        f"{commit.folder}: {name} was damaged after it was written; its task runs again"
+                    )
+                    self.journal.work.forget(commit)
+                    yield None
+                else:
+                    yield commit
+
+    def check_shared(self, commits: Sequence[Commit]) -> None:
+        """BuildError if work is shared and a file that an earlier run or another process made is damaged."""
+        if not self._checks_files:
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(self.journal.forget_damaged, [commit for commit in commits if commit.reused]))
-
-    def _run_again(self, tasks: Sequence[Task]) -> None:
-        queue = self.journal.queue(tasks, lambda commit: None)
-        self._engine.run(queue, self.journal.work, self._compiling)
 
     @property
     def is_shared(self) -> bool:
@@ -310,9 +224,8 @@ class Runner:
         self._report(commit.stage)
 
     def _compiling(self, task: Task, seconds: float | None) -> None:
-        if task.stage in self._meters:  # not one of an earlier stage that runs again
-            self._meters[task.stage].compile(task, seconds)
-            self._report(task.stage)
+        self._meters[task.stage].compile(task, seconds)
+        self._report(task.stage)
 
     def _report(self, stage: str) -> None:
         self.seconds[stage] = time.perf_counter() - self._start

@@ -12,10 +12,10 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, cast
 
 import xxhash
 
@@ -23,6 +23,7 @@ import shardkit
 import shardkit.writers
 from shardkit.files import load_json
 from shardkit.hashing import digest_of
+from shardkit.writers.execution.artifacts import Artifact, RemoteFiles
 from shardkit.writers.ledger import Ledger
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Commit",
     "Counts",
     "Output",
+    "PlainCounts",
     "RunTasks",
     "Task",
     "code_version",
@@ -101,6 +103,19 @@ class Counts(Protocol):
         """Plain data for a commit."""
 
 
+class PlainCounts:
+    """`Counts` of a dataclass whose fields are plain data already."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a commit."""
+        return asdict(cast(Any, self))
+
+    @classmethod
+    def of(cls, commit: Commit) -> Self:
+        """What a task of the stage committed."""
+        return cls(**commit.counts)
+
+
 @dataclass(frozen=True)
 class Task:
     """A pure function from named inputs to files in one folder.
@@ -149,8 +164,9 @@ class Output:
 class Commit:
     """A finished task: where its files are, what they are, and what it counted.
 
-    `folder` is on this machine; in a work folder in a store, the files are there only once they are read
-    (shardkit.writers.execution.work_files). `config`, `inputs` and `code` are what its digest is of.
+    `folder` is on this machine. If the work folder is in a store, that is `remote`, and files are in `folder`
+    only once they are fetched: open them through `files`. `config`, `inputs` and `code` are what its digest
+    is of.
     """
 
     stage: str
@@ -163,6 +179,12 @@ class Commit:
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     code: str = field(default="", compare=False, repr=False)
+    remote: RemoteFiles | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def files(self) -> Artifact:
+        """The handle of its folder: `files / name` is an output."""
+        return Artifact(self.folder, self.remote)
 
     @cached_property
     def content(self) -> str:
@@ -256,7 +278,7 @@ def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mappi
     return _sealed(json.dumps(record, indent=1, sort_keys=True).encode())
 
 
-def parse_commit(data: bytes, folder: Path) -> Commit | None:
+def parse_commit(data: bytes, folder: Path, remote: RemoteFiles | None = None) -> Commit | None:
     """What `record_of` wrote, for a task whose files lie in `folder`; None if it cannot be read."""
     if _sealed(data[:-_SEAL_BYTES] + b"\n}") != data:
         return None
@@ -277,6 +299,7 @@ def parse_commit(data: bytes, folder: Path) -> Commit | None:
             config=record["config"],
             inputs=record["inputs"],
             code=record["code"],
+            remote=remote,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

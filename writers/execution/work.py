@@ -18,6 +18,7 @@ import xxhash
 from shardkit.errors import BuildError
 from shardkit.files import fsync_path
 from shardkit.storage.store import Store
+from shardkit.writers.execution.artifacts import RemoteFiles
 from shardkit.writers.execution.task import Commit, Output, Task, record_of
 from shardkit.writers.ledger import Ledger
 
@@ -101,7 +102,8 @@ def _commit(
     outputs: Mapping[str, Output],
 ) -> Commit:
     folder = work.folder / task.key
-    commit = Commit(task.stage, task.name, folder, digest, counts, outputs)
+    remote = work if isinstance(work, RemoteFiles) else None
+    commit = Commit(task.stage, task.name, folder, digest, counts, outputs, remote=remote)
     return work.commit(task, temporary, commit, record_of(task, digest, counts, outputs))
 
 

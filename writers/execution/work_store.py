@@ -50,7 +50,8 @@ from shardkit.storage.store import (
     StoreError,
 )
 from shardkit.storage.threads import remake_after_fork
-from shardkit.writers.execution import scratch, work_files
+from shardkit.writers.execution import scratch
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
 from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, check_same
 
@@ -248,7 +249,6 @@ class StoreWork:
 
     def prepare(self) -> None:
         scratch.prepare(self.folder)
-        work_files.mount(self)
 
     def claimed(self, session: str) -> StoreWork:
         """With the folder's id, which is set if there is none; BuildError if it holds something else.
@@ -350,7 +350,7 @@ class StoreWork:
     def damaged_output(self, commit: Commit) -> str | None:
         def read(name: str) -> str | None:
             try:
-                with work_files.open_file(commit.folder / name) as file:
+                with (Artifact(commit.folder, self) / name).open() as file:
                     while file.read(_COPY_BYTES):
                         pass
             except OSError as error:
@@ -426,7 +426,7 @@ class StoreWork:
         """The record of a task, from the scratch folder if it was read before."""
         folder = self.folder / key
         with suppress(OSError):
-            if commit := parse_commit((folder / _RECORD).read_bytes(), folder):
+            if commit := parse_commit((folder / _RECORD).read_bytes(), folder, self):
                 return commit
         return self._fetch_commit(key)
 
@@ -435,7 +435,7 @@ class StoreWork:
             record = self.store.get(_record_key(key))
         except ObjectNotFoundError:
             return None
-        commit = parse_commit(record, self.folder / key)
+        commit = parse_commit(record, self.folder / key, self)
         if commit is not None:
             self._keep(key, record)
         return commit

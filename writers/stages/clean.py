@@ -30,8 +30,8 @@ from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
 from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_files import local
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.funnel import FilterCounts
 from shardkit.writers.inputs.fields import NamedFields
@@ -88,8 +88,10 @@ class Cleaned:
         return cls(commit.ledger(), filters, counts["fields"], counts["input"], counts["languages"])
 
 
-def tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str]) -> list[Task]:
-    """One task a split; `files` are `filter_files`."""
+def tasks(
+    recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str], folder: Artifact | None = None
+) -> list[Task]:
+    """One task a split; `files` are `filter_files`, and lie in `folder` if not where the recipe says."""
     exact = recipe.dedup.exact
     keys = normalization_version() if exact is not None and exact.text == "normalized" else "raw"
     shared = {
@@ -107,10 +109,9 @@ def tasks(recipe: Recipe, splits: Sequence[Split], files: Mapping[str, str]) -> 
             mode="json", exclude={"path", "base", "source", "format"}
         )
         config = shared | {"split": place, "inputs": fields}
+        args = (split, recipe, folder)
         inputs = {"file": [split.input.bytes, split.input.version], "filter_files": dict(files)}
-        made.append(
-            Task("clean", split_name(split), config, clean_split, (split, recipe), split.bytes, inputs)
-        )
+        made.append(Task("clean", split_name(split), config, clean_split, args, split.bytes, inputs))
     return made
 
 
@@ -132,14 +133,17 @@ def filter_files(recipe: Recipe) -> dict[str, str]:
     return digests
 
 
-def clean_split(folder: Path, split: Split, recipe: Recipe) -> Cleaned:
+def clean_split(folder: Path, split: Split, recipe: Recipe, filter_folder: Artifact | None = None) -> Cleaned:
     """Write the files of a split into `folder`, which exists and is empty.
 
     BuildError when more of the split is unreadable than the recipe's max_bad_fraction allows.
     """
-    for _, config in recipe.filter_chain():
-        for name in config.files():
-            local(recipe.resolve(name))
+    if filter_folder is not None:
+        for _, config in recipe.filter_chain():
+            for name in config.files():
+                if not Path(name).is_absolute():
+                    (filter_folder / name).local()
+        recipe = recipe.in_folder(filter_folder.path)
     try:
         return _clean(split, recipe, folder)
     except SuspectDataError as suspect:  # seen at the end of what cannot be trusted, so from the start again

@@ -8,16 +8,16 @@ splits, and writes who is removed (`losers.npy`) and who stays for how many (`wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.exact import find_losers, find_winners
 from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, count_groups
-from shardkit.writers.execution.task import Commit, Task, partition_name
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, PlainCounts, Task, partition_name
 from shardkit.writers.ledger import Count
 from shardkit.writers.stages.clean import KEYS_FILE
 
@@ -25,7 +25,7 @@ __all__ = ["ExactDuplicates", "find_exact", "tasks"]
 
 
 @dataclass(frozen=True, slots=True)
-class ExactDuplicates:
+class ExactDuplicates(PlainCounts):
     """What one partition lost: `splits` maps a split's number to (documents, bytes) that it lost.
 
     `groups` counts the documents that stay for 2, 3, … documents, in the classes of `count_groups`.
@@ -37,15 +37,6 @@ class ExactDuplicates:
     groups: Sequence[int]
     largest_group: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, commit: Commit) -> ExactDuplicates:
-        """What a task of this stage committed."""
-        return cls(**commit.counts)
-
     def by_split(self) -> dict[int, Count]:
         """What each split lost."""
         return {int(split): Count(*lost) for split, lost in self.splits.items()}
@@ -53,7 +44,7 @@ class ExactDuplicates:
 
 def tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
     """One task a partition of keys."""
-    paths = tuple(commit.folder / KEYS_FILE for commit in cleaned)
+    paths = tuple(commit.files / KEYS_FILE for commit in cleaned)
     inputs = {"keys": digest_of([commit.outputs[KEYS_FILE].xxh3_128 for commit in cleaned])}
     made = []
     for number in range(partitions):
@@ -65,7 +56,7 @@ def tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
     return made
 
 
-def find_exact(folder: Path, paths: Sequence[Path], partition: int, partitions: int) -> ExactDuplicates:
+def find_exact(folder: Path, paths: Sequence[Artifact], partition: int, partitions: int) -> ExactDuplicates:
     """Write the losers and winners among the keys of one partition into `folder`."""
     losers = find_losers(paths, partition, partitions)
     winners = find_winners(losers)

@@ -19,17 +19,18 @@ from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.writers.dedup import exact as exact_dedup
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.index import DedupIndex, open_index
-from shardkit.writers.dedup.near import NearResult, NearStages, SplitDocuments, remove_near
+from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
+from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import Removals
-from shardkit.writers.duplicates import EXACT, NEAR, DuplicateLosses
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
-from shardkit.writers.execution.work_files import read_bytes
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
 from shardkit.writers.stages.clean import Cleaned
+from shardkit.writers.stages.duplicates import EXACT, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
@@ -41,12 +42,17 @@ PARTITION_TEXT_BYTES = 256_000_000  # one task packs at most this much text, so 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """What a build reads, looked at before the first task: `filter_files` are `clean.filter_files`."""
+    """What a build reads, looked at before the first task.
+
+    `filter_files` are `clean.filter_files`; `filter_folder` is where tasks find these files, if not by their
+    paths in the recipe.
+    """
 
     recipe: Recipe
     splits: Sequence[Split]
     indexes: Sequence[DedupIndex]
     filter_files: Mapping[str, str]
+    filter_folder: Artifact | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, splits: Sequence[Split]) -> BuildInputs:
@@ -93,19 +99,16 @@ def task_memory(recipe: Recipe) -> int:
     return recipe.memory // 5
 
 
-def find_survivors(
-    inputs: BuildInputs, run: RunTasks, *, moved: Recipe | None = None, beside: Sequence[Task] = ()
-) -> Survivors:
+def find_survivors(inputs: BuildInputs, run: RunTasks, *, beside: Sequence[Task] = ()) -> Survivors:
     """Clean the documents and find their duplicates; `beside` are tasks that need nothing of this.
 
-    `moved` is the recipe with the folder in which tasks find the files of filters, if that is another one.
     RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
     unreadable, if nothing is left, or if a source is mostly duplicates.
     """
     recipe, splits, config = inputs.recipe, inputs.splits, inputs.recipe.dedup
     memory_bytes = task_memory(recipe)
 
-    others, cleaned = run(beside, clean.tasks(moved or recipe, splits, inputs.filter_files))
+    others, cleaned = run(beside, clean.tasks(recipe, splits, inputs.filter_files, inputs.filter_folder))
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])
@@ -116,7 +119,7 @@ def find_survivors(
         partitions = exact_dedup.partitions_for(kept.documents, 2 * memory_bytes)
         [duplicates] = run(exact.tasks(cleaned, partitions))
         losses.add_exact(duplicates)
-        removals = Removals({EXACT: [commit.folder for commit in duplicates]})
+        removals = Removals({EXACT: [commit.files for commit in duplicates]})
         removed[EXACT] = losses.total(EXACT)
 
     if config.lines is not None:
@@ -126,7 +129,7 @@ def find_survivors(
         [documents] = run(lines.cut_tasks(whole, keys, losers, duplicates, config.lines))
         lines_cut = [commit.ledger() for commit in documents]
         losses.add_lines(lines_cut)
-        removals = Removals({}, [commit.folder for commit in documents])  # the files have none of them
+        removals = Removals({}, [commit.files for commit in documents])  # the files have none of them
         removed = {}
 
     near = None
@@ -134,7 +137,7 @@ def find_survivors(
         stages = NearStages(config.near, _describe(documents), removals, memory_bytes, recipe.seed)
         near = remove_near(run, stages, inputs.indexes)
         losses.add_near(near)
-        removals = Removals({**removals.folders, NEAR: [near.resolved.folder]}, removals.rewritten)
+        removals = Removals({**removals.folders, NEAR: [near.resolved.files]}, removals.rewritten)
         removed[NEAR] = losses.total(NEAR)
 
     losses.check(config.max_removed_fraction)
@@ -157,13 +160,11 @@ class Outputs:
     tokenizer: Mapping[str, Any]
 
 
-def run_stages(
-    inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks, *, moved: Recipe | None = None
-) -> Outputs:
-    """Run all stages of a build; `moved` as in `find_survivors`."""
+def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> Outputs:
+    """Run all stages of a build."""
     recipe = inputs.recipe
     check = tokenize.tokenizer_task(tokenizer)
-    survivors = find_survivors(inputs, run, moved=moved, beside=[check])
+    survivors = find_survivors(inputs, run, beside=[check])
     [checked] = survivors.beside
     facts = TokenizerFacts.of(checked)
     partitions = _count_partitions(recipe, survivors.kept)
@@ -172,7 +173,7 @@ def run_stages(
     parts = [Packed.of(commit) for commit in packed]
     [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
     entry = {
-        "file": tokenizer.path.name,
+        "file": tokenizer.file.path.name,
         "digest": tokenizer.digest,
         "eos": tokenizer.eos,
         "eos_id": facts.eos_id,
@@ -204,8 +205,8 @@ def _nothing_left(total: Ledger, cleaned: Sequence[Commit]) -> str:
         lost = [f"{reason} {count.documents:,}" for reason, count in sorted(reasons.items())]
         message += f"; {fate}: {', '.join(lost)}" if lost else ""
     name = clean.QUARANTINE_FILE
-    quarantines = (commit.folder / name for commit in cleaned if commit.outputs[name].bytes)
-    first = next((first_of(read_bytes(path)) for path in quarantines), None)
+    quarantines = (commit.files / name for commit in cleaned if commit.outputs[name].bytes)
+    first = next((first_of(file.read_bytes()) for file in quarantines), None)
     return f"{message} (first: {first})" if first else message
 
 
@@ -213,8 +214,8 @@ def _describe(commits: Sequence[Commit]) -> list[SplitDocuments]:
     described = []
     for commit in commits:
         output = commit.outputs[clean.DOCUMENTS_FILE]
-        path = commit.folder / clean.DOCUMENTS_FILE
-        described.append(SplitDocuments(commit.name, path, output.xxh3_128, output.bytes))
+        file = commit.files / clean.DOCUMENTS_FILE
+        described.append(SplitDocuments(commit.name, file, output.xxh3_128, output.bytes))
     return described
 
 
@@ -256,9 +257,9 @@ def _tokenize(
         [compared], tokenized = run([parity_task], tasks(facts.engine))
     except BuildError:
         [[compared]] = run([parity_task])  # it may be what the check is there to find
-        if Parity(**compared.counts).engine == facts.engine:
+        if Parity.of(compared).engine == facts.engine:
             raise
-    parity = Parity(**compared.counts)
+    parity = Parity.of(compared)
     if parity.reason:
         warn_user(f"{parity.reason}; encoding with tokenizers (slow)")
     if parity.engine != facts.engine:

@@ -25,8 +25,8 @@ from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.order.permutation import Permutation
+from shardkit.writers.execution.artifacts import Artifact, read_into
 from shardkit.writers.execution.task import Commit, Task, contents, partition_name
-from shardkit.writers.execution.work_files import local, open_arrow, open_file, read_into
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.stages.placement import Placement, fill_rows, pack_best_fit, pack_concat
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
@@ -92,7 +92,7 @@ def tasks(
     recipe: Recipe, spilled: Sequence[Commit], partitions: int, *, eos_id: int, dtype: str
 ) -> list[Task]:
     """One task a partition of what all tasks of stage `tokenize` spilled."""
-    spills = tuple(commit.folder for commit in spilled)
+    spills = tuple(commit.files for commit in spilled)
     inputs = {"spills": contents(spilled)}
     shared = {
         "pack": recipe.pack.model_dump(mode="json"),
@@ -112,7 +112,7 @@ def tasks(
 
 def pack_partition(
     folder: Path,
-    spills: Sequence[Path],
+    spills: Sequence[Artifact],
     partition: int,
     pack: PackConfig,
     output: OutputConfig,
@@ -162,7 +162,7 @@ class _Partition:
     table: pa.Table
 
 
-def _read_partition(spills: Sequence[Path], partition: int, dtype: np.dtype[Any]) -> _Partition:
+def _read_partition(spills: Sequence[Artifact], partition: int, dtype: np.dtype[Any]) -> _Partition:
     segments = [_segments(spill, partition) for spill in spills]
     tokens: Tokens = np.empty(sum(int(s["tokens"].sum()) for s in segments), dtype)
     batches: list[pa.RecordBatch] = []
@@ -171,8 +171,8 @@ def _read_partition(spills: Sequence[Path], partition: int, dtype: np.dtype[Any]
         if not len(mine):
             continue
         with (
-            open_arrow(spill / "documents.arrow", mapped=True) as source,
-            open_file(spill / "tokens.bin") as file,
+            (spill / "documents.arrow").open_arrow(mapped=True) as source,
+            (spill / "tokens.bin").open() as file,
         ):
             reader = pa.ipc.open_file(source)
             for segment in mine:
@@ -203,9 +203,9 @@ def _read_partition(spills: Sequence[Path], partition: int, dtype: np.dtype[Any]
     )
 
 
-def _segments(spill: Path, partition: int) -> npt.NDArray[np.void]:
+def _segments(spill: Artifact, partition: int) -> npt.NDArray[np.void]:
     try:
-        segments: npt.NDArray[np.void] = np.load(local(spill / "segments.npy"), allow_pickle=False)
+        segments: npt.NDArray[np.void] = np.load((spill / "segments.npy").local(), allow_pickle=False)
     except (OSError, ValueError) as error:
         raise BuildError(f"{spill / 'segments.npy'}: {error}; remove {spill} and build again") from error
     first, last = np.searchsorted(segments["partition"], [partition, partition + 1])

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
+from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_files import open_arrow
 from shardkit.writers.stages.placement import Placement
 
 __all__ = ["PROVENANCE_NAME", "renumber", "tasks", "write_provenance"]
@@ -62,28 +62,27 @@ def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
     first_shard = 0
     for commit, count in zip(packed, shards, strict=True):
         table = commit.outputs[PROVENANCE_NAME]
-        args = (commit.folder / PROVENANCE_NAME, first_shard)
+        args = (commit.files / PROVENANCE_NAME, first_shard)
         config, inputs = {"first_shard": first_shard}, {"table": table.xxh3_128}
-        made.append(Task("provenance", commit.name, config, _renumber, args, table.bytes, inputs))
+        made.append(Task("provenance", commit.name, config, renumber, args, table.bytes, inputs))
         first_shard += count
     return made
 
 
-def _renumber(folder: Path, table: Path, first_shard: int) -> dict[str, int]:
-    renumber(table, folder / PROVENANCE_NAME, first_shard)
-    return {}  # nothing to count
+def renumber(folder: Path, table: Artifact, first_shard: int) -> dict[str, int]:
+    """Copy a table into `folder` with `first_shard` added to its shard numbers; row groups stay as they are.
 
-
-def renumber(path_in: Path, path_out: Path, first_shard: int) -> None:
-    """Copy a provenance file with `first_shard` added to its shard numbers; row groups stay as they are."""
-    with open_arrow(path_in) as source, pq.ParquetFile(source) as file:
+    Nothing is counted.
+    """
+    with table.open_arrow() as source, pq.ParquetFile(source) as file:
         schema = file.schema_arrow
-        with _writer(path_out, schema) as writer:
+        with _writer(folder / PROVENANCE_NAME, schema) as writer:
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group)
-                shards = pc.cast(pc.add(table.column("shard"), first_shard), pa.int32())
-                table = table.set_column(0, schema.field("shard"), shards)
-                writer.write_table(table, row_group_size=ROW_GROUP_PIECES)
+                rows = file.read_row_group(group)
+                shards = pc.cast(pc.add(rows.column("shard"), first_shard), pa.int32())
+                rows = rows.set_column(0, schema.field("shard"), shards)
+                writer.write_table(rows, row_group_size=ROW_GROUP_PIECES)
+    return {}
 
 
 def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,8 @@ from shardkit.hashing import digest_of
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.removals import Removals, Removed
 from shardkit.writers.documents import keyed_hashes
-from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.execution.work_files import local, open_arrow
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, PlainCounts, Task
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
@@ -162,7 +162,7 @@ def run_tokens_for(memory_bytes: int) -> int:
 class TokenizerFile:
     """The tokenizer of a build: where tasks find it, the digest of its bytes, the token that ends texts."""
 
-    path: Path
+    file: Artifact
     digest: str
     eos: str
 
@@ -170,11 +170,11 @@ class TokenizerFile:
     def of(cls, recipe: Recipe) -> TokenizerFile:
         """Where the recipe's tokenizer is on this machine."""
         path = recipe.resolve(recipe.tokenizer.path)
-        return cls(path, tokenizer_digest(path), recipe.tokenizer.eos)
+        return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerFacts:
+class TokenizerFacts(PlainCounts):
     """What task `tokenizer` found: the engine to begin with, and characters that it must not encode."""
 
     eos_id: int
@@ -183,12 +183,8 @@ class TokenizerFacts:
     engine: Engine
     unlike: Ranges = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit."""
-        return asdict(self)
-
     @classmethod
-    def of(cls, commit: Commit) -> TokenizerFacts:
+    def of(cls, commit: Commit) -> Self:
         """What the task committed."""
         unlike = tuple((first, last) for first, last in commit.counts["unlike"])
         return cls(**{**commit.counts, "unlike": unlike})
@@ -197,13 +193,13 @@ class TokenizerFacts:
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
     """Load the tokenizer before hours go by: wrong files and eos tokens fail here."""
     config, inputs = {"tokenizer.eos": tokenizer.eos}, {"tokenizer": tokenizer.digest}
-    args = (tokenizer.path, tokenizer.eos)
+    args = (tokenizer.file, tokenizer.eos)
     return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
 
 
-def check_tokenizer(folder: Path, path: Path, eos: str) -> TokenizerFacts:
+def check_tokenizer(folder: Path, file: Artifact, eos: str) -> TokenizerFacts:
     """Load the tokenizer with the reference engine, and with the fast one if that can."""
-    path = local(path)
+    path = file.local()
     encoder = Encoder(path, eos, engine="tokenizers")
     facts = encoder.eos_id, encoder.vocab_size, encoder.dtype.name
     try:  # the engine to start with; the parity check decides
@@ -218,19 +214,21 @@ def check_tokenizer(folder: Path, path: Path, eos: str) -> TokenizerFacts:
 
 def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
     """Compare the fast tokenizer with the reference on a sample of the documents."""
-    paths = tuple(commit.folder / DOCUMENTS_FILE for commit in documents)
+    paths = tuple(commit.files / DOCUMENTS_FILE for commit in documents)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
     inputs = {"documents": contents, "tokenizer": tokenizer.digest}
     config = {"tokenizer.eos": tokenizer.eos, "unlike": digest_of(unlike)}
-    args = (paths, tokenizer.path, tokenizer.eos, unlike)
+    args = (paths, tokenizer.file, tokenizer.eos, unlike)
     return Task("parity", "parity", config, compare_engines, args, _FIRST, inputs)
 
 
-def compare_engines(folder: Path, documents: Sequence[Path], path: Path, eos: str, unlike: Ranges) -> Parity:
+def compare_engines(
+    folder: Path, documents: Sequence[Artifact], tokenizer: Artifact, eos: str, unlike: Ranges
+) -> Parity:
     """`check_parity` without its warning, which the build gives, also when this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return check_parity(documents, local(path), eos, unlike)
+        return check_parity(documents, tokenizer.local(), eos, unlike)
 
 
 def tasks(
@@ -258,7 +256,7 @@ def tasks(
         "partitions": partitions,
         "run_tokens": run_tokens,
     }
-    encoder = (tokenizer.path, tokenizer.eos, engine, unlike)
+    encoder = (tokenizer.file, tokenizer.eos, engine, unlike)
     made = []
     for split, commit, first in zip(splits, documents, cleaned, strict=True):
         languages, named = _languages(first, commit)
@@ -268,7 +266,7 @@ def tasks(
             "tokenizer": tokenizer.digest,
         }
         args = (
-            *(commit.folder / DOCUMENTS_FILE, removals, split.index),
+            *(commit.files / DOCUMENTS_FILE, removals, split.index),
             *(encoder, recipe.seed, partitions, run_tokens, languages),
         )
         weight = commit.ledger().kept.bytes
@@ -283,29 +281,29 @@ def _languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | Non
         return None, {}
     commits, rows = {LANGUAGES_FILE: cleaned}, None
     if documents is not cleaned:  # lines were cut: some documents may have gone
-        commits[ROWS_FILE], rows = documents, documents.folder / ROWS_FILE
+        commits[ROWS_FILE], rows = documents, documents.files / ROWS_FILE
     named = {name: commit.outputs[name].xxh3_128 for name, commit in commits.items()}
-    found = LanguageLabels(cleaned.folder / LANGUAGES_FILE, tuple(labels), rows)
+    found = LanguageLabels(cleaned.files / LANGUAGES_FILE, tuple(labels), rows)
     return found, {"languages": labels, **named}
 
 
 def _tokenize(
     folder: Path,
-    documents: Path,
+    documents: Artifact,
     removals: Removals,
     split: int,
-    encoder: tuple[Path, str, Engine, Ranges],
+    encoder: tuple[Artifact, str, Engine, Ranges],
     seed: int,
     partitions: int,
     run_tokens: int,
     languages: LanguageLabels | None,
 ) -> Tokenized:
     """Load what the arguments name: the encoder, which the process keeps, and the split's removed rows."""
-    path, eos, engine, unlike = encoder
+    file, eos, engine, unlike = encoder
     return tokenize_split(
         documents,
         removals.of_split(split),
-        load_encoder(local(path), eos, engine, unlike),
+        load_encoder(file.local(), eos, engine, unlike),
         seed=seed,
         partitions=partitions,
         folder=folder,
@@ -315,7 +313,7 @@ def _tokenize(
 
 
 def tokenize_split(
-    documents: Path,
+    documents: Artifact,
     removed: Removed,
     encoder: Encoder,
     *,
@@ -335,7 +333,7 @@ def tokenize_split(
     lengths = Histogram()
     counts = None if languages is None else languages.open()
     with (
-        open_arrow(documents, mapped=True) as source,
+        documents.open_arrow(mapped=True) as source,
         _SpillWriter(folder, encoder, partitions, run_tokens) as spill,
     ):
         reader = pa.ipc.open_file(source)

@@ -55,7 +55,7 @@ class DuplicateLosses:
     def add_near(self, near: NearResult) -> None:
         """Book what stage `near` removed."""
         lost = self._start(NEAR)
-        for source, counts in near.counts["sources"].items():
+        for source, counts in near.decided.sources.items():
             lost[int(source)] += Count(counts["losers"], counts["bytes"])
 
     def _start(self, reason: str) -> list[Count]:
@@ -89,14 +89,15 @@ class DuplicateLosses:
         if not self._lost:
             return None
         groups, largest = self._groups(exact, near)
+        measured = None if near is None else near.measured
         return {
             "near": None if near is None else _near_card(recipe, near, indexes),
             "stages": [{"stage": reason, **_plain(self.total(reason))} for reason in self._lost],
             "sources": self._sources(),
             "groups": [{"copies": name, "groups": n} for name, n in zip(_CLASSES, groups, strict=True)],
             "largest_group": largest,
-            "recall": None if near is None else near.measured.get("recall"),
-            "precision": None if near is None else near.measured.get("precision"),
+            "recall": None if measured is None else measured.recall,
+            "precision": None if measured is None else measured.precision,
         }
 
     def _sources(self) -> list[dict[str, Any]]:
@@ -113,7 +114,7 @@ class DuplicateLosses:
     def _groups(self, exact: Sequence[Commit], near: NearResult | None) -> tuple[list[int], int]:
         """How many documents that stayed stand for so many, by class; and for how many one stands at most."""
         if near is not None:
-            return list(near.counts["groups"]), near.counts["largest_group"]
+            return list(near.decided.groups), near.decided.largest_group
         groups, largest = [0] * len(_CLASSES), 1
         for found in map(ExactDuplicates.of, exact):
             groups = [a + b for a, b in zip(groups, found.groups, strict=True)]
@@ -127,7 +128,6 @@ def _near_card(recipe: Recipe, near: NearResult, indexes: Sequence[DedupIndex]) 
     config = recipe.dedup.near
     assert config is not None
     bands, rows = bands_and_rows(config)
-    skipped = ("sources", "groups", "losers", "bytes", "largest_group")
     return {
         "similarity": config.similarity,
         "containment": config.containment,
@@ -139,7 +139,7 @@ def _near_card(recipe: Recipe, near: NearResult, indexes: Sequence[DedupIndex]) 
         "scope": config.scope,
         "against": list(config.against),
         "indexes": [index.digest for index in indexes],
-        "counts": {name: count for name, count in near.counts.items() if name not in skipped},
+        "counts": near.counts,
     }
 
 

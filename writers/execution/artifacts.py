@@ -1,0 +1,112 @@
+"""Handles to what finished tasks wrote, wherever the work folder lies.
+
+Tasks and stages pass `Artifact`s around, and open files through them only. In a work folder of this machine
+an artifact is a plain file. In a work folder in a store it is an object: `open` reads ranges of it, each
+compared with the hashes in the commit, and `local` fetches the whole file to its place in the scratch folder.
+A handle is plain data, so it goes to workers, also on other machines, as an argument of their tasks.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Artifact", "BinaryFile", "RemoteFiles", "read_into"]
+
+BinaryFile = io.RawIOBase | io.BufferedReader
+
+
+@runtime_checkable
+class RemoteFiles(Protocol):
+    """A work folder in a store, as artifacts see it; `path` is where the file would be on this machine."""
+
+    def open(self, path: Path) -> io.BufferedReader: ...
+    def fetch(self, path: Path) -> None: ...
+    def borrow(self, path: Path) -> Path: ...
+    def content_of(self, path: Path) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file of a finished task, or its folder of files: `folder / name` is one of them.
+
+    With `remote`, the file is read from there unless it was fetched to `path` before.
+    """
+
+    path: Path
+    remote: RemoteFiles | None = None
+
+    def __truediv__(self, name: str) -> Artifact:
+        return Artifact(self.path / name, self.remote)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def _source(self) -> RemoteFiles | None:
+        return None if self.remote is None or self.path.exists() else self.remote
+
+    def open(self) -> BinaryFile:
+        """The file, for `seek`, `read` and `readinto`, each of which may give less than asked for."""
+        source = self._source
+        return self.path.open("rb", buffering=0) if source is None else source.open(self.path)
+
+    def open_arrow(self, *, mapped: bool = False) -> pa.NativeFile:
+        """The file for pyarrow; `mapped` maps a file of this machine into memory."""
+        import pyarrow as pa
+
+        source = self._source
+        if source is not None:
+            return pa.PythonFile(source.open(self.path), mode="r")
+        return pa.memory_map(str(self.path)) if mapped else pa.OSFile(str(self.path))
+
+    def read_bytes(self) -> bytes:
+        """All of a small file."""
+        with self.open() as file:
+            data: Any = file.read()
+            return bytes(data)
+
+    def size(self) -> int:
+        """The file's size in bytes."""
+        with self.open() as file:
+            return file.seek(0, io.SEEK_END)
+
+    def local(self) -> Path:
+        """The path of a whole file on this machine; fetches it if necessary."""
+        source = self._source
+        if source is not None:
+            source.fetch(self.path)
+        return self.path
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Path]:
+        """The path of a whole file on this machine; one that is fetched for this is removed at the end."""
+        source = self._source
+        if source is None:
+            yield self.path
+            return
+        copy = source.borrow(self.path)
+        try:
+            yield copy
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def committed_hash(self) -> str | None:
+        """The xxh3-128 that the file was committed with, if it is not on this machine."""
+        source = self._source
+        return None if source is None else source.content_of(self.path)
+
+
+def read_into(file: BinaryFile, buffer: memoryview) -> int:
+    """Fill `buffer` (bytes) from the file's position on; returns less than its size only at the end."""
+    filled = 0
+    while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+        filled += count
+    return filled
