@@ -160,6 +160,6 @@ def test_everything_may_be_removed_but_not_a_foreign_folder(recipe: Path) -> Non
     assert clean_work(recipe, overrides=WORK, everything=True).removed == ()
     (recipe.parent / "foreign").mkdir()
     (recipe.parent / "foreign" / "mine.txt").write_text("mine")
-    with pytest.raises(BuildError, match="holds files that no build wrote"):
+    with pytest.raises(BuildError, match="contains files that no build wrote"):
         clean_work(recipe, overrides=["work=foreign"], everything=True)
     assert (recipe.parent / "foreign" / "mine.txt").exists()

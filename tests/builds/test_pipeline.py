@@ -249,7 +249,7 @@ def occupied(folder: Path) -> list[str]:
         (no_tokenizer, RecipeError, r"tokenizer\.path: .*missing\.json cannot be read"),
         (wrong_eos, RecipeError, r"tokenizer\.eos: .* has no token '<eos>'"),
         (reads_its_output, RecipeError, r"inputs\[0\]\.path: data/a\.jsonl lies in .*keep inputs"),
-        (unknown_work, BuildError, r"home: holds files that no build wrote \(letter\.txt\)"),
+        (unknown_work, BuildError, r"home: contains files that no build wrote \(letter\.txt\)"),
         (occupied, BuildError, r"out: holds files that are no dataset \(first: letter\.txt\)"),
     ],
 )

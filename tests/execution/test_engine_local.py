@@ -135,7 +135,7 @@ def test_errors_keep_their_type_and_say_which_task(
     ("number", "message"),
     [
         (signal.SIGKILL, r"stage/die-0: its worker was killed by SIGKILL; if the machine ran out of memory"),
-        (signal.SIGSEGV, r"stage/die-0: its worker was killed by SIGSEGV; what is finished is kept"),
+        (signal.SIGSEGV, r"stage/die-0: its worker was killed by SIGSEGV; finished tasks are kept"),
     ],
 )
 def test_a_killed_worker_is_named_with_its_task_and_signal(

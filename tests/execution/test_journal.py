@@ -183,7 +183,7 @@ def test_the_lock_of_a_killed_build_is_free(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(BuildError, match=r"holds files that no build wrote \(thesis\.txt\)"):
+    with pytest.raises(BuildError, match=r"contains files that no build wrote \(thesis\.txt\)"):
         Journal(tmp_path).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 

@@ -242,7 +242,7 @@ def test_a_damaged_output_is_named_and_its_task_made_again(
     else:
         store.delete(key)
     work = store_work(tmp_path, url)
-    with pytest.raises(OSError, match="the next run makes its task again"):
+    with pytest.raises(OSError, match="the next run repeats its task"):
         read(work, name)
     assert objects(url, "commits/") == []
     assert work.find([TASK]) == [None]
@@ -325,7 +325,7 @@ def test_what_a_machine_remembers_of_a_folder_that_was_removed_is_not_believed(
 
 def test_a_place_with_other_objects_is_refused_and_untouched(tmp_path: Path, url: str) -> None:
     MemoryStore(url).put("thesis.txt", b"precious")
-    with pytest.raises(BuildError, match=r"holds objects that no build wrote \(thesis\.txt\)"):
+    with pytest.raises(BuildError, match=r"contains objects that no build wrote \(thesis\.txt\)"):
         store_work(tmp_path, url)
     assert objects(url, "") == ["thesis.txt"]
 

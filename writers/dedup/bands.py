@@ -1,14 +1,13 @@
-"""Band keys on disk: written in sorted runs while signatures are made, read back one range of keys at a time.
+"""Locality-sensitive hashing: band keys on disk, and the choice of bands and rows.
 
 Two documents are candidates if they share the key of a band (a 64-bit hash of some rows of the signature).
+Band keys are written in sorted runs while signatures are made, and read one range of keys at a time.
 A part's `bands.bin` holds one BAND entry for each document and band, in runs sorted by (key, document);
 `bands.npy` says where runs begin and end, in entries. The key space is cut into partitions of equal width by
 the keys' upper 32 bits, so all entries of a key meet in one partition, and every run holds a partition's
 entries in one piece: two binary searches find it, and nothing else of the file is read.
 
 A run is sorted in memory: `RUN_ENTRIES` entries at 36 bytes each are 72 MiB. An entry takes 12 bytes on disk.
-
-Locality-sensitive hashing: how likely a pair is to become a candidate, and which bands and rows suit.
 
 Two documents of Jaccard similarity s agree in one MinHash value with probability s, in all `rows` values of
 a band with s^rows, and in at least one of `bands` bands with 1 - (1 - s^rows)^bands: the S-curve (Leskovec,

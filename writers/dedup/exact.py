@@ -2,16 +2,14 @@
 
 A key is 128 bits; two different texts share one with probability 10^-19 among 10^10 documents. Keys are
 divided among partitions by their leading bits, so all copies of a text meet in one partition, whose rows
-alone are held in memory (`partitions_for` tells how many partitions a memory budget needs). Files of keys
-are written in runs sorted by key, of which a partition reads its own slices only. Among equal keys the winner
-is the document of the lowest source, then (if so wanted) of the longest text, then of the lowest content rank
-(writers/documents.py): neither the number of partitions nor names and order of files change which text stays.
+alone are held in memory (`partitions_for` gives the number of partitions for a memory budget). Among equal
+keys the winner is the document of the lowest source, then (with `longest_first`) of the longest text, then of
+the lowest content rank (writers/documents.py): neither the number of partitions nor names and order of files
+change which text stays.
 
-Tables with a 128-bit hash in each row, in runs sorted by its leading bits.
-
-A partition is a range of the hash's first 16 bits, so rows with equal hashes meet in one, and every run holds
-the partition's rows in one piece: a partition reads those and little else. Rows have the hash as the fields
-`high` and `low`.
+Tables of keys hold the hash as the fields `high` and `low`, in runs sorted by its first 16 bits. A partition
+is a range of those bits, so each run holds the rows of a partition in one piece, and a partition reads those
+and little else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Candidate pairs of hubs: buckets of so many documents that not all pairs can be made.
+"""Candidate pairs of hubs: buckets with too many documents to make all pairs.
 
-Pages of one template or many copies of one text share a band by the thousand. No document of such a bucket is
+Pages of one template, or copies of one text, share a band by the thousand. No document of such a bucket is
 skipped; its signature is read, and two levels find the pairs that can matter:
 
 1. *Sub-bands*. The whole signature is cut into bands of `sub_rows` values, and only documents that share one
@@ -32,13 +32,11 @@ copies come last: they are compared with leaders but never are any and do not co
 of indexes are compared with one another only to tell which of them lead. What only the containment rule would
 find (estimates below `similarity` - 3 sigma) is not looked for in hubs.
 
-Comparing signatures of many documents with many others: equal values are counted over one byte of each.
-
-A value of a signature is cut to a byte that all of its bits decide (b-bit minwise hashing: Li and König,
-2010): values that differ agree in it once in 256 times, which thresholds allow for. The bytes of a document,
-filled up with zeros to whole words, are its *print*: uint64[words], 112 bytes for 112 permutations instead of
-448. The prints that others are compared with are held by columns, so that the comparison runs over many of
-them at once in vector registers: about 3 ns a comparison of 112 values.
+Signatures are compared by one byte of each value. The byte depends on all bits of the value (b-bit minwise
+hashing: Li and König, 2010): different values share it once in 256 times, which the thresholds allow for. The
+bytes of a document, padded with zeros to whole words, are its *print*: uint64[words], 112 bytes for 112
+permutations instead of 448. The prints that others are compared with are stored by columns, so that vector
+registers compare many of them at once: about 3 ns a comparison of 112 values.
 """
 
 from __future__ import annotations

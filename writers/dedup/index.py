@@ -1,4 +1,4 @@
-"""The index of a corpus: what later builds need to remove documents that are like its own, without its texts.
+"""The dedup index of a corpus, against which later builds remove near-duplicates without having its texts.
 
     dedup-index.json   settings, counts, what it was made from, and each file's size and xxh3-128
     part-00000/…       for each split a part (population.py, signatures.py) of the documents that stayed,
@@ -9,17 +9,15 @@ document of no more distinct n-grams is compared exactly; for others the similar
 (compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 at 0.8 and 1,024. By default
 a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to 8 KiB.
 
-An index may come from others. Opening it compares the size of each table with what the documents take; stages
-check the numbers that they read from it before compiled code uses them as addresses.
+An index may come from someone else. Opening it checks the size of each table; stages check the numbers they
+read from it before compiled code uses them as addresses.
 
-The folder appears whole or not at all, with bytes that follow from the documents and settings alone: workers
-do not matter. Signatures compare only where settings, Unicode version and hash functions are the same;
-`DedupIndex.check` tells what is not.
+The folder appears whole or not at all, and its bytes follow from the documents and settings alone. Signatures
+are comparable only if settings, Unicode version and hash functions are the same; `DedupIndex.check` names the
+differences.
 
-One part of an index (index.py): a split's part without the documents that were removed, and their n-grams.
-
-Everything is gone through in the order of documents: memory is a chunk of rows, a run of keys and of band
-keys, and the n-grams of some megabytes of text (or of one document), whatever the split's size.
+`index_part` makes a part in the order of documents: memory is a chunk of rows, a run of keys and of band
+keys, and the n-grams of some megabytes of text (or of one document), for a split of any size.
 """
 
 from __future__ import annotations

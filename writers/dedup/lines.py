@@ -1,32 +1,28 @@
-"""Lines that stand in many documents, found: each split's lines to keys, each partition of keys to losers.
+"""Line dedup: removes lines that stand in many documents. Three steps, each a stage of a build.
 
-Of the documents that have a line, the `keep` ones of highest priority (lowest source, then lowest content
-rank, writers/documents.py) keep it, every time it stands in them; all others lose it. So the result is a
-property of the texts, however they are named and cut into files, splits and partitions. That any two of n
-different lines share their 128-bit hash, so that one could be cut in error, has probability n^2 / 2^129:
+Of the documents that contain a line, the `keep` ones of highest priority (lowest source, then lowest content
+rank, writers/documents.py) keep it, at every place; all others lose it. So the result is a property of the
+texts, independent of their names and of how they are cut into files, splits and partitions. The probability
+that any two of n different lines share their 128-bit hash, so that one is cut in error, is n^2 / 2^129:
 10^-17 for 10^11 lines.
 
-Files of a split's folder (`write_line_keys`):
-    line_keys.npy    LINE_KEY in runs, each sorted by the leading bits of the hash
-    line_runs.npy    int64[runs + 1]: where runs begin and end, in rows
-    line_losers.npy  LINE_LOSER, sorted: lines that `keep` documents of the same run have before them. They do
-                     not go on, so that one of every document costs a partition only `keep` rows a run.
-File of a partition's folder (`find_line_losers`):
-    line_losers.npy  LINE_LOSER, sorted
+1. `write_line_keys`, a task a split, hashes all lines:
+       line_keys.npy    LINE_KEY in runs, each sorted by the leading bits of the hash
+       line_runs.npy    int64[runs + 1]: where runs begin and end, in rows
+       line_losers.npy  LINE_LOSER, sorted: lines that already `keep` earlier documents of the same run have.
+                        These have no keys, so a line of every document costs a partition `keep` rows a run.
+2. `find_line_losers`, a task a partition of keys, decides which documents lose which lines:
+       line_losers.npy  LINE_LOSER, sorted
+3. `cut_lines`, a task a split, writes the documents again:
+       documents.arrow  DOCUMENT_SCHEMA, in the same order, without exact duplicates (later stages have none
+                        to skip) and without documents that have only white space left
+       rows.npy         int64[n]: the row that each document had before
+       winners.npy      WINNER_DTYPE: documents that exact duplicates lost to, with new rows; split is 0
+   Its ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"]; the latter counts all
+   bytes that were cut, and the documents of which nothing is left.
+
 Memory is a batch of documents and a run (90 MB), or a partition of `partitions_for` rows. Keys take 44 bytes
 a line on disk.
-
-A split's documents without repeated lines: step 3 of line dedup, a task a split.
-
-The folder receives
-    documents.arrow  DOCUMENT_SCHEMA, in the same order, without the documents that exact dedup removed (later
-                     stages have none to leave out) and those with nothing but white space left
-    rows.npy         int64[n]: the row that each document had before
-    winners.npy      WINNER_DTYPE: documents that exact duplicates lost to, with their new rows; split is 0
-The ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"], where the latter counts all
-bytes that were cut and the documents that nothing was left of. Memory is one batch of documents.
-
-Line dedup as tasks: keys of lines, who loses which, and the documents without them.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
-"""What near-duplicate removal found of what was planted, and whether what it removed was alike.
+"""Measures near-duplicate removal: recall on planted copies, and precision on a sample of what was removed.
 
-Recall: of the planted copies of each band of similarity, how many met their original as a candidate, beside
-what the S-curve of bands and rows says of exactly these similarities (`expected`) and the 95 % interval of
-the measured share (Wilson's, which is right for shares near 1 too). Precision: of a sample of the removed
-documents, drawn by hash of their content ranks, the words of both texts are compared again: as strings, not
-as hashes.
-
-Both are functions of the documents alone. Memory: the planted rows and the sample; of the files of stages,
-pieces of `PIECE_ROWS` rows.
-
-Near-duplicates of known similarity, planted to measure what near-duplicate removal finds.
-
-A planted document is a copy of one of the inputs in which words are replaced by words that no corpus has
-(random hexadecimal numbers), spread over the text: each replaced word takes `ngram` n-grams out of the set
-and puts as many new ones in, so copies come to lie evenly over the similarities of 0.5 to 1. What counts is
-not that arithmetic: the exact Jaccard similarity is then taken from the two texts, n-gram by n-gram.
-
-Originals are the documents with the lowest hash(seed, "planted", document id) among those with 50 to 20,000
-n-grams, so neither splits nor their order decide anything. The folder receives
+`plant` makes copies of known similarity. A planted document is a copy of an input in which words are replaced
+by words that no corpus contains (random hexadecimal numbers), spread over the text: each replaced word takes
+`ngram` n-grams out of the set and adds as many new ones, so that copies spread evenly over similarities of
+0.5 to 1. Their similarity is then counted exactly, n-gram by n-gram, from the two texts. Originals are the
+documents with the lowest hash(seed, "planted", document id) among those with 50 to 20,000 n-grams, so neither
+splits nor their order decide anything. The folder receives
   planted.npy       PLANTED, one row a copy
   documents.arrow   the copies in the same order (DOCUMENT_SCHEMA); `source` is the original's, so that a
                     copy is compared where its original is
 Where n-grams are of characters, single characters are replaced by rare ideographs. Cost: ids are read once,
-texts only where an original may lie; about 300 bytes of memory for each copy, and one batch of documents.
+texts only where an original may be; about 300 bytes of memory for each copy, and one batch of documents.
+
+`measure_recall` counts, for each band of similarity, the planted copies that became a candidate pair with
+their original, next to the number that the S-curve of bands and rows gives for exactly these similarities
+(`expected`) and the 95 % interval of the measured share (Wilson's, which is right for shares near 1, too).
+`measure_precision` compares the words of removed documents and of those that stay in their place again, as
+strings instead of hashes, for a sample drawn by hash of content ranks. Both are functions of the documents
+alone. Memory: the planted rows, the sample, and pieces of `PIECE_ROWS` rows of the stages' files.
 """
 
 from __future__ import annotations

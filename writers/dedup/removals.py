@@ -1,14 +1,10 @@
-"""Which documents of a split were removed as duplicates, and how many each of the others stands for.
+"""Which documents of a split were removed as duplicates, and how many documents the others represent.
 
-Reads what the stages of duplicate removal have committed: tables sorted by (split, row), one a task. The
-digest of a split's part of them is what later tasks of that split depend on, so one more duplicate costs the
-split that loses it.
-
-What tables of many partitions say about one split, in order of its rows, some at a time.
-
-Partitions write tables sorted by (split, row, …). A split's rows lie in one piece of each, found by binary
-search; they are read as a pass over the split's documents comes to them, so that memory does not grow with
-their number.
+The stages of duplicate removal commit tables sorted by (split, row, …), one a partition, in each of which the
+rows of a split are contiguous and found by binary search. `Removals` reads those of one split; later tasks of
+that split depend on their digest, so that one more duplicate redoes only the split that loses it.
+`SplitRows` reads them in step with a pass over the split's documents, so that memory does not grow with their
+number.
 """
 
 from __future__ import annotations
@@ -39,10 +35,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What duplicate removal says of one split. Row numbers count over all batches of its file.
+    """Removed documents and copy counts of one split. Row numbers count over all batches of its file.
 
-    `rows` are int64 row numbers, ascending, by the reason they are dropped for; no row has two. `copied` and
-    `copies`, int64 each, are the rows that stand for more documents than themselves, ascending, and for how
+    `rows` are int64 row numbers, ascending, by the reason for dropping them; no row has two reasons. `copied`
+    and `copies`, int64 each, are the rows that represent more documents than themselves, ascending, and how
     many.
     """
 
@@ -55,7 +51,7 @@ class Removed:
             assert (rows[1:] >= rows[:-1]).all(), "`part` would lose rows"
 
     def part(self, start: int, count: int) -> Removed:
-        """Of rows [start, start + count), numbered from 0."""
+        """The same for rows [start, start + count), numbered from 0."""
         here = {reason: _between(rows, start, count) for reason, rows in self.rows.items()}
         rows = {reason: self.rows[reason][part] - start for reason, part in here.items()}
         copied = _between(self.copied, start, count)
@@ -69,17 +65,17 @@ def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
 
 @dataclass(frozen=True)
 class Removals:
-    """Folders with losers and winners, by the reason that documents in them are dropped for.
+    """Folders with tables of losers and winners, by the reason for dropping the losers.
 
-    Later reasons know more: where two tables count the copies of a document, the later one is right. Where
-    splits were rewritten without their losers, `rewritten` holds a folder for each, with its own winners.
+    Where two tables count the copies of a document, the later one is right. If splits were rewritten without
+    their losers, `rewritten` has a folder for each, with its own winners.
     """
 
     folders: Mapping[str, Sequence[Artifact]]
     rewritten: Sequence[Artifact] = ()
 
     def of_split(self, split: int) -> Removed:
-        """What concerns one split."""
+        """The rows of one split."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
         winners: list[npt.NDArray[np.void]] = []
         if self.rewritten:
@@ -91,14 +87,14 @@ class Removals:
         return Removed(rows, *_latest(winners))
 
     def digest(self, split: int) -> str:
-        """Of all that `of_split` gives."""
+        """Digest of `of_split`."""
         removed = self.of_split(split)
         tables = {**removed.rows, "copied": removed.copied, "copies": removed.copies}
         return digest_of({name: hash_bytes(table.tobytes(), ["xxh3_128"]) for name, table in tables.items()})
 
 
 def _latest(winners: Sequence[npt.NDArray[np.void]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(rows that stand for copies, ascending; how many): of the rows of several tables the last one's."""
+    """(rows that represent copies, ascending; how many); of several tables the last one counts."""
     rows = np.concatenate([np.zeros(0, np.int64), *(table["row"] for table in winners)])
     copies = np.concatenate([np.zeros(0, np.int64), *(table["copies"] for table in winners)])
     order = np.argsort(rows, kind="stable")
@@ -117,7 +113,7 @@ def _of_split(file: Artifact, split: int) -> npt.NDArray[np.void]:
 
 
 def count_groups(copies: npt.NDArray[np.int32]) -> list[int]:
-    """How many documents stand for 1, 2, … documents, in the classes of GROUP_SIZES and above."""
+    """How many documents represent 1, 2, … documents, in the classes of GROUP_SIZES and above."""
     classes = np.searchsorted(GROUP_SIZES, copies)
     counts: list[int] = np.bincount(classes, minlength=len(GROUP_SIZES) + 1).tolist()
     return counts
@@ -129,7 +125,7 @@ Piece = tuple[Rows, int, int]  # rows [begin, end) of a table
 
 
 class SplitRows:
-    """The rows of some pieces, each sorted by `row` and then by the fields of `then`."""
+    """The rows of several pieces, each sorted by `row` and then by the fields of `then`."""
 
     def __init__(self, dtype: npt.DTypeLike, pieces: Iterable[Piece], *, then: Sequence[str] = ()) -> None:
         self._dtype = np.dtype(dtype)
@@ -137,7 +133,7 @@ class SplitRows:
         self._cursors = [_Cursor(piece) for piece in pieces if piece[1] < piece[2]]
 
     def before(self, row: int) -> npt.NDArray[Any]:
-        """All rows not given yet whose `row` is lower, in order."""
+        """The next rows, up to but excluding `row`, in order."""
         parts = [part for cursor in self._cursors for part in cursor.take(row)]
         rows = np.concatenate([np.empty(0, self._dtype), *parts])
         ordered: npt.NDArray[Any] = rows[np.lexsort([rows[name] for name in self._order])]
@@ -165,7 +161,7 @@ class _Cursor:
 
 
 def piece_of_split(table: Rows, split: int) -> Piece:
-    """Where the rows of a split lie in a table that is sorted by `split`."""
+    """The rows of a split in a table that is sorted by `split`."""
     with table:
         begin, end = (
             bisect_left(range(len(table)), number, key=lambda at: int(table.read(at, at + 1)["split"][0]))

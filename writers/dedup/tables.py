@@ -1,13 +1,12 @@
-"""Tables on disk that no process holds whole: .npy files that are written row by row and read in slices.
+"""Tables on disk that are larger than memory: .npy files, written row by row and read in slices.
 
-A file that is mapped counts, page by page, as memory of whoever reads it, and `numpy.load` wants all of it;
-`Rows` reads what is asked for and keeps neither bytes nor an open file in between (unless told to),
-so that a task may look into ten thousand files. Files without a header (`pairs.bin`) are read the same way.
+`numpy.load` reads a whole file, and the pages of a mapped file count as memory of the process that touches
+them. `Rows` and `RowFile` read what is asked for, and keep neither bytes nor an open file in between (except
+inside of a `with`), so that a task may use ten thousand files. Files without a header (`pairs.bin`) are read
+the same way.
 
-A file may come from elsewhere (an index): its header is believed only if the file has exactly the bytes that
-type and shape take, so that no count in it leads beyond its end.
-
-Some rows of a large .npy file, read where they are: a map would count as memory for every page touched.
+A file may come from someone else (an index): its header is accepted only if the file has exactly the bytes
+that its type and shape take, so that no count in it leads beyond its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What can run a build's tasks.
-
-Runs tasks in this process, one after the other: for libraries that call a stage, and for tests.
-"""
+"""The contract of an engine, which runs a build's tasks, and the engine that uses this process alone."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ OnCompile = Callable[[Task, float | None], None]
 
 
 class Engine(Protocol):
-    """Takes tasks from a queue, runs them anywhere, and tells the queue of each that is committed."""
+    """Takes tasks from a queue, runs them anywhere, and reports each commit to the queue."""
 
     workers: int
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
-        """Run tasks until the queue is exhausted; the first error ends the run, what is finished is kept."""
+        """Run tasks until the queue is exhausted. The first error ends the run; finished tasks are kept."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -36,7 +33,10 @@ class Engine(Protocol):
 
 
 class InlineEngine(Closing):
-    """An `Engine` without workers: errors come as they are. It does not report compiling."""
+    """Runs tasks one after the other in this process, for library calls and tests.
+
+    Errors are not wrapped, and compilation is not reported.
+    """
 
     workers = 1
 
@@ -50,4 +50,4 @@ class InlineEngine(Closing):
                 time.sleep(queue.poll_seconds or 0.0)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to close."""

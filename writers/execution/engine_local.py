@@ -1,9 +1,9 @@
 """Runs tasks in processes on this machine, one task at a time in each.
 
-Workers are fresh interpreters that import only what their tasks name (the caller's script is not run again)
-and use one thread each. They die with the process that started them, whatever kills it. Nothing about a task
-depends on the worker, so the number of workers never changes a byte. The first error stops all: what was
-committed is kept.
+Workers are fresh interpreters that import only the modules of their tasks (the caller's script does not run
+again) and use one thread each. They die with the process that started them, even on SIGKILL. No task depends
+on its worker, so the number of workers never changes a byte. The first error stops all workers; committed
+tasks are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 MAX_WORKERS = 256
-DEFAULT_MAX_WORKERS = 64  # beyond that one machine's disk and memory bandwidth are the limit
+DEFAULT_MAX_WORKERS = 64  # beyond this, disk and memory bandwidth of one machine are the limit
 ONE_THREAD = dict.fromkeys(
     (
         "OMP_NUM_THREADS",
@@ -60,7 +60,7 @@ _BOOT = (
     "parent, sys.path[:] = pipe.recv(); from shardkit.writers.execution.engine_local import serve; "
     "serve(pipe, parent)"
 )
-RESUME = "what is finished is kept; the same command continues"
+RESUME = "finished tasks are kept; the same command continues"
 
 
 class WorkerTracebackError(Exception):
@@ -89,7 +89,7 @@ class LocalEngine(Closing):
             raise BuildError(f"{self.workers} workers: between 1 and {MAX_WORKERS} are possible")
 
     def close(self) -> None:
-        """End the workers at once. Unfinished tasks leave a temporary folder that the next build removes."""
+        """Kill the workers. Unfinished tasks leave a temporary folder that the next build removes."""
         for worker in self._started:
             worker.process.kill()
         for worker in self._started:
@@ -107,7 +107,7 @@ class LocalEngine(Closing):
                 has_room = self._start_tasks(queue, work)
                 busy = {worker.pipe: worker for worker in self._started if worker.task is not None}
                 if not busy:
-                    if not queue.exhausted:  # others are at the rest
+                    if not queue.exhausted:  # other processes run the rest
                         time.sleep(queue.poll_seconds or 0.0)
                     continue
                 for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
@@ -119,7 +119,7 @@ class LocalEngine(Closing):
             raise
 
     def _start_tasks(self, queue: TaskQueue, work: Work) -> bool:
-        """Give tasks to workers without one, started if there may be more; whether there is room left."""
+        """Give tasks to idle workers, starting more up to the limit; returns whether one is left idle."""
         while True:
             idle = next((worker for worker in self._started if worker.task is None), None)
             if idle is None and len(self._started) == self.workers:
@@ -140,7 +140,7 @@ class LocalEngine(Closing):
             raise self._death(worker) from None
 
     def _receive(self, worker: _Worker, on_compile: OnCompile | None) -> Commit | None:
-        """What a worker's task came to; None if it only reports that kernels are compiled."""
+        """The commit of a worker's task; None if the worker only reported kernel compilation."""
         try:
             answer = worker.pipe.recv()
         except (EOFError, OSError):
@@ -169,7 +169,7 @@ class LocalEngine(Closing):
 
 
 def default_workers(memory_bytes: int) -> int:
-    """One a core this process may use, as long as each can have `memory_bytes`."""
+    """One per core that this process may use, as long as each can have `memory_bytes`."""
     cores = len(os.sched_getaffinity(0))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, DEFAULT_MAX_WORKERS, pages * 4 // 5 // max(1, memory_bytes)))
@@ -188,18 +188,18 @@ def _start_worker() -> _Worker:
             process_group=0,  # Ctrl-C goes to the caller, which ends the workers
         )
     worker = _Worker(process, ours)
-    with suppress(OSError):  # met again, with its reason, when the worker gets its first task
+    with suppress(OSError):  # the same error comes again, with its reason, with the first task
         ours.send((os.getpid(), sys.path))
     return worker
 
 
 def serve(pipe: Connection, parent: int) -> None:
-    """The life of a worker: run what comes through the pipe, until it closes."""
+    """Main loop of a worker: run the tasks that come through the pipe until it closes."""
     _die_with(parent)
     watch = CompilationWatch(pipe.send)
     try:
         while True:
-            task, digest, work = pipe.recv()  # imports what the task needs
+            task, digest, work = pipe.recv()  # unpickling imports the task's modules
             watch.install()
             pipe.send_bytes(answer(task, digest, work))
             give_back_memory()
@@ -208,7 +208,7 @@ def serve(pipe: Connection, parent: int) -> None:
 
 
 def answer(task: Task, digest: str, work: Work) -> bytes:
-    """Pickled (commit, error, traceback), one of commit and error being None."""
+    """Run a task; pickled (commit, error, traceback), where either commit or error is None."""
     reply: tuple[Any, ...]
     try:
         reply = (run_guarded(task, digest, work), None, "")
@@ -245,7 +245,7 @@ def run_guarded(task: Task, digest: str, work: Work) -> Commit:
 
 
 def give_back_memory() -> None:
-    """Return what the task's arrays held: a worker must not grow to the sum of all stages' largest tasks."""
+    """Return free memory to the system, so that a worker does not keep the peaks of all stages."""
     if pyarrow := sys.modules.get("pyarrow"):
         pyarrow.default_memory_pool().release_unused()
     if sys.platform == "linux":
@@ -263,4 +263,4 @@ def _die_with(parent: int) -> None:
         set_death_signal = 1
         ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before the kernel knew
+        os._exit(1)  # the parent died before the request took effect

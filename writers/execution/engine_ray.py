@@ -1,19 +1,16 @@
-"""Runs tasks on a Ray cluster; without one, Ray is started on this machine for as long as the build takes.
+"""Runs tasks on a Ray cluster, or on a Ray that is started on this machine for the length of the build.
 
-Ray decides where a task runs. Tasks (some KB) and records of finished ones go through Ray; data only through
-the work folder. Each task asks for one CPU and the recipe's `memory`, and tasks are spread over the nodes.
+Ray places the tasks. Tasks (some KB) and commits go through Ray; data goes through the work folder only. Each
+task requests one CPU and the recipe's `memory`, and tasks are spread over the nodes.
 
-At most twice as many tasks as fit at a time are handed to Ray, so that a stage of a million costs no more
-memory than one of a thousand, and a cluster that grows with demand sees some. A task that is lost with its
-process or node is handed in again, `RETRIES` times at most, and each time is told; Ray's own retries are off,
-because they are silent. A task's own error ends the run, as with processes of this machine.
+At most twice as many tasks as fit are submitted to Ray, so that a stage of a million tasks needs no more
+memory than one of a thousand, and an autoscaling cluster still sees demand. A task that is lost with its
+process or node is submitted again, at most `RETRIES` times, with a warning each time; Ray's own retries are
+off, because they are silent. An error of the task itself ends the run, as with local processes.
 
-What happens on a node of a Ray cluster: it is asked whether it fits the build, then it runs a task.
-
-A node fits if its shardkit and libraries are those of the driver, which computed the digests of all tasks,
-and if it sees the same work folder. Only then is the task unpickled, which imports its code.
-
-How a Ray cluster is reached, or started on this machine.
+Before a node runs a task, it checks that its shardkit and libraries are those of the driver, which computed
+the digests of all tasks, and that it sees the same work folder. Only then does it unpickle the task, which
+imports its code.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Runs the tasks of a build: takes those that are finished, has the engine run the others, keeps the times.
+"""Runs the tasks of a build: reuses finished ones, has the engine run the others, and measures times.
 
     with Journal(LocalWork(folder)) as journal, LocalEngine(4) as engine:
         [cleaned] = Runner(journal, engine, listener).run(tasks)
 
 `Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
-everything that decides its outputs (config, digests of inputs, code) is the recorded one and each output
-exists with its size. So a build may be killed at any time: the same command continues with what was finished,
-and what was not leaves no trace. One build at a time uses a local folder (`flock`), unless all of them say
-that they share it. A store cannot be locked: there, work is always shared.
+everything that decides its outputs (config, digests of inputs, code) matches its commit and each output
+exists with its size. So a build may be killed at any time: the same command continues with the finished
+tasks, and unfinished ones leave no trace. One build at a time uses a local folder (`flock`), unless all of
+them were started to share it. A store cannot be locked: there, work is always shared.
 
-A disk that returns other bytes than were written would change a dataset in silence. So the files of a
-finished task that an earlier run left in a local folder are compared with their hashes in its commit when the
-task is found, before anything reads them: once in a build, at the disk's speed. A task with a damaged file
-runs again; tasks are pure functions, so nothing that follows from it changes. In a work folder in a store
-each read is checked instead (work_store.py); where several processes share a folder, only what is published
-is compared, because each of them would read all of it.
+Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
+a local folder, it compares the task's files with the hashes in its commit before anything reads them: once in
+a build, at the speed of the disk. A task with a damaged file runs again; tasks are pure functions, so its
+outputs, and all that follows from them, are the same. In a store, each read is checked instead
+(work_store.py); where several processes share a folder, only the published files are compared, because each
+of the processes would read everything.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["Journal", "Runner"]
 
 
 class Journal:
-    """A work folder, claimed while this is open. With a `slice`, several processes may share a local one."""
+    """An open work folder. With a `slice`, several processes may share a local one."""
 
     def __init__(self, work: Work | Path, *, slice: TaskSlice | None = None) -> None:
         if isinstance(work, Path):
@@ -67,7 +67,7 @@ class Journal:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        session = self.claims.session  # what processes that share a folder are at lies apart
+        session = self.claims.session  # keeps temporary files of processes that share a folder apart
         with contextlib.ExitStack() as stack:
             if isinstance(self.work, StoreWork):
                 self.work = self.work.claimed(session)
@@ -87,27 +87,27 @@ class Journal:
         self._stack.close()
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """The finished ones; None for those that have to run."""
+        """Commits of finished tasks; None for tasks that have to run."""
         return self.work.find(tasks)
 
     def run_here(self, task: Task) -> Commit:
-        """The commit of a task, which runs in this process if it is not finished."""
+        """The commit of a task; runs it in this process if it is not finished."""
         [commit] = self.find([task])
         return run_task(task, task.digest, self.work) if commit is None else commit
 
     def queue(self, tasks: Sequence[Task], done: Done, waiting: Waiting = lambda holders: None) -> TaskQueue:
-        """Tasks to run; `done` hears of each as it is finished, here or elsewhere.
+        """A queue of tasks to run; `done` is called with each commit, made here or elsewhere.
 
-        `waiting` hears of those that others are at, while there is nothing to do here.
+        `waiting` is called with the holders of tasks that other processes run, while this one is idle.
         """
         if self.is_shared:
             return SharedQueue(tasks, done, self.work, self.claims, self._slice, waiting=waiting)
         return OwnQueue(tasks, done)
 
     def forget_damaged(self, commit: Commit) -> None:
-        """BuildError if a finished task's files are no longer what was committed; it will be made again.
+        """Remove a finished task and raise BuildError if its files differ from its commit.
 
-        Those in a store are compared whenever they are read.
+        Files in a store are compared whenever they are read.
         """
         if isinstance(self.work, StoreWork):
             return
@@ -120,7 +120,7 @@ class Journal:
             )
 
     def remove(self) -> None:
-        """Remove the whole work folder; the journal stays locked and must be closed next."""
+        """Remove the whole work folder; the journal stays locked, and must be closed next."""
         self.work.remove()
 
 
@@ -140,7 +140,7 @@ class Runner:
         self._remote = journal.work if isinstance(journal.work, StoreWork) else None
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
-        """Commits of each group, in task order. Groups run side by side; each is one whole stage."""
+        """Commits of each group, in task order. Groups run concurrently; each is a whole stage."""
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
         self._meters = {group[0].stage: _Meter(list(group)) for group in groups if group}
@@ -167,7 +167,7 @@ class Runner:
         return [[commits[work / task.key] for task in group] for group in groups]
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
-        """The same, in order, and None for those with a damaged file, which are removed."""
+        """The commits in order; None for tasks with a damaged file, which are removed."""
         if not self._checks_files:
             yield from found
             return
@@ -200,8 +200,8 @@ class Runner:
     def exclusive(self, step: str, place: str, is_done: Callable[[], bool]) -> AbstractContextManager[bool]:
         """Let one process at a time, of those that share the work, do `step` at `place`.
 
-        Gives whether it is still to be done: at once, or when the others have done it, let go of it or died.
-        As all claims, this saves work: what must not happen twice at once needs a lock of its own.
+        Yields whether the step still has to be done: at once, or after the other processes have done it,
+        given up or died. Like all claims this is advisory: a step that must never run twice at once needs a lock.
         """
         if not self.is_shared:
             return contextlib.nullcontext(True)
@@ -233,10 +233,12 @@ class Runner:
 
 
 class _Meter:
-    """Counts of one stage."""
+    """Progress counts of one stage."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._weights = {task.name: task.weight + 1 for task in tasks}  # tasks without a weight count too
+        self._weights = {
+            task.name: task.weight + 1 for task in tasks
+        }  # so that tasks without a weight count, too
         self._left = sum(self._weights.values())
         self._work = 0
         self._made = self._reused = 0

@@ -1,20 +1,19 @@
-"""Who is at what, when several processes share the work: leases that save work and decide nothing.
+"""Task queues of a stage, and advisory leases between processes that share a build.
 
-    sessions/<session>     rewritten every few seconds while a process lives
-    claims/<key>           the session that is at a task, or at the publication
+An engine takes tasks from a queue and reports finished ones to it. `OwnQueue` hands out every task.
+`SharedQueue` hands out tasks that no other live process has claimed, and picks up what others commit:
+machines that run the same build share its work, and one that joins late or stops changes only the time.
+`take_turn` lets one process at a time do a step, such as publishing.
 
-A session whose object has not changed for `LEASE_SECONDS` of the observer's own clock is dead, and its claims
-are free: no two machines' clocks are compared. A claim that fails, two who take over at once, or one who was
-only asleep, cost a task done twice, with the same bytes; what is finished is decided by commits alone. So
-errors of the store are not raised here: the worst that follows is more work.
+Leases are objects in the shared part of the work folder:
 
-What there is to do in a stage: what an engine takes its tasks from, and tells of finished ones.
+    sessions/<session>     heartbeat, rewritten every few seconds while a process lives
+    claims/<key>           the session that works on a task, or on the publication
 
-`OwnQueue` hands out all of them. `SharedQueue` hands out those that no other process is at, and hears of what
-others finish: several machines that run the same build share its work, and whoever comes later, or stops,
-changes only how long it takes.
-
-One at a time: what a build does once, where several processes share it.
+A session whose heartbeat has not changed for `LEASE_SECONDS` of the observer's own clock is dead, and its
+claims are free; clocks of different machines are never compared. Leases save work, and correctness comes from
+commits: a lost claim, two takeovers at once, or a process that was only suspended cost a task run twice, with
+the same bytes. So store errors are not raised here: the worst result is duplicate work.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _NEVER = float("-inf")
 
 
 class Claims:
-    """The claims of one process, from `with` to its end; `name` tells people who that is."""
+    """The claims of one process, for the length of a `with`; `name` identifies it to people."""
 
     def __init__(
         self,
@@ -75,13 +74,17 @@ class Claims:
         self._lease_seconds, self._beat_seconds = lease_seconds, beat_seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="shardkit-claims", daemon=True)
-        self._seen: dict[str, tuple[str, float]] = {}  # session -> version of its object, when first seen so
+        self._seen: dict[
+            str, tuple[str, float]
+        ] = {}  # session -> version of its heartbeat, and when that was first seen
         self._claims: dict[str, str] = {}  # key -> version of its claim
         self._holders: dict[tuple[str, str], str] = {}
-        self._contested: set[str] = set()  # claimed by another one since the last look
+        self._contested: set[str] = set()  # claimed by another process since the last refresh
         self._mine: set[str] = set()
-        self._beaten = _NEVER  # when this session last said that it lives
-        self._doubtful: set[str] = set()  # mine, but others may have taken them over since
+        self._beaten = _NEVER  # time of the last successful heartbeat
+        self._doubtful: set[str] = (
+            set()
+        )  # mine, but the lease may have expired and another process may hold them
 
     def __enter__(self) -> Self:
         self._beat(0)
@@ -93,19 +96,19 @@ class Claims:
     ) -> None:
         self._ended.set()
         self._thread.join(self._beat_seconds)
-        with contextlib.suppress(StoreError):  # the first failure ends it: others wait for the lease
+        with contextlib.suppress(StoreError):  # after a failure the rest stays, and expires with the lease
             for key in sorted(self._mine):
                 self._store.delete(f"claims/{key}")
             self._store.delete(f"sessions/{self.session}")
-            if next(iter(self._store.list("sessions/")), None) is None:  # what killed ones left
+            if next(iter(self._store.list("sessions/")), None) is None:  # left by killed processes
                 for info in list(self._store.list("claims/")):
                     self._store.delete(info.key)
         self._mine.clear()
 
     def refresh(self) -> None:
-        """Look at what the others say. Two listings."""
+        """Read the claims and heartbeats of all processes: two list requests."""
         now = self._clock()
-        try:  # claims first: whoever has one has had a session before
+        try:  # claims first: a claim is always preceded by its session
             claims = {info.key.removeprefix("claims/"): info.version for info in self._store.list("claims/")}
             sessions = {info.key.removeprefix("sessions/"): info for info in self._store.list("sessions/")}
         except StoreError:
@@ -124,7 +127,7 @@ class Claims:
             self._bury(session)
 
     def holder(self, key: str) -> str | None:
-        """The living session of another process that has a claim, as of the last `refresh`."""
+        """The live session of another process that holds the claim, as of the last `refresh`."""
         if key in self._contested:
             return "another process"
         if key in self._mine or key not in self._claims:
@@ -133,14 +136,14 @@ class Claims:
         return session if session is not None and self._lives(session) else None
 
     def take(self, key: str) -> bool:
-        """Say that this process is at it; False if another one that lives was faster."""
+        """Claim the key for this process; False if another live process holds it."""
         if self.holder(key) is not None:
             return False
         stale = key in self._claims
         try:
             self._store.put(f"claims/{key}", self.session.encode(), if_absent=not stale)
         except ObjectExistsError:
-            self._contested.add(key)  # whose it is, the next refresh tells
+            self._contested.add(key)  # the next refresh finds out whose it is
             return False
         except StoreError:
             pass
@@ -148,7 +151,7 @@ class Claims:
         return True
 
     def release(self, key: str) -> None:
-        """This process is no longer at it."""
+        """Give up the claim."""
         self._mine.discard(key)
         self._claims.pop(key, None)
         with contextlib.suppress(StoreError):
@@ -171,7 +174,7 @@ class Claims:
         return self._holders[known]
 
     def _bury(self, session: str) -> None:
-        """Remove what a dead one left. If it was only asleep, it says so again, and lost nothing but time."""
+        """Remove the objects of a dead session. If it was only suspended, its next heartbeat restores it."""
         with contextlib.suppress(StoreError):
             for key in [key for key in self._claims if self._session_of(key) == session]:
                 self._store.delete(f"claims/{key}")
@@ -187,24 +190,28 @@ class Claims:
 
     def _beat(self, number: int) -> None:
         now = self._clock()
-        if now - self._beaten >= self._lease_seconds:  # it was asleep, or cut off
+        if (
+            now - self._beaten >= self._lease_seconds
+        ):  # the process was suspended, or the store was unreachable
             self._doubtful |= self._mine
         with contextlib.suppress(StoreError):
             self._store.put(f"sessions/{self.session}", f"{number}".encode())
             self._beaten = now
 
 
-POLL_SECONDS = 2.0  # at most, while this process has nothing to do
+POLL_SECONDS = 2.0  # at most, while this process is idle
 
-_SOON_SECONDS = 0.1  # the first look of one that has just nothing to do; doubled by each that brings nothing
+_SOON_SECONDS = (
+    0.1  # first poll of a process that has just become idle; doubles with each poll that finds nothing
+)
 
-BUSY_POLL_SECONDS = 15.0  # while it has: who would be in its way is noticed by claims
+BUSY_POLL_SECONDS = 15.0  # while it is busy: conflicts are noticed when a claim fails
 
-_POLL_SHARE = 0.05  # of a busy process's time for looks, however many tasks there are; of an idle one's, half
+_POLL_SHARE = 0.05  # of a busy process's time spent polling, for any number of tasks; of an idle one's, half
 
-_FINISHED_FOUND = 3  # tasks in a row that others had finished: time to look at all of them
+_FINISHED_FOUND = 3  # consecutive tasks that others had finished: then poll for all of them
 
-WAIT_SECONDS = 6 * 3600.0  # without a task finished by anyone: somebody hangs, or a task is far too big
+WAIT_SECONDS = 6 * 3600.0  # without any task finished: a process hangs, or a task is far too big
 
 _ORDERS = 16
 
@@ -212,25 +219,25 @@ Done = Callable[[Commit], None]
 
 Waiting = Callable[[Mapping[str, int]], None]
 
-"""Hears who is at the tasks that this process waits for: {session: tasks}, "" for those that nobody has."""
+"""Called with {session: number of tasks} that this process waits for; "" stands for unclaimed tasks."""
 
 
 class TaskQueue(Protocol):
-    """The tasks of a stage that are not finished."""
+    """The unfinished tasks of a stage."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to be finished, here or elsewhere."""
+        """Whether all tasks are finished, here or elsewhere."""
 
     @property
     def poll_seconds(self) -> float | None:
-        """How often to `take` again while there is room for a task; None: nothing new will come."""
+        """How often to `take` again while there is room for a task; None: no new tasks will appear."""
 
     def take(self) -> Task | None:
-        """A task to run now, heavy ones first; None if there is none at the moment."""
+        """A task to run now, heavy ones first; None if none is available at the moment."""
 
     def done(self, commit: Commit) -> None:
-        """A task that was taken is finished."""
+        """Report that a task that was taken is finished."""
 
 
 class OwnQueue:
@@ -273,7 +280,7 @@ class TaskSlice:
 
 
 class SharedQueue:
-    """The tasks that no living process is at; own slice first, then others', heavy ones first in each."""
+    """Tasks that no live process has claimed: own slice first, then others, heavy ones first in each."""
 
     def __init__(
         self,
@@ -286,11 +293,17 @@ class SharedQueue:
         waiting: Waiting = lambda holders: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Without a slice, one of many by the session's name: who starts at once begins at different tasks.
+        # Without a slice, the session's name gives one, so that processes begin at different tasks.
         order = slice or TaskSlice(xxhash.xxh3_64_intdigest(claims.session) % _ORDERS, _ORDERS)
         self._waiting = {task.key: task for task in sorted(tasks, key=lambda t: (order.rank(t), -t.weight))}
         self._running: dict[str, Task] = {}
-        self._done, self._told, self._work, self._claims, self._clock = done, waiting, work, claims, clock
+        self._done, self._waiting_for, self._work, self._claims, self._clock = (
+            done,
+            waiting,
+            work,
+            claims,
+            clock,
+        )
         self._next_poll = self._polled = float("-inf")
         self._poll_took = 0.0
         self._idle_seconds = _SOON_SECONDS
@@ -317,17 +330,17 @@ class SharedQueue:
                 self._running[key] = task
                 self._idle_seconds = _SOON_SECONDS
                 return task
-            # By somebody who let go of it since the last look.
+            # Another process has committed it since the last poll.
             self._claims.release(key)
-            self._hear(key, commit)
+            self._finished_elsewhere(key, commit)
             finished += 1
             if finished == _FINISHED_FOUND:
                 self._poll()
                 finished = 0
-        if not self._running and self._waiting:  # look often now
+        if not self._running and self._waiting:  # poll more often now
             self._idle_seconds = min(2 * self._idle_seconds, POLL_SECONDS)
             self._next_poll = min(self._next_poll, self._polled + max(self._idle_seconds, self._poll_took))
-            self._tell()
+            self._report_wait()
         return None
 
     def done(self, commit: Commit) -> None:
@@ -337,38 +350,38 @@ class SharedQueue:
         self._moved = self._clock()
         self._done(commit)
 
-    def _hear(self, key: str, commit: Commit) -> None:
+    def _finished_elsewhere(self, key: str, commit: Commit) -> None:
         del self._waiting[key]
         self._moved = self._clock()
         self._idle_seconds = _SOON_SECONDS
         self._done(commit)
 
     def _poll(self) -> None:
-        """What others finished, and what they are at."""
+        """Find out what others have finished, and what they have claimed."""
         start = self._clock()
         self._claims.refresh()
         tasks = list(self._waiting.values())
         for task, commit in zip(tasks, self._work.finished(tasks), strict=True):
             if commit is not None:
-                self._hear(task.key, commit)
+                self._finished_elsewhere(task.key, commit)
         self._polled = self._clock()
         self._poll_took = self._polled - start
         self._next_poll = self._polled + max(BUSY_POLL_SECONDS, self._poll_took / _POLL_SHARE)
 
-    def _tell(self) -> None:
-        """Who is waited for; BuildError after hours."""
+    def _report_wait(self) -> None:
+        """Report which processes are waited for; BuildError after `WAIT_SECONDS` without progress."""
         holders = Counter(self._claims.holder(key) or "" for key in self._waiting)
-        self._told(holders)
+        self._waiting_for(holders)
         if self._clock() - self._moved > WAIT_SECONDS:
             names = ", ".join(sorted(name or "nobody" for name in holders)[:3])
             raise BuildError(
                 f"waited {WAIT_SECONDS / 3600:.0f} hours for others to finish {len(self._waiting):,} tasks, "
-                f"such as {next(iter(self._waiting.values()))} ({names} at it); stop what hangs, then start "
-                f"again"
+                f"such as {next(iter(self._waiting.values()))} (claimed by {names}); stop what "
+                f"hangs, then start again"
             )
 
 
-TURN_SECONDS = 24 * 3600.0  # a publication moves terabytes; longer than that, somebody hangs
+TURN_SECONDS = 24 * 3600.0  # a publication moves terabytes; a process that takes longer hangs
 
 
 @contextmanager
@@ -383,7 +396,7 @@ def take_turn(
 ) -> Iterator[bool]:
     """Yield True while this process holds the claim `key` and the work is still to do: `Runner.exclusive`.
 
-    BuildError if somebody who lives is at it for `TURN_SECONDS`.
+    BuildError if a live process holds it for `TURN_SECONDS`.
     """
     start = clock()
     while True:
@@ -397,11 +410,11 @@ def take_turn(
         waiting({holder: 1})
         if clock() - start > TURN_SECONDS:
             raise BuildError(
-                f"waited {TURN_SECONDS / 3600:.0f} hours for {holder} to publish the dataset; end that "
+                f"waited {TURN_SECONDS / 3600:.0f} hours for {holder} to publish the dataset; stop that "
                 f"process, then start again"
             )
         sleep(POLL_SECONDS)
     try:
-        yield not is_done()  # another one may have been quicker
+        yield not is_done()  # another process may have been faster
     finally:
         claims.release(key)

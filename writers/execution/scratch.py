@@ -1,11 +1,11 @@
-"""The folder on each machine that belongs to a work folder in a store: a cache, and where tasks write.
+"""The scratch folder of a machine for a work folder in a store: a cache, and where tasks write.
 
     <scratch>/work-<id>/<task key>/        records, and files that were fetched
-    <scratch>/work-<id>/unfinished/        what running tasks write, and what is on its way
-    <scratch>/work-<id>/lock               held, shared, by every process that uses it
+    <scratch>/work-<id>/unfinished/        temporary folders of running tasks, and downloads in flight
+    <scratch>/work-<id>/lock               shared lock of every process that uses it
 
-Nobody else may read or write in there: /tmp is everybody's. What killed processes left is removed by the next
-one that finds itself alone, and so are the scratch folders of work folders that are no longer there.
+It is private to the user, because /tmp is not. The next process that is alone removes leftovers of killed
+processes, and scratch folders of work folders that no longer exist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["default_scratch", "folder_of", "prepare", "unfinished"]
 
 _NAME = "work-"
 _LOCK = "lock"
-_CLEARING_SECONDS = 30.0  # that another one may take to remove what killed ones left
+_CLEARING_SECONDS = 30.0  # time another process may take to clear leftovers of killed ones
 _TRIES = 3
 _locks: dict[Path, int] = {}  # descriptors that this process holds until it ends
 
@@ -42,16 +42,16 @@ def folder_of(scratch: Path, id: str) -> Path:
 
 
 def unfinished(folder: Path) -> Path:
-    """Where to put what is not finished, below a folder for each session."""
+    """Where unfinished files go, in a folder for each session."""
     return folder / "unfinished"
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder and hold it, for the life of this process; BuildError if it is not ours."""
+    """Create the folder and hold its lock until this process ends; BuildError if it is not private to us."""
     if folder in _locks and folder.is_dir():
         return
     try:
-        if folder in _locks:  # it was removed
+        if folder in _locks:  # it was removed meanwhile
             os.close(_locks.pop(folder))
         _make_private(folder)
         for _ in range(_TRIES):
@@ -78,7 +78,7 @@ def _hold(folder: Path) -> int | None:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder, and the default one's parent, for this user alone."""
+    """Create a folder, and the parent of the default one, private to this user."""
     shared = Path(tempfile.gettempdir())
     own = [path for path in (*folder.parents, folder) if path.is_relative_to(shared) and path != shared]
     for path in own if folder.is_relative_to(shared) else [folder]:
@@ -90,7 +90,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _remove_others(folder: Path) -> None:
-    """Those beside it that nobody holds: of work folders at the same place that were removed."""
+    """Remove sibling folders that no process holds: their work folders at the same place were removed."""
     for other in folder.parent.glob(f"{_NAME}*"):
         if other == folder or not (other / _LOCK).is_file():
             continue

@@ -1,8 +1,8 @@
-"""A task, and the record of a finished one.
+"""A task, and its commit: the record of a finished task.
 
-A task is a pure function from named inputs to files in one folder. What decides its outputs is in its digest:
-a part of the recipe (`config`), the digests of what it reads (`inputs`) and the version of the code. A commit
-states that digest, those three, what was counted, and the digests of all outputs.
+A task is a pure function from named inputs to files in one folder. Its digest covers everything that decides
+its outputs: a part of the recipe (`config`), the digests of what it reads (`inputs`) and the version of the
+code. A commit holds that digest, those three, the task's counts, and the digests of all outputs.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _FORMAT = 3
 _SEAL = b',\n "seal": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % (b"0" * 32))
 _DIGEST_CHARACTERS = 16  # of a folder's name: tasks of one name are few
-# Code that decides no byte of a task's outputs; a package stands for all that is in it. Every other module is
-# in `code_version`, new ones too. First, what no task function reaches (a test follows their imports) and
-# what does not plan tasks either:
+# Code that decides no byte of a task's outputs; a package stands for all of its modules. Every other module,
+# new ones included, is in `code_version`. First, modules that no task function reaches (a test follows the
+# imports) and that do not plan tasks either:
 OUTSIDE_TASKS = (
     # Readers of finished datasets, and tools for them.
     "shardkit.cache",
@@ -65,14 +65,14 @@ OUTSIDE_TASKS = (
     "shardkit.order.residency",
     "shardkit.order.streams",
     "shardkit.tools",
-    # What starts, estimates, shows and explains builds.
+    # Modules that start, estimate, show and explain builds.
     "shardkit.__main__",
     "shardkit.cli",
     "shardkit.writers.estimate",
     "shardkit.writers.maintenance",
     "shardkit.writers.progress",
     "shardkit.writers.train_classifier",
-    # What makes a dataset of finished tasks' files: it runs in each build, and reuses nothing.
+    # Modules that make a dataset of finished tasks' files: they run in every build, and reuse nothing.
     "shardkit.publish",
     "shardkit.writers.card",
     "shardkit.writers.pipeline",
@@ -80,7 +80,7 @@ OUTSIDE_TASKS = (
     "shardkit.writers.report",
     "shardkit.writers.result",
 )
-# Second, what task functions run through, with the reason why it decides nothing.
+# Second, modules that task functions use, each with the reason why it decides nothing.
 DECIDES_NO_BYTE = {
     "shardkit.storage": "moves objects; a task's digest holds the digest of every object that it reads",
     "shardkit.writers.execution": "runs tasks and finds their files, whose hashes are in their commits",
@@ -97,7 +97,7 @@ LIBRARIES = (
 
 
 class Counts(Protocol):
-    """What a task counted, typed; its stage reads it back from a commit."""
+    """What a task counted, as a typed record; its stage reads it back from a commit."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
@@ -120,10 +120,10 @@ class PlainCounts:
 class Task:
     """A pure function from named inputs to files in one folder.
 
-    `function(folder, *args)` is importable, writes into the empty `folder` and returns what it counted, as
-    plain data or with a `to_dict` that gives it. A "ledger" among the counts must add up. `config` and
-    `inputs` are plain data that decide the outputs: what the recipe says, and the digests of all that is
-    read. `args` are not compared. `weight` (bytes) only schedules heavy tasks first and scales progress.
+    `function(folder, *args)` is importable, writes into the empty `folder` and returns its counts, as plain
+    data or as `Counts`. A "ledger" among the counts must add up. `config` and `inputs` are plain data that
+    decide the outputs: settings of the recipe, and digests of everything that is read. `args` are not
+    compared. `weight` (bytes) only schedules heavy tasks first and scales progress.
     """
 
     stage: str
@@ -136,7 +136,7 @@ class Task:
 
     @cached_property
     def digest(self) -> str:
-        """What a commit must carry for this task to be skipped."""
+        """The digest that a commit must have for this task to be skipped."""
         return digest_of([self.stage, self.name, dict(self.config), dict(self.inputs), code_version()])
 
     @property
@@ -152,7 +152,7 @@ class Task:
 class Output:
     """One file that a task wrote: its size and the xxh3-128 of its bytes.
 
-    `blocks` are the xxh3-64 of each block of a file in a store, whose ranges are checked as they are read.
+    `blocks` has the xxh3-64 of each block of a file in a store, whose ranges are checked when they are read.
     """
 
     bytes: int
@@ -162,7 +162,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Commit:
-    """A finished task: where its files are, what they are, and what it counted.
+    """A finished task: where its files are, their hashes, and what it counted.
 
     `folder` is on this machine. If the work folder is in a store, that is `remote`, and files are in `folder`
     only once they are fetched: open them through `files`. `config`, `inputs` and `code` are what its digest
@@ -212,8 +212,8 @@ class RunTasks(Protocol):
 def code_version() -> str:
     """Digest of everything else that decides bytes: our sources, and the versions of Python and of libraries.
 
-    Coarse on purpose: after an upgrade every task runs again, rather than mixing two versions' outputs. Only
-    what is named in OUTSIDE_TASKS and DECIDES_NO_BYTE is left out.
+    Coarse on purpose: after an upgrade every task runs again, so that no dataset mixes outputs of two
+    versions. Only OUTSIDE_TASKS and DECIDES_NO_BYTE are left out.
     """
     state = hashlib.blake2b(shardkit.__version__.encode(), digest_size=16)
     for name, source in covered_sources().items():
@@ -248,7 +248,7 @@ def is_left_out(module: str) -> bool:
 
 
 def partition_name(number: int, partitions: int) -> str:
-    """Name of the task of one partition of a stage: never of a worker."""
+    """Name of the task of one partition of a stage."""
     return f"{number:05d}-of-{partitions:05d}"
 
 
@@ -258,7 +258,7 @@ def contents(commits: Iterable[Commit]) -> str:
 
 
 def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mapping[str, Output]) -> bytes:
-    """The commit of a task as it is written, JSON."""
+    """The commit of a task as JSON, with a seal."""
     listed = {
         name: {"bytes": output.bytes, CONTENT_HASH: output.xxh3_128}
         | ({"blocks": output.blocks} if output.blocks else {})
@@ -279,7 +279,7 @@ def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mappi
 
 
 def parse_commit(data: bytes, folder: Path, remote: RemoteFiles | None = None) -> Commit | None:
-    """What `record_of` wrote, for a task whose files lie in `folder`; None if it cannot be read."""
+    """Parse a record of `record_of`, of a task whose files are in `folder`; None if it cannot be read."""
     if _sealed(data[:-_SEAL_BYTES] + b"\n}") != data:
         return None
     try:
@@ -306,5 +306,5 @@ def parse_commit(data: bytes, folder: Path, remote: RemoteFiles | None = None) -
 
 
 def _sealed(body: bytes) -> bytes:
-    """A JSON object with the digest of its text: else a digit that changed on the disk would be believed."""
+    """A JSON object with the digest of its own text, so that a changed digit on the disk is noticed."""
     return body[:-2] + _SEAL % xxhash.xxh3_128_hexdigest(body).encode()

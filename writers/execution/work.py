@@ -1,8 +1,8 @@
-"""What a work folder is to the rest of a build, wherever it lies, and the one way in which a task is run.
+"""The contract of a work folder, local or in a store, and the one way in which a task runs.
 
-A task writes into a temporary folder of this machine; its outputs are hashed and synced; `commit` makes them
-appear, whole, in one atomic step. Whoever finds that step done by another one, who ran the same task, takes
-that one's outputs: tasks are pure functions, so they are the same bytes, and an error if they are not.
+A task writes into a temporary folder of this machine; its outputs are hashed and synced; `commit` publishes
+them in one atomic step. A process that finds the task committed by another one takes those outputs: tasks are
+pure functions, so the bytes must be the same, and it is an error if they are not.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardkit.writers.ledger import Ledger
 
 __all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task"]
 
-BLOCK_BYTES = 1 << 18  # of files in stores, which are read and checked by so much; 12 bytes of a commit each
+BLOCK_BYTES = 1 << 18  # unit in which files in stores are read and checked; 12 bytes of a commit each
 _BLOCK_HASH_BYTES = 8
 
 
 class Work(Protocol):
-    """A work folder. Plain data: goes to workers, also on other machines."""
+    """A work folder. Plain data: sent to workers, also on other machines."""
 
     @property
     def place(self) -> str:
@@ -37,7 +37,7 @@ class Work(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Commits' folders are `folder / task.key` on every machine."""
+        """The folder of a commit is `folder / task.key` on every machine."""
 
     @property
     def hashes_blocks(self) -> bool:
@@ -45,41 +45,41 @@ class Work(Protocol):
 
     @property
     def sharing(self) -> Store:
-        """Where processes that share the work tell each other who is at what."""
+        """Where processes that share the work keep their leases."""
 
     def prepare(self) -> None:
-        """Make ready to be used on this machine, in this process; BuildError. Cheap to call again."""
+        """Make the folder usable in this process; BuildError if that fails. Cheap to call again."""
 
     def temporary(self, task: Task) -> Path:
         """A new empty folder of this machine."""
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
-        """The atomic step. Returns the commit that holds, ours or an earlier one's."""
+        """Publish the outputs atomically. Returns the commit that counts: ours, or an earlier one."""
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """The finished ones, with all outputs there at their sizes; None for those that have to run."""
+        """Commits of tasks whose outputs all exist at their sizes; None for tasks that have to run."""
 
     def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """As `find`, of tasks that had no commit a moment ago: whoever made one put its outputs first."""
+        """As `find`, for tasks that had no commit a moment ago: outputs are written before it."""
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
-        """(task key, commit) of all finished tasks of a stage, or of all."""
+        """(task key, commit) of all finished tasks, of one stage or of all stages."""
 
     def forget(self, commit: Commit) -> None:
-        """Remove a finished task, record first."""
+        """Remove a finished task, its record first."""
 
     def damaged_output(self, commit: Commit) -> str | None:
-        """Name of the first output whose bytes are not those that were committed. Reads all of them."""
+        """Name of the first output whose bytes differ from the commit. Reads all outputs."""
 
     def free_bytes(self) -> int | None:
-        """What fits in there yet; None where there is no bound."""
+        """Free space in bytes; None where there is no bound."""
 
     def remove(self) -> None:
-        """Remove it all."""
+        """Remove the whole work folder."""
 
 
 def run_task(task: Task, digest: str, work: Work) -> Commit:
-    """Run a task and commit it. Called in worker processes, which hold no lock of their own."""
+    """Run a task and commit it. Called in worker processes, which hold no lock."""
     work.prepare()
     temporary = work.temporary(task)
     try:
@@ -123,7 +123,7 @@ def check_same(ours: Commit, theirs: Commit) -> None:
 
 
 def _sealed(folder: Path, *, with_blocks: bool) -> dict[str, Output]:
-    """{name: size and hashes} of all files below `folder`, synced."""
+    """Sync all files below `folder`; their sizes and hashes by name."""
     outputs = {}
     for path in sorted(folder.rglob("*")):
         fsync_path(path)
@@ -133,7 +133,7 @@ def _sealed(folder: Path, *, with_blocks: bool) -> dict[str, Output]:
 
 
 def hash_output(path: Path, *, with_blocks: bool = False) -> Output:
-    """Size and hashes of a file; of a file of one block, that of the whole is enough."""
+    """Size and hashes of a file; a file of one block has no block hashes."""
     whole, blocks, size = xxhash.xxh3_128(), bytearray(), 0
     with path.open("rb", buffering=0) as file:
         while data := _read_block(file):

@@ -1,12 +1,12 @@
-"""A work folder of this machine, or on a file system that several machines share.
+"""A work folder on this machine, or on a file system that several machines share.
 
     work/<stage>/<task>.<digest>/    outputs and commit.json of a finished task
-    work/unfinished/<session>/       what running tasks write
+    work/unfinished/<session>/       temporary folders of running tasks
     work/lock                        held (flock) by the build that uses the folder, or shared by several
-    work/sharing/                    who is at what, while several share it
+    work/sharing/                    leases, while several builds share it
 
-A finished task appears by one rename. The folder's name has the task's digest in it, so what another recipe
-left stays where it is, and going back to that recipe finds it; `shardkit clean` removes what no plan names.
+One rename publishes a finished task. The name of its folder contains the task's digest, so tasks of another
+recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe uses.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
 _SHARING = "sharing"
-_CLEARING_SECONDS = 30.0  # that another one may take to remove what killed ones left
+_CLEARING_SECONDS = 30.0  # time another process may take to clear leftovers of killed ones
 _OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _SHARING})
 
 
 @dataclass(frozen=True)
 class LocalWork:
-    """A folder; `session` names the temporary files of one run of a build."""
+    """A local work folder; `session` names the temporary files of one run of a build."""
 
     folder: Path
     session: str = "build"
@@ -58,7 +58,7 @@ class LocalWork:
         return LocalStore(self.folder / _SHARING)
 
     def prepare(self) -> None:
-        """Nothing is needed: `Journal` made the folder."""
+        """Nothing to do: `Journal` has created the folder."""
 
     def temporary(self, task: Task) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"{task.stage}.{task.name}.", dir=self._unfinished()))
@@ -71,7 +71,7 @@ class LocalWork:
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
         publish_bytes(temporary / COMMIT_NAME, record)
         folder = commit.folder
-        if not folder.parent.exists():  # a power cut must not take a whole stage's folder along
+        if not folder.parent.exists():  # so that a power cut cannot lose the whole folder of the stage
             folder.parent.mkdir(exist_ok=True)
             fsync_path(self.folder)
         while True:
@@ -79,20 +79,20 @@ class LocalWork:
                 temporary.rename(folder)
             except OSError as error:
                 is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
-                if not is_there and temporary.exists():  # else a retried rename on NFS: it was done
+                if not is_there and temporary.exists():  # otherwise NFS retried a rename that had succeeded
                     raise
                 if theirs := _complete(folder):
                     check_same(commit, theirs)
                     return theirs
                 if not is_there:
                     raise
-                self._take_away(folder)  # it lost a file, so it has to be made again
+                self._take_away(folder)  # it lost a file, so the task has to be committed again
                 continue
             fsync_path(folder.parent)
             return commit
 
     def _take_away(self, folder: Path) -> None:
-        """Remove a folder that is not whole; a whole one that another process put there meanwhile stays."""
+        """Remove an incomplete folder; a complete one that another process has put there meanwhile stays."""
         aside = Path(tempfile.mkdtemp(prefix="removed.", dir=self._unfinished()))
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside)
@@ -103,7 +103,7 @@ class LocalWork:
             shutil.rmtree(aside, ignore_errors=True)
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        # One listing tells what is not there, which on a network's disk would be a request for each task.
+        # One listing finds missing tasks; on a network file system, checking each would be a request a task.
         present = {stage: _names(self.folder / stage) for stage in {task.stage for task in tasks}}
         found: list[Commit | None] = []
         for task in tasks:
@@ -138,7 +138,7 @@ class LocalWork:
         return shutil.disk_usage(folder).free
 
     def remove(self) -> None:
-        # The marker goes last, so that a crash leaves a folder that is still known as ours.
+        # The marker goes last, so that after a crash the folder is still recognized as ours.
         for name in sorted(_names(self.folder), key=lambda name: name == _MARKER):
             if name != _LOCK:
                 _remove(self.folder / name)
@@ -146,7 +146,7 @@ class LocalWork:
         self.folder.rmdir()
 
     def clear_unfinished(self) -> None:
-        """Remove what builds that were killed left; only while no other one uses the folder."""
+        """Remove leftovers of killed builds; only while no other build uses the folder."""
         for name in (_UNFINISHED, _SHARING):
             _remove(self.folder / name)
         (self.folder / _UNFINISHED).mkdir()
@@ -154,9 +154,9 @@ class LocalWork:
 
 @contextmanager
 def locked_folder(work: LocalWork, *, shared: bool) -> Iterator[None]:
-    """Create the folder or take over ours, and lock it; BuildError if that is not possible.
+    """Create the folder, or reuse one of ours, and lock it; BuildError if that is not possible.
 
-    What killed builds left is cleared by whoever finds itself alone, at the start or at the end.
+    A process that is alone, at its start or end, removes leftovers of killed builds.
     """
     descriptor = _lock(work, shared=shared)
     try:
@@ -177,7 +177,7 @@ def _lock(work: LocalWork, *, shared: bool) -> int:
         names = {name for name in _names(folder) - {_LOCK} if not name.startswith(".")}
         if names and not (folder / _MARKER).exists():
             raise BuildError(
-                f"{folder}: holds files that no build wrote ({min(names)}); set another `work` folder"
+                f"{folder}: contains files that no build wrote ({min(names)}); set another `work` folder"
             )
         descriptor = held_file(folder / _LOCK, shared=False)
         if descriptor is not None:
@@ -188,8 +188,8 @@ def _lock(work: LocalWork, *, shared: bool) -> int:
             descriptor = held_file(folder / _LOCK, shared=True, wait_seconds=_CLEARING_SECONDS)
         if descriptor is None:
             raise BuildError(
-                f"{folder}: another build uses this work folder; wait for it, or set `work`; builds "
-                f"that are to share one all say --task-slice"
+                f"{folder}: another build uses this work folder; wait for it, or set `work`; to share "
+                f"a folder, start all builds with --task-slice"
             )
         return descriptor
     except OSError as error:
@@ -214,7 +214,7 @@ def _read(folder: Path) -> Commit | None:
 
 
 def _complete(folder: Path) -> Commit | None:
-    """The commit in a folder if all outputs are there with their sizes."""
+    """The commit in a folder, if all outputs exist with their sizes."""
     commit = _read(folder)
     if commit is None:
         return None
@@ -232,7 +232,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; of a task's folder the record first, so that no half of it looks finished."""
+    """Remove a file or folder; of a task the record first, so that no part of it looks finished."""
     (path / COMMIT_NAME).unlink(missing_ok=True) if path.is_dir() else path.unlink(missing_ok=True)
     if path.is_dir():
         shutil.rmtree(path)

@@ -1,22 +1,17 @@
-"""A work folder in a store (S3): what machines share that have no file system in common.
+"""A work folder in a store (S3), for machines without a common file system.
 
-    shardkit-work.txt                        says what this is, and its id, which no other folder ever has
+    shardkit-work.txt                        marker with the folder's random id
     commits/<stage>/<task>.<digest>.json     one PUT with If-None-Match: the atomic step
-    data/<stage>/<task>.<digest>/<file>      outputs, put before it
-    sharing/                                 who is at what
+    data/<stage>/<task>.<digest>/<file>      outputs, put before the commit
+    sharing/                                 leases
 
-Every machine has a scratch folder, for what its running tasks write, for records, and for small files that
-are read as files; it may be deleted whenever no build runs there (`scratch.py`). All else is read from the
-store by ranges (`open`), each block of which is checked against the hash in the commit: a client does not
-check ranges. An output that turns out damaged costs its task's record, so the next run makes it again.
-
-Ranges of a committed file in a store, each block compared with the hash in its commit.
-
-Neither HTTP nor a client checks a range: a flipped byte would go into the dataset in silence. Blocks that
-were read alone are kept for a while, up to `CACHE_BYTES` in a process: a task that reads a little of many
-files comes back to their ends and their directories.
-
-The part of a store below a prefix, with keys that leave the prefix out.
+Every machine has a scratch folder (`scratch.py`) for the files of running tasks, for commit records, and for
+small files that are fetched whole; it may be deleted whenever no build runs there. Everything else is read
+from the store by ranges (`CheckedRanges`): neither HTTP nor S3 clients verify a range, and a flipped byte
+would go into the dataset in silence, so each block is compared with its hash in the commit. A process caches
+up to `CACHE_BYTES` of blocks from short reads, because tasks that read a little of many files come back to
+their ends and directories. If an output is damaged, the record of its task is removed, so that the next run
+makes it again.
 """
 
 from __future__ import annotations
@@ -59,17 +54,17 @@ __all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "PrefixedStore", 
 
 CACHE_BYTES = 16 << 20
 
-_KEPT_AT_ONCE = 2  # blocks; longer reads go straight through a file and do not come back
+_KEPT_AT_ONCE = 2  # blocks; longer reads are sequential and do not come back
 
-_TRIES = 3  # damage on the way passes, damage in the store stays
+_TRIES = 3  # damage in transit goes away, damage in the store stays
 
 
 class DamagedFileError(StoreError):
-    """A file of a finished task is no longer there, or no longer what was committed."""
+    """A file of a finished task is gone, or differs from its commit."""
 
 
 class CheckedRanges:
-    """The `get` of a store, for one file; `damaged` is called before a DamagedFileError."""
+    """The `get` of a store for one file, checked; `damaged` is called before a DamagedFileError is raised."""
 
     def __init__(self, store: Store, output: Output, damaged: Callable[[], None] = lambda: None) -> None:
         self._store, self._output, self._damaged = store, output, damaged
@@ -83,7 +78,7 @@ class CheckedRanges:
             return b""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         place = self._store.url, key, self._output.xxh3_128
-        if (kept := _cache.get(place, first)) is not None:  # the rest is asked for next
+        if (kept := _cache.get(place, first)) is not None:  # the caller asks for the rest next
             return kept[start - first * BLOCK_BYTES :]
         data = self._fetch(key, first * BLOCK_BYTES, min(last * BLOCK_BYTES, size))
         if last - first <= _KEPT_AT_ONCE:
@@ -94,7 +89,7 @@ class CheckedRanges:
 
     def _fetch(self, key: str, start: int, stop: int) -> bytes:
         where = f"{self._store.url}/{key}"
-        problem = f"bytes {start:,} to {stop:,} are not those that were committed, {_TRIES} times"
+        problem = f"bytes {start:,} to {stop:,} differ from the commit in {_TRIES} attempts"
         for _ in range(_TRIES):
             try:
                 data = self._store.get(key, start, stop)
@@ -104,11 +99,11 @@ class CheckedRanges:
             except StoreError as error:
                 if error.status != 416:  # shorter than committed
                     raise
-                problem = "is shorter than what was committed"
+                problem = "is shorter than its commit says"
                 break
             if len(data) == stop - start and self._is_right(data, start):
                 return data
-        found = DamagedFileError(where, f"{problem}; the next run makes its task again")
+        found = DamagedFileError(where, f"{problem}; the next run repeats its task")
         try:
             self._damaged()
         except StoreError as failure:
@@ -129,7 +124,7 @@ _Place = tuple[str, str, str]  # store, key, hash of the whole
 
 
 class _Cache:
-    """The blocks that were used last."""
+    """The least recently used blocks are dropped first."""
 
     def __init__(self) -> None:
         self.after_fork()
@@ -159,7 +154,7 @@ _cache = _Cache()
 
 
 class PrefixedStore:
-    """Keeps the contract of `Store`; `prefix` ends with a "/"."""
+    """The part of a store below `prefix`, which ends with a "/"; keys leave the prefix out."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -202,7 +197,7 @@ class PrefixedStore:
 
 _THREADS = 8
 
-_READ_THREADS = 16  # records are small: waiting only
+_READ_THREADS = 16  # records are small: latency only
 
 _MARKER = "shardkit-work.txt"
 
@@ -212,16 +207,16 @@ _ID_BYTES = 8
 
 _COPY_BYTES = 4 << 20
 
-_KEPT_RECORDS = 4096  # of tasks whose files were read last: some kilobytes each
+_KEPT_RECORDS = 4096  # of recently read tasks: some kilobytes each
 
-_RESUME = "what is finished is kept; the same command continues"
+_RESUME = "finished tasks are kept; the same command continues"
 
 
 @dataclass(frozen=True)
 class StoreWork:
     """`folder` is in the scratch folder, at the same path on all machines. `around` wraps the store (tests).
 
-    `claimed` gives the one that builds use; without it nothing is remembered on this machine.
+    Builds use the result of `claimed`; without it nothing is cached on this machine.
     """
 
     url: str
@@ -239,7 +234,7 @@ class StoreWork:
 
     @property
     def store(self) -> Store:
-        """Retries what may pass; shared by all of this process."""
+        """The store, with retries; one object for the whole process."""
         return _connect(self.url, self.storage, self.around)
 
     @property
@@ -251,12 +246,12 @@ class StoreWork:
         scratch.prepare(self.folder)
 
     def claimed(self, session: str) -> StoreWork:
-        """With the folder's id, which is set if there is none; BuildError if it holds something else.
+        """The same with the folder's id, created if necessary; BuildError if it is not a work folder.
 
-        Scratch folders are named after the id: what machines remember of a folder that was removed is not
-        believed of another one at the same place.
+        Scratch folders are named after the id, so that what a machine has cached of a removed folder is never
+        used for a new one at the same place.
         """
-        with self._told():
+        with self._explained():
             if next(iter(self.store.list()), None) is None:
                 text = _MARKER_TEXT + b"id: " + os.urandom(_ID_BYTES).hex().encode() + b"\n"
                 with suppress(ObjectExistsError):
@@ -265,9 +260,9 @@ class StoreWork:
                 text = self.store.get(_MARKER)
             except ObjectNotFoundError:
                 first = next(iter(self.store.list()), None)
-                problem = "was removed just now"
+                problem = "was removed meanwhile"
                 if first is not None:
-                    problem = f"holds objects that no build wrote ({first.key}); set another `work` folder"
+                    problem = f"contains objects that no build wrote ({first.key}); set another `work` folder"
                 raise BuildError(f"{self.url}: {problem}") from None
         _, is_right, rest = text.partition(b"id: ")
         if not is_right or not (id := rest.strip().decode(errors="replace")).isalnum():
@@ -283,7 +278,7 @@ class StoreWork:
         return folder
 
     def commit(self, task: Task, temporary: Path, commit: Commit, record: bytes) -> Commit:
-        with self._told(f"task {task}: "):
+        with self._explained(f"task {task}: "):
             theirs = self._fetch_commit(task.key)
             if theirs is None:
                 prefix = f"data/{task.key}/"
@@ -295,7 +290,7 @@ class StoreWork:
                     self.store.put(_record_key(task.key), record, if_absent=True)
                 except ObjectExistsError:
                     theirs = self._fetch_commit(task.key)
-                    if theirs is None:  # gone again, or not to be read: of another version, or cut
+                    if theirs is None:  # gone again, or unreadable: of another version, or truncated
                         self.store.put(_record_key(task.key), record)
                 if theirs is None:
                     self._keep(task.key, record)
@@ -304,7 +299,7 @@ class StoreWork:
         return theirs
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        with self._told():
+        with self._explained():
             found = {commit.folder: commit for commit in self.finished(tasks) if commit is not None}
             sizes: dict[str, int] = {}
             for part in sorted({f"{stage}/" for stage in {commit.stage for commit in found.values()}}):
@@ -317,9 +312,9 @@ class StoreWork:
         return [found.get(self.folder / task.key) for task in tasks]
 
     def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        with self._told():
+        with self._explained():
             wanted = {task.key: task for task in tasks}
-            if len(wanted) == 1:  # one small request
+            if len(wanted) == 1:  # a single small request
                 commits = [self._fetch_commit(key) for key in wanted]
             else:
                 stages = sorted({task.stage for task in tasks})
@@ -333,7 +328,7 @@ class StoreWork:
         ]
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
-        with self._told():
+        with self._explained():
             keys = list(self._keys("" if stage is None else f"{stage}/"))
             commits = self._read(keys)
         for key, commit in zip(keys, commits, strict=True):
@@ -342,7 +337,7 @@ class StoreWork:
 
     def forget(self, commit: Commit) -> None:
         key = self._key(commit.folder)
-        with self._told():
+        with self._explained():
             self._disown(key)
             self._delete(info.key for info in self.store.list(f"data/{key}/"))
         shutil.rmtree(commit.folder, ignore_errors=True)
@@ -359,33 +354,33 @@ class StoreWork:
                 raise
             return None
 
-        with self._told(), ThreadPoolExecutor(_THREADS) as pool:
+        with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
             return next((name for name in pool.map(read, commit.outputs) if name), None)
 
     def free_bytes(self) -> int | None:
         return None
 
     def remove(self) -> None:
-        with self._told():
+        with self._explained():
             for part in ("commits/", "data/", "sharing/", _MARKER):
                 self._delete(info.key for info in self.store.list(part))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def open(self, path: Path) -> io.BufferedReader:
-        """A file of a finished task, read by ranges and checked. OSError, also where there is none."""
+        """A file of a finished task, read by checked ranges. OSError, also if there is none."""
         key, name, output = self._output(path)
         ranges = CheckedRanges(self.store, output, partial(self._disown, key))
         return open_object(ranges, ObjectInfo(f"data/{key}/{name}", output.bytes, ""), first_bytes=1)
 
     def fetch(self, path: Path) -> None:
-        """Make a file of the store one of this machine, at `path` in the scratch folder."""
+        """Fetch a file of the store to `path` in the scratch folder."""
         temporary = self.borrow(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         fsync_path(temporary)
         temporary.rename(path)
 
     def borrow(self, path: Path) -> Path:
-        """The same at a path of the caller's own, who removes it."""
+        """Fetch a file to a temporary path, which the caller removes."""
         number, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=self._unfinished())
         try:
             with self.open(path) as source, os.fdopen(number, "wb") as target:
@@ -396,11 +391,11 @@ class StoreWork:
         return Path(name)
 
     def content_of(self, path: Path) -> str:
-        """The xxh3-128 of a file, as it was committed."""
+        """The xxh3-128 of a file in its commit."""
         return self._output(path)[2].xxh3_128
 
     def _output(self, path: Path) -> tuple[str, str, Output]:
-        """(key of the task, name, what was committed) of a file in the folder of a task."""
+        """(task key, file name, committed output) of a file in the folder of a task."""
         parts = path.relative_to(self.folder).parts
         key, name = "/".join(parts[:2]), "/".join(parts[2:])
         output = _outputs(self, key).get(name)
@@ -412,7 +407,7 @@ class StoreWork:
         return folder.relative_to(self.folder).as_posix()
 
     def _keys(self, start: str) -> Iterator[str]:
-        """Keys of the tasks that have a record, of those that start so."""
+        """Keys of the tasks that have a record, of those that start with `start`."""
         for info in self.store.list(f"commits/{start}"):
             yield info.key.removeprefix("commits/").removesuffix(".json")
 
@@ -423,7 +418,7 @@ class StoreWork:
             return list(pool.map(self.read_commit, keys))
 
     def read_commit(self, key: str) -> Commit | None:
-        """The record of a task, from the scratch folder if it was read before."""
+        """The commit of a task, from the scratch folder if it was read before."""
         folder = self.folder / key
         with suppress(OSError):
             if commit := parse_commit((folder / _RECORD).read_bytes(), folder, self):
@@ -441,7 +436,7 @@ class StoreWork:
         return commit
 
     def _keep(self, key: str, record: bytes) -> None:
-        """Remember a record on this machine. Not synced: one that is cut short is read again."""
+        """Cache a record on this machine. Not synced: a truncated one is fetched again."""
         if not self.id:
             return
         folder = self.folder / key
@@ -451,8 +446,8 @@ class StoreWork:
         temporary.rename(folder / _RECORD)
 
     def _disown(self, key: str) -> None:
-        """Remove the record of a task whose outputs are not what it says; they are written over."""
-        if not self.id:  # only looking
+        """Remove the record of a task whose outputs differ from it; the next run overwrites them."""
+        if not self.id:  # read only
             return
         self.store.delete(_record_key(key))
         (self.folder / key / _RECORD).unlink(missing_ok=True)
@@ -462,8 +457,8 @@ class StoreWork:
             list(pool.map(self.store.delete, list(keys)))
 
     @contextmanager
-    def _told(self, what: str = "") -> Iterator[None]:
-        """Errors of the store as a BuildError that says what to do."""
+    def _explained(self, what: str = "") -> Iterator[None]:
+        """Turn errors of the store into a BuildError that says what to do."""
         try:
             yield
         except (StoreError, OSError) as error:
@@ -479,7 +474,7 @@ def _record_key(key: str) -> str:
 
 @lru_cache(maxsize=_KEPT_RECORDS)
 def _outputs(work: StoreWork, key: str) -> Mapping[str, Output]:
-    """What a finished task wrote. FileNotFoundError, which is not remembered, if it is not finished."""
+    """Outputs of a finished task. FileNotFoundError, which is not cached, if it is not finished."""
     commit = work.read_commit(key)
     if commit is None:
         raise FileNotFoundError(f"{work.url}/{_record_key(key)}: is gone; was the work folder removed?")
