@@ -1,4 +1,4 @@
-"""The dataset's card, `dataset.json`: what it says of itself.
+"""Makes the dataset card, `dataset.json`.
 
 A function of the recipe and of counts: no times, no folder names, no number of workers, so the same build
 gives the same bytes anywhere. `report.html` (shardkit.writers.report) is a function of the card alone.
@@ -23,7 +23,7 @@ FILE_HASH = "xxh3_128"
 
 
 def recipe_content(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data without the keys that decide no byte: where the output and the work lie.
+    """The recipe as plain data, without keys that decide no byte: the places of output and work.
 
     Profiles are written out as the filters they stand for.
     """

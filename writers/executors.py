@@ -71,7 +71,7 @@ def work_of(recipe: Recipe, default: Path, storage: StorageOptions | None, execu
 
 
 def place_of(work: Work) -> Path | str:
-    """Its folder, or its URL."""
+    """The folder or URL of a work folder."""
     return work.folder if isinstance(work, LocalWork) else work.place
 
 
@@ -79,12 +79,12 @@ def place_of(work: Work) -> Path | str:
 def open_runner(
     recipe: Recipe, work: Work, execution: Execution, listener: Listener[StageProgress]
 ) -> Iterator[Runner]:
-    """Open the work folder and start the engine; both are closed with the `with`."""
+    """Open the work folder and start the engine; both are closed at the end of the `with`."""
     with Journal(work, slice=execution.task_slice) as journal, _engine(recipe, execution) as engine:
         runner = Runner(journal, engine, listener)
         try:
             yield runner
-        except OSError as error:  # of a file of finished tasks, read between two stages
+        except OSError as error:  # while this process reads files of finished tasks between two stages
             raise BuildError(f"work folder {work.place}: {error}; {RESUME}") from error
 
 
@@ -98,7 +98,7 @@ def _engine(recipe: Recipe, execution: Execution) -> Engine:
 
 
 class _Place(Protocol):
-    """The part of a `Journal`, or of a `Planner`, that `place_files` needs."""
+    """The part of `Journal` and of `Planner` that `place_files` needs."""
 
     @property
     def work(self) -> Work: ...

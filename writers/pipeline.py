@@ -1,13 +1,13 @@
 """`build`: a recipe to a published dataset.
 
-    recipe -> destination, work folder, engine -> splits -> is it there already? -> does it fit on the disks?
+    recipe -> destination, work folder, engine -> splits -> already published? -> enough disk space?
     -> the stages (stages/graph.py): clean, exact, lines, near, tokenize, pack, provenance
-    -> counts that add up -> publish: shards, provenance, report, card, and the index last
+    -> check that the counts add up -> publish: shards, provenance, report, card, and the index last
 
-The same inputs and recipe give the same bytes, whatever runs the build, and a build that was killed continues
-where it was. Whether the output already holds the dataset is decided by content, not by times: by the card's
-recipe, tokenizer and version, and by the digests of the raw inputs, which are read again for this (at the
-disk's speed, much faster than building).
+The same inputs and recipe give the same bytes with any engine, and a build that was killed continues where it
+stopped. Whether the output already has the dataset is decided by content, not by times: by the card's recipe,
+tokenizer and version, and by the digests of the raw inputs, which are read again for this (at the speed of
+the disk, much faster than building).
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def build(
     replace: bool = False,
     storage: StorageOptions | None = None,
 ) -> BuildResult:
-    """Build the dataset that `recipe` (or the YAML file it names) describes; skip what is finished.
+    """Build the dataset of `recipe`, a Recipe or the path of a YAML file; skip what is finished.
 
     `output` replaces the recipe's output.path: a folder, relative to the current one, or a URL. `storage` has
-    the options of stores, also of those with inputs. `overrides` such as "pack.sequence_length=512" replace
+    the options of stores, including those of inputs. `overrides` such as "pack.sequence_length=512" replace
     other keys. `engine`, `workers`, `ray_address` and `task_slice` select who runs the tasks (`Execution`;
-    default: one process per core, as memory allows) and never change a byte. A place that holds another
-    dataset is refused unless `replace`. Raises RecipeError, BuildError, MissingExtraError; after an
+    default: one process per core, as memory allows) and never change a byte. A place with another dataset
+    is refused unless `replace`. Raises RecipeError, BuildError, MissingExtraError; after an
     interruption the same call continues.
     """
     start = time.perf_counter()
@@ -131,7 +131,7 @@ def build(
 
 
 def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe, or the one in a YAML file, with keys replaced."""
+    """The recipe, or the one in a YAML file, with some keys replaced."""
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, list(overrides))
     if not overrides:
@@ -145,7 +145,7 @@ def with_overrides(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Rec
 def destination_of(
     recipe: Recipe, output: str | Path | None, storage: StorageOptions | None
 ) -> Path | RemoteOutput:
-    """Where a build's dataset goes; RecipeError if it cannot go there."""
+    """The destination of the dataset; RecipeError if it cannot be used."""
     place = recipe.output.path if output is None else str(output)
     if is_remote(place):
         return RemoteOutput(place.rstrip("/"), storage)
@@ -156,12 +156,12 @@ def destination_of(
 
 
 def default_work(target: Path | RemoteOutput) -> str:
-    """The work folder if the recipe names none: beside the output, or for a URL in the recipe's folder."""
+    """The work folder if the recipe names none: next to the output, or for a URL in the recipe's folder."""
     return f"{target}.work" if isinstance(target, Path) else target.work_name
 
 
 def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
-    """RecipeError if an input lies where a build writes: a second one would read what the first one wrote.
+    """RecipeError if an input lies where the build writes: the next build would read the output of this one.
 
     `places` are folders, and URLs as str.
     """
@@ -179,9 +179,9 @@ def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
 def _published_card(
     output: Path | RemoteOutput, inputs: BuildInputs, tokenizer_digest: str, *, replace: bool
 ) -> dict[str, Any] | None:
-    """The card of the dataset at `output` if it is what this build would make; None if there is work to do.
+    """The card of the dataset at `output` if this build would make the same one; None if it has to run.
 
-    BuildError if it holds something else and `replace` is not set, or if a store cannot be reached.
+    BuildError if there is another dataset and `replace` is not set, or if a store cannot be reached.
     """
     found = find_published(output)
     if found is None or replace:
@@ -200,7 +200,7 @@ def _published_card(
 
 
 def _difference(card: dict[str, Any] | None, inputs: BuildInputs, tokenizer_digest: str) -> str | None:
-    """Why the card is not this build's, or None."""
+    """Why the card is not that of this build, or None."""
     recipe, splits = inputs.recipe, inputs.splits
     if card is None or "recipe_digest" not in card:
         return "which no recipe made"
@@ -228,7 +228,7 @@ def _difference(card: dict[str, Any] | None, inputs: BuildInputs, tokenizer_dige
 def _remove_left(work: Work) -> None:
     """Remove the default work folder if a crash came between publishing and removing it."""
     if work.folder.is_dir():
-        with suppress(BuildError), Journal(work) as journal:  # of another build, or not ours: it stays
+        with suppress(BuildError), Journal(work) as journal:  # in use by another build, or not ours: it stays
             journal.remove()
 
 
@@ -301,7 +301,7 @@ class _Dataset:
 
 
 def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset:
-    """Number the shards, and write the index, the report and the card; BuildError if there is no sample."""
+    """Number the shards, and make index, report and card; BuildError if there is no sample."""
     recipe, survivors = inputs.recipe, outputs.survivors
     cleaned = survivors.cleaned
     folders = [commit.files for commit in outputs.packed]
@@ -331,7 +331,7 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     if quarantine := _joined(cleaned, QUARANTINE_FILE):
         texts[QUARANTINE_NAME] = quarantine
     side_files = {name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")}
-    for name in sorted(side_files - {QUARANTINE_FILE}):  # what filters have to report beyond the page
+    for name in sorted(side_files - {QUARANTINE_FILE}):  # reports of filters beyond the page
         texts[name] = _joined(cleaned, name)
     card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
     texts[CARD_NAME] = card_bytes(card)
@@ -352,7 +352,7 @@ def _publish(
     try:
         publish(target, *files, replace=replace, wait_seconds=wait_seconds, listener=listener)
     except BuildError:
-        # Another process may have taken this one for dead and have published the dataset.
+        # Another process may have considered this one dead, and have published the dataset.
         if not (is_shared and watch.shows(dataset.card)):
             raise
 
@@ -384,7 +384,7 @@ def _result(
 
 
 def _joined(commits: Sequence[Commit], name: str) -> bytes:
-    """One output of all tasks; an empty one is not read, which in a store would be a request."""
+    """One output of all tasks, joined; empty ones are not read, to save requests to a store."""
     return b"".join((commit.files / name).read_bytes() for commit in commits if commit.outputs[name].bytes)
 
 

@@ -1,4 +1,4 @@
-"""What a build says while it runs: a `StageProgress` after every task, shown by `shardkit.progress`."""
+"""Progress of a build: a `StageProgress` after every task, shown by `shardkit.progress`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StageProgress:
 
     @property
     def event(self) -> str:
-        """The end of the stage, or that it waits for kernels."""
+        """How the stage ended, or that it waits for kernels to compile."""
         return "end" if self.finished else "compiling" if self.compiling else ""
 
     @property
@@ -70,16 +70,16 @@ class StageProgress:
         return rates
 
     def notes(self) -> list[str]:
-        """What of the tasks this process did not do now."""
+        """How many tasks were reused or done elsewhere."""
         notes = [f"{self.tasks_reused:,} reused"] if self.tasks_reused else []
         return notes + ([f"{self.tasks_elsewhere:,} by others"] if self.tasks_elsewhere else [])
 
     def waits(self) -> list[str]:
-        """For whom this process waits."""
+        """The processes that this one waits for."""
         return [f"waiting for {self.waiting}"] if self.waiting and not self.finished else []
 
     def text(self) -> str:
-        """All that there is to say, on one line without a break."""
+        """Everything on one line."""
         parts = [f"{self.tasks_done:,} of {self.tasks:,} tasks"]
         if notes := self.notes():
             parts[0] += f" ({', '.join(notes)})"
@@ -97,7 +97,7 @@ class StageProgress:
 
 
 def say(text: str) -> None:
-    """Tell people something beside the progress."""
+    """Print a message along with the progress."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 

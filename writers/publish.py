@@ -1,4 +1,4 @@
-"""From a finished build to where its dataset goes: a folder or a store, by one protocol (`shardkit.publish`).
+"""Publishes a finished build to a folder or a store, by one protocol (`shardkit.publish`).
 
 Files are hard-linked into a folder from the work folder, or copied if that is another file system; to a store
 they are sent straight from the work folder. The objects are the very bytes that a folder would have, but for
@@ -75,7 +75,7 @@ _THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class RemoteOutput:
-    """Where a dataset goes that is not to lie on this machine."""
+    """A destination in a store."""
 
     url: str
     storage: StorageOptions | None = None
@@ -85,13 +85,13 @@ class RemoteOutput:
 
     @property
     def work_name(self) -> str:
-        """The name of the default work folder: the last part of the URL tells datasets apart."""
+        """The name of the default work folder, after the last part of the URL."""
         return self.url.rpartition("/")[2] + ".work"
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedDataset:
-    """The dataset at an output, if its index can be read, and what is wrong with it if anything is."""
+    """The dataset at an output, if its index can be read, and its problem, if any."""
 
     contents: Contents | None
     problem: str | None
@@ -103,7 +103,7 @@ class PublishedDataset:
 
 
 def find_published(output: Path | RemoteOutput) -> PublishedDataset | None:
-    """The dataset that is there, or None; BuildError if the place is no dataset's, or cannot be read."""
+    """The dataset at `output`, or None; BuildError if something else is there, or it cannot be read."""
     try:
         if isinstance(output, Path) and not holds_dataset(output):
             return None
@@ -129,7 +129,7 @@ def _published_in(store: Store) -> PublishedDataset | None:
 
 
 def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
-    """Do what a publication of `contents` that was cut short just after its index had left to do."""
+    """Complete a publication of `contents` that was interrupted just after its index was written."""
     try:
         if isinstance(output, RemoteOutput):
             with transfer_store(output.url, output.storage) as store:
@@ -139,7 +139,7 @@ def finish_published(output: Path | RemoteOutput, contents: Contents) -> None:
                 clear_leftovers(output)
                 finish_publication(LocalStore(output), contents)
     except RefusedError:
-        pass  # another process is at it
+        pass  # another process does it
     except (ShardkitError, OSError) as error:
         raise BuildError(f"output {error}") from error
 
@@ -189,7 +189,7 @@ def publish(
     settings = Settings(_THREADS, replace=replace)
     try:
         if isinstance(output, Path):
-            holds_dataset(output)  # nothing is put where something else lies, not even a lock
+            holds_dataset(output)  # write nothing next to foreign files, not even a lock
             with locked_folder(output, wait_seconds):
                 publish_files(output, contents, files, settings)
         else:
@@ -220,7 +220,7 @@ def _store_of(output: Path | RemoteOutput) -> Iterator[Store]:
 
 
 class Watch:
-    """Whether the dataset that a build made is where it goes: what processes that share the work look at.
+    """Tells processes that share the work whether the dataset of their build has been published.
 
     At most one of them publishes at a time; the others see that it is done, and are done. Make it before the
     work begins: with `replace`, a dataset that was there then does not count.
@@ -231,7 +231,7 @@ class Watch:
         self._before = self._index() if replace else None
 
     def shows(self, card: bytes) -> bool:
-        """Whether a dataset of this very card is there, whole; BuildError if that cannot be known."""
+        """Whether a complete dataset with exactly this card is there; BuildError if that is unknown."""
         try:
             index = self._index()
             if index is None or index == self._before or head_if_any(self._store, MARKER_NAME):

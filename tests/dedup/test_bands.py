@@ -16,7 +16,7 @@ from shardkit.writers.dedup.bands import (
     find_slices,
     key_range,
     partitions_for,
-    read_partition,
+    read_slices,
 )
 from shardkit.writers.dedup.population import BAND, BAND_RUNS_FILE, BANDS_FILE
 from shardkit.writers.execution.artifacts import Artifact
@@ -34,9 +34,8 @@ def write(folder: Path, keys: Keys, cuts: list[int], run_documents: int | None =
 
 
 def entries(folder: Path, partition: int, partitions: int) -> list[tuple[int, int]]:
-    return [
-        entry for rows in read_partition(Artifact(folder), partition, partitions) for entry in rows.tolist()
-    ]
+    slices = find_slices(Artifact(folder), *key_range(partition, partitions))
+    return [entry for rows in read_slices(Artifact(folder), slices) for entry in rows.tolist()]
 
 
 @st.composite

@@ -148,7 +148,7 @@ def test_waiting_ends_after_hours_and_names_who_hangs(work: LocalWork) -> None:
         assert queue.take() is None
         clock.now += module.WAIT_SECONDS + 1
         with pytest.raises(
-            BuildError, match=r"6 hours for others to finish 1 tasks, such as stage/t0 \(node7"
+            BuildError, match=r"6 hours for others to finish 1 tasks, such as stage/t0 \(claimed by node7"
         ):
             queue.take()
 

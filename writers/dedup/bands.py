@@ -43,7 +43,6 @@ __all__ = [
     "optimal_parameters",
     "partitions_for",
     "probability",
-    "read_partition",
     "read_slices",
     "render_curve",
 ]
@@ -232,11 +231,6 @@ def read_slices(folder: Artifact, slices: Sequence[tuple[int, int]]) -> Iterator
                 if read_into(file, rows.data.cast("B")) != rows.nbytes:
                     raise BuildError(f"{entries}: ends early; remove the work folder and build again")
                 yield rows
-
-
-def read_partition(folder: Artifact, partition: int, partitions: int) -> Iterator[npt.NDArray[np.void]]:
-    """BAND entries of one partition: run after run, some at a time; each is overwritten by the next."""
-    yield from read_slices(folder, find_slices(folder, *key_range(partition, partitions)))
 
 
 Floats = npt.NDArray[np.float64]

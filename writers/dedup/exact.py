@@ -39,7 +39,6 @@ __all__ = [
     "partition_range",
     "partitions_for",
     "read_key_runs",
-    "read_keys",
     "read_range",
     "repeated",
 ]
@@ -160,13 +159,8 @@ def partitions_for(documents: int, memory_bytes: int) -> int:
     return min(max(1, -(-documents * _PEAK_BYTES_PER_ROW * 2 // memory_bytes)), MAX_PARTITIONS)
 
 
-def read_keys(path: Artifact) -> npt.NDArray[np.void]:
-    """All rows of a file of keys, KEY_DTYPE in the order of documents."""
-    return np.concatenate([np.empty(0, KEY_DTYPE), *read_key_runs(path)])
-
-
 def read_key_runs(path: Artifact) -> Iterator[npt.NDArray[np.void]]:
-    """The same, a run at a time."""
+    """The rows of a file of keys as KEY_DTYPE in the order of documents, a run at a time."""
     table = Rows(path, STORED_DTYPE)
     for start in range(0, len(table), RUN_ROWS):
         stored = table.read(start, min(start + RUN_ROWS, len(table)))

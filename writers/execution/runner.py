@@ -201,7 +201,8 @@ class Runner:
         """Let one process at a time, of those that share the work, do `step` at `place`.
 
         Yields whether the step still has to be done: at once, or after the other processes have done it,
-        given up or died. Like all claims this is advisory: a step that must never run twice at once needs a lock.
+        given up or died. Like all claims this is advisory: a step that must never run twice at once needs a
+        lock.
         """
         if not self.is_shared:
             return contextlib.nullcontext(True)

@@ -1,13 +1,13 @@
-"""Stage `clean`: read and filter one split, and write what later stages need, with a ledger that adds up.
+"""Stage `clean`: read and filter a split, and write what later stages need, with a ledger that adds up.
 
-One task a split, named after its file and where it starts there, so that a new file is cleaned alone. Its
-folder receives
+One task a split, named after its file and its start in the file, so that a new file costs only its own tasks.
+The folder of a task receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
   keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
-  quarantine.jsonl  records that could not be read; often empty
-  languages.npy     with a language filter: what it found each kept document to be (languages.py)
-  annotations.parquet  with `annotate`: what every filter thought of every document (annotations.py)
-Memory is one batch, one record and a run of keys, whatever the split's size.
+  quarantine.jsonl  unreadable records; often empty
+  languages.npy     with a language filter: the language of each kept document (languages.py)
+  annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
+Memory is one batch, one record and a run of keys, for a split of any size.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What became of a split: its checked ledger, what each filter did, and what the language codes mean.
+    """Result of a split: its checked ledger, counts of each filter, and the meaning of language codes.
 
-    `fields` are the named fields that no record had (`NamedFields.to_dict`); `input` is `hash_split`.
+    `fields` are named fields that no record had (`NamedFields.to_dict`); `input` is `hash_split`.
     """
 
     ledger: Ledger
@@ -116,7 +116,7 @@ def tasks(
 
 
 def split_name(split: Split) -> str:
-    """Readable, and unique and constant for (file, start): the name of all tasks of a split."""
+    """The name of all tasks of a split: readable, and unique and constant for (file, start)."""
     readable = _UNSAFE.sub("_", Path(split.file).name)[:40].strip(".") or "file"
     return f"{readable}-{digest_of([split.file, split.start])[:16]}"
 
@@ -146,7 +146,7 @@ def clean_split(folder: Path, split: Split, recipe: Recipe, filter_folder: Artif
         recipe = recipe.in_folder(filter_folder.path)
     try:
         return _clean(split, recipe, folder)
-    except SuspectDataError as suspect:  # seen at the end of what cannot be trusted, so from the start again
+    except SuspectDataError as suspect:  # found at the end of the untrusted data, so start again without it
         return _clean(split, recipe, folder, suspect)
 
 
@@ -198,7 +198,7 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
 
 
 def _book(filtered: Filtered, ledger: Ledger) -> None:
-    """What was kept, dropped and cut out of documents."""
+    """Book what was kept, dropped, and cut out of documents."""
     for reason, count in filtered.dropped.items():
         ledger.drop(reason, count.documents, count.bytes)
     for reason, size in filtered.cut.items():
@@ -211,8 +211,8 @@ def _book(filtered: Filtered, ledger: Ledger) -> None:
 def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:
     """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
 
-    With its source, its size and, as `id`, its content rank. A text without any word equals only the same
-    text.
+    Each row also has the source, the size and, as `id`, the content rank. A text without words equals only
+    the same text.
     """
     texts = batch.column("text")
     keys = np.empty(len(texts), KEY_DTYPE)

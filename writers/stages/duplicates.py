@@ -1,6 +1,6 @@
-"""What duplicate removal took from each source: the alarm, and the entry of the dataset's card.
+"""Losses of each source by duplicate removal: the limit on them, and their entry in the dataset card.
 
-A build books here what its stages `exact`, `lines` and `near` removed. Each is optional.
+A build books the removals of its stages `exact`, `lines` and `near` here; each stage is optional.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shardkit.writers.stages.exact import ExactDuplicates
 __all__ = ["EXACT", "LINES", "NEAR", "DuplicateLosses"]
 
 EXACT, LINES, NEAR = "exact_duplicate", "duplicate_lines", "near_duplicate"  # as ledgers name them
-ALARM_DOCUMENTS = 1000  # smaller inputs may lose any part of their documents
+ALARM_DOCUMENTS = 1000  # smaller inputs may lose any share of their documents
 
 
 class DuplicateLosses:
-    """For each source: documents and bytes that were compared, and what was lost by reason.
+    """For each source, documents and bytes that were compared, and losses by reason.
 
     `cleaned` has the ledger of each split.
     """
@@ -66,7 +66,7 @@ class DuplicateLosses:
         return sum(self._lost.get(reason, []), Count())
 
     def check(self, most: float) -> None:
-        """BuildError if a source lost too great a part of its documents."""
+        """BuildError if a source lost more than the share `most` of its documents."""
         for number, label in enumerate(self._labels):
             removed = {reason: counts[number].documents for reason, counts in self._lost.items()}
             total, documents = sum(removed.values()), self._compared[number].documents
@@ -74,8 +74,8 @@ class DuplicateLosses:
                 reasons = ", ".join(f"{reason} {count:,}" for reason, count in removed.items() if count)
                 raise BuildError(
                     f"input {label!r}: {total:,} of {documents:,} documents ({total / documents:.1%}) are "
-                    f"duplicates ({reasons}), more than dedup.max_removed_fraction = {most:g}; look at the "
-                    f"input, or raise that limit if it is meant"
+                    f"duplicates ({reasons}), more than dedup.max_removed_fraction = {most:g}; check the "
+                    f"input, or raise the limit if this is intended"
                 )
 
     def card(
@@ -85,7 +85,7 @@ class DuplicateLosses:
         near: NearResult | None,
         indexes: Sequence[DedupIndex],
     ) -> dict[str, Any] | None:
-        """What report/dedup.py describes; None if no duplicates were looked for."""
+        """The card's entry, which report/dedup.py shows; None without duplicate removal."""
         if not self._lost:
             return None
         groups, largest = self._groups(exact, near)
@@ -112,7 +112,7 @@ class DuplicateLosses:
         ]
 
     def _groups(self, exact: Sequence[Commit], near: NearResult | None) -> tuple[list[int], int]:
-        """How many documents that stayed stand for so many, by class; and for how many one stands at most."""
+        """Number of kept documents by class of how many they represent, and the most that one represents."""
         if near is not None:
             return list(near.decided.groups), near.decided.largest_group
         groups, largest = [0] * len(_CLASSES), 1

@@ -1,8 +1,9 @@
-"""Stage `exact`: of documents with the same key, all but one are removed.
+"""Stage `exact`: removes all but one of the documents with the same key.
 
 Cleaning wrote a key for each document (`dedup/exact.py`). Each task takes one partition of the keys of all
-splits, and writes who is removed (`losers.npy`) and who stays for how many (`winners.npy`), both sorted by
-(split, row). The number of partitions follows from the number of documents and the memory of a task.
+splits, and writes the removed documents (`losers.npy`) and the kept ones with their number of copies
+(`winners.npy`), both sorted by (split, row). The number of partitions follows from the number of documents
+and the memory of a task.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ __all__ = ["ExactDuplicates", "find_exact", "tasks"]
 
 @dataclass(frozen=True, slots=True)
 class ExactDuplicates(PlainCounts):
-    """What one partition lost: `splits` maps a split's number to (documents, bytes) that it lost.
+    """Losses of one partition: `splits` maps a split's number to (documents, bytes) that it lost.
 
-    `groups` counts the documents that stay for 2, 3, … documents, in the classes of `count_groups`.
+    `groups` counts the documents that represent 2, 3, … documents, in the classes of `count_groups`.
     """
 
     losers: int

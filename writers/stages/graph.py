@@ -1,12 +1,12 @@
-"""The stages of a build, in order: what each gets from those before it, and what comes of it.
+"""The stages of a build in order: the input of each, and its result.
 
     clean -> exact -> lines -> near -> tokenize -> pack -> provenance
 
-A stage is a list of tasks. `run` gives their commits: a runner skips those that are finished and has an
-engine run the others; to explain a build, or to estimate its disk space, one only looks up what is finished.
-What a stage has to do follows from the recipe and from what the stages before it committed, never from the
-number of workers or from time, so the same inputs and recipe give the same bytes. A task's config and inputs
-name all that decides its outputs and nothing else, so a changed recipe redoes exactly what depends on it.
+A stage is a list of tasks. `run` returns their commits: a runner skips finished tasks and has an engine run
+the others; to explain a build or to estimate its disk space, `run` only looks up finished tasks. The tasks of
+a stage follow from the recipe and from the commits of earlier stages, never from the number of workers or
+from time, so the same inputs and recipe give the same bytes. The config and inputs of a task name everything
+that decides its outputs and nothing else, so a changed recipe redoes exactly what depends on the change.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from shardkit.writers.tokenizer import Engine, Parity
 
 __all__ = ["PARTITION_TEXT_BYTES", "BuildInputs", "Outputs", "Survivors", "find_survivors", "run_stages"]
 
-PARTITION_TEXT_BYTES = 256_000_000  # one task packs at most this much text, so that others may work as well
+PARTITION_TEXT_BYTES = (
+    256_000_000  # one task packs at most this much text, so that several workers have tasks
+)
 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """What a build reads, looked at before the first task.
+    """What a build reads, examined before the first task.
 
     `filter_files` are `clean.filter_files`; `filter_folder` is where tasks find these files, if not by their
     paths in the recipe.
@@ -73,13 +75,13 @@ class BuildInputs:
 
 @dataclass(frozen=True)
 class Survivors:
-    """The documents that filters and duplicate removal left.
+    """The documents that are left after filters and duplicate removal.
 
-    `cleaned` and `documents` have a commit for each split, `counts` what was counted as it was cleaned.
-    `documents` hold documents.arrow, and are `cleaned` unless lines were cut. `removals` are the rows of it
-    that were removed, `removed` the counts that stage `tokenize` will book for them by reason, `lines_cut`
-    the ledgers of stage `lines`. `kept` is what filters left. `beside` are the commits of the tasks that ran
-    beside stage `clean`.
+    `cleaned` and `documents` have a commit for each split, and `counts` the counts of stage `clean`.
+    `documents` have documents.arrow, and are `cleaned` unless lines were cut. `removals` are its rows that
+    were removed, `removed` the counts by reason that stage `tokenize` will book for them, `lines_cut` the
+    ledgers of stage `lines`. `kept` is what the filters kept. `concurrent` are the commits of the tasks that
+    ran at the same time as stage `clean`.
     """
 
     cleaned: Sequence[Commit]
@@ -91,16 +93,16 @@ class Survivors:
     near: NearResult | None
     card: Mapping[str, Any] | None
     kept: Count
-    beside: Sequence[Commit]
+    concurrent: Sequence[Commit]
 
 
 def task_memory(recipe: Recipe) -> int:
-    """Bytes that one task of duplicate removal may hold: the rest of `memory` is libraries and file pages."""
+    """Bytes that a task of duplicate removal may hold; libraries and page cache need the rest of `memory`."""
     return recipe.memory // 5
 
 
-def find_survivors(inputs: BuildInputs, run: RunTasks, *, beside: Sequence[Task] = ()) -> Survivors:
-    """Clean the documents and find their duplicates; `beside` are tasks that need nothing of this.
+def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[Task] = ()) -> Survivors:
+    """Clean the documents and find their duplicates; run independent tasks `concurrent`ly with cleaning.
 
     RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
     unreadable, if nothing is left, or if a source is mostly duplicates.
@@ -108,7 +110,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, beside: Sequence[Task]
     recipe, splits, config = inputs.recipe, inputs.splits, inputs.recipe.dedup
     memory_bytes = task_memory(recipe)
 
-    others, cleaned = run(beside, clean.tasks(recipe, splits, inputs.filter_files, inputs.filter_folder))
+    others, cleaned = run(concurrent, clean.tasks(recipe, splits, inputs.filter_files, inputs.filter_folder))
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])
@@ -129,7 +131,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, beside: Sequence[Task]
         [documents] = run(lines.cut_tasks(whole, keys, losers, duplicates, config.lines))
         lines_cut = [commit.ledger() for commit in documents]
         losses.add_lines(lines_cut)
-        removals = Removals({}, [commit.files for commit in documents])  # the files have none of them
+        removals = Removals({}, [commit.files for commit in documents])  # these files no longer contain them
         removed = {}
 
     near = None
@@ -147,7 +149,7 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, beside: Sequence[Task]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What was counted for each split and partition, and the commits whose files are published.
+    """The counts of each split and partition, and the commits whose files are published.
 
     `tokenizer` is the card's entry.
     """
@@ -164,8 +166,8 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
     """Run all stages of a build."""
     recipe = inputs.recipe
     check = tokenize.tokenizer_task(tokenizer)
-    survivors = find_survivors(inputs, run, beside=[check])
-    [checked] = survivors.beside
+    survivors = find_survivors(inputs, run, concurrent=[check])
+    [checked] = survivors.concurrent
     facts = TokenizerFacts.of(checked)
     partitions = _count_partitions(recipe, survivors.kept)
     spilled, engine = _tokenize(inputs, survivors, tokenizer, facts, partitions, run)
@@ -188,7 +190,7 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
 def _check_cleaned(
     recipe: Recipe, splits: Sequence[Split], cleaned: Sequence[Commit], counts: Sequence[Cleaned]
 ) -> Count:
-    """What was kept of all splits."""
+    """Check the counts of all splits together; returns what was kept."""
     total = Ledger()
     for one in counts:
         total.merge(one.ledger)
@@ -220,7 +222,7 @@ def _describe(commits: Sequence[Commit]) -> list[SplitDocuments]:
 
 
 def _count_partitions(recipe: Recipe, kept: Count) -> int:
-    """Enough for the memory, and for work to be shared; depends on the documents and the recipe only."""
+    """Enough to fit the memory and to keep several workers busy; depends on documents and recipe only."""
     shard = recipe.output.shard_bytes
     needed = tokenize.choose_partitions(kept.bytes, kept.documents, recipe.memory, shard_bytes=shard)
     return max(needed, min(-(-kept.bytes // PARTITION_TEXT_BYTES), tokenize.MAX_PARTITIONS))
@@ -234,9 +236,9 @@ def _tokenize(
     partitions: int,
     run: RunTasks,
 ) -> tuple[list[Commit], Engine]:
-    """Tokenize with the fast engine while one core compares it with the reference.
+    """Tokenize with the fast engine while one task compares it with the reference.
 
-    If they differ, what the fast engine made is thrown away and made again with the reference.
+    If they differ, the output of the fast engine is discarded and made again with the reference.
     """
 
     def tasks(engine: Engine) -> list[Task]:
@@ -256,7 +258,7 @@ def _tokenize(
     try:
         [compared], tokenized = run([parity_task], tasks(facts.engine))
     except BuildError:
-        [[compared]] = run([parity_task])  # it may be what the check is there to find
+        [[compared]] = run([parity_task])  # the error may be the difference that this check looks for
         if Parity.of(compared).engine == facts.engine:
             raise
     parity = Parity.of(compared)

@@ -1,12 +1,13 @@
-"""Stage `pack`: one partition of tokens in, finished shards and their provenance out.
+"""Stage `pack`: turns one partition of tokens into finished shards and their provenance.
 
-One task a partition; a new sequence length packs again and redoes nothing else. The partition's documents
-come from every split's spill; sorted by (hash, document id) they are the same list whatever order the spills
-were written or named in. Packed into rows, the rows shuffled by a second key, and dealt evenly to shards of
-about `shard_bytes`, they are the same bytes on any machine.
+One task a partition; a new sequence length repeats this stage and nothing before it. The documents of a
+partition come from the spills of all splits; sorted by (hash, document id) they are the same list for any
+order or names of the spills. They are packed into rows, the rows are shuffled by a second key and dealt
+evenly to shards of about `shard_bytes`: the same bytes on any machine.
 
-Memory: the partition's tokens once, as they lie in the spills (only places are sorted), its documents table,
-and one shard of rows. Shards are named `part-PPPPP.KKKKK` from 0 within the part; publication renames them.
+Memory: the partition's tokens once, as they are in the spills (only positions are sorted), its table of
+documents, and one shard of rows. Shards are named `part-PPPPP.KKKKK` from 0 within the partition; publication
+renames them.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Packed:
-    """What one partition became. `tokens` are those of documents, eos included, which lie in `pieces`;
-    `cut_documents` in more than one, `needless_cuts` of them would have fitted into one row. `row_padding`
-    and `row_pieces` are of rows: the tokens of padding in each, and the pieces in each."""
+    """Result of one partition. `tokens` are those of documents, eos included, which lie in `pieces`;
+    `cut_documents` are in more than one piece, and `needless_cuts` of them would have fitted into one row.
+    `row_padding` and `row_pieces` are histograms over rows of their padding tokens and pieces."""
 
     shards: list[ShardInfo] = field(default_factory=list)
     documents: int = 0
@@ -60,7 +61,7 @@ class Packed:
     row_pieces: Histogram = field(default_factory=Histogram)
 
     def counts(self) -> dict[str, int]:
-        """Sums for the dataset card: everything but the shards themselves."""
+        """Sums for the dataset card."""
         return {"shards": len(self.shards)} | {name: getattr(self, name) for name in _SUMS}
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _shard_from_dict(entry: Mapping[str, Any]) -> ShardInfo:
 def tasks(
     recipe: Recipe, spilled: Sequence[Commit], partitions: int, *, eos_id: int, dtype: str
 ) -> list[Task]:
-    """One task a partition of what all tasks of stage `tokenize` spilled."""
+    """One task a partition of the spills of stage `tokenize`."""
     spills = tuple(commit.files for commit in spilled)
     inputs = {"spills": contents(spilled)}
     shared = {
@@ -120,7 +121,7 @@ def pack_partition(
     eos_id: int,
     dtype: npt.DTypeLike,
 ) -> Packed:
-    """Pack what all `spills` hold for `partition`; write its shards and provenance into `folder`."""
+    """Pack the segments of `partition` in all `spills`; write its shards and provenance into `folder`."""
     part = _read_partition(spills, partition, np.dtype(dtype))
     packer = pack_best_fit if pack.strategy == "best_fit" else pack_concat
     placement = packer(part.lengths, pack.sequence_length)

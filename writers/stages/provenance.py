@@ -33,7 +33,7 @@ _COUNTING = ("row", "token_start", "token_end", "document_start", "copies", "rec
 def write_provenance(
     path: Path, placement: Placement, shard_starts: npt.NDArray[np.int64], documents: pa.Table, *, seed: int
 ) -> None:
-    """Write the lines of one partition.
+    """Write the table of one partition.
 
     `placement` is sorted by (row, column); its document numbers are rows of `documents` (SPILL_SCHEMA, sorted
     by hash). `shard_starts` int64[shards + 1] are the partition's rows at which its shards begin.
@@ -57,7 +57,7 @@ def write_provenance(
 
 
 def tasks(packed: Sequence[Commit], shards: Sequence[int]) -> list[Task]:
-    """One task a partition; `shards` are the numbers of shards that the partitions were packed into."""
+    """One task a partition; `shards` has the number of shards of each."""
     made = []
     first_shard = 0
     for commit, count in zip(packed, shards, strict=True):

@@ -1,19 +1,19 @@
-"""Stage `tokenize`: what survived of a split in, its tokens out, grouped by the partition that packs them.
+"""Stage `tokenize`: encodes the remaining documents of a split, grouped by the partition that packs them.
 
-Two small tasks stand beside it. `tokenizer` runs with stage `clean` and loads the tokenizer, so that a wrong
-file or eos token fails before hours go by, and picks the engine to begin with. `parity` runs beside
-`tokenize` and compares that engine with the reference on a sample of the documents; its verdict decides.
+Two small tasks belong to it. `tokenizer` runs with stage `clean`: it loads the tokenizer, so that a wrong
+file or eos token fails at once, and picks the engine to start with. `parity` runs with `tokenize` and
+compares that engine with the reference on a sample of the documents; its result decides which engine is used.
 
-A document's partition and its place in the training order come from hash(seed, document id) alone, so that
-neither depends on which task read it. The spill of a split is a folder of three files:
+A document's partition and its position in the training order come from hash(seed, document id) alone, so
+neither depends on the task that read it. The spill of a split is a folder of three files:
 
     tokens.bin       ids, little endian: runs, each sorted by (partition, hash, document id)
     documents.arrow  one row a document in the same order (SPILL_SCHEMA), one batch a segment
-    segments.npy     SEGMENT: where each (run, partition) lies in the two; sorted by (partition, run)
+    segments.npy     SEGMENT: where each (run, partition) is in these; sorted by (partition, run)
 
-A run holds up to `RUN_TOKENS` tokens and `RUN_DOCUMENTS` documents, so memory is bounded; a segment is the
-part of a run that belongs to one partition. Reducers read only their own segments. Each document's tokens end
-with the eos id.
+A run holds up to `RUN_TOKENS` tokens and `RUN_DOCUMENTS` documents, which bounds memory; a segment is the
+part of a run that belongs to one partition. Stage `pack` reads only the segments of its partition. The tokens
+of each document end with the eos id.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
     "tokenizer_task",
 ]
 
-_FIRST = 1 << 60  # a weight that starts before all others
+_FIRST = 1 << 60  # a weight that is scheduled before all others
 
 RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB, less where `memory` is less
 
@@ -105,7 +105,7 @@ _CARRIED = ("source", "file", "record", "id", "url", "metadata")
 
 @dataclass(slots=True)
 class Tokenized:
-    """Counts of one task: the ledger, tokens with eos, and documents and tokens of each partition.
+    """Result of a split: the ledger, tokens with eos, and documents and tokens of each partition.
 
     `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data.
     """
@@ -145,8 +145,8 @@ def choose_partitions(
 ) -> int:
     """How many partitions let one packer stay within `memory_bytes` (a worker's share of all memory).
 
-    Reckons half a token a byte of text, twice what English needs, two shards (one is filled while another one
-    is written), and a quarter in hand. Depends on the input and the recipe only, so that the shards do.
+    Assumes half a token a byte of text, twice what English needs, two shards (one is filled while another one
+    is written), and a reserve of a quarter. Depends on input and recipe only, so that the shards do, too.
     """
     needed = text_bytes * token_bytes // 2 + documents * DOCUMENT_OVERHEAD_BYTES
     for_partition = max(1, memory_bytes // 8, memory_bytes * 3 // 4 - 2 * shard_bytes)
@@ -154,13 +154,13 @@ def choose_partitions(
 
 
 def run_tokens_for(memory_bytes: int) -> int:
-    """Tokens of a run that take a quarter of `memory_bytes`, in four bytes each, while they are sorted."""
+    """Tokens of a run that take a quarter of `memory_bytes` while they are sorted, at four bytes each."""
     return min(RUN_TOKENS, memory_bytes // 32)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFile:
-    """The tokenizer of a build: where tasks find it, the digest of its bytes, the token that ends texts."""
+    """The tokenizer of a build: its file, the digest of its bytes, and the token that ends texts."""
 
     file: Artifact
     digest: str
@@ -168,14 +168,14 @@ class TokenizerFile:
 
     @classmethod
     def of(cls, recipe: Recipe) -> TokenizerFile:
-        """Where the recipe's tokenizer is on this machine."""
+        """The recipe's tokenizer, on this machine."""
         path = recipe.resolve(recipe.tokenizer.path)
         return cls(Artifact(path), tokenizer_digest(path), recipe.tokenizer.eos)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts(PlainCounts):
-    """What task `tokenizer` found: the engine to begin with, and characters that it must not encode."""
+    """Result of task `tokenizer`: the engine to start with, and characters that it must not encode."""
 
     eos_id: int
     vocab_size: int
@@ -191,23 +191,23 @@ class TokenizerFacts(PlainCounts):
 
 
 def tokenizer_task(tokenizer: TokenizerFile) -> Task:
-    """Load the tokenizer before hours go by: wrong files and eos tokens fail here."""
+    """The task that loads the tokenizer early, so that wrong files and eos tokens fail at once."""
     config, inputs = {"tokenizer.eos": tokenizer.eos}, {"tokenizer": tokenizer.digest}
     args = (tokenizer.file, tokenizer.eos)
     return Task("tokenizer", "tokenizer", config, check_tokenizer, args, _FIRST, inputs)
 
 
 def check_tokenizer(folder: Path, file: Artifact, eos: str) -> TokenizerFacts:
-    """Load the tokenizer with the reference engine, and with the fast one if that can."""
+    """Load the tokenizer with the reference engine, and with the fast one if it supports the file."""
     path = file.local()
     encoder = Encoder(path, eos, engine="tokenizers")
     facts = encoder.eos_id, encoder.vocab_size, encoder.dtype.name
-    try:  # the engine to start with; the parity check decides
+    try:  # choose the engine to start with; the parity check decides
         fast = Encoder(path, eos, engine="gigatoken")
         unlike = unlike_characters(fast, encoder)
     except MissingExtraError:
         raise
-    except Exception:  # a tokenizer whose parts gigatoken does not know: any exception of its own
+    except Exception:  # gigatoken raises exceptions of its own for tokenizers that it does not support
         return TokenizerFacts(*facts, "tokenizers")
     return TokenizerFacts(*facts, "gigatoken", unlike)
 
@@ -225,7 +225,7 @@ def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: R
 def compare_engines(
     folder: Path, documents: Sequence[Artifact], tokenizer: Artifact, eos: str, unlike: Ranges
 ) -> Parity:
-    """`check_parity` without its warning, which the build gives, also when this task is skipped."""
+    """`check_parity` without its warning, which the build issues even if this task is skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return check_parity(documents, tokenizer.local(), eos, unlike)
@@ -243,7 +243,7 @@ def tasks(
     unlike: Ranges,
     partitions: int,
 ) -> list[Task]:
-    """One task a split: what survived, tokenized and divided among `partitions`.
+    """One task a split: its remaining documents, tokenized and divided among `partitions`.
 
     `documents` are the commits with each split's documents.arrow: `cleaned`, or those that cut lines out.
     """
@@ -275,12 +275,12 @@ def tasks(
 
 
 def _languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | None, dict[str, Any]]:
-    """What the documents of a split were found to be, and what a task that reads it names as its inputs."""
+    """The languages of a split's documents, and the inputs that a task depends on if it reads them."""
     labels = cleaned.counts["languages"]
     if labels is None:
         return None, {}
     commits, rows = {LANGUAGES_FILE: cleaned}, None
-    if documents is not cleaned:  # lines were cut: some documents may have gone
+    if documents is not cleaned:  # lines were cut, so some documents may be gone
         commits[ROWS_FILE], rows = documents, documents.files / ROWS_FILE
     named = {name: commit.outputs[name].xxh3_128 for name, commit in commits.items()}
     found = LanguageLabels(cleaned.files / LANGUAGES_FILE, tuple(labels), rows)
@@ -298,7 +298,7 @@ def _tokenize(
     run_tokens: int,
     languages: LanguageLabels | None,
 ) -> Tokenized:
-    """Load what the arguments name: the encoder, which the process keeps, and the split's removed rows."""
+    """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
     file, eos, engine, unlike = encoder
     return tokenize_split(
         documents,
@@ -323,7 +323,7 @@ def tokenize_split(
     run_tokens: int = RUN_TOKENS,
     languages: LanguageLabels | None = None,
 ) -> Tokenized:
-    """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) but those removed; spill into `folder`.
+    """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; spill into `folder`.
 
     Documents without any token are booked as dropped under "empty".
     """
@@ -379,7 +379,7 @@ def _tokenize_batch(
     spill: _SpillWriter,
     ledger: Ledger,
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]]:
-    """Encode one batch, append eos, book what came in; returns what is left of it, and its lengths."""
+    """Encode one batch, append eos, and book it; returns the encoded documents and their lengths."""
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     copies = np.ones(batch.num_rows, np.int32)
@@ -416,7 +416,7 @@ def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> 
 
 
 class _SpillWriter:
-    """Collects documents up to a run's worth of tokens, sorts them and appends the run to the files."""
+    """Collects documents up to a run, sorts them and appends the run to the files."""
 
     def __init__(self, folder: Path, encoder: Encoder, partitions: int, run_tokens: int) -> None:
         self.tokens = 0
@@ -461,7 +461,7 @@ class _SpillWriter:
             self._write_run()
 
     def finish(self) -> npt.NDArray[np.void]:
-        """Write what is left and the segments; returns them."""
+        """Write the last run and the segments; returns the segments."""
         if self._pending:
             self._write_run()
         segments: npt.NDArray[np.void] = np.concatenate([np.zeros(0, SEGMENT), *self._segments])
