@@ -29,6 +29,7 @@ from shardkit.arrays import Bytes, Ints
 from shardkit.errors import ShardError
 
 __all__ = [
+    "UNKNOWN",
     "Column",
     "FileInfo",
     "Files",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 Format = Literal["mds", "tar"]
+
+UNKNOWN = -1  # the size or sample count of a tar that nothing describes
 
 MAX_BASENAME_CHARS = 1024  # PATH_MAX is 4,096 on Linux; an honest shard name is far below
 
@@ -124,7 +127,7 @@ class Manifest:
 
     @cached_property
     def raw_bytes(self) -> Ints:
-        """int64[K]: size of each shard as readers see it; -1 where the index does not say."""
+        """int64[K]: size of each shard as readers see it; `UNKNOWN` where the index does not say."""
         if isinstance(self.shards, ShardTable):
             return self.shards.raw_bytes
         return np.fromiter((s.raw.bytes for s in self.shards), dtype=np.int64, count=len(self.shards))

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardkit.arrays import Bytes
 from shardkit.errors import ShardError
-from shardkit.formats.compression import decompress
+from shardkit.formats.stored import decompress_shard
 from shardkit.hashing import HASH_NAMES, Hasher, hash_bytes, new_hash
 from shardkit.manifest import FileInfo, Format, ShardInfo
 from shardkit.storage.store import ObjectChangedError, Store
@@ -160,14 +160,8 @@ def _compare(where: str, file: FileInfo, found: Mapping[str, str]) -> None:
 
 def unpack(kind: Format, info: ShardInfo, stored: Bytes, where: str) -> Bytes:
     """The raw bytes in a compressed file; DamagedObjectError if they are not those of the index."""
-    assert info.compression
     try:
-        if kind == "mds":
-            raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)
-        else:
-            from shardkit.formats import tar
-
-            raw = tar.unpack(where, info, stored)
+        raw = decompress_shard(kind, info, stored, where)
     except ShardError as error:
         raise DamagedObjectError(where, error.problem) from error
     check_hashes(where, info.raw, raw)

@@ -264,10 +264,11 @@ class Dataset(Closing):
                 return mds.shard_from_raw(self.where(number), info, raw, allow_pickle=allow)
             return mds.open_shard(self.path, info, allow_pickle=allow, verify=options.verify)
         from shardkit.formats import tar
+        from shardkit.formats.stored import load_raw
 
         index = None if self._tar_indexes is None else self._tar_indexes.index(number)
         if raw is None:
-            raw = tar.load_raw(self.path, info, verify=options.verify)
+            raw = load_raw("tar", self.path, info, verify=options.verify)
         allow, decode = options.allow_pickle, options.decode
         return tar.shard_from_raw(
             self.where(number), info, raw, allow_pickle=allow, decode=decode, index=index
@@ -393,7 +394,7 @@ def _open_remote(
 def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) -> tuple[Manifest, TarIndexes]:
     """The manifest of a folder of tars, each scanned; ShardError names one that is damaged."""
     from shardkit.cache.tar_scan import scan_tars
-    from shardkit.formats.tar.shard import load_raw
+    from shardkit.formats.stored import load_raw
 
     folder, manifest = found.folder, found.manifest
     assert folder is not None
@@ -401,7 +402,7 @@ def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) ->
     infos = manifest.shards
     scanned = scan_tars(
         manifest,
-        lambda number: load_raw(folder, infos[number]),
+        lambda number: load_raw("tar", folder, infos[number]),
         lambda number: str(folder / infos[number].stored.basename),
         indexes,
         threads=min(_MAX_THREADS, os.cpu_count() or 1),

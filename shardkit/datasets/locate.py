@@ -54,8 +54,7 @@ def locate(
     text = os.fspath(path)
     if not is_remote(text):
         return find_local(local_path(text), storage)
-    from shardkit.formats.tar.compressed import is_tar_name
-    from shardkit.formats.tar.shard_list import is_pattern
+    from shardkit.formats.tar.shard_list import is_pattern, is_tar_name
 
     folder, name = split_url(text)
     if is_pattern(text) or is_tar_name(name) or "{" in text or "::" in text:
@@ -68,8 +67,7 @@ def locate(
 
 def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     """The dataset at a local path; ShardError says what is wrong with it, or what was looked for."""
-    from shardkit.formats.tar.compressed import is_tar_name
-    from shardkit.formats.tar.shard_list import read_list
+    from shardkit.formats.tar.shard_list import is_tar_name, read_list
 
     if path.is_dir():
         return _find_in_folder(path, storage)

@@ -19,9 +19,8 @@ from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
-from shardkit.formats.tar.shard_list import UNKNOWN
 from shardkit.hashing import HASH_NAMES
-from shardkit.manifest import ShardInfo, checked_basename
+from shardkit.manifest import UNKNOWN, ShardInfo, checked_basename
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 
 __all__ = ["Problem", "VerifyReport", "verify"]

@@ -1,18 +1,22 @@
-"""Compressed shard files: the algorithms of MDS, written deterministically, read within a stated size.
+"""Compressed shard files: the algorithms of MDS, written deterministically, read within a limit.
 
 A name is an algorithm with an optional level: `zstd`, `zstd:7`, `br:5`, `bz2`, `gz:9`, `snappy`; the file's
 suffix is the algorithm alone. Compressing streams piece by piece (snappy's raw format and gz:0 excepted,
 which hold the whole), and the same bytes and level always give the same file: gzip members carry no time.
-Decompressing never produces more than the bytes the index states, so no small file can fill the memory; it
-accepts exactly one stream (zstd: any number of frames) and nothing behind it. zstd windows are limited to
-128 MiB, the most that any level up to 22 uses.
+
+Decompressing goes piece by piece and stops at a limit, so no small file can fill the memory; a truncated
+stream is an error. `decompress` is for files of an MDS dataset: it produces exactly the bytes that the index
+states, from one stream (zstd: any number of frames) and nothing behind it. `decompress_streams` is for
+compressed tars, whose size nobody may have stated: it reads all streams of a file, as gunzip does. zstd
+windows are limited to 128 MiB, the most that any level up to 22 uses.
 """
 
 from __future__ import annotations
 
 import bz2
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Protocol
 
@@ -20,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from shardkit.errors import MissingExtraError, ShardError
+from shardkit.errors import MissingExtraError, ShardError, naming_extras
 
 __all__ = [
     "COMPRESSIONS",
@@ -28,6 +32,8 @@ __all__ = [
     "compress",
     "compression_suffix",
     "decompress",
+    "decompress_streams",
+    "gunzip",
     "new_compressor",
     "parse_compression",
 ]
@@ -42,7 +48,11 @@ COMPRESSIONS: dict[str, tuple[range, int] | None] = {
     "zstd": (range(1, 23), 3),
 }
 
-_PIECE_BYTES = 1 << 20  # input and output of one step; zlib copies what is left of its input at each
+_INPUT_BYTES = 1 << 16  # of one step; zlib copies what is left of its input at each
+_OUTPUT_BYTES = 1 << 20
+# zstd's stream object has no limit on the output of one step: 4 bytes can become 128 KiB, 4 KiB 128 MiB.
+_ZSTD_INPUT_BYTES = 1 << 12
+_MAX_ZSTD_WINDOW = 1 << 27
 
 _GZIP_WBITS = 31  # zlib's code for "gzip header, 32 KiB window"
 
@@ -139,86 +149,142 @@ def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[s
     Costs one buffer of `raw_bytes` (snappy: two) and a few MiB; never more, whatever the data claims.
     """
     algorithm, _ = parse_compression(name)
-    output = _Output(raw_bytes)
+    output: npt.NDArray[np.uint8] = np.empty(raw_bytes, dtype=np.uint8)
+    filled = 0
+    with _naming(file, algorithm):
+        if algorithm == "zstd":
+            reader = _new_zstd().stream_reader(data, read_across_frames=True)
+            filled = reader.readinto(output)
+            pieces = iter([reader.read(1)])  # anything left is too much
+        elif algorithm == "snappy":
+            pieces = iter([_decompress_snappy(data, raw_bytes)])
+        else:
+            pieces = _pieces(algorithm, data, is_single=True)
+        for piece in pieces:
+            end = filled + len(piece)
+            if end > raw_bytes:
+                raise ValueError(f"it holds more than the {raw_bytes:,} bytes that the index states")
+            output[filled:end] = np.frombuffer(piece, dtype=np.uint8)
+            filled = end
+        if filled != raw_bytes:
+            raise ValueError(f"it ends after {filled:,} of {raw_bytes:,} bytes")
+    return output
+
+
+def decompress_streams(
+    algorithm: str, data: memoryview, *, limit: int, file: str | PathLike[str]
+) -> npt.NDArray[np.uint8]:
+    """All that the streams of a file (gz, bz2, zstd) hold; ShardError if it is damaged or above `limit`."""
+    with _naming(file, algorithm):
+        return np.frombuffer(_joined(algorithm, data, limit), dtype=np.uint8)
+
+
+def gunzip(data: memoryview, limit: int) -> bytes:
+    """A gzip file's content; ValueError if it is damaged or larger than `limit`."""
     try:
-        _READERS[algorithm](data, output)
-        if output.filled != raw_bytes:
-            raise ValueError(f"it ends after {output.filled:,} of {raw_bytes:,} bytes")
+        return bytes(_joined("gz", data, limit))
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"gzip data cannot be used: {error}") from error
+
+
+@contextmanager
+def _naming(file: str | PathLike[str], algorithm: str) -> Iterator[None]:
+    """Turn the errors of all algorithms into a ShardError that names `file`."""
+    try:
+        yield
     except (ValueError, OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise ShardError(file, f"{algorithm} data cannot be used: {error}; fetch the file again") from error
-    return output.buffer
 
 
-class _Output:
-    """The buffer for what a file should hold, which refuses to hold more."""
-
-    def __init__(self, raw_bytes: int) -> None:
-        self.buffer: npt.NDArray[np.uint8] = np.empty(raw_bytes, dtype=np.uint8)
-        self.filled = 0
-
-    def put(self, piece: bytes) -> None:
-        end = self.filled + len(piece)
-        if end > len(self.buffer):
-            raise ValueError(f"it holds more than the {len(self.buffer):,} bytes that the index states")
-        self.buffer[self.filled : end] = np.frombuffer(piece, dtype=np.uint8)
-        self.filled = end
+def _joined(algorithm: str, data: memoryview, limit: int) -> bytearray:
+    output = bytearray()
+    for piece in _pieces(algorithm, data, is_single=False):
+        if len(output) + len(piece) > limit:
+            raise ValueError(f"it holds more than {limit:,} bytes")
+        output += piece
+    return output
 
 
-def _read_zstd(data: Bytes, output: _Output) -> None:
-    reader = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True)
-    output.filled = reader.readinto(output.buffer)
-    output.put(reader.read(1))  # anything left is too much
+def _pieces(algorithm: str, data: Bytes, *, is_single: bool) -> Iterator[bytes]:
+    """What `data` holds, at most `_OUTPUT_BYTES` (zstd: 128 MiB) at a time.
 
-
-def _read_gzip(data: Bytes, output: _Output) -> None:
-    stream = zlib.decompressobj(_GZIP_WBITS)
-    for start in range(0, len(data), _PIECE_BYTES):
-        waiting = data[start : start + _PIECE_BYTES]
-        while len(waiting) and not stream.eof:
-            output.put(stream.decompress(waiting, _PIECE_BYTES))
-            waiting = stream.unconsumed_tail
+    `is_single`: it is one stream and nothing else. Otherwise any number of streams, which tools such as pigz
+    write, and zeros behind them, with which some tools pad.
+    """
+    new_stream, step, input_bytes = _STREAMS[algorithm]
+    at, stream = 0, new_stream()
+    while True:
+        waiting = bytes(data[at : at + input_bytes])
+        at += len(waiting)
+        done = False
+        while not done and not stream.eof:
+            piece, done = step(stream, waiting)
+            waiting = b""
+            yield piece
         if stream.eof:
-            _check_end(len(data) - start - _PIECE_BYTES, stream.unused_data)
-            return
-    while not stream.eof:  # output that did not fit into the last step
-        piece = stream.decompress(b"", _PIECE_BYTES)
-        if not piece and not stream.eof:
+            at -= len(stream.unused_data)
+            if at == len(data):
+                return
+            if is_single:
+                raise ValueError("data follows the end of the compressed stream")
+            if data[at] == 0 and not any(data[at:]):
+                return
+            stream = new_stream()
+        elif at == len(data):
             raise EOFError("it is truncated")
-        output.put(piece)
 
 
-def _read_bzip2(data: Bytes, output: _Output) -> None:
-    stream = bz2.BZ2Decompressor()
-    for start in range(0, len(data), _PIECE_BYTES):
-        output.put(stream.decompress(data[start : start + _PIECE_BYTES], _PIECE_BYTES))
-        while not stream.eof and not stream.needs_input:
-            output.put(stream.decompress(b"", _PIECE_BYTES))
-        if stream.eof:
-            _check_end(len(data) - start - _PIECE_BYTES, stream.unused_data)
-            return
-    raise EOFError("it is truncated")
+# A step takes input and returns (some of the output, whether it needs more input).
 
 
-def _check_end(bytes_unread: int, unused: bytes) -> None:
-    if bytes_unread > 0 or unused:
-        raise ValueError("data follows the end of the compressed stream")
+def _step_gzip(stream: Any, data: bytes) -> tuple[bytes, bool]:
+    piece = stream.decompress(stream.unconsumed_tail + data, _OUTPUT_BYTES)
+    return piece, not stream.unconsumed_tail and len(piece) < _OUTPUT_BYTES
 
 
-def _read_brotli(data: Bytes, output: _Output) -> None:
-    brotli = _brotli()
-    stream = brotli.Decompressor()
-    try:
-        for start in range(0, len(data), _PIECE_BYTES):
-            output.put(stream.process(data[start : start + _PIECE_BYTES], output_buffer_limit=_PIECE_BYTES))
-            while not stream.can_accept_more_data():
-                output.put(stream.process(b"", output_buffer_limit=_PIECE_BYTES))
-    except brotli.error as error:
-        raise ValueError(str(error)) from error
-    if not stream.is_finished():
-        raise EOFError("it is truncated")
+def _step_bzip2(stream: bz2.BZ2Decompressor, data: bytes) -> tuple[bytes, bool]:
+    return stream.decompress(data, _OUTPUT_BYTES), stream.needs_input
 
 
-def _read_snappy(data: Bytes, output: _Output) -> None:
+def _step_zstd(stream: Any, data: bytes) -> tuple[bytes, bool]:
+    return stream.decompress(data), True
+
+
+class _BrotliStream:
+    """Brotli's decompressor in the form of the others."""
+
+    unused_data = b""  # it refuses what follows the end
+
+    def __init__(self) -> None:
+        self._module = _brotli()
+        self._stream = self._module.Decompressor()
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._stream.is_finished())
+
+    def step(self, data: bytes) -> tuple[bytes, bool]:
+        try:
+            piece = self._stream.process(data, output_buffer_limit=_OUTPUT_BYTES)
+        except self._module.error as error:
+            raise ValueError(str(error)) from error
+        return piece, self._stream.can_accept_more_data()
+
+
+def _new_zstd() -> zstandard.ZstdDecompressor:
+    return zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW)
+
+
+# (how a stream begins, its step, bytes of input a step)
+_STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any, bytes], tuple[bytes, bool]], int]] = {
+    "br": (_BrotliStream, _BrotliStream.step, _INPUT_BYTES),
+    "bz2": (bz2.BZ2Decompressor, _step_bzip2, _INPUT_BYTES),
+    "gz": (lambda: zlib.decompressobj(_GZIP_WBITS), _step_gzip, _INPUT_BYTES),
+    "zstd": (lambda: _new_zstd().decompressobj(write_size=1 << 17), _step_zstd, _ZSTD_INPUT_BYTES),
+}
+
+
+def _decompress_snappy(data: Bytes, raw_bytes: int) -> bytes:
     """The raw format: a varint with the size of the whole, checked before anything is allocated."""
     snappy = _snappy()
     stated = 0
@@ -228,36 +294,23 @@ def _read_snappy(data: Bytes, output: _Output) -> None:
             break
     else:
         raise ValueError("its header is damaged")
-    if stated != len(output.buffer):
-        raise ValueError(f"its header states {stated:,} bytes, the index {len(output.buffer):,}")
+    if stated != raw_bytes:
+        raise ValueError(f"its header states {stated:,} bytes, the index {raw_bytes:,}")
     try:
-        output.put(snappy.decompress(bytes(data)))
+        return bytes(snappy.decompress(bytes(data)))
     except snappy.UncompressError as error:
         raise ValueError("it is damaged") from error
 
 
-_READERS: dict[str, Callable[[Bytes, _Output], None]] = {
-    "br": _read_brotli,
-    "bz2": _read_bzip2,
-    "gz": _read_gzip,
-    "snappy": _read_snappy,
-    "zstd": _read_zstd,
-}
-
-
 def _brotli() -> Any:
-    try:
+    with naming_extras("br compression"):
         import brotli
-    except ImportError as error:
-        raise MissingExtraError("Brotli", "formats", "br compression") from error
     if int(brotli.__version__.split(".")[1]) < _BROTLI_MINOR and brotli.__version__.startswith("1."):
         raise MissingExtraError(f"Brotli 1.{_BROTLI_MINOR} or newer", "formats", "br compression")
     return brotli
 
 
 def _snappy() -> Any:
-    try:
+    with naming_extras("snappy compression"):
         import snappy
-    except ImportError as error:
-        raise MissingExtraError("python-snappy", "formats", "snappy compression") from error
     return snappy

@@ -1,9 +1,11 @@
+"""Compressed files come back whole or not at all, in bounded memory, and common tools read them too."""
+
 from __future__ import annotations
 
 import bz2
 import gzip
 import tracemalloc
-import zlib
+from contextlib import suppress
 
 import brotli
 import numpy as np
@@ -19,6 +21,8 @@ from shardkit.formats.compression import (
     compress,
     compression_suffix,
     decompress,
+    decompress_streams,
+    gunzip,
     new_compressor,
     parse_compression,
 )
@@ -32,6 +36,11 @@ ORACLES = {
     "snappy": snappy.decompress,
     "zstd": zstandard.decompress,
 }
+STREAMS = ["bz2", "gz", "zstd"]  # of compressed tars
+
+
+def all_streams(algorithm: str, data: bytes, limit: int = 1 << 24) -> bytes:
+    return decompress_streams(algorithm, memoryview(data), limit=limit, file="f").tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +75,7 @@ def test_output_of_another_size_than_the_index_states_is_refused(name: str, chan
 
 
 @pytest.mark.parametrize("name", ["br:2", "bz2", "gz", "snappy", "zstd"])
-def test_a_bomb_costs_no_more_than_the_index_states(name: str) -> None:
+def test_a_bomb_costs_no_more_than_the_limit(name: str) -> None:
     bomb = compress(name, bytes(200_000_000))
     tracemalloc.start()
     with pytest.raises(ShardError, match=r"states|more than"):
@@ -74,6 +83,9 @@ def test_a_bomb_costs_no_more_than_the_index_states(name: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32_000_000
+    if name in STREAMS:
+        with pytest.raises(ShardError, match="more than 100,000 bytes"):
+            all_streams(name, bomb, limit=100_000)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,9 +108,34 @@ def test_data_behind_the_end_is_refused(name: str) -> None:
 
 def test_output_that_waits_behind_the_last_input_byte_is_read() -> None:
     data = bytes(3 << 20)  # a multiple of the step: the end mark falls behind a full step
-    stream = zlib.compressobj(9, zlib.DEFLATED, 31)
-    packed = stream.compress(data) + stream.flush()
+    packed = compress("gz", data)
     assert decompress("gz", packed, raw_bytes=len(data), file="f").tobytes() == data
+    assert all_streams("gz", packed, limit=len(data)) == data
+
+
+@pytest.mark.parametrize("algorithm", STREAMS)
+def test_of_a_compressed_tar_all_streams_are_read(algorithm: str) -> None:
+    one, tail = compress(algorithm, TEXT), compress(algorithm, TEXT[:7])
+    assert all_streams(algorithm, one, limit=len(TEXT)) == TEXT
+    assert all_streams(algorithm, one + compress(algorithm, b"") + tail) == TEXT + TEXT[:7]
+    assert all_streams(algorithm, one + bytes(1000)) == TEXT
+
+
+@pytest.mark.parametrize("algorithm", STREAMS)
+@pytest.mark.parametrize("keep", [0, 1, 20, -1, -4])
+def test_of_a_compressed_tar_cut_streams_are_refused(algorithm: str, keep: int) -> None:
+    packed = compress(algorithm, TEXT)
+    for data in (packed[:keep], packed + packed[:keep] + b"?"):
+        with pytest.raises(ShardError, match=r"^f: "):
+            all_streams(algorithm, data)
+
+
+def test_members_are_gunzipped_within_a_limit() -> None:
+    packed = compress("gz", TEXT)
+    assert gunzip(memoryview(packed), len(TEXT)) == TEXT
+    for data, limit in ((packed, 1000), (b"no gzip", 1000), (packed[:50], 1 << 20)):
+        with pytest.raises(ValueError):
+            gunzip(memoryview(data), limit)
 
 
 def test_zstd_frames_without_a_size_and_in_a_row_are_read() -> None:
@@ -112,6 +149,9 @@ def test_zstd_frames_without_a_size_and_in_a_row_are_read() -> None:
 def test_a_flipped_byte_gives_the_stated_size_or_a_shard_error(name: str, position: int, value: int) -> None:
     packed = bytearray(compress(name, TEXT[:5_000]))
     packed[position % len(packed)] ^= value
+    if name in STREAMS:
+        with suppress(ShardError):
+            assert len(all_streams(name, bytes(packed), limit=10_000)) <= 10_000
     try:
         out = decompress(name, bytes(packed), raw_bytes=5_000, file="f")
     except ShardError:

@@ -260,7 +260,7 @@ def test_a_file_of_another_size_than_the_index_states_is_refused(tmp_path: Path)
     info = mds.write_rows_shard(tmp_path, "a.mds", np.zeros((5, 8), np.uint16), compression="zstd")
     file = tmp_path / "a.mds.zstd"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ShardError, match="bytes, expected"):
+    with pytest.raises(ShardError, match="bytes, the index states"):
         mds.open_shard(tmp_path, info)
 
 

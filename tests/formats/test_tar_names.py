@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.shardlists import expand_urls
 
-from shardkit.formats.tar.shard_list import common_folder, expand_braces, fixed_folder, matches, split_names
+from shardkit.formats.tar.shard_list import (
+    common_folder,
+    expand_braces,
+    fixed_folder,
+    is_tar_name,
+    matches,
+    split_names,
+    tar_compression,
+)
 
 LISTS = [
     "part-{000..012}.tar", "{a,b}{1..3}", "{10..1}", "{1..10..3}", "{a..e}", "{e..a..2}", "{a,{b,c}d,}x",
@@ -83,3 +91,13 @@ def test_the_folder_that_names_share_ends_before_the_first_pattern() -> None:
     assert common_folder(["s3://b/p/x", "s3://b/p/y/z", "s3://b/p/x"]) == "s3://b/p"
     assert common_folder(["s3://b/part-1", "s3://b/part-2"]) == "s3://b"
     assert common_folder(["s3://a/p", "s3://b/p"]) == "s3:/"
+
+
+def test_names_say_how_a_tar_is_stored() -> None:
+    assert tar_compression("a/b-000.tar") == ("", "a/b-000.tar")
+    assert tar_compression("a/b.TGZ") == ("gz", "a/b.tar")
+    assert tar_compression("b.tar.gz") == ("gz", "b.tar")
+    assert tar_compression("b.tar.zst") == ("zstd", "b.tar")
+    assert tar_compression("b.tbz2") == ("bz2", "b.tar")
+    for name in ("b.zip", "tar", ".tar", "a/.tar.gz", "b.tar.gz.tmp", "b.tar.tmp", "b.gz"):
+        assert not is_tar_name(name)

@@ -6,8 +6,7 @@
 Opening compares the file with the index entry (size, hashes if asked, sample count, columns) and checks all
 offsets in one vectorised pass, so that no later read can leave its sample. When all columns have a fixed
 size, samples lie a constant stride apart and `fixed_rows` is a view on the map: one `view[rows]` builds a
-batch with no Python per sample. Views keep the map alive after `close`. The file must not be truncated by
-others while it is mapped; replace files by rename, as everything in shardkit does.
+batch with no Python per sample. Views keep the map alive after `close`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.files import map_path
-from shardkit.formats.compression import decompress
 from shardkit.formats.mds.encodings import Encoding, encoding_of
 from shardkit.formats.mds.index import parse_columns
-from shardkit.hashing import hash_bytes
-from shardkit.manifest import Column, FileInfo, ShardInfo
+from shardkit.formats.stored import load_raw
+from shardkit.manifest import Column, ShardInfo
 
 __all__ = ["MdsShard", "open_shard", "shard_from_raw"]
 
@@ -144,27 +142,15 @@ def open_shard(
 ) -> MdsShard:
     """Open the shard that `info` describes, below `folder`.
 
-    A raw file is memory-mapped. A compressed one is decompressed into memory, within the size the index
-    states, unless the raw file lies beside it (as in MosaicML's caches). `verify` checks every hash there is.
-    Columns of pickles can run any code when they are read: they are refused unless `allow_pickle`.
+    The raw file is preferred if it lies beside a compressed one, as in MosaicML's caches. `verify` checks
+    every hash there is. Columns of pickles can run any code when they are read: they are refused unless
+    `allow_pickle`.
     """
     folder = Path(folder)
-    raw_file = folder / info.raw.basename
-    _refuse_pickles(raw_file, info, allow_pickle)
-    if info.zip is None or info.compression is None or raw_file.is_file():
-        raw = _map_file(raw_file, info.raw)
-        if verify:
-            _verify(raw_file, info.raw, raw)
-        return MdsShard(raw_file, info, raw)
-    file = folder / info.zip.basename
-    stored = _map_file(file, info.zip)
-    if verify:
-        _verify(file, info.zip, stored)
-    raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=file)
-    if verify:
-        _verify(file, info.raw, raw)
-    raw.flags.writeable = False
-    return MdsShard(file, info, raw)
+    is_raw_there = (folder / info.raw.basename).is_file()
+    found = replace(info, zip=None, compression=None) if is_raw_there else info
+    raw = load_raw("mds", folder, found, verify=verify)
+    return shard_from_raw(folder / found.stored.basename, info, raw, allow_pickle=allow_pickle)
 
 
 def shard_from_raw(
@@ -173,7 +159,8 @@ def shard_from_raw(
     """The shard whose raw bytes are `raw`, wherever they came from; `where` is named in errors."""
     _refuse_pickles(where, info, allow_pickle)
     if len(raw) != info.raw.bytes:
-        raise ShardError(where, f"{len(raw):,} bytes, expected {info.raw.bytes:,}; fetch it again")
+        problem = f"has {len(raw):,} bytes, the index states {info.raw.bytes:,}; fetch it again"
+        raise ShardError(where, problem)
     return MdsShard(where, info, raw)
 
 
@@ -185,24 +172,6 @@ def _refuse_pickles(where: str | PathLike[str], info: ShardInfo, allow_pickle: b
             f"column {pickled[0]!r} holds pickles, which can run any code; "
             "if you trust whoever wrote this dataset, open it with allow_pickle=True",
         )
-
-
-def _map_file(file: Path, expected: FileInfo) -> npt.NDArray[np.uint8]:
-    """A regular file's bytes, memory-mapped, if it has the expected size."""
-    try:
-        data = map_path(file)
-    except OSError as error:
-        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
-    if len(data) != expected.bytes:
-        raise ShardError(file, f"{len(data):,} bytes, expected {expected.bytes:,}; fetch it again")
-    return data
-
-
-def _verify(file: Path, expected: FileInfo, data: npt.NDArray[np.uint8]) -> None:
-    for name, digest in hash_bytes(data.data, expected.hashes).items():
-        if digest != expected.hashes[name].lower():
-            problem = f"{name} of {expected.basename} is {digest}, expected {expected.hashes[name]}"
-            raise ShardError(file, f"{problem}; fetch the file again")
 
 
 def _checked_offsets(

@@ -6,7 +6,7 @@ one. `shard_list` (shards.json) and `find` say which tars make a dataset. Whatev
 raises ShardError with the file and, where known, the byte.
 """
 
-from shardkit.formats.tar.shard import TarShard, load_raw, open_shard, scan_folder, shard_from_raw, unpack
+from shardkit.formats.tar.shard import TarShard, open_shard, scan_folder, shard_from_raw
 from shardkit.formats.tar.shard_list import (
     parse_shard_list,
     read_shard_list,
@@ -17,14 +17,12 @@ from shardkit.formats.tar.writer import write_rows_shard
 
 __all__ = [
     "TarShard",
-    "load_raw",
     "open_shard",
     "parse_shard_list",
     "read_shard_list",
     "scan_folder",
     "shard_from_raw",
     "shard_list_bytes",
-    "unpack",
     "write_rows_shard",
     "write_shard_list",
 ]

@@ -14,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 
 from shardkit.errors import ShardError
-from shardkit.formats.tar.compressed import is_tar_name
 from shardkit.formats.tar.shard_list import (
     common_folder,
     describe_tar,
     fixed_folder,
     is_pattern,
+    is_tar_name,
     matches,
     split_names,
     tar_files,

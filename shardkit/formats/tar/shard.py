@@ -22,16 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.files import map_path
-from shardkit.formats.tar.compressed import MAX_UNSTATED_BYTES, decompress_tar
+from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.members import BLOCK, TarIndex, group_members, walk_members
-from shardkit.formats.tar.shard_list import UNKNOWN, describe_tar, tar_files
+from shardkit.formats.tar.shard_list import describe_tar, tar_files
 from shardkit.formats.tar.stride import index_constant_stride
 from shardkit.formats.tar.values import NpyHeader, decode_member, encoding_of, parse_npy_header
-from shardkit.hashing import hash_bytes
-from shardkit.manifest import Column, ShardInfo
+from shardkit.manifest import UNKNOWN, Column, ShardInfo
 
-__all__ = ["TarShard", "load_raw", "open_shard", "scan_folder", "shard_from_raw", "unpack"]
+__all__ = ["TarShard", "open_shard", "scan_folder", "shard_from_raw"]
 
 _CHUNK = 1 << 14  # members compared at a time
 
@@ -233,34 +231,9 @@ def open_shard(
     `shardkit.formats.tar.values`). The size, the sample count and the columns that `info` states are always
     checked.
     """
-    raw = load_raw(folder, info, verify=verify)
+    raw = load_raw("tar", folder, info, verify=verify)
     file = folder / info.stored.basename
     return shard_from_raw(file, info, raw, allow_pickle=allow_pickle, decode=decode)
-
-
-def load_raw(folder: Path, info: ShardInfo, *, verify: bool = False) -> npt.NDArray[np.uint8]:
-    """uint8[raw bytes] of a local tar: a map of the file, or what it decompresses to."""
-    file = folder / info.stored.basename
-    stored = _map(file)
-    if info.stored.bytes not in (UNKNOWN, len(stored)):
-        problem = f"has {len(stored):,} bytes, the index states {info.stored.bytes:,}; fetch it again"
-        raise ShardError(file, problem)
-    if verify:
-        _verify(stored, info, file)
-    return unpack(file, info, stored) if info.compression else stored
-
-
-def unpack(
-    where: str | PathLike[str], info: ShardInfo, stored: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.uint8]:
-    """What the compressed tar `stored` holds; ShardError if it is damaged or not of the stated size."""
-    assert info.compression
-    limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN else info.raw.bytes
-    data = np.frombuffer(decompress_tar(info.compression, stored.data, limit, where), dtype=np.uint8)
-    data.flags.writeable = False
-    if info.raw.bytes not in (UNKNOWN, len(data)):
-        raise ShardError(where, f"holds {len(data):,} bytes, the index states {info.raw.bytes:,}")
-    return data
 
 
 def shard_from_raw(
@@ -306,22 +279,3 @@ def scan_folder(folder: Path, basenames: list[str] | None = None) -> list[ShardI
 
 def _words(columns: tuple[Column, ...]) -> str:
     return ", ".join(f"{c.name} ({c.encoding})" for c in columns)
-
-
-def _map(file: Path) -> npt.NDArray[np.uint8]:
-    """A file's bytes, memory-mapped."""
-    try:
-        return map_path(file)
-    except OSError as error:
-        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
-
-
-def _verify(stored: npt.NDArray[np.uint8], info: ShardInfo, file: Path) -> None:
-    expected = info.stored.hashes
-    try:
-        found = hash_bytes(stored.data, expected)
-    except ValueError as error:
-        raise ShardError(file, f"its index states a hash that cannot be checked: {error}") from error
-    for name, digest in expected.items():
-        if found[name] != digest:
-            raise ShardError(file, f"{name} {found[name]}, expected {digest}; fetch it again")

@@ -28,41 +28,66 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from shardkit.errors import ShardError
 from shardkit.files import publish_bytes
-from shardkit.formats.tar.compressed import is_tar_name, tar_compression
-from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo, checked_basename
+from shardkit.manifest import UNKNOWN, Column, FileInfo, Manifest, ShardInfo, checked_basename
 from shardkit.storage.url import is_remote
 
 __all__ = [
     "LIST_NAME",
-    "UNKNOWN",
     "common_folder",
     "describe_tar",
     "expand_braces",
     "fixed_folder",
     "fixed_size",
     "is_pattern",
+    "is_tar_name",
     "matches",
     "parse_listing",
     "parse_shard_list",
     "read_shard_list",
     "shard_list_bytes",
     "split_names",
+    "tar_compression",
     "tar_files",
     "write_shard_list",
 ]
 
 MAX_NAMES = 1 << 20  # of one brace list: a million tars; a typing mistake should not fill the memory
 
+_SUFFIXES = {
+    ".tar": ("", ".tar"),
+    ".tar.gz": ("gz", ".tar"),
+    ".tgz": ("gz", ".tar"),
+    ".tar.bz2": ("bz2", ".tar"),
+    ".tbz2": ("bz2", ".tar"),
+    ".tar.zst": ("zstd", ".tar"),
+    ".tar.zstd": ("zstd", ".tar"),
+}
+
 _MAGIC = frozenset("*?[")
 
 _RANGE = re.compile(r"(?:(-?\d{1,18})\.\.(-?\d{1,18})|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d{1,18}))?")
+
+
+def tar_compression(basename: str) -> tuple[str, str] | None:
+    """(algorithm, name of the tar inside) from a file's name: ("", name) for a plain tar, None for no tar."""
+    lower = basename.lower()
+    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
+        if lower.endswith(suffix) and len(PurePosixPath(basename).name) > len(suffix):
+            algorithm, tar = _SUFFIXES[suffix]
+            return algorithm, basename[: len(basename) - len(suffix)] + tar if algorithm else basename
+    return None
+
+
+def is_tar_name(basename: str) -> bool:
+    """Whether a file of this name is read as a tar."""
+    return tar_compression(basename) is not None
 
 
 def split_names(text: str) -> list[str]:
@@ -170,8 +195,6 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 
 LIST_NAME = "shards.json"
-
-UNKNOWN = -1  # where a list does not state a size or a count
 
 MAX_LIST_BYTES = 1 << 30  # 450,000 shards with two hashes are about 150 MB
 

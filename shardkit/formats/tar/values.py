@@ -44,8 +44,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import MissingExtraError
+from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
-from shardkit.formats.tar.compressed import gunzip
 
 __all__ = [
     "IMAGE_WORDS",

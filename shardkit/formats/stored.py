@@ -1,0 +1,73 @@
+"""The stored file of a shard and the raw bytes that its readers see, of both formats.
+
+A raw file is memory-mapped, a compressed one decompressed into memory. Its size, and its hashes if asked, are
+compared with what the index states. A file must not be truncated by others while it is mapped; replace files
+by rename, as everything in shardkit does.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from shardkit.arrays import Bytes
+from shardkit.errors import ShardError
+from shardkit.files import map_path
+from shardkit.formats.compression import decompress, decompress_streams
+from shardkit.hashing import hash_bytes
+from shardkit.manifest import UNKNOWN, FileInfo, Format, ShardInfo
+
+__all__ = ["decompress_shard", "load_raw"]
+
+MAX_UNSTATED_BYTES = 4 << 30  # a shard larger than this should not be read into memory at all
+
+
+def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = False) -> Bytes:
+    """uint8[raw bytes] of a local shard; ShardError if the file is missing or not what `info` says.
+
+    `verify` compares every hash that `info` states.
+    """
+    file = folder / info.stored.basename
+    try:
+        stored = map_path(file)
+    except OSError as error:
+        raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
+    _check_size(file, info.stored, stored)
+    if verify:
+        _check_hashes(file, info.stored, stored)
+    if info.zip is None:
+        return stored
+    raw = decompress_shard(kind, info, stored, file)
+    if verify:
+        _check_hashes(file, info.raw, raw)
+    return raw
+
+
+def decompress_shard(kind: Format, info: ShardInfo, stored: Bytes, where: str | PathLike[str]) -> Bytes:
+    """What the compressed shard `stored` holds; ShardError if it is damaged or not of the stated size."""
+    assert info.compression
+    if kind == "mds":
+        raw = decompress(info.compression, stored.data, raw_bytes=info.raw.bytes, file=where)
+    else:
+        limit = MAX_UNSTATED_BYTES if info.raw.bytes == UNKNOWN else info.raw.bytes
+        raw = decompress_streams(info.compression, stored.data, limit=limit, file=where)
+        _check_size(where, info.raw, raw)
+    raw.flags.writeable = False
+    return raw
+
+
+def _check_size(where: str | PathLike[str], expected: FileInfo, data: Bytes) -> None:
+    if expected.bytes not in (UNKNOWN, len(data)):
+        problem = f"has {len(data):,} bytes, the index states {expected.bytes:,}; fetch it again"
+        raise ShardError(where, problem)
+
+
+def _check_hashes(where: str | PathLike[str], expected: FileInfo, data: Bytes) -> None:
+    try:
+        found = hash_bytes(data.data, expected.hashes)
+    except ValueError as error:
+        raise ShardError(where, f"its index states a hash that cannot be checked: {error}") from error
+    for name, digest in found.items():
+        if digest != expected.hashes[name].lower():
+            problem = f"{name} of {expected.basename} is {digest}, the index states {expected.hashes[name]}"
+            raise ShardError(where, f"{problem}; fetch it again")
