@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
-from shardkit.formats.mds import index as index_table
-from shardkit.formats.mds.index import _EntryParser, index_bytes, make_columns, read_index, write_index
+from shardkit.formats.mds.index import index_bytes, make_columns, read_index, read_table, write_index
 from shardkit.loaders import StreamingLoader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, table_of
 
@@ -75,27 +74,20 @@ def test_a_table_is_the_list_that_it_was_made_of(shards: list[ShardInfo]) -> Non
         table[len(shards)]
 
 
+DIGEST = {"xxh64": "00" * 8}
+
+
 @pytest.mark.parametrize(
     ("name", "hashes"),
     [
-        ("../x", {"xxh64": "00" * 8}),
-        ("a//b", {"xxh64": "00" * 8}),
-        ("/x", {"xxh64": "00" * 8}),
-        (".x", {"xxh64": "00" * 8}),
-        ("x/", {"xxh64": "00" * 8}),
-        ("", {"xxh64": "00" * 8}),
-        ("é", {"xxh64": "00" * 8}),
-        ("a\nb", {"xxh64": "00" * 8}),
-        ("first", {"xxh64": "00" * 8}),  # a second of this name
-        ("longer-name", {}),
-        ("longer-name", {"xxh64": "AB" * 8}),
-        ("longer-name", {"xxh64": "zz" * 8}),
-        ("longer-name", {"xxh64": "00" * 4}),
-        ("longer-name", {"md5": "00" * 16}),
+        # The last is a second file of that name.
+        *((name, DIGEST) for name in ("../x", "a//b", "/x", ".x", "x/", "", "é", "a\nb", "first")),
+        *(("second", hashes) for hashes in ({}, {"md5": "00" * 16})),
+        *(("second", {"xxh64": digest}) for digest in ("AB" * 8, "zz" * 8, "00" * 4)),
     ],
 )
 def test_what_does_not_fit_stays_a_list(name: str, hashes: dict[str, str]) -> None:
-    one = ShardInfo(FileInfo("first", 1000, {"xxh64": "00" * 8}), 5, COLUMNS)
+    one = ShardInfo(FileInfo("first", 1000, DIGEST), 5, COLUMNS)
     assert table_of([one], "aa") is not None
     assert table_of([one, ShardInfo(FileInfo(name, 1000, hashes), 5, COLUMNS)], "aa") is None
 
@@ -110,8 +102,7 @@ def many(count: int = 40) -> list[ShardInfo]:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the index of a dataset that counts as large."""
-    for module in ("shardkit.formats.mds.index", "shardkit.formats.mds.index"):
-        monkeypatch.setattr(f"{module}.TABLE_SHARDS", 20)
+    monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 20)
     write_index(tmp_path, many())
     return tmp_path
 
@@ -121,7 +112,6 @@ def test_index_bin_is_read_in_place_of_the_index(large: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr("shardkit.formats.mds.index.parse_index", None)
         manifest = read_index(large)
-    assert isinstance(manifest.shards, ShardTable)
     assert isinstance(manifest.shards, ShardTable)
     assert manifest.shards == many()
     assert manifest.fingerprint == fingerprint(many())
@@ -209,7 +199,7 @@ def named(name: bytes) -> Callable[[Any], Any]:
 def test_a_damaged_or_hostile_one_is_passed_over(large: Path, damage: Callable[[bytes], bytes]) -> None:
     file = large / "index.bin"
     file.write_bytes(damage(file.read_bytes()))
-    found = index_table.read_table(large / "index.json", _EntryParser("index.json").parse)
+    found = read_table(large / "index.json")
     assert found is None or found == many(), "what is not sound must not be used"
     assert list(read_index(large).shards) == many()
 
@@ -225,8 +215,7 @@ def test_a_loader_reads_a_large_dataset_as_any_other(tmp_path: Path, monkeypatch
     mds.write_index(tmp_path, infos)
     assert not (tmp_path / "index.bin").exists()
     expected = run()
-    for module in ("shardkit.formats.mds.index", "shardkit.formats.mds.index"):
-        monkeypatch.setattr(f"{module}.TABLE_SHARDS", 20)
+    monkeypatch.setattr("shardkit.formats.mds.index.TABLE_SHARDS", 20)
     mds.write_index(tmp_path, infos)
     assert (tmp_path / "index.bin").exists()
     assert isinstance(open_dataset(tmp_path).manifest.shards, ShardTable)

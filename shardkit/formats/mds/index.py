@@ -21,7 +21,7 @@ import gc
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -59,139 +59,25 @@ __all__ = [
     "parse_index",
     "read_index",
     "read_table",
-    "table_bytes",
     "write_index",
 ]
 
-TABLE_NAME = "index.bin"
-
-TABLE_SHARDS = 10_000  # from so many on; fewer are read from JSON in a tenth of a second
-
-_VERSION = 1
-
-_READ_BYTES = 1 << 20
-
-Entry = dict[str, Any]
-
-
-def table_bytes(table: ShardTable, index: bytes, entry_of: Callable[[ShardInfo], Entry]) -> bytes:
-    """index.bin for the shards that `index`, the bytes of index.json, lists."""
-    files = {"raw": table.raw} | ({"zip": table.packed} if table.packed is not None else {})
-    header = {
-        "version": _VERSION,
-        "index_bytes": len(index),
-        "index_xxh3_128": xxhash.xxh3_128_hexdigest(index),
-        "fingerprint": table.fingerprint,
-        "kinds": [entry_of(kind) for kind in table.kinds],
-        "hashes": {key: list(each.hash_names) for key, each in files.items()},
-    }
-    arrays: dict[str, Any] = {
-        "header": np.frombuffer(json.dumps(header, sort_keys=True).encode(), dtype=np.uint8),
-        "kind": table.kind,
-        "samples": table.samples,
-    }
-    for key, each in files.items():
-        arrays |= {f"{key}_names": each.names, f"{key}_sizes": each.sizes}
-        arrays |= {
-            f"{key}_{name}": digests for name, digests in zip(each.hash_names, each.digests, strict=True)
-        }
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    return buffer.getvalue()
-
-
-def read_table(index_file: Path, parse: Callable[[int, Entry], ShardInfo]) -> ShardTable | None:
-    """What lies beside `index_file` and belongs to it; None if there is nothing sound.
-
-    `parse` checks an entry of an index and makes a shard of it.
-    """
-    file = index_file.with_name(TABLE_NAME)
-    try:
-        if not file.is_file():
-            return None
-        with np.load(file, allow_pickle=False) as arrays:
-            header = load_json(arrays["header"].tobytes())
-            if header["version"] != _VERSION or not _belongs(header, index_file):
-                return None
-            return _table(header, arrays, parse)
-    except (ShardError, OSError, ValueError, LookupError, TypeError, EOFError, MemoryError):
-        return None
-    except (BadZipFile, NotImplementedError, RuntimeError):  # what zipfile says of features it has not
-        return None
-
-
-def _table(
-    header: Mapping[str, Any], arrays: Mapping[str, Any], parse: Callable[[int, Entry], ShardInfo]
-) -> ShardTable | None:
-    kinds = [parse(number, entry) for number, entry in enumerate(header["kinds"])]
-    kind, samples = arrays["kind"], arrays["samples"]
-    raw = _files(header, arrays, "raw")
-    packed = _files(header, arrays, "zip") if "zip" in header["hashes"] else None
-    count = len(samples)
-    sound = (
-        _is_ints(kind, np.int32)
-        and _is_ints(samples, np.int64)
-        and len(kind) == count == len(raw)
-        and raw.are_sound()
-        and 0 <= int(kind.min()) <= int(kind.max()) < len(kinds)
-        and bool((samples >= 0).all())
-        and bool((samples <= raw.sizes // 4).all())
-        and int(raw.sizes.max()) < 1 << 32
-        and all((each.zip is not None) == (packed is not None) for each in kinds)
-        and (packed is None or (len(packed) == count and packed.are_sound()))
-        and isinstance(header["fingerprint"], str)
-    )
-    return ShardTable(kinds, kind, samples, raw, packed, header["fingerprint"]) if sound else None
-
-
-def _files(header: Mapping[str, Any], arrays: Mapping[str, Any], key: str) -> Files:
-    names: Sequence[str] = header["hashes"][key]
-    if not set(names) <= set(HASH_NAMES):
-        raise ValueError("unknown hashes")
-    digests = tuple(arrays[f"{key}_{name}"] for name in names)
-    files = Files(arrays[f"{key}_names"], arrays[f"{key}_sizes"], tuple(names), digests)
-    plain = [files.names, *digests]
-    if any(array.dtype != np.uint8 for array in plain) or files.names.ndim != 1:
-        raise ValueError("not bytes")
-    if not _is_ints(files.sizes, np.int64) or any(array.ndim != 2 for array in digests):
-        raise ValueError("wrong shapes")
-    return files
-
-
-def _is_ints(array: Any, dtype: type[np.signedinteger[Any]]) -> bool:
-    return bool(array.ndim == 1 and array.dtype == dtype)
-
-
-def _belongs(header: Mapping[str, Any], index_file: Path) -> bool:
-    """Whether the index.json that lies there is the one that the table was made of."""
-    if index_file.stat().st_size != header["index_bytes"]:
-        return False
-    found, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
-    with index_file.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            found.update(memoryview(buffer)[:count])
-    return bool(found.hexdigest() == header["index_xxh3_128"])
-
-
 INDEX_NAME = "index.json"
-
+TABLE_NAME = "index.bin"
+TABLE_SHARDS = 10_000  # from so many on; fewer are read from JSON in a tenth of a second
 VERSION = 2
-
 MAX_INDEX_BYTES = 1 << 31  # four million shards; beyond this a dataset needs larger shards
-
 MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are u32
-
 MAX_COLUMNS = 4096
 
+_TABLE_VERSION = 1
+_READ_BYTES = 1 << 20
 _CONFIG_KEYS = {"column_encodings", "column_names", "column_sizes", "compression", "format", "hashes"}
-
 _KEYS = _CONFIG_KEYS | {"raw_data", "samples", "size_limit", "version", "zip_data"}
 # Names that `checked_basename` would let pass, ten times faster; all others go through it.
 _PLAIN_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}/){0,8}[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
-
-_SIZE_TEXT = re.compile(
-    r"\s*(\d{1,18})(?:\.\d{1,9})?\s*([kmgt]?)b?\s*", re.IGNORECASE
-)  # MosaicML: kb is 1,024
+# As MosaicML reads sizes: kb is 1,024.
+_SIZE_TEXT = re.compile(r"\s*(\d{1,18})(?:\.\d{1,9})?\s*([kmgt]?)b?\s*", re.IGNORECASE)
 
 
 def read_index(path: Path) -> Manifest:
@@ -203,7 +89,7 @@ def read_index(path: Path) -> Manifest:
             raise ShardError(file, "no such index; an MDS dataset has one in its folder")
         if (size := file.stat().st_size) > MAX_INDEX_BYTES:
             raise ShardError(file, f"{size:,} bytes; an index has at most {MAX_INDEX_BYTES:,}")
-        if file.name == INDEX_NAME and (table := read_table(file, _EntryParser(file).parse)) is not None:
+        if file.name == INDEX_NAME and (table := read_table(file)) is not None:
             return Manifest("mds", table)
         text = file.read_bytes()
     except OSError as error:
@@ -233,7 +119,7 @@ def index_files(shards: Sequence[ShardInfo]) -> dict[str, bytes]:
     """index.json for `shards`, and before it index.bin if there are many."""
     index = index_bytes(shards)
     table = table_of(shards, Manifest("mds", shards).fingerprint) if len(shards) >= TABLE_SHARDS else None
-    tables = {} if table is None else {TABLE_NAME: table_bytes(table, index, _entry)}
+    tables = {} if table is None else {TABLE_NAME: _table_bytes(table, index)}
     return tables | {INDEX_NAME: index}
 
 
@@ -444,3 +330,97 @@ def _shown(value: object) -> str:
     """Plain values as they are, up to 60 characters; of anything nested only its type."""
     plain = value is None or isinstance(value, (str, int, float))
     return repr(value)[:60] if plain else f"a {type(value).__name__}"
+
+
+def _table_bytes(table: ShardTable, index: bytes) -> bytes:
+    """index.bin for the shards that `index`, the bytes of index.json, lists."""
+    files = {"raw": table.raw} | ({"zip": table.packed} if table.packed is not None else {})
+    header = {
+        "version": _TABLE_VERSION,
+        "index_bytes": len(index),
+        "index_xxh3_128": xxhash.xxh3_128_hexdigest(index),
+        "fingerprint": table.fingerprint,
+        "kinds": [_entry(kind) for kind in table.kinds],
+        "hashes": {key: list(each.hash_names) for key, each in files.items()},
+    }
+    arrays: dict[str, Any] = {
+        "header": np.frombuffer(json.dumps(header, sort_keys=True).encode(), dtype=np.uint8),
+        "kind": table.kind,
+        "samples": table.samples,
+    }
+    for key, each in files.items():
+        arrays |= {f"{key}_names": each.names, f"{key}_sizes": each.sizes}
+        arrays |= {
+            f"{key}_{name}": digests for name, digests in zip(each.hash_names, each.digests, strict=True)
+        }
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def read_table(index_file: Path) -> ShardTable | None:
+    """The table beside `index_file` that belongs to it; None if there is nothing sound."""
+    file = index_file.with_name(TABLE_NAME)
+    try:
+        if not file.is_file():
+            return None
+        with np.load(file, allow_pickle=False) as arrays:
+            header = load_json(arrays["header"].tobytes())
+            if header["version"] != _TABLE_VERSION or not _belongs(header, index_file):
+                return None
+            return _table(header, arrays, _EntryParser(file))
+    except (ShardError, OSError, ValueError, LookupError, TypeError, EOFError, MemoryError):
+        return None
+    except (BadZipFile, NotImplementedError, RuntimeError):  # what zipfile says of features it has not
+        return None
+
+
+def _table(header: Mapping[str, Any], arrays: Mapping[str, Any], parser: _EntryParser) -> ShardTable | None:
+    kinds = [parser.parse(number, entry) for number, entry in enumerate(header["kinds"])]
+    kind, samples = arrays["kind"], arrays["samples"]
+    raw = _files(header, arrays, "raw")
+    packed = _files(header, arrays, "zip") if "zip" in header["hashes"] else None
+    count = len(samples)
+    sound = (
+        _is_ints(kind, np.int32)
+        and _is_ints(samples, np.int64)
+        and len(kind) == count == len(raw)
+        and raw.are_sound()
+        and 0 <= int(kind.min()) <= int(kind.max()) < len(kinds)
+        and bool((samples >= 0).all())
+        and bool((samples <= raw.sizes // 4).all())
+        and int(raw.sizes.max()) < 1 << 32
+        and all((each.zip is not None) == (packed is not None) for each in kinds)
+        and (packed is None or (len(packed) == count and packed.are_sound()))
+        and isinstance(header["fingerprint"], str)
+    )
+    return ShardTable(kinds, kind, samples, raw, packed, header["fingerprint"]) if sound else None
+
+
+def _files(header: Mapping[str, Any], arrays: Mapping[str, Any], key: str) -> Files:
+    names: Sequence[str] = header["hashes"][key]
+    if not set(names) <= set(HASH_NAMES):
+        raise ValueError("unknown hashes")
+    digests = tuple(arrays[f"{key}_{name}"] for name in names)
+    files = Files(arrays[f"{key}_names"], arrays[f"{key}_sizes"], tuple(names), digests)
+    plain = [files.names, *digests]
+    if any(array.dtype != np.uint8 for array in plain) or files.names.ndim != 1:
+        raise ValueError("not bytes")
+    if not _is_ints(files.sizes, np.int64) or any(array.ndim != 2 for array in digests):
+        raise ValueError("wrong shapes")
+    return files
+
+
+def _is_ints(array: Any, dtype: type[np.signedinteger[Any]]) -> bool:
+    return bool(array.ndim == 1 and array.dtype == dtype)
+
+
+def _belongs(header: Mapping[str, Any], index_file: Path) -> bool:
+    """Whether the index.json that lies there is the one that the table was made of."""
+    if index_file.stat().st_size != header["index_bytes"]:
+        return False
+    found, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
+    with index_file.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(memoryview(buffer)[:count])
+    return bool(found.hexdigest() == header["index_xxh3_128"])

@@ -1,19 +1,19 @@
-"""What a tar holds: its members, the samples they make, and both as one small file, so that it is read once.
+"""What a tar holds: its members, the samples that they make, and a file that keeps both.
 
-Headers. v7, ustar, PAX (`x`, `g`: path and size overrides) and GNU (`L`, `K`, base-256 numbers) are read from
+Headers: v7, ustar, PAX (`x`, `g`: path and size overrides) and GNU (`L`, `K`, base-256 numbers) are read from
 a buffer. Nothing is trusted: checksums, lengths and ends are checked before use, every extension has a limit,
 and whatever does not fit is a `ShardError` with the byte offset. Stricter than `tarfile` and GNU tar on
 purpose, because both lose samples in silence: a damaged header in mid-file is an error, not the end of the
 archive, and so is anything but zeros after the end marker. Member names are only keys; nothing is ever
 written under them, so absolute names and `..` are harmless. Costs a few microseconds a member.
 
-Samples, as WebDataset groups them. A key is the path up to the first dot of its last component, the extension
+Samples, as WebDataset groups them: a key is the path up to the first dot of its last component, the extension
 is the rest in lower case. Consecutive members with one key are one sample. Members under a `__name__` at the
 top level are metadata and names without an extension are not data: both are skipped, as `webdataset` does. A
 repeated extension inside a sample is an error. A `TarIndex` is a few arrays: about 20 bytes a member, and the
 keys.
 
-The file of a scanned tar:
+The file, which saves another scan of the tar:
 
     magic (8) | u32 bytes of the head | head JSON | xxh3_128 of all before | body | xxh3_128 of the body
     body: i64 starts[samples + 1] | i64 offsets[members] | i64 sizes[members] | i64 key ends[samples]
@@ -47,6 +47,7 @@ __all__ = [
     "BLOCK",
     "Bytes",
     "Member",
+    "PackedKeys",
     "Scanned",
     "TarIndex",
     "check_end",
@@ -60,22 +61,22 @@ __all__ = [
 ]
 
 BLOCK = 512
-
 MAX_EXTENSION_HEADERS = 16  # before one member; honest writers use at most x + L + K + g
-
 MAX_EXTENSION_BYTES = 1 << 20  # PAX records of one header; honest ones hold a path and a few times
-
 MAX_NAME_BYTES = 1 << 16  # PATH_MAX is 4,096
+MAX_MEMBERS = 1 << 23  # of one shard: 8 million members are an index of about a gigabyte
 
 _ZEROS = bytes(BLOCK)
-
 _END_PIECE = 1 << 20
-
 _REGULAR = frozenset(b"0\x007")  # 7: contiguous file, stored like a regular one
-
 _NO_PAYLOAD = frozenset(b"123456")  # links, devices, folders, pipes: their size field means nothing
-
 _EXTENSIONS = frozenset(b"xgXLK")  # X: Solaris' name for x
+
+_MAGIC = b"shardtx1"
+_PREFIX = struct.Struct("<8sI")
+_DIGEST_BYTES = 16
+_MAX_HEAD_BYTES = 1 << 22
+_I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
 
 Path = str | PathLike[str]
 
@@ -240,10 +241,9 @@ def _pax_records(body: bytes, file: Path, offset: int) -> dict[bytes, bytes]:
         space = body.find(b" ", at, at + 8)
         length = int(body[at:space]) if space > at and body[at:space].isdigit() else 0
         stop = at + length
-        if not space + 1 < stop <= len(body) or body[stop - 1] != 0x0A:  # also: every record moves on
-            raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
         keyword, equals, value = body[space + 1 : stop - 1].partition(b"=")
-        if not keyword or not equals:
+        is_whole = space + 1 < stop <= len(body) and body[stop - 1] == 0x0A  # also: every record moves on
+        if not is_whole or not keyword or not equals:
             raise ShardError(file, "a PAX record whose length or form is wrong", offset=offset + at)
         if keyword.startswith(b"GNU.sparse"):
             raise ShardError(file, "a sparse member: write it without --sparse", offset=offset + at)
@@ -267,9 +267,6 @@ def _payload_size(header: _Header, overrides: dict[bytes, bytes], file: Path, po
     if not stated.isdigit() or len(stated) > 20:
         raise ShardError(file, f"a PAX size that is no number: {stated[:40]!r}", offset=position)
     return int(stated)
-
-
-MAX_MEMBERS = 1 << 23  # of one shard: 8 million members are an index of about a gigabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,17 +353,6 @@ def group_members(members: Iterable[Member], file: str | PathLike[str]) -> TarIn
     )
 
 
-_MAGIC = b"shardtx1"
-
-_PREFIX = struct.Struct("<8sI")
-
-_DIGEST_BYTES = 16
-
-_MAX_HEAD_BYTES = 1 << 22
-
-_I64, _I32 = np.dtype("<i8"), np.dtype("<i4")
-
-
 @dataclass(frozen=True, slots=True)
 class Scanned:
     """What a manifest states of a tar, found by looking: `raw_bytes` once decompressed."""
@@ -421,7 +407,7 @@ def read_index(file: BinaryIO, origin: str) -> tuple[Scanned, TarIndex]:
         at += 8 * count
     starts, offsets, sizes, ends = arrays
     kinds = np.frombuffer(data, _I32, members, at).astype(np.int32, copy=False)
-    keys = _PackedKeys(data[at + 4 * members : size], ends)
+    keys = PackedKeys(data[at + 4 * members : size], ends)
     return _scanned(head), TarIndex(keys, starts, offsets, sizes, kinds, tuple(head["extensions"]))
 
 
@@ -446,8 +432,8 @@ def _scanned(head: dict[str, Any]) -> Scanned:
     return Scanned(head["samples"], head["raw_bytes"], columns)
 
 
-class _PackedKeys(Sequence[str]):
-    """Keys in one piece of memory, decoded when asked for."""
+class PackedKeys(Sequence[str]):
+    """Keys in one piece of memory, decoded when asked for; `ends`: where each ends."""
 
     def __init__(self, data: bytes, ends: npt.NDArray[np.int64]) -> None:
         self._data, self._ends = data, ends

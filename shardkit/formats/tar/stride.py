@@ -9,24 +9,28 @@ Whatever differs in any way gives None and is left to the walk, which also words
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.formats.tar.members import BLOCK, Member, TarIndex, padded, split_name, walk_members
+from shardkit.formats.tar.members import (
+    BLOCK,
+    Member,
+    PackedKeys,
+    TarIndex,
+    padded,
+    split_name,
+    walk_members,
+)
 
 __all__ = ["index_constant_stride"]
 
 MIN_SAMPLES = 8  # below, a walk costs less
-
 MAX_SAMPLE_MEMBERS = 64
 
 _CHUNK = 4096  # samples checked at a time: 2 MiB of header blocks
-
 _RECORD_BYTES = 64  # one PAX record of a time
 
 _SIZE, _TIME, _CHECKSUM = slice(124, 136), slice(136, 148), slice(148, 156)
@@ -65,7 +69,7 @@ def index_constant_stride(data: npt.NDArray[np.uint8], file: str | PathLike[str]
             return None
     rows = np.arange(samples, dtype=np.int64)[:, None] * stride
     return TarIndex(
-        keys=_FixedKeys(keys),
+        keys=PackedKeys(keys.tobytes(), np.arange(1, samples + 1, dtype=np.int64) * key_bytes),
         starts=np.arange(samples + 1, dtype=np.int64) * len(members),
         offsets=(rows + np.array([m.offset for m in members], dtype=np.int64)).ravel(),
         sizes=np.tile(np.array([m.size for m in members], dtype=np.int64), samples),
@@ -142,19 +146,24 @@ def _alike(blocks: Blocks, free: list[slice]) -> bool:
         fixed[part] = False
     mask = (fixed * np.uint8(255)).view(np.uint64)
     base = int(first[fixed].sum(dtype=np.int64)) + 8 * 32
-    # "%06o\0 ", as every common writer spells it.
-    place = 8 ** np.arange(5, -1, -1, dtype=np.int64)
     for at in range(0, len(blocks), _CHUNK):
         chunk = np.ascontiguousarray(blocks[at : at + _CHUNK])
         if ((chunk.view(np.uint64) ^ first.view(np.uint64)) & mask).any():
             return False
-        digits = chunk[:, 148:154].astype(np.int64) - ord("0")
-        if (digits < 0).any() or (digits > 7).any() or not _equal(chunk[:, 154:156], first[154:156]):
-            return False
+        stated = _numbers(chunk[:, 148:154], base=8)
         sums = base + sum(chunk[:, part].sum(axis=1, dtype=np.int64) for part in free)
-        if not _equal(digits @ place, sums):
+        if stated is None or not _equal(stated, sums) or not _equal(chunk[:, 154:156], first[154:156]):
             return False
-    return bytes(first[154:156]) == b"\0 "
+    return bytes(first[154:156]) == b"\0 "  # of "%06o\0 ", as every common writer spells it
+
+
+def _numbers(digits: npt.NDArray[np.uint8], *, base: int) -> npt.NDArray[np.int64] | None:
+    """The number that each row of digits spells, or None if there is another character."""
+    values = digits.astype(np.int64) - ord("0")
+    if (values < 0).any() or (values >= base).any():
+        return None
+    places: npt.NDArray[np.int64] = base ** np.arange(digits.shape[1] - 1, -1, -1, dtype=np.int64)
+    return values @ places
 
 
 def _times_only(data: npt.NDArray[np.uint8], start: int, samples: int, stride: int) -> bool:
@@ -166,19 +175,14 @@ def _times_only(data: npt.NDArray[np.uint8], start: int, samples: int, stride: i
     records = _strided(data, start + BLOCK, samples, stride)
     if headers[0, 156] != ord("x") or not _alike(headers, [_SIZE, _TIME]):
         return False
-    octal = headers[:, 124:135].astype(np.int64) - ord("0")
-    if (octal < 0).any() or (octal > 7).any() or headers[:, 135].any():
+    sizes, lengths = _numbers(headers[:, 124:135], base=8), _numbers(records[:, :2], base=10)
+    if sizes is None or headers[:, 135].any() or (sizes < 11).any() or (sizes > _RECORD_BYTES).any():
         return False
-    sizes = octal @ (8 ** np.arange(10, -1, -1, dtype=np.int64))
-    if (sizes < 11).any() or (sizes > _RECORD_BYTES).any() or records[:, _RECORD_BYTES:].any():
+    if lengths is None or not _equal(lengths, sizes) or records[:, _RECORD_BYTES:].any():
+        return False
+    if not _equal(records[:, 2:9], np.frombuffer(b" mtime=", dtype=np.uint8)):
         return False
     column = np.arange(_RECORD_BYTES)
-    length = records[:, :2].astype(np.int64) - ord("0")
-    prefix = np.frombuffer(b" mtime=", dtype=np.uint8)
-    if (length < 0).any() or (length > 9).any() or not _equal(length @ np.array([10, 1]), sizes):
-        return False
-    if not _equal(records[:, 2:9], prefix):
-        return False
     for at in range(0, samples, _CHUNK):
         rows, size = records[at : at + _CHUNK, :_RECORD_BYTES], sizes[at : at + _CHUNK, None]
         digit = ((rows >= ord("0")) & (rows <= ord("9"))) | (rows == ord("."))
@@ -186,22 +190,3 @@ def _times_only(data: npt.NDArray[np.uint8], start: int, samples: int, stride: i
         if not good[:, 9:].all():
             return False
     return True
-
-
-class _FixedKeys(Sequence[str]):
-    """Keys of one length, read from the headers when asked for."""
-
-    def __init__(self, keys: Blocks) -> None:
-        self._keys = keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return str(self._keys[index].tobytes(), "ascii")
