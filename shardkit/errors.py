@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike, fspath
 
 __all__ = [
@@ -77,11 +78,7 @@ class ShardError(ShardkitError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders in builds: rebuild with the keyword argument.
-        return (_rebuild_shard_error, (self.file, self.problem, self.offset))
-
-
-def _rebuild_shard_error(file: str, problem: str, offset: int | None) -> ShardError:
-    return ShardError(file, problem, offset=offset)
+        return (partial(ShardError, offset=self.offset), (self.file, self.problem))
 
 
 class RecipeError(ShardkitError):

@@ -78,7 +78,7 @@ def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listene
         return _Calls(progress)
     if not progress:
         return _Calls[Report](lambda report: None)
-    return _Bars() if sys.stderr.isatty() else Lines()
+    return _Bars() if sys.stderr.isatty() else _Calls(Lines())
 
 
 class _Calls(Generic[R]):
@@ -110,12 +110,6 @@ class Lines:
             self._said.add(key)
         self._next = now + LINE_SECONDS
         print(f"{report.name}: {report.text()}", file=sys.stderr, flush=True)  # noqa: T201
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
 
 
 class _Bars:

@@ -26,6 +26,7 @@ MAX_CARD_BYTES = 16 << 20
 CARD_NAME = "dataset.json"
 INDEX_NAMES = ("index.json", "shards.json")
 _FORBIDDEN = 403
+_NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def locate(
 
 def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
     """The dataset at a local path; ShardError says what is wrong with it, or what was looked for."""
-    from shardkit.formats.tar.shard_list import is_tar_name, read_list
+    from shardkit.formats.tar.shard_list import is_tar_name
 
     if path.is_dir():
         return _find_in_folder(path, storage)
@@ -75,12 +76,19 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
         return _find_tars([str(path)], storage)
     if path.suffix != ".json":
         raise ShardError(path, "is neither a folder, an index (.json) nor a tar")
-    card = _read_card(path.parent / CARD_NAME)
-    if path.name == "index.json":
+    return _read_description(path, storage)
+
+
+def _read_description(file: Path, storage: StorageOptions | None) -> Found:
+    """The dataset that a local index or list describes."""
+    card = _read_card(file.parent / CARD_NAME)
+    if file.name == "index.json":
         from shardkit.formats import mds
 
-        return Found(path.parent, mds.read_index(path), card)
-    return _listed(path, read_list(path), path.parent, card, storage)
+        return Found(file.parent, mds.read_index(file), card)
+    from shardkit.formats.tar.shard_list import read_list
+
+    return _listed(file, read_list(file), file.parent, card, storage)
 
 
 def _listed(
@@ -150,9 +158,7 @@ def _find_in_store(
         raise ShardError(store.url, problem)
     objects = folder_tars(store)
     if not objects:
-        raise ShardError(
-            store.url, "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
-        )
+        raise ShardError(store.url, _NO_DATASET)
     return _unscanned(None, objects)
 
 
@@ -184,26 +190,21 @@ def _unscanned(
 
 def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
     from shardkit.formats.tar.find import local_objects
-    from shardkit.formats.tar.shard_list import LIST_NAME, read_list, tar_files
+    from shardkit.formats.tar.shard_list import tar_files
 
-    is_mds, is_list = (folder / "index.json").is_file(), (folder / LIST_NAME).is_file()
-    if is_mds and is_list:
-        raise ShardError(folder, f"has both index.json and {LIST_NAME}; open the one that is meant")
-    if is_mds:
-        from shardkit.formats import mds
-
-        return Found(folder, mds.read_index(folder), _read_card(folder / CARD_NAME))
-    if is_list:
-        file = folder / LIST_NAME
-        return _listed(file, read_list(file), folder, _read_card(folder / CARD_NAME), storage)
+    there = [folder / name for name in INDEX_NAMES if (folder / name).is_file()]
+    if len(there) > 1:
+        raise ShardError(folder, f"has both {' and '.join(INDEX_NAMES)}; open the one that is meant")
+    if there:
+        return _read_description(there[0], storage)
     if (folder / CARD_NAME).exists() or (folder / "provenance").is_dir():
-        problem = (
-            f"is an unfinished build: neither index.json nor {LIST_NAME} is there yet; run the build again"
+        missing = " nor ".join(INDEX_NAMES)
+        raise ShardError(
+            folder, f"is an unfinished build: neither {missing} is there yet; run the build again"
         )
-        raise ShardError(folder, problem)
     names = tar_files(folder)
     if not names:
-        problem = f"holds no dataset: looked for index.json (MDS), {LIST_NAME} and *.tar files"
+        problem = _NO_DATASET
         parts = sorted(file.parent.name for file in folder.glob("*/index.json"))[:3]
         if parts:
             problem += (

@@ -41,15 +41,11 @@ __all__ = [
 ]
 
 MAGIC = b"SKUSAGE1"
-
 SUFFIX = ".usage"
-
 MAX_RECORD_BYTES = 1 << 28  # 2**24 sequences a rank and step, 8 bytes each, and room for a head
 
 _FRAME = struct.Struct("<II")
-
 _STEP = struct.Struct("<cQ")
-
 _READ_BYTES = 1 << 20
 
 _Ints = npt.NDArray[np.int64]
@@ -159,7 +155,7 @@ class UsageFile:
 def scan(path: Path) -> UsageFile:
     """Read a log file through; ShardError if it is none."""
     found = UsageFile(path)
-    with path.open("rb") as file:
+    with path.open("rb", buffering=_READ_BYTES) as file:
         magic = file.read(len(MAGIC))
         if magic != MAGIC:
             if MAGIC.startswith(magic):
@@ -175,48 +171,37 @@ def scan(path: Path) -> UsageFile:
     return found
 
 
-def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tuple[int, memoryview]]:
+def _records(file: BinaryIO, found: UsageFile, file_bytes: int) -> Iterator[tuple[int, bytes]]:
     """(bytes, payload) of each record that is whole; says in `found` why there are no more."""
-    buffer, at, offset = b"", 0, len(MAGIC)
+    offset = len(MAGIC)
     while offset < file_bytes:
-        needed = _FRAME.size
-        if len(buffer) - at >= needed:
-            length, checksum = _FRAME.unpack_from(buffer, at)
-            needed += length
-        if len(buffer) - at < needed or needed == _FRAME.size:
-            if needed > _FRAME.size + MAX_RECORD_BYTES or (len(buffer) - at >= needed):
-                break
-            if offset + needed > file_bytes:
-                found.cut = file_bytes - offset
-                return
-            buffer, at = buffer[at:] + file.read(max(_READ_BYTES, needed)), 0
-            if len(buffer) < needed:
-                found.cut = len(buffer)
-                return
+        rest = file_bytes - offset
+        frame = file.read(_FRAME.size)
+        length, checksum = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (0, 0)
+        size = _FRAME.size + length
+        payload = file.read(length) if length <= MAX_RECORD_BYTES and size <= rest else b""
+        is_whole = length > 0 and len(payload) == length
+        if is_whole and zlib.crc32(payload) == checksum:
+            yield size, payload
+            offset += size
             continue
-        payload = memoryview(buffer)[at + _FRAME.size : at + needed]
-        if zlib.crc32(payload) != checksum:
-            break
-        yield needed, payload
-        at += needed
-        offset += needed
-    else:
+        # What ends a process or a machine leaves of a last record: a part of it, or zeros.
+        is_last = len(frame) < _FRAME.size or (length <= MAX_RECORD_BYTES and size >= rest)
+        if is_last or not any(frame + payload + file.read(_READ_BYTES)):
+            found.cut = rest
+        else:
+            found.damage = (
+                f"byte {offset:,}: the checksum of a record is wrong; {rest:,} bytes from there are left out"
+            )
         return
-    rest = file_bytes - offset
-    if needed == rest or not any(buffer[at:]):  # what a crash of the machine leaves of a last record
-        found.cut = rest
-    else:
-        found.damage = (
-            f"byte {offset:,}: the checksum of a record is wrong; {rest:,} bytes from there are left out"
-        )
 
 
-def _take(found: UsageFile, payload: memoryview, offset: int, size: int) -> bool:
+def _take(found: UsageFile, payload: bytes, offset: int, size: int) -> bool:
     """Add a record; False if it cannot be one."""
-    kind = payload[:1].tobytes()
+    kind = payload[:1]
     if kind == b"R":
         try:
-            head = RunHead.parse(payload[1:].tobytes())
+            head = RunHead.parse(payload[1:])
         except StateError:
             return False
         found.sections.append(Section(found.path, head, offset + size, first=head.position))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardkit.errors import MissingExtraError
+from shardkit.errors import MissingExtraError, naming_extras
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,25 +38,16 @@ __all__ = [
 
 # What people keep in jpeg and png columns. Pillow knows many more; some of those start other programs.
 _FILE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-
 _MORE_FORMATS = ("PPM", "TIFF")  # that folders of images, and tars made of them, have as well
 
 _UNREADABLE = "image cannot be read: "
 # Bytes of a pixel in each mode; mode "1" packs eight pixels of a row into a byte.
 _PIXEL_BYTES = {
-    "L": 1,
-    "P": 1,
-    "LA": 2,
-    "La": 2,
-    "PA": 2,
-    "I;16": 2,
-    "I;16B": 2,
-    "RGB": 3,
-    "YCbCr": 3,
-    "LAB": 3,
+    **dict.fromkeys(("L", "P"), 1),
+    **dict.fromkeys(("LA", "La", "PA", "I;16", "I;16B"), 2),
+    **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
+    **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
 }
-
-_PIXEL_BYTES |= {"HSV": 3, "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4}
 
 
 def encode_raw(image: object) -> bytes:
@@ -221,8 +212,6 @@ def _installed_formats(more_formats: bool) -> tuple[str, ...]:
 
 
 def _pillow() -> Any:
-    try:
+    with naming_extras("an image column"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("Pillow", "formats", "an image column") from error
     return Image

@@ -43,7 +43,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.errors import MissingExtraError
+from shardkit.errors import MissingExtraError, naming_extras
 from shardkit.formats.compression import gunzip
 from shardkit.formats.mds.images import decode_file, open_file
 
@@ -59,11 +59,8 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES = 1 << 16  # NumPy itself stops at 10,000 characters
-
 MAX_DIMENSIONS = 32
-
 MAX_NESTING = 16  # brackets; structured types nest a few levels
-
 WRITTEN_HEADER_BYTES = 128  # a multiple of 64 that holds any 1-D header: payloads stay 64-aligned
 
 _MAGIC = b"\x93NUMPY"
@@ -264,11 +261,8 @@ def _decode_npz(payload: memoryview) -> dict[str, np.ndarray[tuple[int, ...], np
 
 
 def _decode_cbor(payload: memoryview) -> object:
-    try:
+    with naming_extras("decoding .cbor members (decode=False gives their bytes)"):
         import cbor2
-    except ImportError as error:
-        purpose = "decoding .cbor members (decode=False gives their bytes)"
-        raise MissingExtraError("cbor2", "webdataset", purpose) from error
     try:
         return cbor2.loads(payload, max_depth=MAX_CBOR_DEPTH)
     except Exception as error:  # what tagged values become may raise many types
@@ -312,15 +306,12 @@ def _unpickle(kind: str, payload: memoryview, *, allow_pickle: bool) -> object:
 
 def _through_webdataset(kind: str, payload: memoryview, image_word: str | None = None) -> object:
     try:
-        from webdataset.autodecode import basichandlers, imagehandler
-    except ImportError as error:
-        purpose = f"decoding .{kind} members (decode=False gives their bytes)"
-        raise MissingExtraError("webdataset", "webdataset", purpose) from error
-    try:
-        handler = imagehandler(image_word) if image_word else basichandlers
-        return handler(f".{kind}", bytes(payload))
-    except ImportError as error:
-        purpose = f"decoding .{kind} members with webdataset (decode=False gives their bytes)"
-        raise MissingExtraError(str(error.name), "webdataset", purpose) from error
+        with naming_extras(f"decoding .{kind} members (decode=False gives their bytes)"):
+            from webdataset.autodecode import basichandlers, imagehandler
+
+            handler = imagehandler(image_word) if image_word else basichandlers
+            return handler(f".{kind}", bytes(payload))
+    except ImportError:
+        raise
     except Exception as error:  # the library's decoders raise many types, AssertionError among them
         raise ValueError(f"webdataset cannot decode it: {type(error).__name__}: {error}") from error
