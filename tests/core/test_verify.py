@@ -1,10 +1,8 @@
-"""Verification finds any changed byte, names the file, and passes what is whole, whoever made it."""
+"""Verification finds any changed byte and any false word of a card; test_locate has it in every store."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +39,6 @@ def second_shard(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_whole_dataset_passes(tmp_path: Path, format: str, quick: bool) -> None:
-    report = verify(write_dataset(tmp_path / "d", format), quick=quick)
-    assert report.ok
-    assert report.problems == ()
-    assert (report.shards, report.samples, report.hashed) == (4, 40, 0 if quick else 4)
-    assert report.to_dict()["ok"] is True
-
-
-@pytest.mark.parametrize("format", FORMATS)
 def test_a_flipped_bit_anywhere_is_found_and_its_shard_named(tmp_path: Path, format: str) -> None:
     folder = write_dataset(tmp_path / "d", format)
     shard = second_shard(folder)
@@ -64,44 +52,15 @@ def test_a_flipped_bit_anywhere_is_found_and_its_shard_named(tmp_path: Path, for
     assert verify(folder).ok
 
 
-def cut(folder: Path) -> None:
-    second_shard(folder).write_bytes(second_shard(folder).read_bytes()[:-100])
-
-
-def remove(folder: Path) -> None:
-    second_shard(folder).unlink()
-
-
-def empty(folder: Path) -> None:
-    second_shard(folder).write_bytes(b"")
-
-
-def become_a_folder(folder: Path) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_folder_in_the_place_of_a_shard_is_named(tmp_path: Path, format: str, quick: bool) -> None:
+    folder = write_dataset(tmp_path / "d", format)
     shard = second_shard(folder)
     shard.unlink()
     shard.mkdir()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("harm", [cut, remove, empty, become_a_folder])
-@pytest.mark.parametrize("quick", [False, True])
-def test_missing_and_cut_shards_are_named_even_quickly(
-    tmp_path: Path, format: str, harm: Callable[[Path], None], quick: bool
-) -> None:
-    folder = write_dataset(tmp_path / "d", format)
-    name = second_shard(folder).name
-    harm(folder)
-    report = verify(folder, quick=quick)
-    assert [problem.file for problem in report.problems] == [name]
-
-
-def test_every_damaged_shard_is_named_at_once(tmp_path: Path) -> None:
-    folder = write_dataset(tmp_path / "d", "mds")
-    for number in (0, 3):
-        (folder / f"shard.0000{number}.mds").unlink()
-    report = verify(folder, threads=1)
-    assert [problem.file for problem in report.problems] == ["shard.00000.mds", "shard.00003.mds"]
-    assert report.problem_count == 2
+    report = verify(folder, quick=quick, threads=1)
+    assert [problem.file for problem in report.problems] == [shard.name]
 
 
 def test_without_hashes_damaged_samples_are_found_by_reading_them(tmp_path: Path) -> None:
@@ -158,17 +117,6 @@ def test_a_card_that_is_not_the_shards_own_is_found(
     assert message in problem.problem
 
 
-def test_files_beside_the_shards_are_hashed(tmp_path: Path) -> None:
-    folder = write_dataset(tmp_path / "d", "mds")
-    (folder / "report.html").write_text("abc")
-    good = {"bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
-    assert with_card(folder, card_of(folder) | {"files": {"report.html": good}}).ok
-    (folder / "report.html").write_text("abd")
-    report = verify(folder)
-    assert [problem.file for problem in report.problems] == ["report.html"]
-    assert verify(folder, quick=True).ok
-
-
 def test_a_shard_listed_twice_is_a_problem(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "d", "tar")
     index = json.loads((folder / "shards.json").read_text())
@@ -182,12 +130,3 @@ def test_no_dataset_at_all_raises(tmp_path: Path) -> None:
         verify(tmp_path)
     with pytest.raises(ShardError, match="no such file"):
         verify(tmp_path / "nowhere")
-
-
-def test_verifying_changes_nothing(tmp_path: Path) -> None:
-    folder = write_dataset(tmp_path / "d", "mds.zstd")
-    shutil.copytree(folder, tmp_path / "copy")
-    verify(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        path.name for path in (tmp_path / "copy").iterdir()
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +122,21 @@ def all_columns() -> tuple[dict[str, str], list[dict[str, Any]]]:
     return every_encoding(5)
 
 
-@pytest.mark.parametrize("shard_bytes", [2_000, 1 << 20, None])
 @pytest.mark.parametrize(
-    "compression", cases([None, "zstd:5", "br:1", "bz2", "gz", "snappy"], [None, "zstd:5"])
-)
+    "stored",
+    cases(
+        product([None, "zstd:5", "br:1", "bz2", "gz", "snappy"], [2_000, 1 << 20, None]),
+        [(None, 2_000), (None, None), ("zstd:5", 2_000), ("br:1", 1 << 20), ("bz2", 2_000), ("gz", None),
+         ("snappy", 1 << 20)],
+    ),
+    ids=str,
+)  # fmt: skip
 def test_a_dataset_of_all_encodings_is_read_equal_both_ways(
     tmp_path: Path,
     all_columns: tuple[dict[str, str], list[dict[str, Any]]],
-    compression: str | None,
-    shard_bytes: int | None,
+    stored: tuple[str | None, int | None],
 ) -> None:
+    compression, shard_bytes = stored
     hashes = ["sha1", "xxh64"] if shard_bytes else []
     check_both_ways(tmp_path, Drawn(*all_columns, compression, hashes, shard_bytes))
 

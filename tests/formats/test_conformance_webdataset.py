@@ -148,13 +148,22 @@ def test_every_encoder_is_read_equal(tmp_path: Path, name: str, suffix: str, opt
     assert found == read_there(path)
 
 
-@pytest.mark.parametrize("word", ["pil", "rgb8", "torchrgb", pytest.param("l", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("word", ["pil", "pill", "rgb8", "l", "rgba", "torchrgb8", "torchrgb"])
 def test_images_are_decoded_equal_by_every_word(tmp_path: Path, word: str) -> None:
     images = ("jpg", "png", "ppm", "tif", "pgm")
     samples = [
         {"__key__": f"{number}.{extension}", extension: value, "cls": number}
         for extension in images
         for number, value in enumerate(VALUES[extension])
+    ]
+    files = {
+        "webp": image_file("WEBP", "RGB"),
+        "seg.png": image_file("PNG", "P"),
+        "png.gz": image_file("PNG", "RGB"),
+        "tif": image_file("TIFF", "RGBA"),
+    }
+    samples += [
+        {"__key__": f"file {number}", name: data} for number, (name, data) in enumerate(files.items())
     ]
     path = write_there(tmp_path / "a.tar", samples)
     assert read_here(path, word) == read_there(path, word)
