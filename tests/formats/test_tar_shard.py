@@ -19,6 +19,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.formats.tar.shard_list import describe_tar
@@ -193,7 +194,7 @@ def test_scanning_describes_every_tar_in_the_order_of_names(tmp_path: Path) -> N
         ("d.tar", 0),
     ]
     tar.write_shard_list(tmp_path, infos)
-    assert list(tar.read_shard_list(tmp_path).shards) == infos
+    assert list(open_dataset(tmp_path).manifest.shards) == infos
 
 
 @settings(max_examples=200, deadline=None)

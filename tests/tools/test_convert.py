@@ -24,7 +24,7 @@ from shardkit import open_dataset
 from shardkit.cli.main import main
 from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
-from shardkit.formats import mds, tar
+from shardkit.formats import mds
 from shardkit.publish import RefusedError, upload
 from shardkit.tools.convert import CutOptions, OutputOptions, convert
 from shardkit.tools.convert import run as card
@@ -406,7 +406,7 @@ def test_the_command_converts_and_tells(tmp_path: Path, capfd: pytest.CaptureFix
     assert main([*words, "--replace", "--json", "--hashes", "xxh64,md5", "--no-verify"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["rows"], result["verified"], result["source_format"]) == (40, False, "dataset")
-    assert set(tar.read_shard_list(tmp_path / "tar").shards[0].raw.hashes) == {"xxh64", "md5"}
+    assert set(open_dataset(tmp_path / "tar").manifest.shards[0].raw.hashes) == {"xxh64", "md5"}
     assert main(words) == 1
     assert "holds a dataset; use --replace" in capfd.readouterr().err
     for more, message in (

@@ -250,9 +250,14 @@ def _encode_bytes(value: object) -> bytes:
     return value
 
 
-def _encode_str(value: object) -> bytes:
-    _expect(value, str, "str")
-    return str(value).encode()
+def _text_encoder(kind: type, name: str) -> Callable[[object], bytes]:
+    """Values of one type as Python spells them."""
+
+    def encode(value: object) -> bytes:
+        _expect(value, kind, name)
+        return str(value).encode()
+
+    return encode
 
 
 def _text(data: memoryview) -> str:
@@ -261,16 +266,6 @@ def _text(data: memoryview) -> str:
 
 def _encode_str_int(value: object) -> bytes:
     return str(_integer(value, "str_int")).encode()
-
-
-def _encode_str_float(value: object) -> bytes:
-    _expect(value, float, "str_float")
-    return str(value).encode()
-
-
-def _encode_str_decimal(value: object) -> bytes:
-    _expect(value, Decimal, "str_decimal")
-    return str(value).encode()
 
 
 def _decode_str_decimal(data: memoryview) -> Decimal:
@@ -304,10 +299,10 @@ def _decode_pickle(data: memoryview) -> object:
 def _table() -> dict[str, Encoding]:
     plain = [
         Encoding("bytes", _encode_bytes, bytes),
-        Encoding("str", _encode_str, _text),
+        Encoding("str", _text_encoder(str, "str"), _text),
         Encoding("str_int", _encode_str_int, lambda data: int(_text(data))),
-        Encoding("str_float", _encode_str_float, lambda data: float(_text(data))),
-        Encoding("str_decimal", _encode_str_decimal, _decode_str_decimal),
+        Encoding("str_float", _text_encoder(float, "str_float"), lambda data: float(_text(data))),
+        Encoding("str_decimal", _text_encoder(Decimal, "str_decimal"), _decode_str_decimal),
         Encoding("json", _encode_json, _decode_json),
         Encoding("pkl", pickle.dumps, _decode_pickle, safe=False),
         Encoding("pil", images.encode_raw, images.decode_raw),

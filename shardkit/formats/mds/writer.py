@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -223,14 +223,14 @@ class _ShardFile:
         final = self._folder / stored_name
         temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
         raw, stored = _Digests(self._hashes), _Digests(self._hashes)
+        compressor = new_compressor(self._compression, raw_bytes) if self._compression else None
         try:
             with temporary.open("wb") as file:
-                if self._compression:
-                    self._write_compressed(file, [header, *samples], raw_bytes, raw, stored)
-                else:
-                    for piece in _pieces([header, *samples]):
-                        raw.update(piece)
-                        file.write(piece)
+                for piece in _pieces([header, *samples]):
+                    raw.update(piece)
+                    file.write(piece if compressor is None else stored.update(compressor.compress(piece)))
+                if compressor is not None:
+                    file.write(stored.update(compressor.flush()))
                 if sync:
                     file.flush()
                     os.fsync(file.fileno())
@@ -258,20 +258,6 @@ class _ShardFile:
         count = np.array([len(sizes)], "<u4")
         return memoryview(count.tobytes() + offsets.astype("<u4").tobytes() + self.config)
 
-    def _write_compressed(
-        self, file: BinaryIO, parts: list[memoryview], raw_bytes: int, raw: _Digests, stored: _Digests
-    ) -> None:
-        assert self._compression is not None
-        compressor = new_compressor(self._compression, raw_bytes)
-        for piece in _pieces(parts):
-            raw.update(piece)
-            packed = compressor.compress(piece)
-            stored.update(packed)
-            file.write(packed)
-        packed = compressor.flush()
-        stored.update(packed)
-        file.write(packed)
-
 
 class _Digests:
     """Size and hashes of a file in the making."""
@@ -280,10 +266,12 @@ class _Digests:
         self.bytes = 0
         self._hashers: dict[str, Hasher] = {name: new_hash(name) for name in names}
 
-    def update(self, piece: bytes | memoryview) -> None:
+    def update(self, piece: bytes | memoryview) -> bytes | memoryview:
+        """Take the next piece, and return it."""
         self.bytes += len(piece)
         for hasher in self._hashers.values():
             hasher.update(piece)
+        return piece
 
     def info(self, basename: str) -> FileInfo:
         return FileInfo(basename, self.bytes, {name: h.hexdigest() for name, h in self._hashers.items()})

@@ -1,25 +1,19 @@
 """WebDataset tars: shardkit's own and any made by others, read in place; constant-stride tars written.
 
 One name for the format. `shard` is one open tar; `members` says which members and samples it holds, `stride`
-does so at once where all are alike, `values` decodes them, `compressed` decompresses a tar, `writer` writes
-one. `shard_list` (shards.json) and `find` say which tars make a dataset. Whatever is damaged or hostile
-raises ShardError with the file and, where known, the byte.
+does so at once where all are alike, `values` decodes them, `writer` writes a tar. `shard_list` (shards.json,
+and what names of tars mean) and `find` say which tars make a dataset. Whatever is damaged or hostile raises
+ShardError with the file and, where known, the byte.
 """
 
 from shardkit.formats.tar.shard import TarShard, open_shard, scan_folder, shard_from_raw
-from shardkit.formats.tar.shard_list import (
-    parse_shard_list,
-    read_shard_list,
-    shard_list_bytes,
-    write_shard_list,
-)
+from shardkit.formats.tar.shard_list import parse_shard_list, shard_list_bytes, write_shard_list
 from shardkit.formats.tar.writer import write_rows_shard
 
 __all__ = [
     "TarShard",
     "open_shard",
     "parse_shard_list",
-    "read_shard_list",
     "scan_folder",
     "shard_from_raw",
     "shard_list_bytes",

@@ -10,8 +10,7 @@ reader.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -80,10 +79,13 @@ class TarShard:
             if columns is not None and extension not in columns:
                 continue
             payload = self._view[offset : offset + int(index.sizes[member])]
-            with _located(self._file, offset, f"sample {row} ({index.keys[row][:200]!r}), .{extension}"):
+            try:
                 sample[extension] = decode_member(
                     extension, payload, decode=self._decode, allow_pickle=self._allow_pickle
                 )
+            except ValueError as error:
+                problem = f"sample {row} ({index.keys[row][:200]!r}), .{extension}: {error}"
+                raise ShardError(self._file, problem, offset=offset) from error
         return sample
 
     @cached_property
@@ -206,15 +208,6 @@ def _rows(
     )
     rows.flags.writeable = False
     return rows
-
-
-@contextmanager
-def _located(file: str | PathLike[str], offset: int, what: str) -> Iterator[None]:
-    """Turn a decoder's ValueError into a ShardError that says where."""
-    try:
-        yield
-    except ValueError as error:
-        raise ShardError(file, f"{what}: {error}", offset=offset) from error
 
 
 def open_shard(

@@ -50,7 +50,7 @@ __all__ = [
     "matches",
     "parse_listing",
     "parse_shard_list",
-    "read_shard_list",
+    "read_list",
     "shard_list_bytes",
     "split_names",
     "tar_compression",
@@ -239,12 +239,6 @@ def tar_files(folder: Path) -> list[str]:
         return sorted(p.name for p in folder.iterdir() if is_tar_name(p.name) and p.is_file())
     except OSError as error:
         raise ShardError(folder, f"cannot be listed: {error.strerror or error}") from error
-
-
-def read_shard_list(path: Path) -> Manifest:
-    """The manifest of a folder with shards.json, or of that file; ShardError if it is not sound."""
-    file = path / LIST_NAME if path.is_dir() else path
-    return parse_shard_list(file, read_list(file))
 
 
 def read_list(file: Path) -> bytes:

@@ -164,24 +164,15 @@ IMAGE_WORDS = frozenset(
 ) | {"pil", "pill", "pilrgb", "pilrgba", "torch"}  # fmt: skip
 
 MAX_EXPANDED_BYTES = 1 << 30  # of one .gz or .npz member: a sample larger than this is no sample
-
 MAX_CBOR_DEPTH = 400
 
 _METADATA = "__"  # of an extension
-
-_TEXT = frozenset({"txt", "text", "transcript"})
-
-_INTEGER = frozenset({"cls", "cls2", "index", "inx", "id"})
-
-_JSON = frozenset({"json", "jsn"})
-
 _PICKLE = frozenset({"pyd", "pickle", "pkl", "pth"})
-
 _WEBDATASET = frozenset({"ten", "tb", "mp", "msg"})
-
-_JPEG = frozenset({"jpg", "jpeg", "jpe", "jfif"})
-
-_IMAGES = _JPEG | {"png", "apng", "webp", "gif", "bmp", "dib", "ppm", "pgm", "pbm", "pnm", "tif", "tiff"}
+_IMAGES = frozenset(
+    {"jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "gif", "bmp", "dib"}
+    | {"ppm", "pgm", "pbm", "pnm", "tif", "tiff"}
+)
 
 
 def checked_decode(decode: bool | str) -> bool | str:
@@ -212,9 +203,10 @@ def decode_member(
         return _unpickle(kind, payload, allow_pickle=allow_pickle)
     if kind in _WEBDATASET:
         return _through_webdataset(kind, payload)
-    decoder = _DECODERS.get(kind, bytes)
+    if kind not in _DECODERS:
+        return bytes(payload)
     try:
-        return decoder(payload)
+        return _DECODERS[kind][1](payload)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -224,10 +216,9 @@ def encoding_of(extension: str) -> str:
     if extension.startswith(_METADATA):
         return "str"
     kind = extension.removesuffix(".gz").rpartition(".")[2]
-    for names, encoding in ((_TEXT, "str"), (_INTEGER, "int"), (_JSON, "json"), ({"npy"}, "ndarray")):
-        if kind in names:
-            return encoding
-    return kind if kind in _PICKLE | _WEBDATASET | {"cbor", "npz"} else "bytes"
+    if kind in _PICKLE | _WEBDATASET:
+        return kind
+    return _DECODERS[kind][0] if kind in _DECODERS else "bytes"
 
 
 def _decode_text(payload: memoryview) -> str:
@@ -239,14 +230,6 @@ def _decode_metadata(payload: memoryview) -> str | bytes:
         return _decode_text(payload)
     except UnicodeDecodeError:
         return bytes(payload)
-
-
-def _decode_integer(payload: memoryview) -> int:
-    return int(bytes(payload))
-
-
-def _decode_json(payload: memoryview) -> object:
-    return json.loads(bytes(payload))
 
 
 def _decode_npz(payload: memoryview) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
@@ -269,13 +252,14 @@ def _decode_cbor(payload: memoryview) -> object:
         raise ValueError(f"not usable CBOR: {error}") from error
 
 
-_DECODERS: dict[str, Callable[[memoryview], object]] = {
-    "npy": decode_npy,
-    "npz": _decode_npz,
-    "cbor": _decode_cbor,
-    **dict.fromkeys(_JSON, _decode_json),
-    **dict.fromkeys(_TEXT, _decode_text),
-    **dict.fromkeys(_INTEGER, _decode_integer),
+# Kind -> (name of the values' encoding, decoder).
+_DECODERS: dict[str, tuple[str, Callable[[memoryview], object]]] = {
+    "npy": ("ndarray", decode_npy),
+    "npz": ("npz", _decode_npz),
+    "cbor": ("cbor", _decode_cbor),
+    **dict.fromkeys(("json", "jsn"), ("json", lambda payload: json.loads(bytes(payload)))),
+    **dict.fromkeys(("txt", "text", "transcript"), ("str", _decode_text)),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), ("int", lambda payload: int(bytes(payload)))),
 }
 
 
