@@ -88,6 +88,18 @@ def test_packed_datasets_say_what_their_tokens_are(tmp_path: Path, kind: str) ->
     assert dataset.fingerprint == dataset.manifest.fingerprint
 
 
+@parametrize_kinds
+def test_views_outlive_the_shard_and_its_file(tmp_path: Path, kind: str) -> None:
+    with shardkit.open_dataset(MAKE[kind](tmp_path)) as dataset:
+        shard, column = dataset.shard(0), dataset.token_column
+        assert column is not None
+        view = shard.fixed_rows(column)
+        shard.close()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    np.testing.assert_array_equal(view, PARTS[0])  # type: ignore[arg-type]
+
+
 def test_the_index_a_single_tar_or_a_pattern_may_be_named(tmp_path: Path) -> None:
     folder = write_tars(tmp_path / "tars")
     assert len(shardkit.open_dataset(folder / "shards.json")) == len(ROWS)

@@ -20,18 +20,9 @@ from shardkit.formats.tar.members import (
     split_name,
     walk_members,
 )
+from support.foreign_tars import make_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-
-
-def make_tar(members: list[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT, mtime: float = 0) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), mtime
-            tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
 
 
 def header(name: bytes, size: int | bytes, kind: bytes = b"0", magic: bytes = b"ustar\x0000") -> bytes:
@@ -80,7 +71,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size
 def test_members_are_those_that_tarfile_reads(
     members: list[tuple[str, bytes]], form: str, mtime: float
 ) -> None:
-    data = make_tar(members, FORMATS[form], mtime)
+    data = make_tar(members, FORMATS[form], times=[mtime])
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         expected = [(m.name, m.offset_data, m.size) for m in tar.getmembers() if m.isreg()]
     assert [(m.name, m.offset, m.size) for m in walk(data)] == expected
@@ -205,7 +196,7 @@ def test_damaged_and_hostile_tars_are_refused_by_name(name: str) -> None:
 def test_flipped_and_cut_tars_give_sound_members_or_an_error(data: st.DataObject) -> None:
     members = [(f"{i:03d}.txt", bytes([i]) * (i * 400)) for i in range(4)]
     form = data.draw(st.sampled_from(list(FORMATS.values())))
-    raw = bytearray(make_tar(members, form, mtime=1700000000.5))[:12_000]
+    raw = bytearray(make_tar(members, form, times=[1700000000.5]))[:12_000]
     for _ in range(data.draw(st.integers(0, 4))):
         raw[data.draw(st.integers(0, 8000))] = data.draw(st.integers(0, 255))
     raw = raw[: data.draw(st.integers(0, len(raw)))]

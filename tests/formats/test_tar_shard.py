@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
 import os
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import webdataset
 import zstandard
@@ -24,25 +21,16 @@ from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.formats.tar.shard_list import describe_tar
 from shardkit.manifest import Column, FileInfo
+from support.foreign_tars import make_tar, npy
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    path.write_bytes(make_tar(members))
     return path
 
 
 def open_tar(path: Path, *, decode: bool = True) -> tar.TarShard:
     return tar.open_shard(path.parent, describe_tar(path.name), decode=decode)
-
-
-def npy(array: npt.ArrayLike) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.asarray(array))
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize("mtime", [0, 1700000000.123456])
@@ -114,17 +102,6 @@ def test_records_and_texts_in_arrays_are_fixed_rows_without_a_fixed_encoding(tmp
     assert view is not None
     assert view[7].tolist() == ["7", "7", "7"]
     assert shard.columns == (Column("npy", "ndarray"),)
-
-
-def test_views_outlive_the_shard_and_its_file(tmp_path: Path) -> None:
-    rows = np.arange(3000, dtype=np.uint16).reshape(30, 100)
-    info = tar.write_rows_shard(tmp_path, "a.tar", rows, key_start=0)
-    shard = tar.open_shard(tmp_path, info)
-    view = shard.fixed_rows("tokens")
-    shard.close()
-    (tmp_path / "a.tar").unlink()
-    assert view is not None
-    np.testing.assert_array_equal(view, rows)
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tgz", ".tar.zst"])

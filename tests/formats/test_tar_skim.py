@@ -26,7 +26,7 @@ from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, Store
-from support.foreign_tars import PARTS, samples, tar_bytes, tars
+from support.foreign_tars import PARTS, make_tar, samples, tar_bytes, tars
 from support.remote_harness import fresh_url
 
 
@@ -67,13 +67,8 @@ def test_what_is_skimmed_is_what_the_whole_tar_tells(
     for part in PARTS:
         assert_same(tar_bytes(*part))
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
-        stream = io.BytesIO()
-        with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
-            for name in ("folder/" * 30 + "a.b.txt", "é" * 80 + ".txt", "x.jpg", "none"):
-                info = tarfile.TarInfo(name)
-                info.size = 5 * len(name)
-                archive.addfile(info, io.BytesIO(bytes(info.size)))
-        assert_same(stream.getvalue())
+        names = ("folder/" * 30 + "a.b.txt", "é" * 80 + ".txt", "x.jpg", "none")
+        assert_same(make_tar([(name, bytes(5 * len(name))) for name in names], form))
 
 
 @settings(max_examples=60, deadline=None)

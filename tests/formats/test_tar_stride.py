@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 
 import numpy as np
@@ -13,9 +12,10 @@ from hypothesis import strategies as st
 from shardkit.errors import ShardError
 from shardkit.formats.tar.members import TarIndex, group_members, walk_members
 from shardkit.formats.tar.stride import index_constant_stride
+from support.foreign_tars import make_tar
 
 
-def make_tar(
+def tar_of(
     samples: int = 20,
     *,
     form: int = tarfile.USTAR_FORMAT,
@@ -23,15 +23,9 @@ def make_tar(
     extensions: tuple[str, ...] = ("tokens.npy", "cls"),
     key: str = "{:06d}",
 ) -> bytearray:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
-        for i in range(samples):
-            for extension in extensions:
-                info = tarfile.TarInfo(f"{key.format(i)}.{extension}")
-                info.size, info.uname = 600, "bigdata"
-                info.mtime = 1700000000 + i + (i % 7) / 16 if times else 0
-                tar.addfile(info, io.BytesIO(bytes([i % 256]) * 600))
-    return bytearray(stream.getvalue())
+    members = [(f"{key.format(i)}.{e}", bytes([i % 256]) * 600) for i in range(samples) for e in extensions]
+    spread = [1700000000 + i + (i % 7) / 16 for i in range(samples) for _ in extensions]
+    return bytearray(make_tar(members, form, times=spread if times else [0], user="bigdata"))
 
 
 def quick(data: bytes | bytearray) -> TarIndex | None:
@@ -50,14 +44,14 @@ def assert_same(a: TarIndex, b: TarIndex) -> None:
 
 
 ALIKE: dict[str, bytes | bytearray] = {
-    "ustar": make_tar(),
-    "one member": make_tar(extensions=("tokens.npy",)),
-    "gnu": make_tar(form=tarfile.GNU_FORMAT),
-    "pax with whole times": make_tar(form=tarfile.PAX_FORMAT),
-    "pax with fractional times, as webdataset writes": make_tar(form=tarfile.PAX_FORMAT, times=True),
-    "in a folder with a dot": make_tar(key="train.v1/a{:04d}"),
-    "without an end marker": make_tar()[: 20 * 2 * 1536],
-    "with a long end": make_tar() + bytes(3_000_000),
+    "ustar": tar_of(),
+    "one member": tar_of(extensions=("tokens.npy",)),
+    "gnu": tar_of(form=tarfile.GNU_FORMAT),
+    "pax with whole times": tar_of(form=tarfile.PAX_FORMAT),
+    "pax with fractional times, as webdataset writes": tar_of(form=tarfile.PAX_FORMAT, times=True),
+    "in a folder with a dot": tar_of(key="train.v1/a{:04d}"),
+    "without an end marker": tar_of()[: 20 * 2 * 1536],
+    "with a long end": tar_of() + bytes(3_000_000),
 }
 
 
@@ -70,7 +64,7 @@ def test_equal_samples_are_indexed_without_a_walk(name: str) -> None:
 
 def with_folder() -> bytes:
     """A folder after each sample: inside the stride, but no part of it that the checks know."""
-    plain = make_tar(extensions=("cls",))
+    plain = tar_of(extensions=("cls",))
     folder = tarfile.TarInfo("d")
     folder.type = tarfile.DIRTYPE
     return b"".join(bytes(plain[i : i + 1536]) + folder.tobuf() for i in range(0, 20 * 1536, 1536)) + bytes(
@@ -79,14 +73,14 @@ def with_folder() -> bytes:
 
 
 DIFFERENT: dict[str, bytes | bytearray] = {
-    "keys of growing length": make_tar(key="{:d}"),
-    "few samples": make_tar(3),
-    "one key for all": make_tar(key="same"),
-    "non-ASCII keys": make_tar(key="ключ{:04d}", form=tarfile.GNU_FORMAT),
-    "long names": make_tar(key="k" * 100 + "{:04d}", form=tarfile.PAX_FORMAT),
-    "prefixed names": make_tar(key="p" * 80 + "/" + "k" * 60 + "{:04d}"),
-    "metadata": make_tar(key="__m{:04d}__/a"),
-    "no extension": make_tar(key="k{:04d}/", extensions=("a",)),
+    "keys of growing length": tar_of(key="{:d}"),
+    "few samples": tar_of(3),
+    "one key for all": tar_of(key="same"),
+    "non-ASCII keys": tar_of(key="ключ{:04d}", form=tarfile.GNU_FORMAT),
+    "long names": tar_of(key="k" * 100 + "{:04d}", form=tarfile.PAX_FORMAT),
+    "prefixed names": tar_of(key="p" * 80 + "/" + "k" * 60 + "{:04d}"),
+    "metadata": tar_of(key="__m{:04d}__/a"),
+    "no extension": tar_of(key="k{:04d}/", extensions=("a",)),
     "folders between": with_folder(),
 }
 
@@ -104,7 +98,7 @@ def rewrite(data: bytearray, at: int, text: bytes) -> None:
     data[block + 148 : block + 156] = b"%06o\0 " % sum(data[block : block + 512])
 
 
-LAST = 15 * 2 * 1536  # the start of sample 15 of make_tar()
+LAST = 15 * 2 * 1536  # the start of sample 15 of tar_of()
 PAX_LAST = 15 * 2 * 2560
 
 
@@ -123,13 +117,13 @@ PAX_LAST = 15 * 2 * 2560
     ],
 )
 def test_a_single_header_that_differs_is_seen(at: int, text: bytes) -> None:
-    data = make_tar()
+    data = tar_of()
     rewrite(data, at, text)
     assert quick(data) is None
 
 
 def test_a_wrong_checksum_is_seen_and_worded_by_the_walk() -> None:
-    data = make_tar()
+    data = tar_of()
     data[LAST + 3] = ord("9")
     assert quick(data) is None
     with pytest.raises(ShardError, match="checksum") as caught:
@@ -139,7 +133,7 @@ def test_a_wrong_checksum_is_seen_and_worded_by_the_walk() -> None:
 
 @pytest.mark.parametrize("record", [b"28 path=a.tokens.npy,,,,,,,\n", b"28 size=1111111111.000000000\n"[:28]])
 def test_a_pax_record_that_overrides_is_seen(record: bytes) -> None:
-    data = make_tar(form=tarfile.PAX_FORMAT, times=True)
+    data = tar_of(form=tarfile.PAX_FORMAT, times=True)
     assert quick(data) is not None
     size = int(bytes(data[PAX_LAST + 124 : PAX_LAST + 135]), 8)
     text = (b"%d " % size + record[3:]).ljust(size - 1, b"0")[: size - 1] + b"\n"
@@ -151,7 +145,7 @@ def test_a_pax_record_that_overrides_is_seen(record: bytes) -> None:
 @given(st.data())
 def test_flipped_bytes_never_make_it_differ_from_the_walk(data: st.DataObject) -> None:
     form = data.draw(st.sampled_from([tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT]))
-    raw = make_tar(12, form=form, times=True, extensions=("npy",))
+    raw = tar_of(12, form=form, times=True, extensions=("npy",))
     stride = 2560 if form == tarfile.PAX_FORMAT else 1536
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, 11)) * stride + data.draw(st.integers(0, stride - 513))

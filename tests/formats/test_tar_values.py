@@ -31,12 +31,7 @@ from shardkit.formats.tar.values import (
     make_npy_header,
     parse_npy_header,
 )
-
-
-def npy(array: object, *, allow_pickle: bool = False) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.asarray(array), allow_pickle=allow_pickle)
-    return stream.getvalue()
+from support.foreign_tars import npy
 
 
 def npz(**arrays: object) -> bytes:

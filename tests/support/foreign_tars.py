@@ -1,19 +1,45 @@
-"""Tars as webdataset writes them, of images, JSON and classes, and the samples that are in them."""
+"""Tars of any members, and tars of images, JSON and classes as webdataset writes them, with their samples."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import webdataset
 from PIL import Image
 
-__all__ = ["PARTS", "sample", "samples", "tar_bytes", "tars"]
+__all__ = ["PARTS", "make_tar", "npy", "sample", "samples", "tar_bytes", "tars"]
 
 PARTS = ((0, 7), (7, 8), (8, 8), (8, 19), (19, 23))
 """First and last + 1 of the samples in each tar; one of them is empty."""
+
+
+def make_tar(
+    members: Iterable[tuple[str, bytes]],
+    form: int = tarfile.USTAR_FORMAT,
+    *,
+    times: Sequence[float] = (0,),
+    user: str = "",
+) -> bytes:
+    """A tar of these members; `times` are theirs in turn."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
+        for number, (name, data) in enumerate(members):
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime, info.uname = len(data), times[number % len(times)], user
+            archive.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def npy(array: object, *, allow_pickle: bool = False) -> bytes:
+    """The .npy file of an array."""
+    stream = io.BytesIO()
+    np.save(stream, np.asarray(array), allow_pickle=allow_pickle)
+    return stream.getvalue()
 
 
 def sample(number: int) -> dict[str, Any]:
