@@ -29,7 +29,7 @@ from shardkit.formats.tar.shard_list import describe_tar
 from shardkit.manifest import Column
 from shardkit.storage import open_store
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
-from support.foreign_tars import PARTS, samples, tar_bytes, tars
+from support.foreign_tars import PARTS, put_tars, samples, tar_bytes, tars
 from support.remote_harness import fresh_url
 
 ALL = list(range(23))
@@ -96,9 +96,8 @@ def test_paths_may_be_relative_mixed_and_lead_upwards(
 
 
 def test_local_and_remote_tars_are_the_same_dataset(tmp_path: Path) -> None:
-    url = fresh_url()
+    url = put_tars()
     for name, data in tars().items():
-        open_store(url).put(name, data)
         (tmp_path / name).write_bytes(data)
     local, remote = opened(tmp_path), opened(url)
     assert local.manifest == remote.manifest
@@ -109,8 +108,7 @@ def test_local_and_remote_tars_are_the_same_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tgz"])
 def test_compressed_tars_are_scanned_like_others(tmp_path: Path, suffix: str) -> None:
-    url = fresh_url()
-    open_store(url).put(f"a{suffix}", gzip.compress(tar_bytes(0, 7)))
+    url = put_tars({f"a{suffix}": gzip.compress(tar_bytes(0, 7))})
     for _ in range(2):
         with opened(f"{url}/*{suffix}", tmp_path) as dataset:
             assert samples(dataset) == list(range(7))
@@ -123,9 +121,7 @@ def read_bytes(dataset: Dataset) -> int:
 
 
 def test_a_later_opening_reads_no_tar(tmp_path: Path) -> None:
-    url, cache = fresh_url(), tmp_path / "cache"
-    for name, data in tars().items():
-        open_store(url).put(name, data)
+    url, cache = put_tars(), tmp_path / "cache"
     with opened(url, cache) as dataset:
         assert read_bytes(dataset) == sum(len(data) for data in tars().values())
         assert samples(dataset) == ALL
@@ -160,8 +156,7 @@ def test_a_local_tar_that_changed_is_scanned_again(tmp_path: Path) -> None:
 
 
 def test_an_object_replaced_after_it_was_scanned_is_not_read(tmp_path: Path) -> None:
-    url = fresh_url()
-    open_store(url).put("a.tar", tar_bytes(0, 7))
+    url = put_tars({"a.tar": tar_bytes(0, 7)})
     dataset = opened(url, tmp_path)
     copy = pickle.loads(pickle.dumps(dataset))
     open_store(url).put("a.tar", tar_bytes(8, 15))
@@ -172,8 +167,7 @@ def test_an_object_replaced_after_it_was_scanned_is_not_read(tmp_path: Path) -> 
 
 
 def test_without_a_cache_folder_every_opening_scans(tmp_path: Path) -> None:
-    url = fresh_url()
-    open_store(url).put("a.tar", tar_bytes(0, 7))
+    url = put_tars({"a.tar": tar_bytes(0, 7)})
     for _ in range(2):
         with opened(url) as dataset:
             assert samples(dataset) == list(range(7))
@@ -257,9 +251,7 @@ def test_what_is_damaged_is_recognised_and_made_anew(tmp_path: Path, harm: str) 
 
 
 def test_damaged_indexes_do_not_show_in_the_samples(tmp_path: Path) -> None:
-    url = fresh_url()
-    for name, data in tars().items():
-        open_store(url).put(name, data)
+    url = put_tars()
     opened(url, tmp_path).close()
     files = sorted((tmp_path / SUBFOLDER / "tars").iterdir())
     assert len(files) == len(PARTS)
@@ -349,14 +341,10 @@ def test_a_scanner_that_hangs_is_waited_for_in_bounded_time(
 
 
 def test_an_error_in_one_tar_ends_the_scan_and_keeps_what_was_found(tmp_path: Path) -> None:
-    url, cache = fresh_url(), tmp_path / "cache"
-    store = open_store(url)
-    for name, data in tars().items():
-        store.put(name, data)
-    store.put("part-004.tar", tar_bytes(19, 23)[:2000])
+    url, cache = put_tars(tars() | {"part-004.tar": tar_bytes(19, 23)[:2000]}), tmp_path / "cache"
     with pytest.raises(ShardError, match=r"data/part-004\.tar: byte .*cut short"):
         opened(url, cache)
-    store.put("part-004.tar", tar_bytes(19, 23))
+    open_store(url).put("part-004.tar", tar_bytes(19, 23))
     with opened(url, cache) as dataset:
         assert samples(dataset) == ALL
 
@@ -411,8 +399,7 @@ def test_lists_that_cannot_be_one_dataset_are_explained(tmp_path: Path) -> None:
     ):
         with pytest.raises(ShardError, match=words):
             opened(paths)
-    url = fresh_url()
-    open_store(url).put("below/a.tar", tar_bytes(0, 7))
+    url = put_tars({"below/a.tar": tar_bytes(0, 7)})
     with pytest.raises(ShardError, match=r"in sub-folders only: open .*/data/\*\*/\*\.tar"):
         opened(url)
     assert samples(opened(f"{url}/**/*.tar")) == list(range(7))

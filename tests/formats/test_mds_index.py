@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +71,6 @@ def test_numpy_numbers_are_written_as_numbers(tmp_path: Path) -> None:
     assert read_index(tmp_path).shards == [info]
 
 
-def test_an_index_merged_by_mosaicml_is_read_with_its_sub_folders(tmp_path: Path) -> None:
-    for part in range(2):
-        peers.write_with_streaming(tmp_path / f"part_{part:02}", {"n": "int"}, [{"n": part}], hashes=["md5"])
-    peers.import_streaming().base.util.merge_index(str(tmp_path), keep_local=True)
-    manifest = read_index(tmp_path)
-    assert sorted(s.raw.basename for s in manifest.shards) == [
-        "part_00/shard.00000.mds",
-        "part_01/shard.00000.mds",
-    ]
-    assert manifest.samples == 2
-
-
 def test_a_rewritten_index_has_the_bytes_of_mosaicmls(tmp_path: Path) -> None:
     peers.write_with_streaming(
         tmp_path,
@@ -107,87 +94,52 @@ def test_sizes_in_mosaicmls_words_are_understood(tmp_path: Path, text: str, expe
     assert read(tmp_path, index).shards[0].size_limit == expected
 
 
-def edit(*path: str | int, to: object) -> Callable[[dict[str, Any]], None]:
-    def change(index: Any) -> None:
-        for key in path[:-1]:
-            index = index[key]
-        index[path[-1]] = to
-
-    return change
-
-
-def drop(key: str) -> Callable[[dict[str, Any]], None]:
-    def change(index: dict[str, Any]) -> None:
-        del index["shards"][1][key]
-
-    return change
+def edit(index: Any, path: tuple[str | int, ...], value: object) -> None:
+    for key in path[:-1]:
+        index = index[key]
+    index[path[-1]] = value
 
 
 SHARD = ("shards", 1)
-HOSTILE: list[Callable[[dict[str, Any]], None]] = [
-    edit("version", to=1),
-    edit("version", to=True),
-    edit("shards", to={}),
-    edit(*SHARD, to=None),
-    edit(*SHARD, "version", to=3),
-    edit(*SHARD, "format", to="csv"),
-    edit(*SHARD, "samples", to=-1),
-    edit(*SHARD, "samples", to=3.0),
-    edit(*SHARD, "samples", to=True),
-    edit(*SHARD, "samples", to=101),  # more than 400 bytes can hold
-    edit(*SHARD, "samples", to=10**30),
-    edit(*SHARD, "size_limit", to=-5),
-    edit(*SHARD, "size_limit", to="large"),
-    edit(*SHARD, "size_limit", to=[]),
-    edit(*SHARD, "hashes", to="sha1"),
-    edit(*SHARD, "hashes", to=["shake_128"]),
-    edit(*SHARD, "hashes", to=[["sha1"]]),
-    edit(*SHARD, "compression", to="zip"),
-    edit(*SHARD, "compression", to="zstd:99"),
-    edit(*SHARD, "compression", to=None),  # but zip_data is there
-    edit(*SHARD, "compression", to=["zstd"]),
-    edit(*SHARD, "column_names", to=["n"]),
-    edit(*SHARD, "column_names", to=["n", "n"]),
-    edit(*SHARD, "column_names", to=["n", 5]),
-    edit(*SHARD, "column_names", to=[["n"], {}]),
-    edit(*SHARD, "column_names", to=5),
-    edit(*SHARD, "column_names", to="ns"),
-    edit(*SHARD, "column_encodings", to=["int", "string"]),
-    edit(*SHARD, "column_encodings", to=["int", None]),
-    edit(*SHARD, "column_sizes", to=[4, None]),
-    edit(*SHARD, "column_sizes", to=[8, 3]),
-    edit(*SHARD, "column_sizes", to=[None, None]),
-    edit(*SHARD, "column_sizes", to=[8.5, None]),
-    edit(*SHARD, "raw_data", to=None),
-    edit(*SHARD, "raw_data", to=[]),
-    edit(*SHARD, "raw_data", "bytes", to="400"),
-    edit(*SHARD, "raw_data", "bytes", to=-400),
-    edit(*SHARD, "raw_data", "bytes", to=1 << 32),
-    edit(*SHARD, "raw_data", "hashes", to=None),
-    edit(*SHARD, "raw_data", "hashes", to={"sha1": 5}),
-    edit(*SHARD, "raw_data", "hashes", to={"nope": "00"}),
-    edit(*SHARD, "raw_data", "basename", to="../shard.mds"),
-    edit(*SHARD, "raw_data", "basename", to="/etc/passwd"),
-    edit(*SHARD, "raw_data", "basename", to="a/../../b"),
-    edit(*SHARD, "raw_data", "basename", to="c:\\b"),
-    edit(*SHARD, "raw_data", "basename", to="a\0b"),
-    edit(*SHARD, "raw_data", "basename", to="\ud800"),
-    edit(*SHARD, "raw_data", "basename", to=""),
-    edit(*SHARD, "raw_data", "basename", to=None),
-    edit(*SHARD, "raw_data", "basename", to="shard.00000.mds"),  # twice
-    edit(*SHARD, "zip_data", "basename", to="../x"),
-    edit(*SHARD, "zip_data", "bytes", to=None),
-    *[drop(key) for key in index_of()["shards"][0]],
-]
+RAW, ZIP = (*SHARD, "raw_data"), (*SHARD, "zip_data")
+ENTRY = index_of()["shards"][1]
+HOSTILE: dict[tuple[str | int, ...], list[object]] = {
+    ("version",): [1, True],
+    ("shards",): [{}],
+    SHARD: [
+        None,
+        *({key: ENTRY[key] for key in ENTRY if key != missing} for missing in ENTRY),
+    ],
+    (*SHARD, "version"): [3],
+    (*SHARD, "format"): ["csv"],
+    (*SHARD, "samples"): [-1, 3.0, True, 101, 10**30],  # its 400 bytes cannot hold 101
+    (*SHARD, "size_limit"): [-5, "large", []],
+    (*SHARD, "hashes"): ["sha1", ["shake_128"], [["sha1"]]],
+    (*SHARD, "compression"): ["zip", "zstd:99", None, ["zstd"]],  # zip_data is there
+    (*SHARD, "column_names"): [["n"], ["n", "n"], ["n", 5], [["n"], {}], 5, "ns"],
+    (*SHARD, "column_encodings"): [["int", "string"], ["int", None]],
+    (*SHARD, "column_sizes"): [[4, None], [8, 3], [None, None], [8.5, None]],
+    RAW: [None, []],
+    (*RAW, "bytes"): ["400", -400, 1 << 32],
+    (*RAW, "hashes"): [None, {"sha1": 5}, {"nope": "00"}],
+    (*RAW, "basename"): [
+        *("../shard.mds", "/etc/passwd", "a/../../b", "c:\\b", "a\0b", "\ud800", "", None),
+        "shard.00000.mds",  # twice
+    ],
+    (*ZIP, "basename"): ["../x"],
+    (*ZIP, "bytes"): [None],
+}
 
 
-@pytest.mark.parametrize("change", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize(
+    ("path", "value"), [(path, value) for path, values in HOSTILE.items() for value in values]
+)
 def test_an_index_that_lies_is_refused_by_name(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+    tmp_path: Path, path: tuple[str | int, ...], value: object
 ) -> None:
     index = index_of()
     assert read(tmp_path, index).samples == 6
-    change(index)
+    edit(index, path, value)
     with pytest.raises(ShardError, match=r"index\.json"):
         read(tmp_path, index)
 
@@ -214,8 +166,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
-PATHS = [(), ("version",), ("shards",), SHARD, *[(*SHARD, key) for key in index_of()["shards"][0]]]
-PATHS += [(*SHARD, part, key) for part in ("raw_data", "zip_data") for key in ("basename", "bytes", "hashes")]
+PATHS = [(), ("version",), ("shards",), SHARD, *[(*SHARD, key) for key in ENTRY]]
+PATHS += [(*part, key) for part in (RAW, ZIP) for key in ("basename", "bytes", "hashes")]
 
 
 @settings(max_examples=300, deadline=None)
@@ -225,7 +177,7 @@ def test_any_value_anywhere_gives_a_manifest_or_a_shard_error(
 ) -> None:
     index: Any = index_of()
     if path:
-        edit(*path, to=copy.deepcopy(value))(index)
+        edit(index, path, copy.deepcopy(value))
     else:
         index = value
     folder = tmp_path_factory.getbasetemp()

@@ -26,7 +26,7 @@ from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, Store
-from support.foreign_tars import PARTS, make_tar, samples, tar_bytes, tars
+from support.foreign_tars import PARTS, make_tar, put_tars, samples, tar_bytes, tars
 from support.remote_harness import fresh_url
 
 
@@ -114,9 +114,7 @@ def test_an_object_that_was_replaced_is_not_skimmed() -> None:
 def test_tars_that_the_cache_has_no_room_for_are_skimmed(
     tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = fresh_url()
-    for name, data in tars().items():
-        open_store(url).put(name, data)
+    url = put_tars()
     names: list[str] = []
     real = skim.skim_tar
 

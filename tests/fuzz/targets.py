@@ -18,7 +18,6 @@ from fuzz.sources import SOURCES
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
-from shardkit.formats.mds import index as index_table
 from shardkit.formats.mds import index as mds_index
 from shardkit.loaders import StreamingLoader
 from shardkit.order.exclusions import Exclusions
@@ -28,6 +27,7 @@ from shardkit.writers.execution.task import Output, Task, parse_commit, record_o
 from shardkit.writers.recipe import load_recipe
 from support.audit_runs import log_report, logged_run
 from support.foreign_tars import tar_bytes
+from support.mds_values import EXAMPLES
 from support.small_build import RECIPE
 
 __all__ = ["NAMES", "target"]
@@ -93,41 +93,17 @@ def _mds_rows(compression: str = "") -> Target:
 
 
 def _mds_any_columns() -> Target:
-    columns = {
-        "text": "str",
-        "data": "bytes",
-        "count": "int",
-        "half": "float16",
-        "long": "str_int",
-        "exact": "str_decimal",
-        "facts": "json",
-        "any": "ndarray",
-        "typed": "ndarray:int32",
-        "row": "ndarray:uint8:3",
-        "image": "png",
-    }
+    kinds = [
+        *("str", "bytes", "int", "float16", "str_int", "str_float", "str_decimal", "json", "ndarray"),
+        *("ndarray:float16", "ndarray:uint16:7", "pil", "png", "list[png]"),
+    ]
+    values = {**EXAMPLES, "ndarray": EXAMPLES["ndarray:float16"]}
 
     def write(folder: Path) -> None:
-        from decimal import Decimal
-
-        from PIL import Image
-
+        columns = {kind: kind for kind in kinds}
         with mds.MdsWriter(folder, columns=columns, hashes=["xxh64"], shard_bytes=4096) as writer:
-            for n in range(5):
-                sample: dict[str, Any] = {
-                    "text": f"größe {n}",
-                    "data": b"\0\1" * n,
-                    "count": n,
-                    "half": np.float16(n),
-                    "long": 10**20 + n,
-                    "exact": Decimal("1.50"),
-                    "facts": {"a": [n, None]},
-                    "any": np.arange(1 + n, dtype=np.int16),
-                    "typed": np.ones((2, 1 + n), np.int32),
-                    "row": np.array([n] * 3, np.uint8),
-                    "image": Image.new("RGB", (3, 2), (n, 0, 0)),
-                }
-                writer.write(sample)
+            for number in range(5):
+                writer.write({kind: values[kind][number % 2] for kind in kinds})
 
     return Target("mds-any-columns", _files(write), _read_all)
 
@@ -145,7 +121,7 @@ def _index_table() -> Target:
             assert len(dataset) == 3 * len(_ROWS)
             assert [len(dataset.shard(n)) for n in range(3)] == [len(_ROWS)] * 3
 
-    return Target("index-table", _files(write), read, (index_table.TABLE_NAME,), refuses=False)
+    return Target("index-table", _files(write), read, (mds_index.TABLE_NAME,), refuses=False)
 
 
 def _tar_rows() -> Target:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,10 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-__all__ = ["PARTS", "make_tar", "npy", "sample", "samples", "tar_bytes", "tars"]
+from shardkit.storage import open_store
+from support.remote_harness import fresh_url
+
+__all__ = ["PARTS", "make_tar", "npy", "put_tars", "sample", "samples", "tar_bytes", "tars"]
 
 PARTS = ((0, 7), (7, 8), (8, 8), (8, 19), (19, 23))
 """First and last + 1 of the samples in each tar; one of them is empty."""
@@ -74,6 +77,14 @@ def _encoded(value: Any) -> Any:
 def tars(parts: Sequence[tuple[int, int]] = PARTS) -> dict[str, bytes]:
     """{"part-000.tar": its bytes, …}"""
     return {f"part-{i:03d}.tar": tar_bytes(*part) for i, part in enumerate(parts)}
+
+
+def put_tars(files: Mapping[str, bytes] | None = None) -> str:
+    """The URL of a new store that holds these tars; by default `tars()`."""
+    url = fresh_url()
+    for name, data in (tars() if files is None else files).items():
+        open_store(url).put(name, data)
+    return url
 
 
 def samples(dataset: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Large indexes as arrays: the same shards, from index.bin too, and nothing unsound from anyone's."""
+"""The manifest: its fingerprint, its names, and large ones as arrays, from index.bin too, nothing unsound."""
 
 from __future__ import annotations
 
@@ -15,10 +15,74 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.datasets.dataset import open_dataset
+from shardkit.errors import ShardError
+from shardkit.files import publish_bytes
 from shardkit.formats import mds
 from shardkit.formats.mds.index import index_bytes, make_columns, read_index, read_table, write_index
 from shardkit.loaders import StreamingLoader
-from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, table_of
+from shardkit.manifest import FileInfo, Manifest, ShardInfo, ShardTable, checked_basename, table_of
+
+
+def shard(name: str, samples: int, digest: str = "aa", bytes: int = 10) -> ShardInfo:
+    return ShardInfo(FileInfo(name, bytes, {"xxh64": digest}), samples)
+
+
+def test_sample_ids_are_running_numbers_over_the_shards() -> None:
+    manifest = Manifest("mds", [shard("a", 3), shard("b", 0), shard("c", 4)])
+    assert manifest.shard_starts.tolist() == [0, 3, 3, 7]
+    assert manifest.samples == 7
+
+
+def test_an_empty_dataset_has_no_samples() -> None:
+    assert Manifest("tar", []).samples == 0
+
+
+def test_the_fingerprint_changes_with_every_fact_and_with_the_order() -> None:
+    one, two = shard("a", 3), shard("b", 4)
+    variants = [
+        [one, two],
+        [two, one],
+        [one],
+        [shard("a", 4), two],
+        [shard("a", 3, digest="ab"), two],
+        [shard("a", 3, bytes=11), two],
+        [shard("c", 3), two],
+    ]
+    prints = [Manifest("mds", shards).fingerprint for shards in variants]
+    assert len(set(prints)) == len(variants)
+    assert Manifest("mds", [one, two]).fingerprint == prints[0]
+
+
+def test_the_fingerprint_of_a_dataset_is_pinned() -> None:
+    assert Manifest("mds", [shard("shard.00000.mds", 3)]).fingerprint == "941d5026ee817a1ccf6262e217b069cb"
+
+
+def test_compression_does_not_change_what_a_dataset_is() -> None:
+    plain = shard("shard.00000.mds", 3)
+    zipped = ShardInfo(
+        plain.raw, 3, zip=FileInfo("shard.00000.mds.zstd", 5, {"xxh64": "ff"}), compression="zstd"
+    )
+    assert Manifest("mds", [plain]).fingerprint == Manifest("mds", [zipped]).fingerprint
+
+
+@pytest.mark.parametrize("name", ["shard.00000.mds", "part_00/shard.00000.mds", "a b.tar", "ünï.mds", "..a"])
+def test_names_that_stay_in_the_folder_are_taken(name: str) -> None:
+    assert checked_basename(name, "index.json") == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../x", "/etc/passwd", "a/../../x", "a\\b", "c:/x", "./x", ".", "a/."),
+        *("", "a\0b", "a\nb", "x" * 2000, None, 7, ["a"]),
+    ],
+)
+def test_names_that_could_leave_the_folder_are_refused(name: object) -> None:
+    with pytest.raises(ShardError, match=r"index\.json"):
+        checked_basename(name, "index.json")
+
+
+# Large ones.
 
 COLUMNS = make_columns({"tokens": "ndarray:uint16:8"})
 OTHERS = make_columns({"tokens": "ndarray:uint16:8", "label": "int"})
@@ -220,3 +284,10 @@ def test_a_loader_reads_a_large_dataset_as_any_other(tmp_path: Path, monkeypatch
     assert (tmp_path / "index.bin").exists()
     assert isinstance(open_dataset(tmp_path).manifest.shards, ShardTable)
     assert run() == expected
+
+
+def test_publishing_replaces_a_file_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    publish_bytes(tmp_path / "index.json", b"one")
+    publish_bytes(tmp_path / "index.json", b"two")
+    assert (tmp_path / "index.json").read_bytes() == b"two"
+    assert [p.name for p in tmp_path.iterdir()] == ["index.json"]
