@@ -100,16 +100,6 @@ def test_views_outlive_the_shard_and_its_file(tmp_path: Path, kind: str) -> None
     np.testing.assert_array_equal(view, PARTS[0])  # type: ignore[arg-type]
 
 
-def test_the_index_a_single_tar_or_a_pattern_may_be_named(tmp_path: Path) -> None:
-    folder = write_tars(tmp_path / "tars")
-    assert len(shardkit.open_dataset(folder / "shards.json")) == len(ROWS)
-    assert len(shardkit.open_dataset(folder / "shard-00002.tar")) == 9
-    found = shardkit.open_dataset(f"{tmp_path}/*/shard-0000[02].tar")
-    assert [s.raw.basename for s in found.manifest.shards] == ["tars/shard-00000.tar", "tars/shard-00002.tar"]
-    np.testing.assert_array_equal(tokens(found[5]), PARTS[2][0])
-    assert len(shardkit.open_dataset(write_mds(tmp_path / "mds") / "index.json")) == len(ROWS)
-
-
 def test_datasets_of_other_columns_have_no_token_column(tmp_path: Path) -> None:
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         for i in range(12):
@@ -190,10 +180,6 @@ def test_the_card_is_read_and_with_verify_held_against_the_index(tmp_path: Path)
     (folder / "dataset.json").write_text('{"fingerprint": "other"}')
     with pytest.raises(ShardError, match="card of another dataset"):
         shardkit.open_dataset(folder, verify=True)
-    for text in ("[]", "{", "\udcff"):
-        (folder / "dataset.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ShardError, match=r"dataset\.json"):
-            shardkit.open_dataset(folder)
 
 
 def test_damage_is_found_when_a_shard_is_opened_with_verify(tmp_path: Path) -> None:
@@ -211,11 +197,7 @@ def test_folders_that_hold_no_dataset_are_explained(tmp_path: Path) -> None:
         shardkit.open_dataset(tmp_path)
     with pytest.raises(ShardError, match="no such file or folder"):
         shardkit.open_dataset(tmp_path / "absent")
-    with pytest.raises(ShardError, match="no file matches"):
-        shardkit.open_dataset(tmp_path / "*.tar")
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ShardError, match=r"a\.txt, which is no tar"):
-        shardkit.open_dataset(tmp_path / "*")
     with pytest.raises(ShardError, match="neither a folder"):
         shardkit.open_dataset(tmp_path / "a.txt")
 
@@ -225,12 +207,6 @@ def test_an_unfinished_build_is_not_taken_for_a_folder_of_tars(tmp_path: Path, t
     write_tars(tmp_path, listed=False)
     (tmp_path / trace).mkdir()
     with pytest.raises(ShardError, match="unfinished build"):
-        shardkit.open_dataset(tmp_path)
-
-
-def test_two_indexes_in_one_folder_are_not_guessed_about(tmp_path: Path) -> None:
-    (write_tars(tmp_path) / "index.json").write_text("{}")
-    with pytest.raises(ShardError, match="both"):
         shardkit.open_dataset(tmp_path)
 
 

@@ -22,7 +22,7 @@ from shardkit.loaders import StreamingLoader
 from shardkit.writers import build
 from support import peers
 from support.default_cases import cases
-from support.mds_values import EXAMPLES, VALUES, Drawn, datasets
+from support.mds_values import EXAMPLES, VALUES, Drawn, datasets, write_mds
 from support.small_build import make_corpus
 
 GENERATED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -45,28 +45,17 @@ def read_there(folder: Path) -> list[Any]:
     return found
 
 
+def settings_of(data: Drawn, limit: str) -> dict[str, Any]:
+    return {"compression": data.compression, "hashes": data.hashes, limit: data.shard_bytes}
+
+
 def write_here(folder: Path, data: Drawn, samples: Iterable[dict[str, Any]]) -> Path:
-    with mds.MdsWriter(
-        folder,
-        columns=data.columns,
-        compression=data.compression,
-        hashes=data.hashes,
-        shard_bytes=data.shard_bytes,
-    ) as writer:
-        for sample in samples:
-            writer.write(sample)
+    write_mds(folder, data.columns, samples, **settings_of(data, "shard_bytes"))
     return folder
 
 
 def write_there(folder: Path, data: Drawn, samples: Iterable[dict[str, Any]]) -> Path:
-    return peers.write_with_streaming(
-        folder,
-        data.columns,
-        iter(samples),
-        compression=data.compression,
-        hashes=data.hashes,
-        size_limit=data.shard_bytes,
-    )
+    return peers.write_with_streaming(folder, data.columns, iter(samples), **settings_of(data, "size_limit"))
 
 
 def check_both_ways(folder: Path, data: Drawn) -> None:

@@ -19,7 +19,7 @@ from shardkit.formats import mds
 from shardkit.hashing import HASH_NAMES
 from shardkit.manifest import ShardInfo
 from support import peers
-from support.mds_values import EXAMPLES
+from support.mds_values import EXAMPLES, write_mds
 
 FIXED = {"a": "uint8", "b": "ndarray:int64:2,1,3", "c": "int", "d": "float16", "e": "ndarray:uint16:7"}
 VARIABLE = {
@@ -36,10 +36,7 @@ ARRAYS = {"ndarray": EXAMPLES["ndarray:float16"]}  # smaller than its own
 
 
 def write(folder: Path, columns: dict[str, str], samples: list[dict[str, Any]], **kwargs: Any) -> ShardInfo:
-    with mds.MdsWriter(folder, columns=columns, **kwargs) as writer:
-        for sample in samples:
-            writer.write(sample)
-    return writer.finish().shards[0]
+    return write_mds(folder, columns, samples, **kwargs).shards[0]
 
 
 def make_samples(columns: dict[str, str], count: int) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from shardkit.formats.mds.index import make_columns
 from shardkit.formats.mds.writer import _ShardFile
 from support import peers
 from support.default_cases import cases
+from support.mds_values import write_mds
 
 MIXED = {"id": "str", "n": "int", "b": "bytes", "x": "ndarray", "f": "float32", "y": "ndarray:int16:2"}
 
@@ -43,9 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("hashes", [[], ["sha1", "xxh64"]])
 def test_files_are_mosaicmls_byte_for_byte(tmp_path: Path, limit: int | None, hashes: list[str]) -> None:
     samples = list(mixed_samples(60))
-    with mds.MdsWriter(tmp_path / "ours", columns=MIXED, hashes=hashes, shard_bytes=limit) as writer:
-        for sample in samples:
-            writer.write(sample)
+    write_mds(tmp_path / "ours", MIXED, samples, hashes=hashes, shard_bytes=limit)
     peers.write_with_streaming(tmp_path / "theirs", MIXED, samples, hashes=hashes, size_limit=limit)
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
 
@@ -56,12 +55,10 @@ def test_files_are_mosaicmls_byte_for_byte(tmp_path: Path, limit: int | None, ha
 def test_compressed_shards_hold_what_mosaicmls_hold(tmp_path: Path, compression: str) -> None:
     samples = list(mixed_samples(40))
     common: dict[str, Any] = {"compression": compression, "hashes": ["xxh3_64"]}
-    with mds.MdsWriter(tmp_path / "ours", columns=MIXED, shard_bytes=2_000, **common) as writer:
-        for sample in samples:
-            writer.write(sample)
+    written = write_mds(tmp_path / "ours", MIXED, samples, shard_bytes=2_000, **common)
     peers.write_with_streaming(tmp_path / "theirs", MIXED, samples, size_limit=2_000, **common)
     ours, theirs = (json.loads((tmp_path / who / "index.json").read_text()) for who in ("ours", "theirs"))
-    for one, other, info in zip(ours["shards"], theirs["shards"], writer.finish().shards, strict=True):
+    for one, other, info in zip(ours["shards"], theirs["shards"], written.shards, strict=True):
         packed = info.stored.basename
         raws = [
             decompress(

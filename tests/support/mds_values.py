@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 from PIL import Image
 
-__all__ = ["EXAMPLES", "LOSSY", "VALUES", "Drawn", "datasets"]
+from shardkit.formats import mds
+from shardkit.manifest import Manifest
+
+__all__ = ["EXAMPLES", "LOSSY", "VALUES", "Drawn", "datasets", "write_mds"]
 
 LOSSY = frozenset({"jpeg", "jpeg_array", "jpegarray", "list[jpeg]"})
 _NUMBERS = (
@@ -154,3 +158,13 @@ def datasets(draw: st.DrawFn) -> Drawn:
         ),
         draw(st.sampled_from([150, 400, 1200, 1 << 26, None])),
     )
+
+
+def write_mds(
+    folder: Path, columns: Mapping[str, str], samples: Iterable[Mapping[str, Any]], **settings: Any
+) -> Manifest:
+    """The dataset that our writer makes of `samples`, one by one."""
+    with mds.MdsWriter(folder, columns=columns, **settings) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return writer.finish()
