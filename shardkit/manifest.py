@@ -7,8 +7,8 @@ reader can be led out of the dataset's folder.
 Memory is O(#shards). A `ShardTable` has what 450,000 `ShardInfo` say in 25 MB instead of a gigabyte: shards
 of one dataset differ in name, size, samples and hashes, which it keeps in arrays; columns, compression and
 limits repeat and are kept once. It makes a `ShardInfo` when asked for one. Only lists whose shards are alike
-in kind fit: the same hash names everywhere, plain file names. `table_of` says None for others, which stay
-lists.
+in kind fit: the same hash names everywhere, plain file names. `table_of` returns None for others, which
+stay lists.
 """
 
 from __future__ import annotations

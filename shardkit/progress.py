@@ -1,7 +1,7 @@
-"""What long work says while it runs, on stderr: bars on a terminal, a line now and then in a log file.
+"""Progress of long operations on stderr: bars on a terminal, occasional lines in a log file.
 
-Work reports plain data after each piece of it; whoever listens decides what to show. Nothing here can change
-or stop the work, and rich is loaded only where a bar is drawn.
+An operation reports plain data after each piece of work; a listener decides what to show. Nothing here can
+change or stop the operation, and rich is imported only when a bar is drawn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUIET_SECONDS = 2.0  # shorter reads are not worth a line
 
 
 class Report(Protocol):
-    """How far something is: what a bar or a line is made of."""
+    """Progress of one operation, as a bar or a line shows it."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Report(Protocol):
         """A change that gets a line at once, the first time that it is reported under this name; or ""."""
 
     def text(self) -> str:
-        """All that there is to say, on one line without a break."""
+        """The whole report on one line."""
 
 
 R = TypeVar("R", bound=Report)
@@ -59,7 +59,7 @@ R_contra = TypeVar("R_contra", bound=Report, contravariant=True)
 
 
 class Listener(Protocol[R_contra]):
-    """Something that hears reports, while its context is open."""
+    """A consumer of reports, while its context is open."""
 
     def __call__(self, report: R_contra, /) -> None: ...
     def __enter__(self) -> Self: ...
@@ -73,7 +73,7 @@ def make_listener(progress: bool) -> Listener[Report]: ...
 @overload
 def make_listener(progress: bool | Callable[[R], None]) -> Listener[R]: ...
 def make_listener(progress: bool | Callable[[R], None]) -> Listener[R] | Listener[Report]:
-    """False: silence. True: bars if stderr is a terminal, else lines. A callable hears each report."""
+    """False: nothing. True: bars if stderr is a terminal, else lines. A callable gets each report."""
     if callable(progress):
         return _Calls(progress)
     if not progress:
@@ -96,7 +96,7 @@ class _Calls(Generic[R]):
 
 
 class Lines:
-    """Plain lines: one at each event, and in between one every few seconds."""
+    """Plain lines: one at each event, and one every few seconds in between."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_SECONDS
@@ -144,7 +144,7 @@ class _Bars:
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far a transfer is. Skipped files count as done, not as moved."""
+    """Progress of a transfer. Skipped files count as done, not as moved."""
 
     step: str
     files_done: int
@@ -171,7 +171,7 @@ class TransferProgress:
         return ""
 
     def text(self) -> str:
-        """Files, bytes, and what the speed promises."""
+        """Files, bytes, speed and the remaining time."""
         rate = self.bytes_moved / self.seconds if self.seconds > 0 else 0.0
         text = (
             f"{self.files_done:,} of {self.files:,} files, "
@@ -206,9 +206,9 @@ class FileCounter:
 
 @contextmanager
 def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
-    """Yield what to call with the number of each file of `sizes` that was read.
+    """Yield a function to call with the number of each file that was read; `sizes`: bytes of each.
 
-    Shown once it has taken a while, by the first process of a machine.
+    Shown after `QUIET_SECONDS`, by the first process of a machine only.
     """
     began = time.monotonic()
     with ExitStack() as stack:
@@ -227,7 +227,7 @@ def reading(step: str, sizes: Mapping[int, int]) -> Iterator[Callable[[int], Non
 
 @dataclass(frozen=True, slots=True)
 class CountProgress:
-    """How many of something are done; `total` is None if nobody knows."""
+    """How many items are done; `total` is None if unknown."""
 
     name: str
     done: int
@@ -251,7 +251,7 @@ class CountProgress:
 def counting(
     name: str, total: int | None, unit: str, *, progress: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Yield what to call with the number of further ones that are done; one thread at a time."""
+    """Yield a function to call with how many more are done; one thread at a time."""
     start, done = time.monotonic(), 0
     with make_listener(progress) as listener:
 

@@ -1,4 +1,4 @@
-"""`shardkit verify`: are all files of a dataset complete and undamaged?"""
+"""`shardkit verify`: check that all files of a dataset are complete and undamaged."""
 
 from __future__ import annotations
 

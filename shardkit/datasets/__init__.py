@@ -1,4 +1,4 @@
 """Opening datasets: `locate` finds what describes one, `dataset` reads its samples, `verify` checks it whole.
 
-This package stands above the formats, the storage and the cache. They know nothing of it.
+This package depends on formats, storage and cache; they do not depend on it.
 """

@@ -111,16 +111,16 @@ class Dataset(Closing):
 
     @property
     def location(self) -> str:
-        """Where it is, for people: the folder's path or the URL."""
+        """The folder's path or the URL, for messages."""
         return str(self._folder) if self.shards is None else self.shards.store.url
 
     @property
     def store(self) -> Store:
-        """Where the dataset's files are, the shards among them."""
+        """The store that holds the dataset's files, shards included."""
         return LocalStore(self.path) if self.shards is None else self.shards.store
 
     def where(self, number: int) -> str:
-        """Where shard `number` is, for people."""
+        """The path or URL of shard `number`, for messages."""
         return f"{self.location}/{self.manifest.shards[number].stored.basename}"
 
     @property

@@ -1,4 +1,4 @@
-"""Where a dataset is and what describes it: the index, the list of tars, or the tars themselves.
+"""Find a dataset and what describes it: the index, the list of tars, or the tars themselves.
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
 index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
@@ -132,7 +132,7 @@ def find_remote(store: Store, index_name: str | None = None, storage: StorageOpt
 
 
 def _get(store: Store, key: str) -> bytes | StoreError:
-    """The object, or why it is not to be had: S3 refuses what is missing to whoever may not list (403)."""
+    """The object or the error: S3 answers 403 for a missing object to callers that may not list."""
     try:
         return store.get(key)
     except StoreError as error:
@@ -174,7 +174,7 @@ def _find_tars(names: Sequence[str], storage: StorageOptions | None) -> Found:
         return _unscanned(None, objects, store)
     if any(remote):
         raise ShardError(
-            names[remote.index(False)], "is local, others are not; open each, as a stream of its own"
+            names[remote.index(False)], "is local but others are remote; open each as its own stream"
         )
     folder, objects = local_tars([str(local_path(name)) for name in names])
     return _unscanned(folder, objects)

@@ -1,10 +1,10 @@
 """The format of `provenance/*.parquet`: which document every token of a dataset came from.
 
-One file a partition of the build, named by `provenance_name`; one line a piece of a document in a row, sorted
-by (shard, row, token_start) within each file and from file to file. Tokens that no line covers are padding.
-Row groups have `ROW_GROUP_PIECES` lines and statistics, so a look-up of rows reads one or two of them. A file
-that has lines states in its schema metadata the build's shuffle seed and the range of its documents' shuffle
-hashes, so a document is looked for in one file only.
+One file per partition of the build, named by `provenance_name`; one record per piece of a document in a row,
+sorted by (shard, row, token_start) within each file and from file to file. Tokens that no record covers are
+padding. Row groups have `ROW_GROUP_PIECES` records and statistics, so a look-up of rows reads one or two of
+them. A file that has records states in its schema metadata the build's shuffle seed and the range of its
+documents' shuffle hashes, so a document is looked for in one file only.
 
 `shardkit.writers.stages.provenance` writes these files, `shardkit.tools.trace` reads them.
 """
@@ -66,7 +66,7 @@ class HashRange:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[bytes, bytes]) -> HashRange | None:
-        """The inverse; None if the metadata states no range, as of a file without lines, or a damaged one."""
+        """The inverse; None if the metadata states no range: a file without records, or a damaged one."""
         try:
             return cls(*(int(metadata[key]) for key in (_SEED, _FIRST_HASH, _LAST_HASH)))
         except (KeyError, ValueError):

@@ -1,7 +1,7 @@
-"""The format of usage logs: what one rank gave to its training loop, appended step by step.
+"""The format of usage logs: what one rank delivered to its training loop, appended step by step.
 
     magic "SKUSAGE1", then records: u32 length, u32 crc32, payload; little endian
-    payload "R" + JSON          a run begins or goes on from a state: `RunHead`
+    payload "R" + JSON          a run starts or resumes: `RunHead`
     payload "S" + u64 position + ids    a step: where it begins, and the id of each sample, u32 or u64; all
                                         ones is padding
     payload "E" + u64 position  closed in order, at this position
@@ -53,7 +53,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """What holds for the steps that follow. `position`: where the state said that they begin."""
+    """Facts of a run's following steps. `position`: consumed samples when they start."""
 
     settings: RunSettings
     rank: int
@@ -133,7 +133,7 @@ class Section:
             data = file.read(count * record.itemsize)
         steps = np.frombuffer(data, dtype=record)
         if len(steps) != count:
-            raise ShardError(self.path, "has become shorter while it was read")
+            raise ShardError(self.path, "was truncated while it was read")
         ids = steps["ids"].astype(np.int64)
         if width == 4:
             ids[ids == (1 << 32) - 1] = -1
@@ -165,7 +165,7 @@ def scan(path: Path) -> UsageFile:
         offset = len(MAGIC)
         for size, payload in _records(file, found, path.stat().st_size):
             if not _take(found, payload, offset, size):
-                found.damage = f"byte {offset:,}: a record that does not follow from the ones before"
+                found.damage = f"byte {offset:,}: a record that does not follow from those before it"
                 break
             offset += size
     return found

@@ -240,7 +240,7 @@ def test_what_is_not_there_is_explained(upload: Upload, where: str) -> None:
     nothing = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
     assert refusal(f"{store.url}/deeper").startswith(f"{store.url}/deeper: {nothing}")
     assert refusal(f"{store.url}/other.json") == f"{store.url}: holds no other.json"
-    assert "is no list of tar shards" in refusal(f"{store.url}/dataset.json")
+    assert "is not a list of tar shards" in refusal(f"{store.url}/dataset.json")
     store.delete("index.json")
     unfinished = "is unfinished: it has a card but no index; run the upload or the build again"
     assert refusal(store.url) == f"{store.url}: {unfinished}"

@@ -378,7 +378,7 @@ def test_a_long_scan_tells_how_far_it_is(
         ("{url}/part-777.tar", "part-777.tar: there is no such"),
         ("{url}/part-{{000..777}}.tar", "part-005.tar: there is no such"),
         ("{url}/absent-*.tar", "a pattern must name .tar files: no file matches"),
-        ("{url}/*", "it matches notes.txt, which is no tar"),
+        ("{url}/*", "it matches notes.txt, which is not a tar"),
         ("{url}/{{part-000,part-000}}.tar", r"part-000\.tar: is named twice"),
         ("{url}/part-*.tar::{url}/part-001.tar", r"part-001\.tar: is named twice"),
     ],
@@ -392,9 +392,9 @@ def test_lists_that_cannot_be_one_dataset_are_explained(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes(0, 7))
     for paths, words in (
         ([], "names no tars"),
-        ([tmp_path / "a.tar", "memory://x/a.tar"], "is local, others are not"),
-        (["memory://x/a.tar", "memory://y/a.tar"], "lie in different stores"),
-        (["s3://x/a.tar", "memory://x/a.tar"], "lie in different stores"),
+        ([tmp_path / "a.tar", "memory://x/a.tar"], "is local but others are remote"),
+        (["memory://x/a.tar", "memory://y/a.tar"], "are in different stores"),
+        (["s3://x/a.tar", "memory://x/a.tar"], "are in different stores"),
         ([tmp_path / "notes.txt"], "there is no such file"),
     ):
         with pytest.raises(ShardError, match=words):
@@ -420,9 +420,7 @@ def test_folders_that_hold_datasets_of_their_own_are_named(tmp_path: Path) -> No
         (tmp_path / name / "index.json").write_text('{"version": 2, "shards": []}')
     with pytest.raises(ShardError, match=r"its sub-folders do \(code, web, …\): give each as a Stream"):
         opened(tmp_path)
-    with pytest.raises(
-        ShardError, match=r"web: is an MDS dataset of its own; give several datasets as streams"
-    ):
+    with pytest.raises(ShardError, match=r"web: is itself an MDS dataset; pass several datasets as streams"):
         opened([tmp_path / "web", tmp_path / "code"])
 
 

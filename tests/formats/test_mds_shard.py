@@ -157,8 +157,8 @@ def put(position: int, value: int) -> Callable[[bytearray], None]:
     [
         (put(0, 4), "has 4 samples, the index states 5", 0),
         (put(0, 2**32 - 1), "4,294,967,295 samples", 0),
-        (put(4, 27), "inside of the header", 4),
-        (put(4, 0), "inside of the header", 4),
+        (put(4, 27), "inside the header", 4),
+        (put(4, 0), "inside the header", 4),
         (put(4, 2**32 - 1), "ends before it begins", 8),
         (put(12, 30), "sample 1 ends before it begins", 12),
         (put(12, 2**32 - 1), "sample 2 ends before it begins", 16),

@@ -149,7 +149,7 @@ def test_lists_of_others_may_say_where_their_tars_are(tmp_path: Path, name: str,
 def test_lists_of_several_places_are_refused(tmp_path: Path, other: str) -> None:
     urls = ["memory://one/a.tar", other]
     (tmp_path / "x.json").write_text(json.dumps({"shardlist": [{**GOOD, "url": url} for url in urls]}))
-    with pytest.raises(ShardError, match=r"x\.json: lists tars of different places, memory://one/a\.tar and"):
+    with pytest.raises(ShardError, match=r"x\.json: lists tars in different places, memory://one/a\.tar and"):
         open_dataset(tmp_path / "x.json")
 
 

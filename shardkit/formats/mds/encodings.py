@@ -218,7 +218,7 @@ def _number_encoding(name: str, dtype_name: str, to_python: bool = False) -> Enc
                 return np.asarray(number).astype(dtype).tobytes()
         integer = _integer(value, name)
         if not limits.min <= integer <= limits.max:
-            raise ValueError(f"{integer} is outside of {name}'s range {limits.min} to {limits.max}")
+            raise ValueError(f"{integer} is outside {name}'s range {limits.min} to {limits.max}")
         return np.array(integer, dtype).tobytes()
 
     def decode(data: memoryview) -> object:

@@ -179,7 +179,7 @@ def parse_columns(file: str | PathLike[str], entry: Mapping[str, Any]) -> tuple[
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """The collector would walk the growing millions of objects again and again."""
+    """Pause the garbage collector, which would traverse the growing millions of objects again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:

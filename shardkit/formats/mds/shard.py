@@ -1,4 +1,4 @@
-"""One open MDS shard: a memory map (or what decompression gave) with every claim checked.
+"""One open MDS shard: a memory map (or decompressed bytes) with every claim checked.
 
     u32 n | u32 offsets[n + 1] | config JSON | samples          little-endian, offsets from the file's start
     sample: u32 size of each variable column, in column order | values
@@ -186,7 +186,7 @@ def _checked_offsets(
         raise ShardError(file, f"has {samples:,} samples, the index states {info.samples:,}", offset=0)
     offsets: npt.NDArray[np.uint32] = np.frombuffer(data[4:header_bytes], _U32)
     if offsets[0] < header_bytes:
-        raise ShardError(file, f"samples begin at {offsets[0]:,}, inside of the header", offset=4)
+        raise ShardError(file, f"samples begin at {offsets[0]:,}, inside the header", offset=4)
     decreasing = offsets[1:] < offsets[:-1]
     if decreasing.any():
         row = int(np.argmax(decreasing))

@@ -38,7 +38,7 @@ _THREADS = 16
 
 _FORBIDDEN = 403
 
-_OTHER_DATASET = "is an MDS dataset of its own; give several datasets as streams: [Stream(…), Stream(…)]"
+_OTHER_DATASET = "is itself an MDS dataset; pass several datasets as streams: [Stream(…), Stream(…)]"
 
 
 def expand(names: Sequence[str]) -> list[str]:
@@ -95,7 +95,7 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
         if not path.is_file():
             raise ShardError(path, "there is no such file or folder")
         if not is_tar_name(path.name):
-            raise ShardError(path, "is no tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
+            raise ShardError(path, "is not a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
         return path.parent, [path]
     folder = Path(fixed_folder(path.as_posix()) or ("/" if path.is_absolute() else "."))
     pattern = path.relative_to(folder).as_posix()
@@ -112,9 +112,7 @@ def remote_tars(
     urls = [name if is_tar_name(name) or is_pattern(name) else f"{name.rstrip('/')}/*" for name in names]
     folder = common_folder([fixed_folder(url) for url in urls])
     if folder.count("/") < 2 or folder.endswith("://"):
-        raise ShardError(
-            names[0], f"and {names[-1]} lie in different stores; open each, as a stream of its own"
-        )
+        raise ShardError(names[0], f"and {names[-1]} are in different stores; open each as its own stream")
     store = connect(folder, storage)
     keys = [url[len(folder) + 1 :] for url in urls]
     listed = _listing(store, keys)
@@ -187,7 +185,7 @@ def _refuse_others(where: str, names: Sequence[str]) -> None:
     """ShardError unless all that a pattern matches are tars, and there is one."""
     other = next((name for name in names if not is_tar_name(name)), None)
     if not names or other is not None:
-        found = "no file matches" if other is None else f"it matches {other}, which is no tar"
+        found = "no file matches" if other is None else f"it matches {other}, which is not a tar"
         raise ShardError(where, f"a pattern must name .tar files: {found}")
 
 

@@ -265,7 +265,7 @@ def _payload_size(header: _Header, overrides: dict[bytes, bytes], file: Path, po
     if not stated:
         return header.size
     if not stated.isdigit() or len(stated) > 20:
-        raise ShardError(file, f"a PAX size that is no number: {stated[:40]!r}", offset=position)
+        raise ShardError(file, f"a PAX size that is not a number: {stated[:40]!r}", offset=position)
     return int(stated)
 
 

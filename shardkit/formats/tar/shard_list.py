@@ -267,11 +267,11 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
     try:
         listing = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ShardError(file, f"is no JSON: {error}") from error
+        raise ShardError(file, f"is not JSON: {error}") from error
     if not isinstance(listing, dict) or not isinstance(listing.get("shardlist"), list):
-        raise ShardError(file, 'is no list of tar shards: an object with a "shardlist" is expected')
+        raise ShardError(file, 'is not a list of tar shards: expected an object with a "shardlist"')
     if listing.get("wids_version", 1) != 1:
-        raise ShardError(file, "is a list of another version than 1")
+        raise ShardError(file, "has a version other than 1")
     entries = _rebased(listing, listing.get("base"), file)
     parts = listing.get("datasets") or []
     for part in parts if isinstance(parts, list) else [parts]:
@@ -287,11 +287,11 @@ def parse_listing(file: str | PathLike[str], text: bytes) -> tuple[str | None, M
 def _rebased(part: dict[str, Any], base: object, file: str | PathLike[str]) -> list[dict[str, Any]]:
     """The entries of a part of a list, with whole URLs if they have a base."""
     if base is not None and not isinstance(base, str):
-        raise ShardError(file, f"a base that is no URL: {str(base)[:80]!r}")
+        raise ShardError(file, f"a base that is not a URL: {str(base)[:80]!r}")
     entries = []
     for entry in part["shardlist"]:
         if not isinstance(entry, dict):
-            raise ShardError(file, f"an entry that is no object: {str(entry)[:80]!r}")
+            raise ShardError(file, f"an entry that is not an object: {str(entry)[:80]!r}")
         url = entry.get("url")
         if base and isinstance(url, str) and not is_remote(url):
             entry = entry | {"url": f"{base.rstrip('/')}/{url}"}
@@ -307,7 +307,9 @@ def _common_base(urls: list[str], file: str | PathLike[str]) -> str | None:
     base = common_folder([fixed_folder(url) for url in urls])
     if base.count("/") < 2 or base.endswith("://"):
         other = next((url for url in urls if not is_remote(url)), urls[-1])
-        raise ShardError(file, f"lists tars of different places, {remote[0]} and {other}; list one bucket's")
+        raise ShardError(
+            file, f"lists tars in different places, {remote[0]} and {other}; list the tars of one bucket"
+        )
     return base
 
 

@@ -1,4 +1,4 @@
-"""The quick way into a tar whose samples all look alike: check every header at once, walk none.
+"""Index a tar of equal samples without a walk: all headers are checked at once.
 
 Packed shards (ours, and what `webdataset`'s writer makes of fixed-size samples) repeat one pattern of blocks
 with a constant stride. The first sample is walked; all others must have the same header bytes except key,
