@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from shardkit.units import format_bytes
 
@@ -153,6 +153,7 @@ class TransferProgress:
     bytes: int
     bytes_moved: int
     seconds: float
+    event: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -165,10 +166,6 @@ class TransferProgress:
     @property
     def total(self) -> int:
         return self.bytes
-
-    @property
-    def event(self) -> str:
-        return ""
 
     def text(self) -> str:
         """Files, bytes, speed and the remaining time."""
@@ -234,10 +231,7 @@ class CountProgress:
     total: int | None
     unit: str
     seconds: float
-
-    @property
-    def event(self) -> str:
-        return ""
+    event: ClassVar[str] = ""
 
     def text(self) -> str:
         """The count, and how fast it grows."""

@@ -29,8 +29,6 @@ from shardkit.errors import MissingExtraError, ShardError, naming_extras
 __all__ = [
     "COMPRESSIONS",
     "Compressor",
-    "compress",
-    "compression_suffix",
     "decompress",
     "decompress_streams",
     "gunzip",
@@ -88,11 +86,6 @@ def parse_compression(name: str) -> tuple[str, int]:
     return algorithm, int(text)
 
 
-def compression_suffix(name: str) -> str:
-    """The file suffix of a compression name: the algorithm without its level."""
-    return parse_compression(name)[0]
-
-
 class _BrotliCompressor:
     def __init__(self, level: int) -> None:
         self._compressor = _brotli().Compressor(quality=level)
@@ -135,12 +128,6 @@ def new_compressor(name: str, total_bytes: int) -> Compressor:
     if algorithm == "bz2":
         return bz2.BZ2Compressor(level)
     return _BrotliCompressor(level)
-
-
-def compress(name: str, data: Bytes) -> bytes:
-    """`data` compressed in one go; the same bytes as `new_compressor` gives piece by piece."""
-    compressor = new_compressor(name, len(data))
-    return compressor.compress(data) + compressor.flush()
 
 
 def decompress(name: str, data: Bytes, *, raw_bytes: int, file: str | PathLike[str]) -> npt.NDArray[np.uint8]:

@@ -22,13 +22,13 @@ from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, 
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.shards import CachedShards
 from shardkit.formats import mds, tar
-from shardkit.formats.compression import compress
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo, ObjectNotFoundError, Store, TransientError
 from support.ended_threads import ended_threads
+from support.mds_values import compress
 
 KEY = "sub/shard.00000.mds"
 _numbers = itertools.count()

@@ -15,6 +15,7 @@ from webdataset.shardlists import expand_urls
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import tar
+from shardkit.formats.tar.find import expand
 from shardkit.formats.tar.shard_list import (
     common_folder,
     describe_tar,
@@ -24,7 +25,6 @@ from shardkit.formats.tar.shard_list import (
     is_tar_name,
     matches,
     read_list,
-    split_names,
     tar_compression,
 )
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
@@ -185,7 +185,7 @@ def test_brace_lists_name_what_webdataset_takes_them_to_name(text: str) -> None:
             expand_braces(text)
         return
     assert expand_braces(text) == expected
-    assert split_names(f"{text}::s3://b/{text}") == expand_urls(f"{text}::s3://b/{text}")
+    assert expand([f"{text}::s3://b/{text}"]) == expand_urls(f"{text}::s3://b/{text}")
 
 
 @settings(max_examples=100, deadline=None)

@@ -15,9 +15,10 @@ from hypothesis.extra import numpy as arrays_of
 from PIL import Image
 
 from shardkit.formats import mds
+from shardkit.formats.compression import new_compressor
 from shardkit.manifest import Manifest
 
-__all__ = ["EXAMPLES", "LOSSY", "VALUES", "Drawn", "datasets", "write_mds"]
+__all__ = ["EXAMPLES", "LOSSY", "VALUES", "Drawn", "compress", "datasets", "write_mds"]
 
 LOSSY = frozenset({"jpeg", "jpeg_array", "jpegarray", "list[jpeg]"})
 _NUMBERS = (
@@ -168,3 +169,9 @@ def write_mds(
         for sample in samples:
             writer.write(sample)
     return writer.finish()
+
+
+def compress(name: str, data: bytes) -> bytes:
+    """`data` compressed in one go."""
+    compressor = new_compressor(name, len(data))
+    return compressor.compress(data) + compressor.flush()

@@ -167,7 +167,9 @@ def encoding_of(name: str) -> Encoding:
     """The encoding called `name` in an index; ValueError with the known names when there is none."""
     kind, colon, details = name.partition(":") if isinstance(name, str) else (str(name), "", "")
     if kind == "ndarray":
-        return _array_encoding(name, parse_array_layout(details))
+        layout = parse_array_layout(details)
+        dtype = None if layout.size is None else layout.dtype
+        return Encoding(name, layout.encode, layout.decode, layout.size, dtype, layout.shape or ())
     if colon or kind not in _ENCODINGS:
         known = ", ".join(sorted([*_ENCODINGS, "ndarray[:dtype[:shape]]"]))
         raise ValueError(f"unknown encoding {str(name)[:80]!r}; known: {known}")
@@ -228,18 +230,6 @@ def _number_encoding(name: str, dtype_name: str, to_python: bool = False) -> Enc
         return int(number) if to_python else number
 
     return Encoding(name, encode, decode, size=dtype.itemsize, dtype=dtype)
-
-
-def _array_encoding(name: str, layout: ArrayLayout) -> Encoding:
-    fixed = layout.size is not None and layout.shape is not None
-    return Encoding(
-        name,
-        layout.encode,
-        layout.decode,
-        size=layout.size,
-        dtype=layout.dtype if fixed else None,
-        shape=layout.shape if fixed and layout.shape else (),
-    )
 
 
 def _encode_bytes(value: object) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.formats.compression import compression_suffix, new_compressor
+from shardkit.formats.compression import new_compressor, parse_compression
 from shardkit.formats.mds.encodings import encode_value, encoding_of
 from shardkit.formats.mds.index import INDEX_NAME, MAX_SHARD_BYTES, config_bytes, make_columns, write_index
 from shardkit.hashing import Hasher, new_hash
@@ -207,7 +207,7 @@ class _ShardFile:
     ) -> None:
         self._folder, self._columns, self._size_limit = folder, columns, size_limit
         self._compression = compression or None
-        self._suffix = compression_suffix(compression) if compression else ""
+        self._suffix = parse_compression(compression)[0] if compression else ""
         self._hashes = sorted(set(hashes))
         for name in self._hashes:
             new_hash(name)  # refuses an unknown one here, not after the first shard

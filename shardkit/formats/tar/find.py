@@ -17,11 +17,11 @@ from shardkit.errors import ShardError
 from shardkit.formats.tar.shard_list import (
     common_folder,
     describe_tar,
+    expand_braces,
     fixed_folder,
     is_pattern,
     is_tar_name,
     matches,
-    split_names,
     tar_files,
 )
 from shardkit.manifest import Manifest
@@ -44,7 +44,7 @@ _OTHER_DATASET = "is itself an MDS dataset; pass several datasets as streams: [S
 def expand(names: Sequence[str]) -> list[str]:
     """`names` with brace lists and "::" worked out; ShardError if there is nothing, or braces do not pair."""
     try:
-        found = [part for name in names for part in split_names(name)]
+        found = [name for text in names for part in text.split("::") for name in expand_braces(part)]
     except ValueError as error:
         raise ShardError(names[0], f"names no tars: {error}") from error
     if not found or not all(found):

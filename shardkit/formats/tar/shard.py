@@ -49,30 +49,24 @@ class TarShard:
         self.info = info
         self._data = data
         self._view = data.data
-        self._index = index
+        self.index = index
         self._file = file
         self._allow_pickle = allow_pickle
         self._decode = decode
 
     def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def index(self) -> TarIndex:
-        """Where its members are."""
-        return self._index
+        return len(self.index)
 
     def key(self, row: int) -> str:
         """The key of sample `row`: its member names without extensions."""
-        return self._index.keys[self._checked(row)]
+        return self.index.keys[self._checked(row)]
 
     def sample(self, row: int, columns: Container[str] | None = None) -> dict[str, object]:
         """{"__key__": key, extension: value}; ShardError if a member is not what its extension says.
 
         Only members of `columns` are decoded, if they are given.
         """
-        row = self._checked(row)
-        index = self._index
+        row, index = self._checked(row), self.index
         sample: dict[str, object] = {"__key__": index.keys[row]}
         for member in range(int(index.starts[row]), int(index.starts[row + 1])):
             extension, offset = index.extensions[index.kinds[member]], int(index.offsets[member])
@@ -94,7 +88,7 @@ class TarShard:
 
         Numbers of one shape a constant stride apart are `ndarray:dtype:shape`, and only they have a `size`.
         """
-        return tuple(self._column(extension) for extension in self._index.extensions)
+        return tuple(self._column(extension) for extension in self.index.extensions)
 
     def fixed_rows(self, column: str) -> npt.NDArray[np.generic] | None:
         """Read-only view (samples, *shape) of an extension of equal .npy members, or None.
@@ -107,7 +101,7 @@ class TarShard:
             return None
         header, members = found
         stride = self._stride(members)
-        return None if stride is None else self._matrix(header, int(self._index.offsets[members[0]]), stride)
+        return None if stride is None else self._matrix(header, int(self.index.offsets[members[0]]), stride)
 
     def offset_rows(self, column: str) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]] | None:
         """(view, index) such that `view[index[rows]]` gathers equal .npy members at any offsets, or None.
@@ -119,7 +113,7 @@ class TarShard:
         if found is None:
             return None
         header, members = found
-        blocks = self._index.offsets[members] // BLOCK
+        blocks = self.index.offsets[members] // BLOCK
         first = int(blocks.min())
         count = int(blocks.max()) - first + 1
         return self._matrix(header, first * BLOCK, BLOCK, count), blocks - first
@@ -136,7 +130,7 @@ class TarShard:
         return row
 
     def _extension(self, column: str) -> str:
-        return column if column in self._index.extensions else f"{column}.npy"
+        return column if column in self.index.extensions else f"{column}.npy"
 
     def _column(self, extension: str) -> Column:
         found = self._arrays.get(extension)
@@ -154,11 +148,11 @@ class TarShard:
     def _arrays(self) -> dict[str, tuple[NpyHeader, npt.NDArray[np.int64]]]:
         """{extension: (header, member of each sample)} of the columns whose .npy headers are all the same."""
         arrays = {}
-        for extension in self._index.extensions:
-            members = self._index.members_of(extension) if extension.rpartition(".")[2] == "npy" else None
+        for extension in self.index.extensions:
+            members = self.index.members_of(extension) if extension.rpartition(".")[2] == "npy" else None
             if members is None or not len(members):
                 continue
-            size, offset = int(self._index.sizes[members[0]]), int(self._index.offsets[members[0]])
+            size, offset = int(self.index.sizes[members[0]]), int(self.index.offsets[members[0]])
             try:
                 header = parse_npy_header(self._view[offset : offset + size])
             except ValueError:
@@ -171,7 +165,7 @@ class TarShard:
 
     def _same_headers(self, header: NpyHeader, members: npt.NDArray[np.int64]) -> bool:
         """All members have the first one's size and, byte for byte, its .npy header."""
-        sizes, offsets = self._index.sizes[members], self._index.offsets[members]
+        sizes, offsets = self.index.sizes[members], self.index.offsets[members]
         if (sizes != sizes[0]).any():
             return False
         blocks = offsets // BLOCK
@@ -181,7 +175,7 @@ class TarShard:
 
     def _stride(self, members: npt.NDArray[np.int64]) -> int | None:
         """Bytes from each of these members to the next, if that is one number."""
-        steps = np.diff(self._index.offsets[members])
+        steps = np.diff(self.index.offsets[members])
         if not len(steps):
             return BLOCK
         return int(steps[0]) if (steps == steps[0]).all() else None

@@ -52,7 +52,6 @@ __all__ = [
     "parse_shard_list",
     "read_list",
     "shard_list_bytes",
-    "split_names",
     "tar_compression",
     "tar_files",
     "write_shard_list",
@@ -88,11 +87,6 @@ def tar_compression(basename: str) -> tuple[str, str] | None:
 def is_tar_name(basename: str) -> bool:
     """Whether a file of this name is read as a tar."""
     return tar_compression(basename) is not None
-
-
-def split_names(text: str) -> list[str]:
-    """The names and patterns in `text`, "::" and braces worked out; ValueError if braces do not pair."""
-    return [name for part in text.split("::") for name in expand_braces(part)]
 
 
 def is_pattern(name: str) -> bool:
