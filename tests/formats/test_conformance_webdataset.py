@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import webdataset as wds
@@ -250,16 +251,22 @@ def test_long_names_are_read_whole_whatever_header_they_need(tmp_path: Path, len
 # Ours, read by them.
 
 
+def write_rows(folder: Path, dtype: str) -> npt.NDArray[Any]:
+    """47 rows, which three listed tars hold."""
+    rows = np.random.default_rng(2).integers(0, 60_000, (47, 33)).astype(dtype)
+    infos = [
+        tar.write_rows_shard(folder, f"s-{at:03d}.tar", rows[at : at + 20], key_start=at)
+        for at in range(0, len(rows), 20)
+    ]
+    tar.write_shard_list(folder, infos)
+    return rows
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_shards_of_ours_are_read_equal_by_webdataset_in_the_order_of_their_list(
     tmp_path: Path, dtype: str
 ) -> None:
-    rows = np.random.default_rng(2).integers(0, 60_000, (47, 33)).astype(dtype)
-    infos = [
-        tar.write_rows_shard(tmp_path, f"s-{at:03d}.tar", rows[at : at + 20], key_start=at)
-        for at in range(0, len(rows), 20)
-    ]
-    tar.write_shard_list(tmp_path, infos)
+    rows = write_rows(tmp_path, dtype)
     listed = json.loads((tmp_path / "shards.json").read_text())
     assert [part["nsamples"] for part in listed["shardlist"]] == [20, 20, 7]
     found = read_there([str(tmp_path / part["url"]) for part in listed["shardlist"]])
@@ -269,12 +276,7 @@ def test_shards_of_ours_are_read_equal_by_webdataset_in_the_order_of_their_list(
 
 def test_wids_reads_our_list_by_sample_number(tmp_path: Path) -> None:
     wids = pytest.importorskip("wids", reason="wids is part of webdataset before 1.0")
-    rows = np.random.default_rng(2).integers(0, 60_000, (47, 33)).astype(np.uint16)
-    infos = [
-        tar.write_rows_shard(tmp_path, f"s-{at:03d}.tar", rows[at : at + 20], key_start=at)
-        for at in range(0, len(rows), 20)
-    ]
-    tar.write_shard_list(tmp_path, infos)
+    rows = write_rows(tmp_path, "uint16")
     dataset = wids.ShardListDataset(
         str(tmp_path / "shards.json"), cache_dir=str(tmp_path / "cache"), keep=True
     )

@@ -26,7 +26,7 @@ from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, Store
-from support.foreign_tars import PARTS, make_tar, put_tars, samples, tar_bytes, tars
+from support.foreign_tars import PARTS, assert_same_index, make_tar, put_tars, samples, tar_bytes, tars
 from support.remote_harness import fresh_url
 
 
@@ -52,10 +52,7 @@ def assert_same(data: bytes) -> None:
     found = skimmed(data)
     assert found is not None
     assert found[0] == Scanned(len(shard), len(data), shard.columns)
-    assert list(found[1].keys) == list(shard.index.keys)
-    assert found[1].extensions == shard.index.extensions
-    for name in ("starts", "offsets", "sizes", "kinds"):
-        np.testing.assert_array_equal(getattr(found[1], name), getattr(shard.index, name))
+    assert_same_index(found[1], shard.index)
 
 
 @pytest.mark.parametrize(("skip", "piece"), [(8 << 20, 1 << 17), (0, 512), (0, 100), (700, 1000), (5000, 64)])

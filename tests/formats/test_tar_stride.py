@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardkit.errors import ShardError
 from shardkit.formats.tar.members import TarIndex, group_members, walk_members
 from shardkit.formats.tar.stride import index_constant_stride
-from support.foreign_tars import make_tar
+from support.foreign_tars import assert_same_index, make_tar
 
 
 def tar_of(
@@ -36,13 +36,6 @@ def walked(data: bytes | bytearray) -> TarIndex:
     return group_members(walk_members(memoryview(bytes(data)), "x.tar"), "x.tar")
 
 
-def assert_same(a: TarIndex, b: TarIndex) -> None:
-    assert list(a.keys) == list(b.keys)
-    assert a.extensions == b.extensions
-    for name in ("starts", "offsets", "sizes", "kinds"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
-
-
 ALIKE: dict[str, bytes | bytearray] = {
     "ustar": tar_of(),
     "one member": tar_of(extensions=("tokens.npy",)),
@@ -59,7 +52,7 @@ ALIKE: dict[str, bytes | bytearray] = {
 def test_equal_samples_are_indexed_without_a_walk(name: str) -> None:
     found = quick(ALIKE[name])
     assert found is not None
-    assert_same(found, walked(ALIKE[name]))
+    assert_same_index(found, walked(ALIKE[name]))
 
 
 def with_folder() -> bytes:
@@ -158,4 +151,4 @@ def test_flipped_bytes_never_make_it_differ_from_the_walk(data: st.DataObject) -
     except ShardError:
         found = None
     if found is not None:
-        assert_same(found, walked(raw))
+        assert_same_index(found, walked(raw))

@@ -12,10 +12,21 @@ import numpy as np
 import webdataset
 from PIL import Image
 
+from shardkit.formats.tar.members import TarIndex
 from shardkit.storage import open_store
 from support.remote_harness import fresh_url
 
-__all__ = ["PARTS", "make_tar", "npy", "put_tars", "sample", "samples", "tar_bytes", "tars"]
+__all__ = [
+    "PARTS",
+    "assert_same_index",
+    "make_tar",
+    "npy",
+    "put_tars",
+    "sample",
+    "samples",
+    "tar_bytes",
+    "tars",
+]
 
 PARTS = ((0, 7), (7, 8), (8, 8), (8, 19), (19, 23))
 """First and last + 1 of the samples in each tar; one of them is empty."""
@@ -101,3 +112,10 @@ def samples(dataset: Any) -> list[int]:
                 assert found[name] == value
         numbers.append(number)
     return numbers
+
+
+def assert_same_index(found: TarIndex, expected: TarIndex) -> None:
+    assert list(found.keys) == found.keys[:] == list(expected.keys)
+    assert found.extensions == expected.extensions
+    for name in ("starts", "offsets", "sizes", "kinds"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
