@@ -30,6 +30,7 @@ def first_settings(
     config: LoaderConfig,
     plan: BatchPlan,
     *,
+    nodes: int = 1,
     seed: int = 17,
     shuffle: Shuffle = "window",
 ) -> RunSettings:
@@ -40,7 +41,7 @@ def first_settings(
         from shardkit.loaders.readers.sources import open_source
 
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
-        lanes, window = stream_sizes(opened.streams, plan, config, 1, source.stored_bytes)
+        lanes, window = stream_sizes(opened.streams, plan, config, nodes, source.stored_bytes)
     return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), plan.tail)
 
 

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
     add_json_argument,
+    add_order_arguments,
     add_storage_arguments,
+    count,
     natural,
     print_json,
-    stderr_console,
     storage_options,
 )
-from shardkit.cli.trace_run import add_run_arguments, find_run
 
 if TYPE_CHECKING:
-    from shardkit.cli.trace_run import TracedRun
     from shardkit.datasets.dataset import Dataset
     from shardkit.tools.trace.answers import Tracer
-    from shardkit.tools.trace.text import Decoder
+    from shardkit.tools.trace.run import Run
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "find_run", "run"]
 
 _SEARCH = ("document", "url", "url_list", "source", "file")
+_LOADER = ("seed", "batch_size", "lanes", "window", "shuffle", "tail")
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +63,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "and files include all",
     )
     add_json_argument(parser)
-    add_run_arguments(parser)
+    _add_run(parser)
     add_storage_arguments(parser)
     parser.set_defaults(run=run, misuse=parser.error)
 
@@ -135,34 +135,70 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the training run, to see when a row is delivered")
+    group.add_argument(
+        "--state",
+        metavar="FILE",
+        help="state of a loader as JSON, or a checkpoint of torch that contains one; defines everything "
+        "except batch and world size (default: the options below)",
+    )
+    group.add_argument(
+        "--stream",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="another dataset of the mixture in --state; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="exclusion list of the run; may be repeated for several streams (default: none)",
+    )
+    group.add_argument(
+        "--batch-size", type=count, metavar="N", help="sequences per rank and step (default: no steps shown)"
+    )
+    group.add_argument("--world-size", type=count, default=1, metavar="N", help="ranks (default: 1)")
+    group.add_argument(
+        "--nodes", type=count, default=1, metavar="N", help="machines, for the default of lanes (default: 1)"
+    )
+    add_order_arguments(group)
+    group.add_argument(
+        "--epochs",
+        type=count,
+        metavar="N",
+        help="number of epochs to search, from the first (default: those that the state has begun, or 1)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Answer the question and print the answer."""
-    from shardkit.cli import trace_show
+    from shardkit.cli.trace_show import show
     from shardkit.datasets.dataset import open_dataset
-    from shardkit.tools.trace.answers import facts_of
+    from shardkit.tools.trace.answers import parse_row, trace_rows, trace_step
 
     kind = _kind(arguments)
     with ExitStack() as opened:
         dataset = opened.enter_context(open_dataset(arguments.path, storage=storage_options(arguments)))
         traced = find_run(arguments, dataset, opened)
-        decoder = _decoder(arguments, dataset)
+        tracer = _tracer(arguments, dataset)
         if kind == "search":
-            from shardkit.cli.trace_search import search
-
-            answer = search(arguments, dataset, decoder, traced)
+            answer = _search(arguments, tracer, traced)
         elif kind == "row":
-            answer = _rows(arguments, _tracer(arguments, dataset, decoder), traced)
+            rows = [parse_row(dataset, text) for text in arguments.row]
+            answer = trace_rows(tracer, rows, traced, arguments.epochs)
         else:
             assert traced is not None
-            answer = _step(arguments, decoder, traced)
+            options = {name: getattr(arguments, name) for name in ("position", "rank", "limit")}
+            answer = trace_step(tracer, traced, arguments.step, **options)
         known = {"path": arguments.path, "fingerprint": dataset.fingerprint}
-        answer = {**known, "run": None if traced is None else facts_of(traced.run), **answer}
+    answer = {**known, "run": None if traced is None else traced.to_dict(), **answer}
     if arguments.json:
         print_json(answer)
     else:
-        trace_show.show(kind, answer)
-    if not arguments.json and kind != "search" and answer.get("no_text"):
-        stderr_console().print(answer["no_text"])
+        show(kind, answer)
     return 0
 
 
@@ -188,81 +224,61 @@ def _kind(arguments: argparse.Namespace) -> str:
     return "step" if found == ["position"] else found[0]
 
 
-def _decoder(arguments: argparse.Namespace, dataset: Dataset) -> Decoder | None:
+def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack) -> Run | None:
+    """The run that the options describe, None if they describe none; other datasets close with `opened`."""
+    from shardkit.datasets.dataset import open_dataset
+    from shardkit.errors import ShardkitError
+    from shardkit.order.exclusions import Exclusions
+    from shardkit.tools.trace.run import Run, read_state
+
+    given = {name: value for name in _LOADER if (value := getattr(arguments, name)) is not None}
+    if arguments.state is None and arguments.stream:
+        arguments.misuse("--stream needs --state: the weights and the order of a mixture are in it")
+    if arguments.state is None and not given and arguments.step is None and arguments.position is None:
+        return None
+    if arguments.state is not None and (clashing := [name for name in given if name != "batch_size"]):
+        arguments.misuse(f"--{clashing[0]} is in the state: leave it out")
+    try:
+        exclusions = [Exclusions.read(path) for path in arguments.without]
+    except (OSError, ValueError) as error:
+        raise ShardkitError(str(error)) from error
+    if arguments.state is not None:
+        state, storage = read_state(Path(arguments.state)), storage_options(arguments)
+        others = [opened.enter_context(open_dataset(path, storage=storage)) for path in arguments.stream]
+        sizes = {"batch_size": arguments.batch_size, "world_size": arguments.world_size}
+        return Run.from_state(state, [dataset, *others], exclusions, **sizes)
+    if len(exclusions) > 1:
+        raise ShardkitError("one dataset has one exclusion list: give --without once")
+    excluded = exclusions[0] if exclusions else None
+    sizes = {"world_size": arguments.world_size, "nodes": arguments.nodes}
+    try:
+        return Run.from_options(dataset, excluded, **sizes, **given)
+    except ValueError as error:
+        arguments.misuse(str(error))
+        raise
+
+
+def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:
+    from shardkit.tools.trace.answers import Tracer
     from shardkit.tools.trace.text import Decoder, find_tokenizer
 
-    if arguments.tokenizer is None and not (arguments.excerpt or arguments.text):
-        return None
-    path = arguments.tokenizer or find_tokenizer(dataset)
-    return None if path is None or dataset.token_column is None else Decoder(path, dataset.card)
-
-
-def _tracer(arguments: argparse.Namespace, dataset: Dataset, decoder: Decoder | None) -> Tracer:
-    from shardkit.tools.trace.answers import Tracer
-
+    decoder = None
+    if dataset.token_column is not None and (arguments.tokenizer or arguments.excerpt or arguments.text):
+        path = arguments.tokenizer or find_tokenizer(dataset)
+        decoder = None if path is None else Decoder(path, dataset.card)
     return Tracer(dataset, decoder, arguments.excerpt)
 
 
-def _rows(arguments: argparse.Namespace, tracer: Tracer, traced: TracedRun | None) -> dict[str, Any]:
-    from shardkit.tools.trace.answers import parse_row, seen_in
+def _search(arguments: argparse.Namespace, tracer: Tracer, traced: Run | None) -> dict[str, Any]:
+    from shardkit.tools.trace.answers import source_numbers, trace_search
+    from shardkit.tools.trace.search import Selection, UrlPatterns, parse_document_id, read_url_list
 
-    numbers = [parse_row(tracer.dataset, text) for text in arguments.row]
-    rows = tracer.rows(numbers)
-    for row in rows:
-        row["runs"] = None
-        if traced is not None:
-            row["runs"] = [
-                seen_in(traced.run, row["row"], stream, arguments.epochs) for stream in traced.streams
-            ]
-    return {"rows": rows, "problem": tracer.problem, "no_text": _no_text(arguments, tracer)}
-
-
-def _step(arguments: argparse.Namespace, decoder: Decoder | None, traced: TracedRun) -> dict[str, Any]:
-    from shardkit.tools.trace.answers import by_source
-
-    run = traced.run
-    batch = run.batch(arguments.step) if arguments.position is None else run.batch_at(arguments.position)
-    wanted = [each for each in batch if arguments.rank in (None, each.rank)]
-    shown = {id(each) for each in (wanted[: arguments.limit] if arguments.limit else wanted)}
-    answers: dict[int, dict[str, Any]] = {}
-    problems: list[str] = []
-    tracers: dict[int, Tracer] = {}
-    for stream in sorted({each.stream for each in wanted}):
-        here = traced.datasets[stream]
-        tracer = tracers.setdefault(id(here), _tracer(arguments, here, decoder))
-        mine = [each for each in wanted if each.stream == stream]
-        problems += [tracer.problem] if tracer.problem else []
-        for part in ([e for e in mine if id(e) in shown], [e for e in mine if id(e) not in shown]):
-            quiet = tracer if part and id(part[0]) in shown else tracer.without_text()
-            found = quiet.rows([each.row for each in part])
-            answers |= {id(each): row for each, row in zip(part, found, strict=True)}
-    rows = [
-        {
-            "rank": each.rank,
-            "index": each.index,
-            "position": each.position,
-            "epoch": each.epoch,
-            "stream": each.stream,
-            "dataset": run.names[each.stream],
-            **answers[id(each)],
-        }
-        for each in wanted
-    ]
-    positions = [each.position for each in batch]
-    return {
-        "step": arguments.step,
-        "rank": arguments.rank,
-        "positions": [min(positions), max(positions) + 1],
-        "row_count": len(rows),
-        "sources": by_source(rows),
-        "rows": rows[: len(shown)],
-        "problem": problems[0] if problems else None,
-        "no_text": _no_text(arguments, next(iter(tracers.values()))),
-    }
-
-
-def _no_text(arguments: argparse.Namespace, tracer: Tracer) -> str | None:
-    """The reason why there is no text; None if there is text or none is wanted."""
-    if tracer.has_text or tracer.problem or not arguments.excerpt:
-        return None
-    return tracer.no_text()
+    patterns = [*arguments.url, *(read_url_list(arguments.url_list) if arguments.url_list else ())]
+    selection = Selection(
+        documents=[parse_document_id(text) for text in arguments.document],
+        urls=UrlPatterns(patterns) if patterns else None,
+        sources=source_numbers(tracer.dataset, arguments.source),
+        files=arguments.file,
+    )
+    options = {name: getattr(arguments, name) for name in ("limit", "export", "text", "exclude")}
+    return trace_search(tracer, selection, traced, arguments.epochs, **options)

@@ -19,6 +19,8 @@ def show(kind: str, answer: Mapping[str, Any]) -> None:
     if (run := answer["run"]) is not None:
         stdout_console().print(_run(run), style="dim")
     {"row": _show_rows, "step": _show_step, "search": _show_search}[kind](answer)
+    if answer["no_text"]:
+        stderr_console().print(answer["no_text"])
 
 
 def _run(run: Mapping[str, Any]) -> str:
@@ -98,8 +100,6 @@ def _show_search(answer: Mapping[str, Any]) -> None:
             stderr_console().print(f"  {one}")
         if len(unmatched) > _UNMATCHED_SHOWN:
             stderr_console().print(f"  … and {len(unmatched) - _UNMATCHED_SHOWN:,} more (--json has all)")
-    if answer["no_text"]:
-        stderr_console().print(answer["no_text"])
 
 
 def _show_exclusions(report: Mapping[str, Any]) -> None:

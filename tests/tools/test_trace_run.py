@@ -1,4 +1,4 @@
-"""What trace says of a run is what loaders deliver: each row's step, rank and place, and each step's rows."""
+"""What trace says of a run is what loaders deliver: each row's step, rank and index, and each step's rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from shardkit.cli.main import main, make_parser
-from shardkit.cli.trace_run import TracedRun, find_run
+from shardkit.cli.trace import find_run
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.plan import BatchPlan
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.trace.run import Run, start_of_step
+from shardkit.order.run_settings import Tail
+from shardkit.tools.trace.run import Run, rank_of, span_at, start_of_step, step_of
 from support.loader_data import make_dataset
 
 SAMPLES = 53
@@ -34,8 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def traced(*words: object) -> Iterator[TracedRun]:
-    """The run that a command line means."""
+def traced(*words: object) -> Iterator[Run]:
+    """The run that a command line describes."""
     arguments = make_parser().parse_args(["trace", *map(str, words), "--step", "0"])
     with ExitStack() as opened:
         found = find_run(arguments, opened.enter_context(open_dataset(arguments.path)), opened)
@@ -74,6 +78,33 @@ def assert_tells(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epoch
         assert sorted(found) == sorted(expected)
 
 
+@given(
+    samples=st.integers(1, 200),
+    batch_size=st.integers(1, 12),
+    world_size=st.integers(1, 5),
+    tail=st.sampled_from(["carry", "drop", "pad"]),
+)
+def test_steps_are_those_of_a_loader_and_every_position_has_the_step_that_delivers_it(
+    samples: int, batch_size: int, world_size: int, tail: Tail
+) -> None:
+    assume(tail != "drop" or samples >= batch_size * world_size)
+    plan = BatchPlan(samples, batch_size, 0, world_size, tail)
+    cursor, delivered = (0, 0), set()
+    for step in range(3 * samples // plan.global_batch + 5):
+        start = plan.start(cursor[0])
+        first, count = span_at(plan, start_of_step(plan, step))
+        assert first == start
+        assert count == (min(plan.global_batch, plan.after(start) - start))
+        delivered |= set(range(first, first + count))
+        assert {step_of(plan, position) for position in range(first, first + count)} == {step}
+        parts = [(count * r // world_size, count * (r + 1) // world_size) for r in range(world_size)]
+        expected = [(rank, i) for rank, (low, high) in enumerate(parts) for i in range(high - low)]
+        assert [rank_of(plan, index, count) for index in range(count)] == expected
+        cursor = plan.advance(cursor, 1)
+    for position in range(max(delivered)):
+        assert (step_of(plan, position) is None) == (position not in delivered)
+
+
 @pytest.mark.parametrize(
     ("tail", "world_size", "options"),
     [
@@ -92,14 +123,13 @@ def test_a_run_by_its_options_is_that_of_a_loader_with_them(
     steps = 3 * SAMPLES // (4 * world_size)
     seen = deliveries(str(folders["web"]), steps, world_size, **arguments)
     sizes = ["--batch-size", 4, "--world-size", world_size, "--tail", tail, *options]
-    with traced(folders["web"], *sizes) as found:
-        assert_tells(found.run, seen, steps, epochs=4)
-        dropped = [s for row in range(SAMPLES) for s in found.run.sightings(row, epochs=1) if s.is_dropped]
+    with traced(folders["web"], *sizes) as run:
+        assert_tells(run, seen, steps, epochs=4)
+        dropped = [s for row in range(SAMPLES) for s in run.sightings(row, epochs=1) if s.is_dropped]
         assert len(dropped) == (SAMPLES % (4 * world_size) if tail == "drop" else 0)
         for step in (0, 2, 5):
-            assert found.run.plan is not None
-            start = start_of_step(found.run.plan, step)
-            assert found.run.batch_at(start) == found.run.batch(step)
+            assert run.plan is not None
+            assert run.batch_at(start_of_step(run.plan, step)) == run.batch(step)
 
 
 def test_a_run_with_an_exclusion_list_never_sees_its_rows(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -110,10 +140,10 @@ def test_a_run_with_an_exclusion_list_never_sees_its_rows(folders: dict[str, Pat
         (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
     known = [folders["web"], "--batch-size", 3, "--world-size", 2]
     for words in ([*known], [*known, "--state", tmp_path / "state.json"]):
-        with traced(*words, "--without", tmp_path / "gone.txt") as found:
-            assert_tells(found.run, seen, 20, epochs=4)
+        with traced(*words, "--without", tmp_path / "gone.txt") as run:
+            assert_tells(run, seen, 20, epochs=4)
             for row in range(SAMPLES):
-                assert bool(found.run.sightings(row, epochs=1)) == (row not in {3, 4, 5, 6, 7, 8, 40})
+                assert bool(run.sightings(row, epochs=1)) == (row not in {3, 4, 5, 6, 7, 8, 40})
     with pytest.raises(StateError, match="give that list with --without"), traced(*words):
         pass
 
@@ -133,14 +163,14 @@ def test_a_mixture_is_traced_from_its_state_whose_weights_changed(
         state = {"step": 11, "loaders": [{"train": loader.state_dict()}]}  # somewhere in a checkpoint
     (tmp_path / "state.json").write_text(json.dumps(state))
     words = ["--state", tmp_path / "state.json", "--batch-size", 4, "--world-size", 2]
-    with traced(folders["code"], *words, "--stream", folders["web"]) as found:
-        assert found.streams == [1]
-        assert found.run.names == ("web", "code")
-        assert_tells(found.run, seen, 18, epochs=5)
+    with traced(folders["code"], *words, "--stream", folders["web"]) as run:
+        assert [run.streams_of(open_dataset(folders[name])) for name in ("web", "code")] == [[0], [1]]
+        assert run.names == ("web", "code")
+        assert_tells(run, seen, 18, epochs=5)
         sizes = (SAMPLES, 31)
-        assert [found.run.epochs(n) for n in (0, 1)] == [-(-delivered[n] // sizes[n]) for n in (0, 1)]
+        assert [run.epochs(n) for n in (0, 1)] == [-(-delivered[n] // sizes[n]) for n in (0, 1)]
         for stream, row in set(seen.values()):
-            for sighting in found.run.sightings(row, stream, epochs=2):
+            for sighting in run.sightings(row, stream, epochs=2):
                 assert sighting.is_delivered == (sighting.position < 88)
                 assert sighting.step is not None
     with (
@@ -157,8 +187,8 @@ def test_a_state_in_a_checkpoint_of_torch_is_found(folders: dict[str, Path], tmp
         checkpoint = {"model": {"w": torch.zeros(3)}, "data": {"loader": loader.state_dict()}}
         torch.save(checkpoint, tmp_path / "step.pt")
     seen = deliveries(str(folders["web"]), 9, 1, batch_size=4)
-    with traced(folders["web"], "--state", tmp_path / "step.pt", "--batch-size", 4) as found:
-        assert_tells(found.run, seen, 9, epochs=1)
+    with traced(folders["web"], "--state", tmp_path / "step.pt", "--batch-size", 4) as run:
+        assert_tells(run, seen, 9, epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +229,25 @@ def test_a_dataset_of_others_tells_where_rows_are_seen_and_that_documents_are_no
     assert len(answer["rows"]) == 4
     assert all(row["documents"] is None for row in answer["rows"])
     assert answer["sources"] == []
+    short = ["--tail", "pad", "--world-size", "13", "--step", "1", "--json"]  # one row, which rank 12 has
+    for rank, rows in ((0, 0), (12, 1)):
+        assert main([*command, *short, "--rank", str(rank)]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["row_count"], answer["positions"]) == (rows, [52, 53])
     assert main(["trace", str(folders["web"]), "--url", "https://a.org/x"]) == 1
     assert "has no provenance tables" in capsys.readouterr().err
 
 
-def test_an_exclusion_list_of_another_dataset_is_refused_by_loaders(
-    folders: dict[str, Path], tmp_path: Path
+def test_an_exclusion_list_of_another_dataset_is_refused_as_by_loaders(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gone.txt").write_text("# fingerprint: " + "0" * 32 + "\n3\n")
     assert Exclusions.read(tmp_path / "gone.txt").fingerprint == "0" * 32
     with pytest.raises(ValueError, match="its rows have other numbers"):
         StreamingLoader([Stream(folders["web"], exclude=tmp_path / "gone.txt")], batch_size=2)
+    words = ["--row", "1", "--batch-size", "2", "--without", str(tmp_path / "gone.txt")]
+    assert main(["trace", str(folders["web"]), *words]) == 1
+    assert "its rows have other numbers" in capsys.readouterr().err
     with open_dataset(folders["web"]) as dataset:
         (tmp_path / "gone.txt").write_text(f"# fingerprint: {dataset.fingerprint}\n3\n")
     StreamingLoader([Stream(folders["web"], exclude=tmp_path / "gone.txt")], batch_size=2).close()

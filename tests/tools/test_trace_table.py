@@ -17,17 +17,14 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.trace import outputs as removal
-from shardkit.tools.trace import table as module
-from shardkit.tools.trace.outputs import Ranges
+from shardkit.tools.trace.outputs import Ranges, measure
 from shardkit.tools.trace.search import Selection, UrlPatterns
-from shardkit.tools.trace.table import NoProvenanceError, ProvenanceTable, pieces_of
+from shardkit.tools.trace.table import COLUMNS, NoProvenanceError, ProvenanceTable
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance
 from shardkit.writers.stages.placement import pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
-from support.plain_provenance import documents_at, rows_of
 from support.small_dataset import renumbered
 
 LENGTH, SEED = 16, 5
@@ -114,22 +111,6 @@ def test_rows_lead_to_all_their_lines_in_order(dataset: Dataset, lines: list[dic
         table.of_rows([len(dataset)])
 
 
-def test_look_ups_agree_with_plain_ones(folder: Path, dataset: Dataset) -> None:
-    table = ProvenanceTable(dataset)
-    starts = dataset.manifest.shard_starts
-    for shard in range(0, len(starts) - 1, 2):
-        mine = pieces_of(table.of_rows([int(starts[shard])]))
-        theirs = documents_at(folder, shard, 0)
-        assert [(p.document_id, p.token_start, p.url) for p in mine] == [
-            (p.document_id, p.token_start, p.url) for p in theirs
-        ]
-        wanted = mine[0].document_id
-        [*found] = table.search(Selection(documents=[wanted]))
-        assert sorted(p.document_start for some in found for p in pieces_of(some)) == [
-            p.document_start for p in rows_of(folder, wanted)
-        ]
-
-
 def test_searches_find_what_plain_filters_find(dataset: Dataset, lines: list[dict[str, Any]]) -> None:
     table = ProvenanceTable(dataset)
     ids = [line["document_id"] for line in lines[::37]]
@@ -148,10 +129,9 @@ def test_searches_find_what_plain_filters_find(dataset: Dataset, lines: list[dic
     for selection, is_wanted in searches:
         found = [line for some in table.search(selection) for line in some.to_pylist()]
         assert found == [line for line in lines if is_wanted(line)]
-    told: list[tuple[int, int]] = []
-    list(table.search(Selection(sources=[2]), lambda done, total: told.append((done, total))))
-    assert told[-1] == (len(lines), len(lines))
-    assert table.lines() == len(lines)
+    looked_at: list[int] = []
+    list(table.search(Selection(sources=[2]), looked_at.append))
+    assert sum(looked_at) == table.lines() == len(lines)
 
 
 def test_documents_at_the_edges_of_a_files_hashes_are_found(dataset: Dataset) -> None:
@@ -164,14 +144,13 @@ def test_documents_at_the_edges_of_a_files_hashes_are_found(dataset: Dataset) ->
 
 
 def test_what_leaves_with_rows_is_counted_in_any_number_of_blocks(
-    dataset: Dataset, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, lines: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(removal, "_ROWS_AT_ONCE", 7)
     gone = Exclusions([(1, 3), (9, 40), (41, 42), (60, 75)])
     rows = {row for begin, end in gone.to_list() for row in range(begin, end)}
     there = [line for line in lines if line["sample_id"] in rows]
     meant = sorted({line["document_id"] for line in there[::3]})
-    report = removal.measure(dataset, ProvenanceTable(dataset), gone, np.array(meant, "S16"))
+    report = measure(dataset, ProvenanceTable(dataset), gone, np.array(meant, "S16"), rows_at_once=7)
     for is_meant, tokens in ((True, report.removed_tokens), (False, report.other_tokens)):
         mine = [line for line in there if (line["document_id"] in meant) == is_meant]
         assert tokens == sum(line["token_end"] - line["token_start"] for line in mine)
@@ -199,7 +178,7 @@ def test_no_more_is_read_than_may_hold_the_answer(
     assert len({read for read in reads if read[1] == ("document_id",)}) <= -(-90 * 2 // 16)
     reads.clear()
     list(table.search(Selection(sources=[5])))
-    assert {columns for _, columns in reads} == {("source",), ("shard", "row"), module.COLUMNS}
+    assert {columns for _, columns in reads} == {("source",), ("shard", "row"), COLUMNS}
     assert len(reads) < 3 * groups / 2, "statistics pass over the row groups of other sources"
 
 

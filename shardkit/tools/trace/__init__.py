@@ -1,10 +1,6 @@
-"""From a row back to its raw documents, from a document to its rows, and to the steps that saw them.
+"""From a row back to its raw documents, from a document to its rows, and to the training steps that saw them.
 
-`table` reads the provenance tables beside the shards, by row or by a `selection` of documents (`urls` are its
-patterns); `text` decodes what rows say; `steps` and `run` tell where a training run delivers a row, and which
-rows a step had; `export` and `removal` write what was found, for people and for loaders.
+`table` reads the provenance tables next to the shards, by row or by what `search` selects; `text` decodes
+tokens; `run` computes where a training run delivers a row and which rows a step has; `outputs` writes what
+was found; `answers` puts all of it together, as `shardkit trace` prints it.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -1,52 +1,62 @@
-"""Answers of `shardkit trace` as plain data: rows with their documents and where they are seen.
+"""Answers of `shardkit trace` as plain data: rows, a step of a training run, or a search for documents.
 
-Everything is numbers, text and null, so that it prints as JSON as it is. A row's `documents` are null where
-the dataset has no provenance; a document's `text` is null where nothing decodes it.
+Everything is numbers, text and null, and prints as JSON as it is. A row's `documents` are null if the dataset
+has no provenance; a document's `text` is null if nothing decodes it. Where a run is known, `runs` says where
+each stream of it that has the dataset delivers a row.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError
+from shardkit.progress import counting
+from shardkit.tools.trace.outputs import Exporter, Ranges, document_ids, measure, write_exclusions
 from shardkit.tools.trace.run import Run
+from shardkit.tools.trace.search import Selection
 from shardkit.tools.trace.table import NoProvenanceError, Piece, ProvenanceTable, pieces_of
 from shardkit.tools.trace.text import Decoder, read_rows
 
-__all__ = ["Tracer", "by_source", "facts_of", "parse_row", "seen_in", "source_labels"]
+__all__ = ["Tracer", "parse_row", "source_numbers", "trace_rows", "trace_search", "trace_step"]
 
 
 class Tracer:
     """What is known of the rows of one dataset.
 
-    `decoder` None: no text. `characters`: of an excerpt at most.
+    `decoder` None: no text. `characters`: the length of an excerpt at most; 0: no excerpts.
     """
 
     def __init__(self, dataset: Dataset, decoder: Decoder | None = None, characters: int = 160) -> None:
         self.dataset = dataset
-        self.labels = source_labels(dataset)
+        self.labels = _source_labels(dataset)
         self.problem: str | None = None
-        """Why documents are not known, None if they are."""
+        """Why documents are unknown; None if they are known."""
         self.table: ProvenanceTable | None = None
         try:
             self.table = ProvenanceTable(dataset)
         except NoProvenanceError as error:
             self.problem = str(error)
-        self._decoder, self._characters = decoder, characters
+        self.decoder, self.characters = decoder, characters
 
     @property
-    def has_text(self) -> bool:
-        """Whether text is decoded."""
-        return self._decoder is not None
+    def no_text(self) -> str | None:
+        """Why there is no text and what to do about it; None if there is text, or none is wanted."""
+        if self.decoder is not None or self.problem is not None or not self.characters:
+            return None
+        return self.how_to_see_text()
 
-    def no_text(self) -> str:
+    def how_to_see_text(self) -> str:
         """What to do to see text."""
         stated = (self.dataset.card or {}).get("tokenizer")
         named = ""
@@ -54,20 +64,14 @@ class Tracer:
             named = f" {stated['file']} (digest {stated.get('digest')}), which the dataset was made with,"
         return f"no text is shown: give --tokenizer with the tokenizer.json{named} to see it"
 
-    def without_text(self) -> Tracer:
-        """The same, which shows no excerpts."""
-        other = copy(self)
-        other._characters = 0
-        return other
-
     def known(self) -> ProvenanceTable:
         """The tables; NoProvenanceError if there are none."""
         if self.table is None:
             raise NoProvenanceError(self.problem)
         return self.table
 
-    def rows(self, sample_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows, in the order given, each with its documents; ShardError where the tables leave a row out."""
+    def rows(self, sample_ids: Sequence[int], *, excerpts: bool = True) -> list[dict[str, Any]]:
+        """Rows in the order given, each with its documents; ShardkitError if the tables lack a row."""
         found: dict[int, list[Piece]] = {}
         if self.table is not None:
             for piece in pieces_of(self.table.of_rows(sample_ids)):
@@ -77,7 +81,7 @@ class Tracer:
                     f"{self.dataset.location}: row {missing[0]:,} is in no provenance table: a file of them "
                     "is missing; run shardkit verify"
                 )
-        texts = self._texts([piece for pieces in found.values() for piece in pieces])
+        texts = self._texts([piece for pieces in found.values() for piece in pieces] if excerpts else [])
         length = self.dataset.sequence_length
         answers = []
         for row in sample_ids:
@@ -92,12 +96,12 @@ class Tracer:
         return answers
 
     def pieces(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Pieces, each with the place of its row."""
+        """Pieces, each with the location of its row."""
         texts = self._texts(pieces)
         return [self.place(each.sample_id) | self._facts(each, texts.get(_key(each))) for each in pieces]
 
     def place(self, row: int) -> dict[str, Any]:
-        """Where a row is."""
+        """The location of a row."""
         starts = self.dataset.manifest.shard_starts
         shard = int(np.searchsorted(starts, row, side="right")) - 1
         name = self.dataset.manifest.shards[shard].stored.basename
@@ -105,18 +109,18 @@ class Tracer:
 
     def whole_texts(self, pieces: Sequence[Piece]) -> list[str]:
         """The whole text of each piece; a decoder is needed."""
-        assert self._decoder is not None
+        assert self.decoder is not None
         rows = dict(read_rows(self.dataset, (piece.sample_id for piece in pieces)))
-        return [self._decoder.text(rows[p.sample_id][p.token_start : p.token_end]) for p in pieces]
+        return [self.decoder.text(rows[p.sample_id][p.token_start : p.token_end]) for p in pieces]
 
     def _texts(self, pieces: Sequence[Piece]) -> dict[tuple[int, int], str]:
-        if self._decoder is None or not self._characters or not pieces:
+        if self.decoder is None or not self.characters or not pieces:
             return {}
         wanted: dict[int, list[Piece]] = {}
         for piece in pieces:
             wanted.setdefault(piece.sample_id, []).append(piece)
         return {
-            _key(piece): self._decoder.excerpt(tokens[piece.token_start : piece.token_end], self._characters)
+            _key(piece): self.decoder.excerpt(tokens[piece.token_start : piece.token_end], self.characters)
             for row, tokens in read_rows(self.dataset, wanted)
             for piece in wanted[row]
         }
@@ -139,55 +143,194 @@ class Tracer:
         }
 
 
-def facts_of(run: Run) -> dict[str, int | str | None]:
-    """A run's settings, sizes and progress as plain data."""
-    order, plan = run.settings.order, run.plan
+def trace_rows(
+    tracer: Tracer, rows: Sequence[int], run: Run | None = None, epochs: int | None = None
+) -> dict[str, Any]:
+    """Rows with their documents, and where the first `epochs` of `run` deliver them."""
+    answers = tracer.rows(rows)
+    for answer in answers:
+        answer["runs"] = None if run is None else _deliveries(run, tracer.dataset, answer["row"], epochs)
+    return {"rows": answers, "problem": tracer.problem, "no_text": tracer.no_text}
+
+
+def trace_step(
+    tracer: Tracer,
+    run: Run,
+    step: int | None = None,
+    *,
+    position: int | None = None,
+    rank: int | None = None,
+    limit: int = 0,
+) -> dict[str, Any]:
+    """The rows of a step, or of the step that starts at `position`, with their documents.
+
+    `rank`: only rows of this rank. `limit`: how many to list, 0: all; totals include the others.
+    """
+    batch = run.batch_at(position) if position is not None else run.batch(step or 0)
+    wanted = [each for each in batch if rank in (None, each.rank)]
+    count = min(limit or len(wanted), len(wanted))
+    tracers = {id(tracer.dataset): tracer}
+    streams = sorted({each.stream for each in wanted})
+    for stream in streams:
+        if id(dataset := run.datasets[stream]) not in tracers:
+            tracers[id(dataset)] = Tracer(dataset, tracer.decoder, tracer.characters)
+    of_stream = {stream: tracers[id(run.datasets[stream])] for stream in streams}
+    asked = list(of_stream.values()) or [tracer]  # a rank may have no row of an epoch's last step
+    rows: list[dict[str, Any]] = []
+    for part, excerpts in ((wanted[:count], True), (wanted[count:], False)):
+        known: dict[tuple[int, int], dict[str, Any]] = {}
+        for stream in sorted({each.stream for each in part}):
+            numbers = [each.row for each in part if each.stream == stream]
+            found = of_stream[stream].rows(numbers, excerpts=excerpts)
+            known |= {(stream, row["row"]): row for row in found}
+        rows += [asdict(each) | known[each.stream, each.row] for each in part]
+    positions = [each.position for each in batch]
     return {
-        "seed": order.seed,
-        "shuffle": order.shuffle,
-        "lanes": order.lanes,
-        "window": order.window,
-        "tail": run.settings.tail,
-        "batch_size": plan.batch_size if plan else None,
-        "world_size": plan.world_size if plan else None,
-        "position": run.delivered,
+        "step": step,
+        "rank": rank,
+        "positions": [min(positions), max(positions) + 1],
+        "row_count": len(rows),
+        "sources": _by_source(rows),
+        "rows": rows[:count],
+        "problem": next((each.problem for each in asked if each.problem), None),
+        "no_text": asked[0].no_text,
     }
 
 
-def seen_in(run: Run, row: int, stream: int, epochs: int | None) -> dict[str, Any]:
-    """Where a run delivers a row, as plain data."""
-    count = run.epochs(stream) if epochs is None else epochs
+def trace_search(
+    tracer: Tracer,
+    selection: Selection,
+    run: Run | None = None,
+    epochs: int | None = None,
+    *,
+    limit: int = 0,
+    export: Path | None = None,
+    text: bool = False,
+    exclude: Path | None = None,
+) -> dict[str, Any]:
+    """The pieces that `selection` wants: totals, the first `limit` (0: all) of them, and their deliveries.
+
+    `export`: a file for all pieces, with their whole text if `text`. `exclude`: a file for the list of their
+    rows. ShardkitError if nothing is found.
+    """
+    dataset, table = tracer.dataset, tracer.known()
+    if text and tracer.decoder is None:
+        raise ShardkitError(f"--text: {tracer.how_to_see_text()}")
+    found, shown = _Totals(), list[Piece]()
+    with ExitStack() as stack:
+        exporter = None
+        if export is not None:
+            texts = (lambda some: tracer.whole_texts(pieces_of(some))) if text else None
+            exporter = stack.enter_context(Exporter(export, dataset, tracer.labels, texts))
+        advance = stack.enter_context(counting("search", table.lines(), "pieces"))
+        for some in table.search(selection, advance):
+            found.add(some)
+            if not limit or len(shown) < limit:
+                shown += pieces_of(some.slice(0, limit - len(shown) if limit else None))
+            if exporter is not None:
+                exporter.write(some)
+        if not found.pieces:
+            raise ShardkitError(
+                f"{dataset.location}: none of the documents is in this dataset; the text of one that was "
+                "removed as a duplicate is here under the id and URL of the kept copy"
+            )
+    answers = tracer.pieces(shown)
+    if run is not None:
+        for answer in answers:
+            answer["runs"] = _deliveries(run, dataset, answer["row"], epochs)
+    unmatched = selection.unmatched(found.ids())
     return {
-        "excluded": run.is_excluded(row, stream),
-        "epochs": count,
-        "seen": [asdict(sighting) for sighting in run.sightings(row, stream, epochs=count)],
+        "pieces": found.pieces,
+        "rows": found.rows.exclusions().count,
+        "documents": len(found.ids()),
+        "copies": found.copies(),
+        "tokens": found.tokens,
+        "shown": answers,
+        "unmatched": unmatched,
+        "export": None if exporter is None else {"file": str(export), "lines": exporter.lines},
+        "exclusions": None if exclude is None else _exclude(exclude, tracer, found, len(unmatched)),
+        "no_text": tracer.no_text,
     }
 
 
-def by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Documents, tokens and rows of each source among answers of `Tracer.rows`, most tokens first."""
-    found: dict[str, dict[str, Any]] = {}
+class _Totals:
+    """Totals of a search; takes 20 bytes per document."""
+
+    def __init__(self) -> None:
+        self.pieces = self.tokens = 0
+        self.rows = Ranges()
+        self._ids: list[npt.NDArray[np.bytes_]] = []
+        self._copies: list[npt.NDArray[np.int32]] = []
+
+    def add(self, table: pa.Table) -> None:
+        self.pieces += table.num_rows
+        self.tokens += int(
+            (table.column("token_end").to_numpy() - table.column("token_start").to_numpy()).sum()
+        )
+        self.rows.add(table.column("sample_id").to_numpy())
+        self._ids.append(document_ids(table))
+        self._copies.append(table.column("copies").to_numpy())
+        if len(self._ids) > 64:
+            self._compact()
+
+    def ids(self) -> npt.NDArray[np.bytes_]:
+        """S16[documents], sorted."""
+        self._compact()
+        return self._ids[0]
+
+    def copies(self) -> int:
+        """Raw documents, duplicates included."""
+        self._compact()
+        return int(self._copies[0].sum())
+
+    def _compact(self) -> None:
+        ids, first = np.unique(np.concatenate([np.empty(0, "S16"), *self._ids]), return_index=True)
+        copies = np.concatenate([np.empty(0, np.int32), *self._copies])[first]
+        self._ids, self._copies = [ids], [copies]
+
+
+def _exclude(path: Path, tracer: Tracer, found: _Totals, unmatched: int) -> dict[str, Any]:
+    excluded = found.rows.exclusions()
+    report = measure(tracer.dataset, tracer.known(), excluded, found.ids())
+    why = [
+        f"tokens: {report.tokens:,}, of which {report.removed_tokens:,} are of the "
+        f"{report.removed_documents:,} documents searched for, {report.other_tokens:,} of "
+        f"{report.other_documents:,} others"
+    ]
+    if unmatched:
+        why.append(f"searched for and not in this dataset: {unmatched:,}")
+    write_exclusions(path, tracer.dataset, excluded, why)
+    return {"file": str(path), **asdict(report)}
+
+
+def _deliveries(run: Run, dataset: Dataset, row: int, epochs: int | None) -> list[dict[str, Any]]:
+    """Where each stream of `dataset` delivers a row in its first `epochs`; None: those that it has begun."""
+    found = []
+    for stream in run.streams_of(dataset):
+        count = run.epochs(stream) if epochs is None else epochs
+        seen = [asdict(sighting) for sighting in run.sightings(row, stream, epochs=count)]
+        found.append({"excluded": run.is_excluded(row, stream), "epochs": count, "seen": seen})
+    return found
+
+
+def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows, documents and tokens of each source in the rows of a step, most tokens first."""
+    numbers: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    documents: defaultdict[str, set[str]] = defaultdict(set)
+    tokens: Counter[str] = Counter()
     for row in rows:
         for document in row["documents"] or ():
-            entry = found.setdefault(
-                document["source"], {"source": document["source"], "ids": set(), "tokens": 0, "rows": set()}
-            )
-            entry["ids"].add(document["document_id"])
-            entry["tokens"] += document["tokens"][1] - document["tokens"][0]
-            entry["rows"].add((row.get("stream", 0), row["row"]))
-    entries = sorted(found.values(), key=lambda entry: (-entry["tokens"], entry["source"]))
+            source = document["source"]
+            numbers[source].add((row["stream"], row["row"]))
+            documents[source].add(document["document_id"])
+            tokens[source] += document["tokens"][1] - document["tokens"][0]
     return [
-        {
-            "source": entry["source"],
-            "rows": len(entry["rows"]),
-            "documents": len(entry["ids"]),
-            "tokens": entry["tokens"],
-        }
-        for entry in entries
+        {"source": source, "rows": len(numbers[source]), "documents": len(documents[source]), "tokens": count}
+        for source, count in sorted(tokens.items(), key=lambda entry: (-entry[1], entry[0]))
     ]
 
 
-def source_labels(dataset: Dataset) -> list[str]:
+def _source_labels(dataset: Dataset) -> list[str]:
     """The recipe's labels of its inputs, by number; [] if the card does not say."""
     inputs = (dataset.card or {}).get("inputs")
     if not isinstance(inputs, list):
@@ -195,6 +338,16 @@ def source_labels(dataset: Dataset) -> list[str]:
     return [
         str(entry.get("source", n)) if isinstance(entry, dict) else str(n) for n, entry in enumerate(inputs)
     ]
+
+
+def source_numbers(dataset: Dataset, labels: Collection[str]) -> list[int]:
+    """The numbers of the inputs with these labels; ShardkitError for one that the card does not name."""
+    known = _source_labels(dataset)
+    for label in labels:
+        if label not in known:
+            names = ", ".join(dict.fromkeys(known)) or "none that the card names"
+            raise ShardkitError(f"{dataset.location}: has no source {label!r}; there are {names}")
+    return [number for number, label in enumerate(known) if label in labels]
 
 
 def parse_row(dataset: Dataset, text: str) -> int:

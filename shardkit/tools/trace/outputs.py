@@ -1,14 +1,14 @@
-"""Rows that hold documents which must go: as an exclusion list for loaders, and what leaves with them.
+"""What a search writes: the exclusion list of its rows for loaders, and the pieces found, for people.
 
-A row is excluded whole, so tokens of other documents in it go too; the report counts them. Ranges are built
-while rows come in order, so memory grows with the ranges, not with the rows.
+Exclusion list. A row is excluded whole, so tokens of other documents in it are lost too; `measure` counts
+them. Ranges are built while rows arrive mostly in order, so memory grows with ranges, not with rows.
 
-What a search found, as a file: Parquet, JSON lines or CSV, by the name's ending.
+Export. Parquet, JSON lines or CSV, by the file's ending, one line per piece: `sample_id` (row number in
+dataset order), `shard`, `shard_file`, `row` (in the shard), `token_start`, `token_end`, `document_id` (hex),
+`document_start`, `copies`, `source` (the label), `file`, `record`, `id`, `url`, `metadata`, and `text` if the
+pieces are decoded.
 
-One line a piece: `sample_id` (row number in dataset order), `shard`, `shard_file`, `row` (in the shard),
-`token_start`, `token_end`, `document_id` (hex), `document_start`, `copies`, `source` (the label), `file`,
-`record`, `id`, `url`, `metadata`, and `text` if the pieces were decoded. It is written to a temporary file
-and renamed when it is whole.
+Both files are written under a temporary name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,8 +77,8 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class RemovalReport:
-    """What an exclusion list takes away. `tokens` of the rows are those of `removed` documents, those of
-    `other` documents, which did not ask to go, and `padding`."""
+    """What an exclusion list removes: `tokens` of its rows are those of `removed` documents, those of `other`
+    documents that share their rows, and `padding`."""
 
     rows: int
     dataset_rows: int
@@ -92,22 +92,26 @@ class RemovalReport:
     fingerprint: str
     digest: str
 
-    def to_dict(self) -> dict[str, int | str]:
-        """Plain data."""
-        return asdict(self)
 
+def measure(
+    dataset: Dataset,
+    table: ProvenanceTable,
+    excluded: Exclusions,
+    removed: _Ids,
+    *,
+    rows_at_once: int = _ROWS_AT_ONCE,
+) -> RemovalReport:
+    """What excluding these rows removes; `removed`: sorted ids S16[documents] of the documents searched for.
 
-def measure(dataset: Dataset, table: ProvenanceTable, excluded: Exclusions, removed: _Ids) -> RemovalReport:
-    """What leaves with rows; `removed`: sorted ids S16[documents] of the documents that are meant.
-
-    Reads the pieces of all these rows. 16 bytes are held for each other document that loses a piece.
+    Reads the pieces of all these rows. Holds 16 bytes for each other document that loses a piece, and the
+    pieces of `rows_at_once` rows.
     """
     length = dataset.sequence_length
     if length is None:
         raise ShardkitError(f"{dataset.location}: has no column of token rows of constant length")
     removed_tokens = other_tokens = 0
     others = np.empty(0, removed.dtype)
-    for rows in _blocks(excluded):
+    for rows in _blocks(excluded, rows_at_once):
         pieces = table.of_rows(rows, columns=("token_start", "token_end", "document_id"))
         ids = document_ids(pieces)
         tokens = pieces.column("token_end").to_numpy() - pieces.column("token_start").to_numpy()
@@ -134,7 +138,7 @@ def measure(dataset: Dataset, table: ProvenanceTable, excluded: Exclusions, remo
 def write_exclusions(
     path: str | os.PathLike[str], dataset: Dataset, excluded: Exclusions, why: Iterable[str] = ()
 ) -> None:
-    """Write the list as `Exclusions.read` and `Stream(exclude=…)` take it, for this dataset alone.
+    """Write the list for `Exclusions.read` and `Stream(exclude=…)`, bound to this dataset.
 
     `why`: lines for people. ShardkitError if it cannot be written, or excludes nothing or all.
     """
@@ -154,7 +158,7 @@ def write_exclusions(
 
 
 def document_ids(table: pa.Table) -> _Ids:
-    """S16[n]: the document ids of pieces, as NumPy compares and sorts them."""
+    """S16[n]: the document ids of pieces, as NumPy bytes to compare and sort."""
     parts = [
         np.frombuffer(chunk.buffers()[1], "S16", len(chunk), 16 * chunk.offset)
         for chunk in table.column("document_id").chunks
@@ -163,10 +167,10 @@ def document_ids(table: pa.Table) -> _Ids:
     return np.concatenate([np.empty(0, "S16"), *parts])
 
 
-def _blocks(excluded: Exclusions) -> Iterator[_Ints]:
-    """The excluded rows, ascending, so many at a time; ranges that are far apart come together."""
+def _blocks(excluded: Exclusions, rows_at_once: int) -> Iterator[_Ints]:
+    """The excluded rows, ascending, in blocks of one size, whatever the size of the ranges."""
     block: list[_Ints] = []
-    room = _ROWS_AT_ONCE
+    room = rows_at_once
     for begin, end in excluded.to_list():
         while begin < end:
             taken = min(end - begin, room)
@@ -174,7 +178,7 @@ def _blocks(excluded: Exclusions) -> Iterator[_Ints]:
             begin, room = begin + taken, room - taken
             if not room:
                 yield np.concatenate(block)
-                block, room = [], _ROWS_AT_ONCE
+                block, room = [], rows_at_once
     if block:
         yield np.concatenate(block)
 
@@ -185,9 +189,9 @@ Texts = Callable[[pa.Table], list[str]]
 
 
 class Exporter:
-    """Writes tables as `ProvenanceTable.search` gives them; a context manager, which publishes at its end.
+    """Writes tables of `ProvenanceTable.search` to a file; a context manager that publishes it at its end.
 
-    `texts` gives the text of each line of a table, None leaves that column out. ShardkitError if the file
+    `texts` returns the text of each line of a table; None leaves that column out. ShardkitError if the file
     cannot be written.
     """
 

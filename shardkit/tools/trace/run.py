@@ -1,24 +1,45 @@
-"""A training run as arithmetic: where it delivers a row, and which rows a step has. Reads nothing.
+"""A training run as arithmetic: where it delivers a row, and which rows a step has. Reads no sample.
 
-A row's positions follow from the order by its inverse, once for each epoch of its own stream; a step's rows
-follow from the order itself. Which step has which positions follows from the loader's `BatchPlan`, given the
-same batch size and world size from position 0 on. All are exact for any length of run: nothing is replayed.
+A row's positions follow from the inverse of the order, one for each epoch of its own stream; a step's rows
+follow from the order itself. Which positions a step has follows from the loader's `BatchPlan`, given the
+same batch size and world size from position 0 on. All of it is exact for a run of any length: nothing is
+replayed.
+
+A run is known from the state of its loader (`read_state`, `Run.from_state`), which fixes everything except
+batch size and world size, or from the options of its loader (`Run.from_options`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
-from shardkit.errors import ShardkitError
-from shardkit.loaders.plan import BatchPlan
-from shardkit.order.order import Order
-from shardkit.order.run_settings import RunSettings
+from shardkit.datasets.dataset import Dataset
+from shardkit.errors import MissingExtraError, ShardkitError, StateError
+from shardkit.files import load_json
+from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.loaders.dry_run import first_settings
+from shardkit.loaders.plan import Arrangement, BatchPlan
+from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.state import LoaderState
+from shardkit.loaders.streams import open_streams
+from shardkit.order.exclusions import Exclusions
+from shardkit.order.order import Shuffle
+from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder
 
-__all__ = ["BatchRow", "Run", "Sighting", "rank_of", "span_at", "start_of_step", "step_of"]
+__all__ = ["BatchRow", "Run", "Sighting", "rank_of", "read_state", "span_at", "start_of_step", "step_of"]
+
+_STATE_KEYS = {"position", "order_version", "streams", "tail"}
+
+_MAX_STATE_BYTES = 64 << 20
+
+_TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def start_of_step(plan: BatchPlan, step: int) -> int:
@@ -69,52 +90,163 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """A sample of a step: row number `row` of stream `stream`, and who has it where."""
+    """A sample of a step: row `row` of stream number `stream`, and its place in the step.
+
+    `index`: in the batch of `rank`. `epoch`: of the stream. `dataset`: the stream's name.
+    """
 
     rank: int
     index: int
     position: int
     epoch: int
     stream: int
+    dataset: str
     row: int
 
 
 class Run:
-    """What a loader with these settings delivers, in the `order` that they make of its streams.
+    """What a loader with these settings delivers of these datasets, one for each stream.
 
-    `plan` None: batches are not known, only positions are. `delivered`: samples that the run has delivered
-    so far (a state's position), None if that is not known. `names`: of the streams.
+    Without `batch_size`, positions are known, but no steps. `delivered`: number of samples that the run has
+    delivered (a state's position), None if unknown. ShardkitError if no loader takes the batch size.
     """
 
     def __init__(
         self,
         settings: RunSettings,
-        order: Order | StreamOrder | MixedOrder,
-        names: Sequence[str],
+        datasets: Sequence[Dataset],
+        exclusions: Sequence[Exclusions | None],
         *,
-        plan: BatchPlan | None = None,
+        batch_size: int | None = None,
+        world_size: int = 1,
         delivered: int | None = None,
     ) -> None:
-        self.settings, self.order, self.names = settings, order, tuple(names)
-        self.plan, self.delivered = plan, delivered
+        self.settings, self.datasets, self.delivered = settings, tuple(datasets), delivered
+        named = zip(settings.streams, datasets, strict=True)
+        self.names = tuple(stream.name or dataset.location for stream, dataset in named)
+        limits = [None] * len(datasets)
+        order = Arrangement(Streams(datasets, self.names), settings, exclusions, limits).order
+        self._order = order
+        self._mixed = order if isinstance(order, MixedOrder) else None
+        self._orders = order.streams if isinstance(order, MixedOrder) else (order,)
+        self.plan: BatchPlan | None = None
+        if batch_size is not None:
+            try:
+                self.plan = BatchPlan(settings.epoch_samples, batch_size, 0, world_size, settings.tail)
+            except ValueError as error:
+                raise ShardkitError(str(error)) from error
 
-    def samples(self, stream: int) -> int:
-        """Samples in an epoch of a stream."""
-        mixed = isinstance(self.order, MixedOrder)
-        return self.order.streams[stream].samples if mixed else self.order.samples  # type: ignore[union-attr]
+    @classmethod
+    def from_state(
+        cls,
+        state: LoaderState,
+        datasets: Sequence[Dataset],
+        exclusions: Sequence[Exclusions] = (),
+        *,
+        batch_size: int | None = None,
+        world_size: int = 1,
+    ) -> Self:
+        """The run that a loader's state belongs to.
+
+        `datasets` and `exclusions` are in any order and are matched with the state's streams by fingerprint
+        and digest; the first dataset must be one of them. StateError if one is missing.
+        """
+        settings, first = state.settings, datasets[0]
+        by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
+        by_digest = {each.digest: each for each in exclusions}
+        for number, stream in enumerate(settings.streams):
+            called = f"stream {stream.name or number!r} of the state" if settings.mixture else "the state"
+            if stream.fingerprint not in by_fingerprint:
+                hint = "give its path with --stream" if settings.mixture else "give that dataset's path"
+                raise StateError(
+                    f"{called} is of the dataset with fingerprint {stream.fingerprint}, and "
+                    f"{first.location} is {first.fingerprint}: {hint}"
+                )
+            if stream.excluded and stream.excluded not in by_digest:
+                raise StateError(
+                    f"{called} leaves out the rows of an exclusion list with digest {stream.excluded}: give "
+                    "that list with --without"
+                )
+        if first.fingerprint not in {stream.fingerprint for stream in settings.streams}:
+            raise StateError(f"{first.location} is no stream of the state")
+        return cls(
+            settings,
+            [by_fingerprint[stream.fingerprint] for stream in settings.streams],
+            [by_digest[stream.excluded] if stream.excluded else None for stream in settings.streams],
+            batch_size=batch_size,
+            world_size=world_size,
+            delivered=state.position,
+        )
+
+    @classmethod
+    def from_options(
+        cls,
+        dataset: Dataset,
+        excluded: Exclusions | None = None,
+        *,
+        batch_size: int | None = None,
+        world_size: int = 1,
+        nodes: int = 1,
+        seed: int = 17,
+        shuffle: Shuffle = "window",
+        lanes: int | None = None,
+        window: int | None = None,
+        tail: Tail = "carry",
+    ) -> Self:
+        """The run of a loader with these options over one dataset, lanes and window by default as there.
+
+        ValueError if these defaults do not follow from what is given; ShardkitError if no loader takes it.
+        """
+        if shuffle == "window" and (lanes is None or window is None):
+            if batch_size is None:
+                raise ValueError(
+                    "lanes and window follow from the batch size: give --batch-size, or both of them"
+                )
+            if dataset.shards is not None and window is None:
+                raise ValueError(
+                    "the default window of a remote dataset depends on the loader's cache: give --window, as "
+                    "in its state or repr, or --state"
+                )
+        try:
+            config = LoaderConfig(lanes=lanes, window=window)
+            opened = open_streams([Stream(dataset, exclude=excluded)], config, 1)
+            plan = BatchPlan(sum(opened.kept), batch_size or 1, 0, world_size, tail)
+            settings = first_settings(opened, config, plan, nodes=nodes, seed=seed, shuffle=shuffle)
+        except ValueError as error:
+            raise ShardkitError(str(error)) from error
+        return cls(settings, [dataset], opened.exclusions, batch_size=batch_size, world_size=world_size)
+
+    def streams_of(self, dataset: Dataset) -> list[int]:
+        """The numbers of the streams that deliver a dataset."""
+        streams = enumerate(self.settings.streams)
+        return [number for number, each in streams if each.fingerprint == dataset.fingerprint]
+
+    def to_dict(self) -> dict[str, int | str | None]:
+        """Settings, sizes and progress as plain data."""
+        order, plan = self.settings.order, self.plan
+        return {
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "lanes": order.lanes,
+            "window": order.window,
+            "tail": self.settings.tail,
+            "batch_size": plan.batch_size if plan else None,
+            "world_size": plan.world_size if plan else None,
+            "position": self.delivered,
+        }
 
     def epochs(self, stream: int) -> int:
-        """Epochs of a stream that the run has begun; 1 if it is not known how far it is."""
+        """Epochs of a stream that the run has begun; 1 if its progress is unknown."""
         if self.delivered is None:
             return 1
-        had = self.delivered
-        if isinstance(self.order, MixedOrder):
-            had = int(self.order.mixture.counts(self.delivered)[stream])
-        return max(1, -(-had // max(1, self.samples(stream))))
+        delivered = self.delivered
+        if self._mixed is not None:
+            delivered = int(self._mixed.mixture.counts(delivered)[stream])
+        return max(1, -(-delivered // max(1, self._orders[stream].samples)))
 
     def is_excluded(self, row: int, stream: int = 0) -> bool:
         """Whether the run leaves this row of a stream out."""
-        order = self.order.streams[stream] if isinstance(self.order, MixedOrder) else self.order
+        order = self._orders[stream]
         excluded = order.exclusions if isinstance(order, StreamOrder) else None
         return excluded is not None and bool(excluded.contains([row])[0])
 
@@ -138,17 +270,16 @@ class Run:
         """The same for the global batch that a loader at this position delivers next."""
         plan = self._known_plan()
         start, count = span_at(plan, position)
-        located = self.order.locate(self.order.global_batch(start, count))
+        located = self._order.locate(self._order.global_batch(start, count))
         rows = []
-        for index in range(count):
-            sample = int(located.sample_id[index])
-            stream = 0
-            if isinstance(self.order, MixedOrder):
-                stream = int(np.searchsorted(self.order.first_samples, sample, side="right")) - 1
-                sample -= int(self.order.first_samples[stream])
+        columns = (located.position, located.epoch, located.sample_id)
+        for index, (at, epoch, sample) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+            stream, row = 0, sample
+            if self._mixed is not None:
+                stream = int(np.searchsorted(self._mixed.first_samples, sample, side="right")) - 1
+                row = sample - int(self._mixed.first_samples[stream])
             rank, place = rank_of(plan, index, count)
-            at, epoch = int(located.position[index]), int(located.epoch[index])
-            rows.append(BatchRow(rank, place, at, epoch, stream, sample))
+            rows.append(BatchRow(rank, place, at, epoch, stream, self.names[stream], row))
         return rows
 
     def _known_plan(self) -> BatchPlan:
@@ -159,9 +290,9 @@ class Run:
         return self.plan
 
     def _position(self, row: int, stream: int, epoch: int) -> int | None:
-        if isinstance(self.order, MixedOrder):
-            return self.order.position_of(row + int(self.order.first_samples[stream]), epoch)
-        return int(self.order.positions_of([row], epoch)[0])
+        if self._mixed is not None:
+            return self._mixed.position_of(row + int(self._mixed.first_samples[stream]), epoch)
+        return int(self._orders[stream].positions_of([row], epoch)[0])
 
     def _sighting(self, epoch: int, position: int) -> Sighting:
         delivered = None if self.delivered is None else position < self.delivered
@@ -171,6 +302,51 @@ class Run:
         if step is None:
             return Sighting(epoch, position, is_dropped=True, is_delivered=False)
         start, count = span_at(self.plan, start_of_step(self.plan, step))
-        batch = self.order.global_batch(start, count)
+        batch = self._order.global_batch(start, count)
         rank, index = rank_of(self.plan, int(np.flatnonzero(batch == position)[0]), count)
         return Sighting(epoch, position, step, rank, index, is_delivered=delivered)
+
+
+def read_state(path: Path) -> LoaderState:
+    """The loader's state in a JSON file or a checkpoint of torch, wherever in it; StateError."""
+    try:
+        if path.suffix in _TORCH_ENDINGS:
+            data = _load_torch(path)
+        else:
+            if path.stat().st_size > _MAX_STATE_BYTES:
+                raise StateError(f"{path}: is larger than {_MAX_STATE_BYTES:,} bytes, so no state")
+            data = load_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path}: cannot be read as JSON: {error}") from error
+    states = {json.dumps(dict(each), sort_keys=True, default=str): each for each in _states_in(data)}
+    if len(states) != 1:
+        found = "no loader's state" if not states else f"{len(states)} different states of loaders"
+        raise StateError(f"{path}: holds {found}: give the dict of StreamingLoader.state_dict() as JSON")
+    return LoaderState.from_dict(next(iter(states.values())))
+
+
+def _load_torch(path: Path) -> object:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("torch", "torch", f"reading {path.name}") from error
+    try:
+        return torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # of pickle and torch, of many kinds
+        raise StateError(
+            f"{path}: no checkpoint that can be read: {error}; give the state as JSON"
+        ) from error
+
+
+def _states_in(data: object) -> Iterator[Mapping[str, Any]]:
+    """The states of loaders anywhere in a checkpoint."""
+    if isinstance(data, Mapping):
+        if data.keys() >= _STATE_KEYS:
+            yield data
+            return
+        data = list(data.values())
+    if isinstance(data, (list, tuple)):
+        for value in data:
+            yield from _states_in(value)

@@ -1,19 +1,17 @@
-"""Which pieces of documents a search wants: by document id or URL, of some sources and files only.
+"""Which pieces of documents a search wants: by document id or URL, limited to some sources and files.
 
-A piece is wanted if it has one of the ids or one of the URLs (any piece, where neither is given), and is of
-one of the sources, and of one of the files, where those are given.
+A piece is wanted if it has one of the ids or one of the URLs (any piece if neither is given), and is of one
+of the sources and of one of the files, if those are given. `UrlPatterns` are
 
-Which URLs a list of patterns means: exact ones, whatever begins alike, whole hosts and domains.
-
-    https://example.org/page    this URL, to the letter
-    https://example.org/blog/*  all that begin so
+    https://example.org/page    this exact URL
+    https://example.org/blog/*  all URLs with this prefix
     example.org/page            the same with any scheme; so is example.org/blog/*
-    example.org/*               everything of this host, any scheme and port
-    *.example.org               everything of this host and of all below it
+    example.org/*               everything on this host, any scheme and port
+    *.example.org               everything on this host and on all hosts below it
 
-Hosts are compared in lower case and in IDNA, the rest as it is written. Each pattern that matched something
-is in `found`, so that those which match nothing can be told. A million URLs take 20 ms against exact URLs,
-as much for each length that prefixes have, and 0.4 s where there are hosts.
+Hosts are compared in lower case and in IDNA, the rest as it is written. A pattern that has matched is
+recorded, so that patterns without a match can be reported. A million URLs take 20 ms against exact URLs, the
+same for each distinct length of prefixes, and 0.4 s if there are hosts.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ __all__ = ["Selection", "UrlPatterns", "parse_document_id", "read_url_list"]
 
 _Mask = npt.NDArray[np.bool_]
 
-_FEW = 32  # domains that are compared one after another, which is quicker than going up from each host
+_FEW = 32  # up to this many domains, comparing each is faster than walking up from each host
 
 
 class UrlPatterns:
-    """Patterns as above; ShardkitError for one that is none."""
+    """Patterns as above; ShardkitError for text that is not one."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.patterns = sorted(set(patterns))
@@ -96,10 +94,10 @@ class UrlPatterns:
         if isinstance(hosts, pa.ChunkedArray):
             hosts = hosts.combine_chunks()
         names = pc.ascii_lower(hosts.dictionary)
-        # Plain names are compared by Arrow, the few that match, or are not plain, one by one.
-        mayhap = self._below(names) | _flags(pc.match_substring_regex(names, r"[^a-z0-9_.\-]|^\.|\.$"))
+        # Arrow compares plain names; the few that match, or are not plain, are compared one by one.
+        candidates = self._below(names) | _flags(pc.match_substring_regex(names, r"[^a-z0-9_.\-]|^\.|\.$"))
         by_host = np.zeros(len(names), np.bool_)
-        for number in np.flatnonzero(mayhap).tolist():
+        for number in np.flatnonzero(candidates).tolist():
             found = self._patterns_of(names[number].as_py())
             self.found |= found
             by_host[number] = bool(found)
@@ -108,7 +106,7 @@ class UrlPatterns:
         return mask
 
     def _below(self, names: pa.Array) -> _Mask:
-        """bool[n]: which names are a host or a domain that is looked for, or below such a domain."""
+        """bool[n]: which names are a wanted host or domain, or below a wanted domain."""
         listed, domains = self._listed
         mask = _flags(pc.is_in(names, value_set=listed))
         if len(domains) <= _FEW:
@@ -173,9 +171,9 @@ class _Strings:
 
 
 def read_url_list(path: str | os.PathLike[str]) -> list[str]:
-    """The patterns of a file, one a line; empty lines and those that begin with # do not count.
+    """The patterns in a file, one per line, without empty lines and those that begin with #.
 
-    ShardkitError if it cannot be read or has none.
+    ShardkitError if it cannot be read or holds none.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -193,7 +191,7 @@ def _plain_host(authority: str) -> str:
     host = (authority[: end.start()] if end else authority).rpartition("@")[2].lower()
     host = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].strip(".")
     if not host.isascii():
-        with suppress(UnicodeError):  # a name that IDNA does not know is compared as it is
+        with suppress(UnicodeError):  # a name that IDNA cannot encode is compared as it is
             host = host.encode("idna").decode()
     return host
 
@@ -204,7 +202,7 @@ def _flags(mask: pa.Array) -> _Mask:
 
 
 class Selection:
-    """What to look for. `sources`: numbers of recipe inputs; `files`: names, their ends, or with * and ?."""
+    """What to look for. `sources`: numbers of recipe inputs. `files`: names, ends of names, or patterns."""
 
     def __init__(
         self,
@@ -245,8 +243,15 @@ class Selection:
             limits.append(self._of_files(_column(table, "file")))
         return reduce(and_, limits) if limits else np.ones(table.num_rows, np.bool_)
 
+    def unmatched(self, found: npt.NDArray[np.bytes_]) -> list[str]:
+        """Ids that are not among those `found` (S16, sorted), and patterns that have matched nothing."""
+        asked = sorted(self.documents)
+        there = np.isin(np.frombuffer(b"".join(asked), "S16"), found).tolist()
+        missing = [one.hex() for one, is_there in zip(asked, there, strict=True) if not is_there]
+        return missing + (self.urls.unmatched if self.urls is not None else [])
+
     def may_be_in(self, hashes: HashRange | None) -> bool:
-        """Whether a file whose documents have shuffle hashes in this range may hold what is wanted."""
+        """Whether a table whose documents have shuffle hashes in this range may hold what is wanted."""
         if self.urls is not None or not self.documents or hashes is None:
             return True
         found = keyed_hashes(self.documents, hashes.seed, "shuffle")

@@ -1,15 +1,15 @@
-"""The provenance tables of a dataset, local or remote: by row, or by what is known of a document.
+"""Look-ups in the provenance tables of a dataset, local or remote: by row, or by document.
 
-`provenance/*.parquet` have one line a piece of a document in a row, sorted by (shard, row, token_start)
-within each file and from file to file (`shardkit.writers.stages.provenance` writes them). So
+`provenance/*.parquet` have one line per piece of a document in a row, sorted by (shard, row, token_start)
+within each file and from file to file (`shardkit.writers.stages.provenance` writes them). Therefore
 
-    rows -> pieces      the footers' statistics tell which row groups hold the rows; only those are read, and
-                        the file of a shard is found by halving
-    documents -> rows   all files are read through, first the columns that decide; files and row groups that
-                        cannot hold a document are passed over
+    rows -> pieces      the footers' statistics say which row groups hold the rows; only those are read, and
+                        the file of a shard is found by binary search
+    documents -> rows   all files are scanned, the columns that decide first; files and row groups that
+                        cannot hold a document are skipped
 
 Row groups have 65,536 lines: a few of them are held at a time, whatever the size of the tables. Threads read
-them side by side, and their lines come in order.
+ahead in parallel, and results keep the order of the rows.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ __all__ = ["COLUMNS", "NoProvenanceError", "Piece", "ProvenanceTable", "pieces_o
 _SCHEMA = pa.schema([("sample_id", pa.int64()), *((field.name, field.type) for field in PROVENANCE_SCHEMA)])
 
 COLUMNS = tuple(PROVENANCE_SCHEMA.names)
-
-"""Of the tables as they are stored."""
+"""Of the stored tables."""
 
 _PLACE = ["shard", "row"]
 
-_THREADS = 4  # reading is one core's work or waiting for a store; a scan of four files holds some 100 MB
+_THREADS = 4  # reading takes one core or waits for a store; a scan of four files holds about 100 MB
 
 _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 
@@ -58,10 +57,6 @@ _Item = TypeVar("_Item")
 
 _Result = TypeVar("_Result")
 
-Advance = Callable[[int, int], None]
-
-"""Told (lines looked at so far, lines in all) while tables are read through."""
-
 
 class NoProvenanceError(ShardkitError):
     """The dataset has no provenance tables."""
@@ -69,10 +64,10 @@ class NoProvenanceError(ShardkitError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens [token_start, token_end) of row `sample_id`, and the document that they are from.
+    """Tokens [token_start, token_end) of row `sample_id`, and the document that they come from.
 
-    `document_start`: tokens of the document before them. `copies`: documents that this one stands for, itself
-    and the duplicates that were removed for it. `source`: number of the recipe's input.
+    `document_start`: tokens of the document before them. `copies`: the document itself and the duplicates
+    that were removed in favor of it. `source`: number of the recipe's input.
     """
 
     sample_id: int
@@ -104,7 +99,7 @@ class _Part:
 
 
 class ProvenanceTable:
-    """Look-ups in a dataset's tables; NoProvenanceError if it has none. Threads may share it."""
+    """The tables of a dataset; NoProvenanceError if it has none. Threads may share it."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -146,25 +141,27 @@ class ProvenanceTable:
         empty = _SCHEMA.empty_table().select(["sample_id", *columns])
         return pa.concat_tables([empty, *(table for table in found if table.num_rows)])
 
-    def search(self, selection: Selection, advance: Advance | None = None) -> Iterator[pa.Table]:
-        """The pieces that a selection wants, in the order of their rows; columns: `sample_id` first."""
-        total = self.lines()  # and all footers, side by side
+    def search(
+        self, selection: Selection, advance: Callable[[int], None] = lambda lines: None
+    ) -> Iterator[pa.Table]:
+        """The pieces that a selection wants, in the order of their rows; columns: `sample_id` first.
+
+        `advance` is called with the number of further lines that were looked at.
+        """
+        self.lines()  # reads all footers, several at a time
         jobs = (
             (number, group)
             for number in range(len(self._names))
             if selection.may_be_in(self._part(number).hashes)
             for group in self._part(number).groups
         )
-        done = 0
         for lines, table in self._run(lambda job: self._selected(*job, selection), jobs):
-            done += lines
-            if advance is not None:
-                advance(done, total)
+            advance(lines)
             if table.num_rows:
                 yield table
 
     def _groups_with(self, rows: _Ints) -> Iterator[tuple[int, int]]:
-        """(file, row group) of all groups that may hold lines of these sorted rows."""
+        """(file, row group) of all row groups that may hold lines of these sorted rows."""
         at = 0
         while at < len(rows):
             end = at + 1
@@ -265,7 +262,7 @@ class ProvenanceTable:
             raise ShardError(where, f"cannot be read: {error}") from error
 
     def _run(self, work: Callable[[_Item], _Result], items: Iterator[_Item]) -> Iterator[_Result]:
-        """The results of `work`, in order, made by threads a little ahead."""
+        """The results of `work`, in order; threads work a little ahead."""
         waiting: deque[Future[_Result]] = deque()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkit-trace") as pool:
             try:
@@ -287,7 +284,7 @@ class ProvenanceTable:
 
 
 def pieces_of(table: pa.Table) -> list[Piece]:
-    """The lines of a table that `ProvenanceTable` gave."""
+    """The lines of a table that `ProvenanceTable` returned."""
     return [Piece(**line) for line in table.to_pylist()]
 
 
