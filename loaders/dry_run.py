@@ -18,7 +18,7 @@ from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.state import LoaderState, resume
 from shardkit.loaders.streams import Opened
 from shardkit.order.order import OrderSpec, Shuffle
-from shardkit.order.run_settings import RunSettings
+from shardkit.order.run_settings import RunSettings, Tail
 
 __all__ = ["PlannedRun", "first_settings"]
 
@@ -28,13 +28,18 @@ _Ints = npt.NDArray[np.int64]
 def first_settings(
     opened: Opened,
     config: LoaderConfig,
-    plan: BatchPlan,
+    batch_size: int,
+    world_size: int,
     *,
     nodes: int = 1,
     seed: int = 17,
     shuffle: Shuffle = "window",
+    tail: Tail = "carry",
 ) -> RunSettings:
-    """The settings of a loader of these options; lanes and window by default as the loader's."""
+    """The settings that a loader with these options begins with. ValueError says what cannot be."""
+    mixture = opened.mixture(config)
+    samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
+    plan = BatchPlan(samples, batch_size, 0, world_size, tail)
     lanes, window = config.lanes or 1, config.window or 1
     if shuffle == "window" and (config.lanes is None or config.window is None):
         from shardkit.loaders.defaults import stream_sizes
@@ -42,7 +47,7 @@ def first_settings(
 
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
         lanes, window = stream_sizes(opened.streams, plan, config, nodes, source.stored_bytes)
-    return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), plan.tail)
+    return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), tail)
 
 
 class PlannedRun:

@@ -22,10 +22,9 @@ from shardkit.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from shardkit.loaders.config import LoaderConfig, Stream
-    from shardkit.loaders.streams import Opened
+    from shardkit.loaders.config import Stream
+    from shardkit.tools.audit.findings import AuditReport, Walk
     from shardkit.tools.audit.plan import Leg
-    from shardkit.tools.audit.report import AuditReport, Walk
 
 __all__ = ["add_parser", "run"]
 
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.path is None) == (not arguments.stream):
         arguments.misuse("give either PATH, or --stream for each dataset of a mixture")
     try:
-        report = _audit_logs(arguments) if arguments.logs is not None else _audit_plan(arguments)
+        report = _audit(arguments)
     except ValueError as error:
         arguments.misuse(str(error))
     if arguments.json:
@@ -125,6 +124,22 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0 if report.ok else 1
+
+
+def _audit(arguments: argparse.Namespace) -> AuditReport:
+    from shardkit.loaders.config import LoaderConfig
+    from shardkit.loaders.streams import open_streams
+    from shardkit.tools.audit.logs import audit_logs
+    from shardkit.tools.audit.plan import audit_plan
+
+    plan = ("lanes", "window", "epoch_samples") if arguments.logs is None else ()
+    options = {name: getattr(arguments, name) for name in plan}
+    config = LoaderConfig(**options, storage=storage_options(arguments))
+    opened = open_streams(_streams(arguments), config, 1)
+    if arguments.logs is not None:
+        return audit_logs(arguments.logs, opened.streams.datasets, opened.exclusions)
+    names = ("seed", "shuffle", "tail", "epochs", "resume_at", "workers")
+    return audit_plan(opened, config, _legs(arguments), **{name: getattr(arguments, name) for name in names})
 
 
 def _streams(arguments: argparse.Namespace) -> list[Stream]:
@@ -151,72 +166,6 @@ def _streams(arguments: argparse.Namespace) -> list[Stream]:
 
 def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
-
-
-def _open(arguments: argparse.Namespace, config: LoaderConfig) -> Opened:
-    from shardkit.loaders.streams import open_streams
-
-    streams = _streams(arguments)
-    return open_streams(streams[0].path if _is_plain(streams) else streams, config, 1)
-
-
-def _is_plain(streams: list[Stream]) -> bool:
-    return len(streams) == 1 and streams[0].exclude is None
-
-
-def _audit_logs(arguments: argparse.Namespace) -> AuditReport:
-    from shardkit.loaders.config import LoaderConfig
-    from shardkit.progress import counting
-    from shardkit.tools.audit.expectation import StreamData
-    from shardkit.tools.audit.logs import audit_logs
-
-    opened = _open(arguments, LoaderConfig(storage=storage_options(arguments)))
-    data = [
-        StreamData(dataset, excluded)
-        for dataset, excluded in zip(opened.streams.datasets, opened.exclusions, strict=True)
-    ]
-    with counting("audit", None, "samples") as progress:
-        return audit_logs(arguments.logs, data, progress=progress)
-
-
-def _audit_plan(arguments: argparse.Namespace) -> AuditReport:
-    from shardkit.loaders.config import LoaderConfig
-    from shardkit.loaders.dry_run import PlannedRun, first_settings
-    from shardkit.loaders.plan import BatchPlan
-    from shardkit.progress import counting
-    from shardkit.tools.audit.expectation import Expectation, StreamData
-    from shardkit.tools.audit.plan import audit_plan, legs_of_resumes
-
-    config = LoaderConfig(
-        lanes=arguments.lanes,
-        window=arguments.window,
-        epoch_samples=arguments.epoch_samples,
-        storage=storage_options(arguments),
-    )
-    opened = _open(arguments, config)
-    mixture = opened.mixture(config)
-    samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
-    legs = _legs(arguments)
-    plans = [BatchPlan(samples, leg.batch_size, 0, leg.world_size, arguments.tail) for leg in legs]
-    settings = first_settings(opened, config, plans[0], seed=arguments.seed, shuffle=arguments.shuffle)
-    data = [
-        StreamData(dataset, excluded)
-        for dataset, excluded in zip(opened.streams.datasets, opened.exclusions, strict=True)
-    ]
-    expected = Expectation(settings.named(opened.streams.names), data)
-    walks = [[leg] for leg in legs]
-    if arguments.resume_at:
-        walks.append(legs_of_resumes(legs, arguments.resume_at))
-
-    def start(leg: Leg) -> PlannedRun:
-        size, ranks = leg.batch_size, leg.world_size
-        return PlannedRun(opened, settings, batch_size=size, world_size=ranks, workers=arguments.workers)
-
-    location = ", ".join(dataset.location for dataset in opened.streams.datasets)
-    with counting("audit", len(walks) * arguments.epochs * samples, "samples") as progress:
-        return audit_plan(
-            expected, walks, start, epochs=arguments.epochs, dataset=location, progress=progress
-        )
 
 
 def _legs(arguments: argparse.Namespace) -> list[Leg]:
@@ -302,7 +251,7 @@ def _walk(walk: Walk) -> tuple[str, ...]:
 
 
 def _show_proofs(report: AuditReport) -> None:
-    from shardkit.tools.audit.findings import FALSE_ACCEPTANCE  # imports NumPy: not for --help
+    from shardkit.tools.audit.sums import FALSE_ACCEPTANCE  # imports NumPy: not for --help
 
     counts = report.findings.counts
 
@@ -339,10 +288,10 @@ def _show_proofs(report: AuditReport) -> None:
 
 def _show_shards(report: AuditReport) -> None:
     rows = []
-    for name, delivered, dropped, least, most in report.shards[:SHOWN_SHARDS]:
-        due = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        right = least <= delivered + dropped <= most
-        rows.append((name, f"{delivered:,}", f"{dropped:,}", due, "" if right else "WRONG"))
+    for use in report.shards[:SHOWN_SHARDS]:
+        due = f"{use.least:,}" if use.least == use.most else f"{use.least:,} to {use.most:,}"
+        right = use.least <= use.delivered + use.dropped <= use.most
+        rows.append((use.shard, f"{use.delivered:,}", f"{use.dropped:,}", due, "" if right else "WRONG"))
     _table("shard", "delivered", "dropped", "expected in total", "", rows=rows)
     if (more := report.shard_count - len(rows)) > 0:
         wrong = report.findings.counts["shard"]

@@ -67,11 +67,10 @@ def logging_costs(rows: int, runs: int) -> dict[str, float]:
 
 
 def log_rate(path: Path, logs: Path) -> float:
-    from shardkit.tools.audit.expectation import StreamData
     from shardkit.tools.audit.logs import audit_logs
 
     start = time.process_time()
-    report = audit_logs(logs, [StreamData(open_dataset(path))])
+    report = audit_logs(logs, [open_dataset(path)], [None], progress=False)
     assert report.ok
     return report.walks[0].samples / (time.process_time() - start)
 

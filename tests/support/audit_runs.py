@@ -14,15 +14,15 @@ import numpy.typing as npt
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.dry_run import PlannedRun, first_settings
-from shardkit.loaders.plan import BatchPlan, SampleOrder
+from shardkit.loaders.dry_run import PlannedRun
+from shardkit.loaders.plan import SampleOrder
 from shardkit.loaders.streams import open_streams
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
+from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Located
-from shardkit.tools.audit.expectation import Expectation, StreamData
+from shardkit.tools.audit.findings import AuditReport
 from shardkit.tools.audit.logs import audit_logs
-from shardkit.tools.audit.plan import Leg, audit_plan, legs_of_resumes
-from shardkit.tools.audit.report import AuditReport
+from shardkit.tools.audit.plan import Leg, audit_plan
 
 Remap = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 State = dict[str, Any]
@@ -74,25 +74,27 @@ def plan_report(
 ) -> AuditReport:
     """Audit the plan of each world size, with the batch sizes in turn; `broken` spoils a run that begins."""
     config = LoaderConfig(**options)
-    opened = open_streams(streams, config, 1)
-    mixture = opened.mixture(config)
-    samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
     legs = [Leg(batch_sizes[n % len(batch_sizes)], ranks) for n, ranks in enumerate(world_sizes)]
-    plan = BatchPlan(samples, legs[0].batch_size, 0, legs[0].world_size, tail)
-    settings = first_settings(opened, config, plan, seed=seed, shuffle=shuffle)
-    pairs = zip(opened.streams.datasets, opened.exclusions, strict=True)
-    expected = Expectation(settings.named(opened.streams.names), [StreamData(*pair) for pair in pairs])
-    walks = [[leg] for leg in legs]
-    if resumes:
-        walks.append(legs_of_resumes(legs, resumes))
 
-    def start(leg: Leg) -> PlannedRun:
-        size, ranks = leg.batch_size, leg.world_size
-        run = PlannedRun(opened, settings, batch_size=size, world_size=ranks, workers=workers)
+    def start(*arguments: Any, **sizes: Any) -> PlannedRun:
+        run = PlannedRun(*arguments, **sizes)
         broken(run)
         return run
 
-    return audit_plan(expected, walks, start, epochs=epochs, key=bytes(range(24)))
+    return audit_plan(
+        open_streams(streams, config, 1),
+        config,
+        legs,
+        seed=seed,
+        shuffle=shuffle,
+        tail=tail,
+        epochs=epochs,
+        resume_at=resumes,
+        workers=workers,
+        key=bytes(range(24)),
+        start=start,
+        progress=False,
+    )
 
 
 def logged_run(
@@ -114,7 +116,6 @@ def logged_run(
     """
     states = []
     for rank in range(world_size):
-        own = dict(options)
         loader = StreamingLoader(
             dataset if isinstance(dataset, list) else str(dataset),
             batch_size=batch_size,
@@ -123,7 +124,7 @@ def logged_run(
             usage_log=logs,
             endless=True,
             prefetch_batches=0,
-            **own,
+            **options,
         )
         if state is not None:
             loader.load_state_dict(state)
@@ -137,9 +138,9 @@ def logged_run(
     return states[0]  # type: ignore[no-any-return]
 
 
-def log_report(logs: Path, *datasets: Dataset, exclusions: Sequence[Any] = ()) -> AuditReport:
-    data = [StreamData(one, exclusions[n] if exclusions else None) for n, one in enumerate(datasets)]
-    return audit_logs(logs, data, key=bytes(range(24)))
+def log_report(logs: Path, *datasets: Dataset, exclusions: Sequence[Exclusions | None] = ()) -> AuditReport:
+    key = bytes(range(24))
+    return audit_logs(logs, datasets, exclusions or [None] * len(datasets), key=key, progress=False)
 
 
 def kinds(report: AuditReport) -> set[str]:

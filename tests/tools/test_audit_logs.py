@@ -18,7 +18,7 @@ from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.audit.report import AuditReport
+from shardkit.tools.audit.findings import AuditReport
 from support.audit_runs import RemappedOrder, State, kinds, log_report, logged_run
 from support.loader_data import make_dataset
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardkit.loaders import Stream
 from shardkit.loaders.dry_run import PlannedRun
 from shardkit.order.exclusions import Exclusions
-from shardkit.tools.audit.findings import SampleHash, Tally
 from shardkit.tools.audit.plan import Leg, legs_of_resumes
+from shardkit.tools.audit.sums import SampleHash, Tally
 from support.audit_runs import RemappedOrder, index_only, kinds, plan_report
 
 Ints = npt.NDArray[np.int64]
@@ -110,7 +110,7 @@ def test_tallies_tell_multisets_apart_and_do_not_depend_on_order() -> None:
     wrong = ids.copy()
     wrong[[1, 2]] = wrong[1] + 1, wrong[2] - 1  # with the same count and sum
     assert tally(wrong).ids == whole.ids
-    assert tally(wrong).fingerprint != whole.fingerprint
+    assert tally(wrong) != whole
     low, high = hashing(np.arange(1 << 16))
     assert len(set(low.tolist())) == len(set(high.tolist())) == 1 << 16
     for word in (low, high):  # each bit is set in about half of the hashes
@@ -226,6 +226,16 @@ def test_padding_as_a_distributed_sampler_makes_it_is_found() -> None:
     report = plan_report(index_only(SIZES), world_sizes=[2], epochs=1, tail="pad", broken=spoiled(pad))
     assert report.findings.counts["lost"] == report.findings.counts["repeated"] == 4
     assert {finding.epoch for finding in report.findings.kept} - {None} == {0}
+
+
+def test_all_wrong_shards_are_counted_and_the_first_are_listed() -> None:
+    def first_one(positions: Ints) -> Ints:
+        return positions // 1200 * 1200
+
+    report = plan_report(index_only([1] * 1200), world_sizes=[1], epochs=1, broken=spoiled(first_one))
+    assert report.findings.counts["shard"] == report.shard_count == 1200
+    assert [use.shard for use in report.shards] == [f"shard.{n:05d}.mds" for n in range(1000)]
+    assert sum(finding.kind == "shard" for finding in report.findings.kept) == 100
 
 
 def test_exclusions_that_are_not_kept_are_found() -> None:

@@ -1,240 +1,78 @@
-"""Checks steps as they were delivered, one after another: exactly once, and in the order that was promised.
+"""Checks steps as they were delivered, one after another: exactly once, and in the promised order.
 
-Two proofs, independent of each other, in memory that does not grow with the number of samples:
+Two independent proofs, in memory that does not grow with the number of samples:
 
-    exact   every delivered id is taken back to its stream's index (`positions_of`, a function of id and
+    exact   every delivered id is mapped back to its stream's index (`positions_of`, a function of id and
             epoch). A step's indices must be exactly those of its positions, each once. Different indices come
-            from different samples, so that none is delivered twice in an epoch, whatever that function does;
-            and N different ids of N are all. The set of a step then follows from its positions alone.
-    sums    of each epoch's ids, as a multiset, against those of all kept rows of the index (`fingerprint`):
-            no order's arithmetic takes part.
+            from different samples, so none is delivered twice in an epoch, whatever that function does; and
+            N different ids out of N are all of them. The set of a step then follows from its positions alone.
+    sums    of each epoch's ids, as a multiset, against those of all kept rows of the index (`sums`): the
+            arithmetic of the order takes no part.
 
-Deliveries are int64[steps, ranks, batch]; -1 is padding. What does not fit is kept, up to a limit, with
-signs: an id where it does not belong +1, one that is missing there -1. What is left over in an epoch is
-repeated or lost; what cancels out was moved to another step.
+The use of shards is checked as well: of a shard with k kept rows, E whole epochs use E * k samples, and each
+epoch delivered in part between none and k more. What the tail "drop" leaves out is no delivery, but counts
+towards what is expected of a shard.
 
-Deliveries that do not fit, told apart: lost, repeated, moved to another step, or another rank's part.
-
-A sample where it does not belong counts +1 in its epoch, one that is missing in its step -1. When all is
-known, what is above 0 was repeated, what is below was lost, and what came out even was moved. Followed up
-to a limit.
+Deliveries are int64[steps, ranks, batch]; -1 is padding.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Ints, Words
+from shardkit.tools.audit.discrepancies import Delivered, Discrepancies
 from shardkit.tools.audit.expectation import Expectation, Steps
-from shardkit.tools.audit.findings import Finding, Findings, SampleHash, ShardCounts, Tally, check_shards
+from shardkit.tools.audit.findings import AuditReport, Finding, ShardUse, Walk
+from shardkit.tools.audit.sums import SampleHash, Tally
 
-__all__ = ["BLOCK_POSITIONS", "Checker", "Misfits", "Offences"]
-
-MAX_FOLLOWED = 1 << 17  # samples, about 30 MB; with more wrong than that, the first ones tell the story
-
-MAX_EXPLAINED = 8  # steps whose ranks' parts are looked at
-
-NEAR_STEPS = 2  # before and behind a faulty step, in which a rank's samples are looked for
-
-_Ints = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _Sample:
-    """One sample in one epoch: where it came too much, and where it is missing."""
-
-    index: int
-    net: int = 0
-    came: tuple[int, int] | None = None  # (step, rank)
-    missing: int | None = None  # step
-
-
-@dataclass(frozen=True, slots=True)
-class Misfits:
-    """A stream's samples in some steps: arrays of one length, and which of them are in their own step.
-
-    `edges` are the stream's indices where each step begins, and behind the last.
-    """
-
-    ids: _Ints
-    indices: _Ints
-    rows: _Ints
-    ranks: _Ints
-    edges: _Ints
-    fits: npt.NDArray[np.bool_]
-
-
-class Offences:
-    """What did not fit, until `settle` says what it amounts to."""
-
-    def __init__(self, expected: Expectation, findings: Findings) -> None:
-        self._expected, self._findings = expected, findings
-        self._samples: dict[tuple[int, int, int], _Sample] = {}
-        self._explained = self._not_followed = 0
-
-    def add(self, stream: int, found: Misfits, first_step: int) -> set[int]:
-        """Note what is wrong; gives the rows of the first steps that it is in."""
-        size = max(self._expected.streams[stream].samples, 1)
-        start, end = int(found.edges[0]), int(found.edges[-1])
-        fitting = np.flatnonzero(found.fits)
-        _, firsts, times = np.unique(found.indices[fitting], return_index=True, return_counts=True)
-        again = np.delete(fitting, firsts) if (times > 1).any() else fitting[:0]
-        extra = np.sort(np.concatenate([np.flatnonzero(~found.fits), again]))
-        came = np.zeros(end - start, dtype=np.bool_)
-        came[found.indices[fitting] - start] = True
-        missing = start + np.flatnonzero(~came)
-        missing_rows = np.searchsorted(found.edges, missing, side="right") - 1
-        for which in extra[: self._room(len(extra))].tolist():
-            index, sample = int(found.indices[which]), int(found.ids[which])
-            entry = self._samples.setdefault((stream, index // size, sample), _Sample(index))
-            entry.net += 1
-            entry.came = entry.came or (first_step + int(found.rows[which]), int(found.ranks[which]))
-        kept = missing[: self._room(len(missing))]
-        ids = self._expected.samples_at(stream, kept) if len(kept) else kept
-        for index, sample, row in zip(kept.tolist(), ids.tolist(), missing_rows.tolist(), strict=False):
-            entry = self._samples.setdefault((stream, index // size, sample), _Sample(index))
-            entry.net -= 1
-            entry.index = index
-            entry.missing = first_step + row if entry.missing is None else entry.missing
-        faulty = np.unique(np.concatenate([found.rows[extra], missing_rows]))
-        return set(faulty[:MAX_EXPLAINED].tolist())
-
-    def _room(self, wanted: int) -> int:
-        room = min(wanted, max(0, MAX_FOLLOWED - len(self._samples)))
-        self._not_followed += wanted - room
-        return room
-
-    def settle(self) -> None:
-        """Nothing more will come: say what was lost, repeated or moved."""
-        for (stream, epoch, sample), entry in self._samples.items():
-            kind = "moved" if not entry.net else "repeated" if entry.net > 0 else "lost"
-            count = max(1, abs(entry.net))
-            if not self._findings.wants(kind):
-                self._findings.counts[kind] += count
-                continue
-            step, rank = entry.came or (None, None)
-            if kind == "moved":
-                problem = f"belongs to step {entry.missing}"
-            elif kind == "repeated":
-                problem = "delivered here, where it does not belong, and elsewhere in the epoch"
-            else:
-                problem, step, rank = "not delivered at its step, nor later", entry.missing, None
-            self._findings.add(
-                Finding(
-                    kind=kind,
-                    problem=problem,
-                    epoch=epoch,
-                    position=self._expected.position_of(stream, entry.index),
-                    step=step,
-                    rank=rank,
-                    **self._expected.place(sample),  # type: ignore[arg-type]
-                ),
-                count,
-            )
-        if self._not_followed:
-            self._findings.notices.append(
-                f"{self._not_followed:,} more samples did not fit and were not followed: of those listed, "
-                "some called lost or repeated may have been moved"
-            )
-
-    def explain(self, steps: Steps, delivered: _Ints, rows: list[int], first_step: int) -> None:
-        """For the first faulty steps: which ranks were given something else than their part, and what."""
-        ranks = delivered.shape[1]
-        for row in rows:
-            if self._explained >= MAX_EXPLAINED:
-                return
-            self._explained += 1
-            parts = self._parts(steps, row, ranks)
-            assert parts is not None
-            for rank in range(ranks):
-                given = _as_set(delivered[row, rank])
-                if given == parts[rank]:
-                    continue
-                finding = Finding(
-                    kind="part",
-                    problem=self._whose(given, parts, steps, row, ranks, first_step)
-                    or f"{len(given - parts[rank]):,} of {delivered.shape[2]:,} samples are not of its part",
-                    position=steps.start + row * steps.size,
-                    step=first_step + row,
-                    rank=rank,
-                )
-                self._findings.add(finding)
-
-    def _parts(self, steps: Steps, row: int, ranks: int) -> list[frozenset[int]] | None:
-        """The samples of each rank's part of a step; None before the first position."""
-        start = steps.start + row * steps.size
-        if start < 0:
-            return None
-        ids = self._expected.order.global_batches(start, steps.size, 1).sample_id[0]
-        cuts = [len(ids) * rank // ranks for rank in range(ranks + 1)]
-        return [_as_set(ids[cuts[rank] : cuts[rank + 1]]) for rank in range(ranks)]
-
-    def _whose(
-        self,
-        given: frozenset[int],
-        parts: list[frozenset[int]],
-        steps: Steps,
-        row: int,
-        ranks: int,
-        first_step: int,
-    ) -> str | None:
-        """Whose part these samples are, if they are one."""
-        if given in parts:
-            return f"was given the part of rank {parts.index(given)}"
-        for distance in range(1, NEAR_STEPS + 1):
-            for other in (row - distance, row + distance):
-                if (near := self._parts(steps, other, ranks)) is not None and given in near:
-                    return f"was given what rank {near.index(given)} has at step {first_step + other}"
-        return None
-
-
-def _as_set(ids: _Ints) -> frozenset[int]:
-    return frozenset(ids[ids >= 0].tolist())
-
+__all__ = ["BLOCK_POSITIONS", "Checker"]
 
 BLOCK_POSITIONS = 1 << 18  # checked at once: about 20 MB of temporaries
-
-_Words = npt.NDArray[np.uint64]
+MAX_SHARDS_LISTED = 1000
 
 _Bools = npt.NDArray[np.bool_]
-
 _Which = slice | npt.NDArray[np.intp]
 
 
 class Checker:
-    """Follows a run from `position` on; `finish` closes the books."""
+    """Follows a walk from `position` on; `finish` adds it to the report."""
 
     def __init__(
-        self, expected: Expectation, findings: Findings, hashing: SampleHash, *, position: int = 0
+        self,
+        expected: Expectation,
+        report: AuditReport,
+        hashing: SampleHash,
+        name: str,
+        *,
+        runs: int = 1,
+        position: int = 0,
     ) -> None:
-        self.expected, self.findings = expected, findings
-        self.position = self.origin = position
-        self.steps = self.samples = self.padding = self.dropped = 0
-        self.epochs_proved = self.epochs_wrong = 0
-        self.partial: list[tuple[str, int, int]] = []
-        """(stream, epoch, samples) of epochs that were not delivered whole."""
-        self.usage = np.zeros(len(expected.shard_starts) - 1, dtype=np.int64)
-        """Samples delivered of each shard."""
-        self.dropped_usage = np.zeros_like(self.usage)
-        self.whole_epochs = [0] * len(expected.streams)
+        self.expected, self.findings = expected, report.findings
+        self.walk = Walk(name, runs, start=position, end=position)
+        self._report = report
         self._hashing = hashing
         self._digest = hashlib.blake2b(digest_size=16)
         self._origins = self._indices = expected.indices_at(position)
         self._tallies: dict[tuple[int, int], Tally] = {}
         self._of_index: dict[int, Tally] = {}
-        self._broken: list[tuple[int, int]] = []  # ranges of positions that nobody delivered or logged
-        self.offences = Offences(expected, findings)
+        self._whole_epochs = [0] * len(expected.streams)
+        self._delivered = np.zeros(expected.shards, dtype=np.int64)  # samples of each shard
+        self._dropped = np.zeros_like(self._delivered)
+        self._broken: list[tuple[int, int]] = []  # ranges of positions that no run delivered or logged
+        self._discrepancies = Discrepancies(expected, report.findings)
 
     @property
-    def digest(self) -> str:
-        """Of the sets of all steps, in their order, under this audit's key: the same for any world size."""
-        return self._digest.hexdigest()
+    def position(self) -> int:
+        """Where the next step begins, unless the tail drops the rest of the epoch."""
+        return self.walk.end
 
-    def deliver(self, ids: _Ints) -> None:
+    def deliver(self, ids: Ints) -> None:
         """The next steps: int64[steps, ranks, batch]."""
         count, ranks, batch = ids.shape
         done = 0
@@ -250,32 +88,53 @@ class Checker:
                 self._drop(steps.end, settled)
 
     def skip(self, position: int) -> None:
-        """What lies before `position` was not delivered, or is not known: its epochs are not proved."""
+        """What comes before `position` was not delivered, or is unknown: its epochs are not proved."""
         assert position >= self.position
         if position > self.position:
             self._broken.append((self.position, position))
-            self.position = position
-            self._indices = self.expected.indices_at(position)
-            self._close_epochs()
+            self._move_to(position, self.expected.indices_at(position))
 
-    def finish(self) -> None:
-        """All has been delivered: account for epochs that are not whole, for shards, for what was moved."""
+    def finish(self, *, seconds: float, superseded: int = 0) -> None:
+        """The walk is over: report it, and judge partial epochs, the use of shards, and what did not fit."""
         for (stream, epoch), tally in sorted(self._tallies.items()):
             if tally.count:
-                self.partial.append((self.expected.names[stream], epoch, tally.count))
-        self.offences.settle()
-        check_shards(self.shard_uses(), self.expected, self.findings)
+                self.walk.partial.append((self.expected.names[stream], epoch, tally.count))
+        self.walk.digest = self._digest.hexdigest()
+        self.walk.seconds, self.walk.superseded = seconds, superseded
+        self._report.walks.append(self.walk)
+        self._discrepancies.settle()
+        self._report.shards, self._report.shard_count = self._checked_shards(), self.expected.shards
 
-    def shard_uses(self) -> ShardCounts:
-        """Samples delivered of each shard, and what they should be."""
-        parts = [0] * len(self.expected.streams)
-        for stream, _ in self._tallies:
-            parts[stream] += 1
-        return ShardCounts.of(self.expected, self.usage, self.dropped_usage, self.whole_epochs, parts)
+    def _checked_shards(self) -> list[ShardUse]:
+        """The first shards, with wrong ones before all others; a finding for each that is wrong."""
+        whole, part = [], []
+        for stream, order in enumerate(self.expected.streams):
+            kept = np.diff(order.order.shard_starts)
+            whole.append(kept * self._whole_epochs[stream])
+            part.append(kept * sum(1 for of, _ in self._tallies if of == stream))
+        least = np.concatenate(whole)
+        most = least + np.concatenate(part)
+        used = self._delivered + self._dropped
+        is_wrong = (used < least) | (used > most)
+        found = []
+        for shard in np.argsort(~is_wrong, kind="stable")[:MAX_SHARDS_LISTED].tolist():
+            numbers = (int(counts[shard]) for counts in (self._delivered, self._dropped, least, most))
+            found.append(use := ShardUse(self.expected.shard_name(shard), *numbers))
+            if is_wrong[shard]:
+                due = f"{use.least:,}" if use.least == use.most else f"{use.least:,} to {use.most:,}"
+                problem = f"{use.delivered:,} samples delivered, {due} expected"
+                self.findings.add(Finding(kind="shard", problem=problem, shard=use.shard))
+        if (unlisted := int(is_wrong.sum()) - MAX_SHARDS_LISTED) > 0:
+            self.findings.counts["shard"] += unlisted
+        return found
+
+    def _move_to(self, position: int, indices: list[int]) -> None:
+        self.walk.end, self._indices = position, indices
+        self._close_epochs()
 
     def _drop(self, start: int, end: int) -> None:
-        """The tail "drop" left these positions out: they count as seen, or no epoch could be whole."""
-        self.dropped += end - start
+        """The tail "drop" left these positions out: they count as seen, or no epoch would be whole."""
+        self.walk.dropped += end - start
         for begin in range(start, end, BLOCK_POSITIONS):
             steps = Steps(begin, min(BLOCK_POSITIONS, end - begin), 1)
             for stream, edges in enumerate(self.expected.edges(steps)):
@@ -284,19 +143,17 @@ class Checker:
                     ids = self.expected.samples_at(stream, indices)
                     self._count(stream, indices, ids, self._hashing(ids))
                     shards = self.expected.shards_of(ids)
-                    self.dropped_usage += np.bincount(shards, minlength=len(self.usage))
-        self.position = end
-        self._indices = self.expected.indices_at(end)
-        self._close_epochs()
+                    self._dropped += np.bincount(shards, minlength=len(self._dropped))
+        self._move_to(end, self.expected.indices_at(end))
 
-    def _check(self, steps: Steps, delivered: _Ints) -> None:
+    def _check(self, steps: Steps, delivered: Ints) -> None:
         count, ranks, batch = delivered.shape
         ids = delivered.reshape(count, ranks * batch)
         real = self._real(steps, ids)
         low, high = self._hashing(ids)
         if not real.all():
             low, high = np.where(real, low, 0).astype(np.uint64), np.where(real, high, 0).astype(np.uint64)
-        # Low and high side by side: how steps are cut into blocks must not show.
+        # Low and high of each step together: the digest must not depend on how steps are cut into blocks.
         sums = np.stack([words.sum(axis=1, dtype=np.uint64) for words in (low, high)], axis=1)
         self._digest.update(sums.astype("<u8").tobytes())
         edges = self.expected.edges(steps)
@@ -315,18 +172,16 @@ class Checker:
                 (ranks, batch),
             )
         counted = flat[where]
-        self.usage += np.bincount(self.expected.shards_of(counted), minlength=len(self.usage))
-        self.samples += len(counted)
-        self.padding += flat.size - len(counted)
+        self._delivered += np.bincount(self.expected.shards_of(counted), minlength=len(self._delivered))
+        self.walk.samples += len(counted)
+        self.walk.padding += flat.size - len(counted)
         if faulty:
-            self.offences.explain(steps, delivered, sorted(faulty), self.steps)
-        self.steps += count
-        self.position = steps.end
-        self._indices = [int(each[-1]) for each in edges]
-        self._close_epochs()
+            self._discrepancies.explain(steps, delivered, sorted(faulty), self.walk.steps)
+        self.walk.steps += count
+        self._move_to(steps.end, [int(each[-1]) for each in edges])
 
-    def _real(self, steps: Steps, ids: _Ints) -> _Bools:
-        """Which entries are samples; findings for misplaced padding, and for what is no row at all."""
+    def _real(self, steps: Steps, ids: Ints) -> _Bools:
+        """Which entries are samples; findings for misplaced padding and for what is no row to deliver."""
         real: _Bools = ids >= 0
         if ids.shape[1] != steps.size or not real.all():
             counts = real.sum(axis=1)
@@ -339,22 +194,24 @@ class Checker:
                 problem = f"{int(foreign.sum()):,} ids from here on that the dataset does not have"
                 self._found("foreign", f"{problem}, the first {ids[row, column]}", steps, row)
         excluded = np.zeros_like(real)
-        for stream, one in enumerate(self.expected.data):
-            if one.exclusions is not None:
+        for stream, order in enumerate(self.expected.streams):
+            if order.exclusions is not None:
                 first, end = self.expected.first_samples[stream : stream + 2].tolist()
                 own = real & (ids >= first) & (ids < end)
-                excluded[own] = self.expected.is_excluded(stream, ids[own] - first)
+                excluded[own] = order.exclusions.contains(ids[own] - first)
         for row, column in np.argwhere(excluded).tolist():
-            place = self.expected.place(int(ids[row, column])) if self.findings.wants("excluded") else {}
-            self._found("excluded", "an excluded row was delivered", steps, row, **place)
+            self._found("excluded", "an excluded row was delivered", steps, row, int(ids[row, column]))
         return real & ~foreign & ~excluded
 
-    def _found(self, kind: str, problem: str, steps: Steps, number: int, **place: object) -> None:
-        position = steps.start + number * steps.size
-        facts = {"step": self.steps + number, "position": position} | place
-        self.findings.add(Finding(kind=kind, problem=problem, **facts))  # type: ignore[arg-type]
+    def _found(self, kind: str, problem: str, steps: Steps, row: int, sample: int | None = None) -> None:
+        """Add a finding about a step, or about a sample in it."""
+        position = steps.start + row * steps.size
+        found = Finding(kind=kind, problem=problem, step=self.walk.steps + row, position=position)
+        if sample is not None and self.findings.wants(kind):
+            found = replace(found, **self.expected.place(sample))
+        self.findings.add(found)
 
-    def _by_stream(self, flat: _Ints, where: _Which) -> Sequence[_Which]:
+    def _by_stream(self, flat: Ints, where: _Which) -> Sequence[_Which]:
         """Which of the entries `where` belong to each stream, ascending."""
         if len(self.expected.streams) == 1:
             return [where]
@@ -367,10 +224,10 @@ class Checker:
     def _check_stream(
         self,
         stream: int,
-        ids: _Ints,
-        rows: _Ints,
-        edges: _Ints,
-        words: tuple[_Words, _Words],
+        ids: Ints,
+        rows: Ints,
+        edges: Ints,
+        words: tuple[Words, Words],
         where: _Which,
         shape: tuple[int, int],
     ) -> set[int]:
@@ -388,9 +245,10 @@ class Checker:
         ranks, batch = shape
         entries = np.arange(len(rows)) if isinstance(where, slice) else where
         of_rank = entries // batch % ranks
-        return self.offences.add(stream, Misfits(ids, indices, rows, of_rank, edges, fits), self.steps)
+        delivered = Delivered(ids, indices, rows, of_rank, edges, fits)
+        return self._discrepancies.add(stream, delivered, self.walk.steps)
 
-    def _indices_of(self, stream: int, own_ids: _Ints, rows: _Ints, edges: _Ints) -> _Ints:
+    def _indices_of(self, stream: int, own_ids: Ints, rows: Ints, edges: Ints) -> Ints:
         """The index of each sample in the epoch of its step.
 
         In a step with samples of several epochs, it is the epoch in which the sample fits, or else one in
@@ -429,7 +287,7 @@ class Checker:
             indices[which] = order.positions_of(own_ids[which], epoch)
         return indices
 
-    def _count(self, stream: int, indices: _Ints, ids: _Ints, words: tuple[_Words, _Words]) -> None:
+    def _count(self, stream: int, indices: Ints, ids: Ints, words: tuple[Words, Words]) -> None:
         """Add to the sums of the epochs that these are in."""
         if not len(ids):
             return
@@ -449,17 +307,17 @@ class Checker:
         return self._tallies.setdefault((stream, epoch), Tally())
 
     def _close_epochs(self) -> None:
-        """Compare the sums of the epochs that lie behind with the index."""
+        """Compare the sums of the epochs that are over with the index."""
         for stream, epoch in [key for key in self._tallies if self._is_over(*key)]:
             size = self.expected.streams[stream].samples
             if epoch * size < self._origins[stream] or self._is_broken(stream, epoch * size, size):
                 continue
             tally, whole = self._tallies.pop((stream, epoch)), self._tally_of_index(stream)
-            self.whole_epochs[stream] += 1
+            self._whole_epochs[stream] += 1
             if tally == whole:
-                self.epochs_proved += 1
+                self.walk.epochs_proved += 1
                 continue
-            self.epochs_wrong += 1
+            self.walk.epochs_wrong += 1
             name = self.expected.names[stream] if self.expected.mixture is not None else None
             problem = f"{tally.count:,} samples, the index has {whole.count:,}"
             if tally.count == whole.count:
@@ -480,9 +338,10 @@ class Checker:
         """The sums of all kept rows, counted once."""
         if stream not in self._of_index:
             tally = self._of_index[stream] = Tally()
+            excluded = self.expected.streams[stream].exclusions
             first, end = self.expected.first_samples[stream : stream + 2].tolist()
             for begin in range(0, end - first, BLOCK_POSITIONS):
                 rows = np.arange(begin, min(begin + BLOCK_POSITIONS, end - first), dtype=np.int64)
-                rows = rows[~self.expected.is_excluded(stream, rows)] + first
+                rows = first + (rows if excluded is None else rows[~excluded.contains(rows)])
                 tally.add(rows, self._hashing(rows))
         return self._of_index[stream]

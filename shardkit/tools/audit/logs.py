@@ -1,43 +1,43 @@
-"""Checks the usage logs of a real run: all ranks there, every step once, every sample once an epoch.
+"""Checks the usage logs of a real run: all ranks present, every step once, every sample once an epoch.
 
-The steps that count, over all runs and restarts, are given to one `Checker` in the order of their
-positions, so a run on 8 ranks that was killed and went on with 3 is checked as one. What is known to be
-missing is named and passed over; epochs that it touches are not proved.
+A run here is what all ranks deliver between a start (or a loaded state) and the next one. Logs of one run
+have the same position, world size and batch size and began at about the same time: the clocks of machines
+must agree better than the time between a crash and the next start. A run that begins at position p supersedes
+everything that earlier runs delivered from p on: those steps were lost in the crash and are replayed.
 
-Which logs belong to one run, and which of its steps count.
-
-A run is what all ranks deliver between a start (or a state that is loaded) and the next one. Logs of one
-run have the same position, world size and batch size, and began at about the same time: clocks of machines
-must agree better than the time between a crash and the next start. A run that begins at position p
-supersedes all that earlier ones delivered from p on: those steps were lost with the crash, and are
-replayed.
+The steps that count, over all runs and restarts, go to one `Checker` in the order of their positions, so that
+a run on 8 ranks that was killed and resumed on 3 is checked as one. What is known to be missing is named and
+skipped; epochs that it touches are not proved.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
 from shardkit.formats.usage_log import SUFFIX, Section, scan
+from shardkit.order.exclusions import Exclusions
 from shardkit.order.run_settings import RunSettings
+from shardkit.progress import counting
 from shardkit.tools.audit.checker import BLOCK_POSITIONS, Checker
-from shardkit.tools.audit.expectation import Expectation, StreamData
-from shardkit.tools.audit.findings import Finding, Findings, SampleHash
-from shardkit.tools.audit.report import AuditReport, Walk
+from shardkit.tools.audit.expectation import Expectation
+from shardkit.tools.audit.findings import AuditReport, Finding, Findings
+from shardkit.tools.audit.sums import SampleHash
 
-__all__ = ["Run", "audit_logs", "find_runs"]
+__all__ = ["audit_logs"]
+
+MAX_APART = 16  # steps that a killed run's ranks may be apart: more than any loop or prefetcher runs ahead
 
 
 @dataclass(slots=True)
 class Run:
-    """One run of all ranks: their logs, and the position from which a later one supersedes it."""
+    """One run of all ranks: their logs, and the position from which a later run supersedes it."""
 
     start: int
     world_size: int
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """Those of its lowest rank."""
+        """The settings of its lowest rank."""
         return self.sections[min(self.sections)].head.settings
 
     @property
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def fewest(self) -> int:
-        """Steps that all ranks have, at most."""
+        """Steps of the rank that has fewest."""
         return min(section.count for section in self.sections.values())
 
     @property
@@ -76,8 +76,8 @@ class Run:
         return f"run {self.number} ({self.world_size} x {self.batch_size} from position {self.start:,})"
 
 
-def find_runs(folder: Path, findings: Findings) -> list[Run]:
-    """The runs of a folder's logs, in the order of time; ShardError if there are none."""
+def _find_runs(folder: Path, findings: Findings) -> list[Run]:
+    """The runs in a folder's logs, by time; ShardError if there are none."""
     if not folder.is_dir():
         raise ShardError(folder, "is no folder of usage logs")
     files = [scan(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
@@ -109,7 +109,7 @@ def _grouped(sections: Iterable[Section]) -> list[Run]:
             for run in runs
             if (run.start, run.world_size, run.batch_size) == key and head.rank not in run.sections
         ]
-        # After a crash at once, two runs start alike, and one may lack a rank: the nearest in time is meant.
+        # If a run crashed at once, two runs start alike and one may lack a rank: take the nearest in time.
         run = min(fitting, key=lambda run: abs(run.time_ns - head.time_ns), default=None)
         if run is None:
             run = Run(*key, time_ns=head.time_ns)
@@ -120,61 +120,49 @@ def _grouped(sections: Iterable[Section]) -> list[Run]:
     return runs
 
 
-MAX_APART = 16  # steps that a killed run's ranks may be apart: more than any loop or prefetcher runs ahead
-
-_Ints = npt.NDArray[np.int64]
-
-
 def audit_logs(
     folder: Path,
-    data: Sequence[StreamData],
+    datasets: Sequence[Dataset],
+    exclusions: Sequence[Exclusions | None],
     *,
     key: bytes | None = None,
-    progress: Callable[[int], None] = lambda samples: None,
+    progress: bool = True,
 ) -> AuditReport:
-    """Check the logs in `folder` of a run over `data`, the loader's streams in their order.
+    """Check the logs in `folder` of a run over `datasets`, the loader's streams in their order.
 
-    StateError if the logs are of other datasets; ShardError if there are none.
+    `key`: of the sums, random by default. StateError if the logs are of other datasets; ShardError if there
+    are none.
     """
     began = time.perf_counter()
     findings = Findings()
-    runs = find_runs(folder, findings)
+    runs = _find_runs(folder, findings)
     settings = runs[-1].settings
-    expected = Expectation(settings, data)
+    expected = Expectation(settings, datasets, exclusions)
+    report = AuditReport("logs", str(folder), settings.to_dict(), findings)
     first = min(run.start for run in runs)
-    checker = Checker(expected, findings, SampleHash(key), position=first)
     if first:
         findings.notices.append(f"the logs begin at position {first:,}: what came before is not checked")
-    report = AuditReport("logs", str(folder), settings.to_dict(), findings)
+    checker = Checker(expected, report, SampleHash(key), "logs", runs=len(runs), position=first)
     superseded = 0
-    for run in runs:
-        before = checker.steps
-        if run.stop is not None and run.stop <= run.start:
-            findings.notices.append(f"{run} was begun anew at position {run.stop:,}: nothing of it counts")
-        else:
-            _check_settings(run, expected, findings)
-            _LogRun(run, checker, progress).check()
-        replayed = 0 if run.stop is None else max(_count_from(s, run.stop) for s in run.sections.values())
-        superseded += replayed
-        report.runs.append(_described(run, checker.steps - before, replayed))
-    checker.finish()
-    seconds = time.perf_counter() - began
-    report.walks.append(Walk.of("logs", checker, runs=len(runs), seconds=seconds, superseded=superseded))
-    report.add_shards(checker.shard_uses(), checker)
+    with counting("audit", None, "samples", progress=progress) as advance:
+        for run in runs:
+            before = checker.walk.steps
+            if run.stop is not None and run.stop <= run.start:
+                findings.notices.append(
+                    f"{run} was begun anew at position {run.stop:,}: nothing of it counts"
+                )
+            else:
+                _check_settings(run, expected, findings)
+                _LogRun(run, checker, advance).check()
+            stop = run.stop
+            replayed = 0 if stop is None else max(_count_from(each, stop) for each in run.sections.values())
+            superseded += replayed
+            facts: dict[str, object] = {"run": run.number, "start": run.start, "stop": stop}
+            facts |= {"world_size": run.world_size, "batch_size": run.batch_size, "ranks": len(run.sections)}
+            facts |= {"steps": checker.walk.steps - before, "superseded": replayed}
+            report.runs.append(facts)
+    checker.finish(seconds=time.perf_counter() - began, superseded=superseded)
     return report
-
-
-def _described(run: Run, steps: int, replayed: int) -> dict[str, object]:
-    return {
-        "run": run.number,
-        "start": run.start,
-        "stop": run.stop,
-        "world_size": run.world_size,
-        "batch_size": run.batch_size,
-        "ranks": len(run.sections),
-        "steps": steps,
-        "superseded": replayed,
-    }
 
 
 def _check_settings(run: Run, expected: Expectation, findings: Findings) -> None:
@@ -204,14 +192,14 @@ def _count_from(section: Section, position: int) -> int:
 
 
 class _LogRun:
-    """One run's steps, up to where a later one supersedes them."""
+    """One run's steps, up to where a later run supersedes them."""
 
-    def __init__(self, run: Run, checker: Checker, progress: Callable[[int], None]) -> None:
-        self._run, self._checker, self._progress = run, checker, progress
+    def __init__(self, run: Run, checker: Checker, advance: Callable[[int], None]) -> None:
+        self._run, self._checker, self._advance = run, checker, advance
         self._batch = run.world_size * run.batch_size
 
     def check(self) -> None:
-        """Give all steps that count to the checker."""
+        """Pass all steps that count to the checker."""
         run, checker = self._run, self._checker
         end = run.last if run.stop is None else run.stop
         if run.missing:
@@ -233,7 +221,7 @@ class _LogRun:
             self._found("resume", problem)
 
     def _is_begun(self) -> bool:
-        """Whether the first steps are where the state said, and follow what was before."""
+        """Whether a step counts; finds first steps elsewhere than the state said, and gaps before them."""
         run, checker = self._run, self._checker
         due = checker.expected.tiling.settle(run.start, self._batch)
         for rank, section in sorted(run.sections.items()):
@@ -251,7 +239,7 @@ class _LogRun:
                 f"({start - checker.position:,} samples) were delivered by no run"
             )
             lost = checker.expected.order.locate((checker.position, 1)).sample_id
-            self._found("gap", problem, position=checker.position, first=int(lost[0]))
+            self._found("gap", problem, position=checker.position, sample=int(lost[0]))
             checker.skip(start)
         return run.stop is None or checker.position < run.stop
 
@@ -279,7 +267,7 @@ class _LogRun:
                 good = min(good, int((due < run.stop).sum()))
             if good:
                 checker.deliver(ids[:good])
-                self._progress(good * self._batch)
+                self._advance(good * self._batch)
             if good < steps.count:
                 return
             left -= steps.count
@@ -321,10 +309,11 @@ class _LogRun:
         *,
         rank: int | None = None,
         position: int | None = None,
-        first: int | None = None,
+        sample: int | None = None,
     ) -> None:
-        """A finding; `first`: the sample that it begins with."""
-        place: dict[str, Any] = {} if first is None else self._checker.expected.place(first)
-        step = self._checker.steps
-        found = Finding(kind=kind, problem=problem, rank=rank, position=position, step=step, **place)
-        self._checker.findings.add(found)
+        """Add a finding; `sample`: the first one that it concerns."""
+        checker = self._checker
+        found = Finding(kind=kind, problem=problem, rank=rank, position=position, step=checker.walk.steps)
+        if sample is not None:
+            found = replace(found, **checker.expected.place(sample))
+        checker.findings.add(found)

@@ -1,8 +1,8 @@
-"""What every rank would be given, checked step by step without reading a sample.
+"""Checks what every rank would be given, step by step, without reading a sample.
 
-The plan that is walked is the loader's own (`shardkit.loaders.dry_run`); what it is held against is the
-index, arithmetic of its own (`tiling`, `expectation`) and the inverse of the order. Memory: one block of
-positions and a few arrays of the number of shards; nothing grows with the number of samples.
+The plan that is walked is the loader's own (`shardkit.loaders.dry_run`): it is what is judged. It is compared
+with the index, with separate arithmetic (`expectation`), and with the inverse of the order. Memory: one block
+of positions and a few arrays with an entry per shard; nothing grows with the number of samples.
 """
 
 from __future__ import annotations
@@ -10,34 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.dry_run import PlannedRun, first_settings
+from shardkit.loaders.streams import Opened
+from shardkit.order.order import Shuffle
+from shardkit.order.run_settings import Tail
+from shardkit.progress import counting
 from shardkit.tools.audit.checker import BLOCK_POSITIONS, Checker
 from shardkit.tools.audit.expectation import Expectation
-from shardkit.tools.audit.findings import Finding, Findings, SampleHash
-from shardkit.tools.audit.report import AuditReport, Walk
+from shardkit.tools.audit.findings import AuditReport, Finding, Findings, Walk
+from shardkit.tools.audit.sums import SampleHash
 
-__all__ = ["Leg", "Planned", "audit_plan", "legs_of_resumes"]
-
-
-class Planned(Protocol):
-    """A run of all ranks, as the loader plans it."""
-
-    @property
-    def position(self) -> int:
-        """Where the next step begins, as the loader says."""
-        ...
-
-    def steps(self, most: int) -> npt.NDArray[np.int64]:
-        """The next 1 to `most` steps: int64[steps, ranks, batch] of sample ids, -1 for padding."""
-        ...
-
-    def restart(self, batch_size: int, world_size: int) -> None:
-        """Save the state, end, and go on from it with other ranks."""
-        ...
+__all__ = ["Leg", "audit_plan", "legs_of_resumes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +39,7 @@ class Leg:
 
 
 def legs_of_resumes(legs: Sequence[Leg], steps: Sequence[int]) -> list[Leg]:
-    """A walk that is stopped after each of `steps` and goes on with the next of `legs`, in turn."""
+    """A walk that stops after each of `steps` and goes on with the next of `legs`, in turn."""
     ends = [*sorted(set(steps)), None]
     turns = [legs[number % len(legs)] for number in range(len(ends))]
     return [
@@ -63,58 +48,71 @@ def legs_of_resumes(legs: Sequence[Leg], steps: Sequence[int]) -> list[Leg]:
 
 
 def audit_plan(
-    expected: Expectation,
-    walks: Sequence[Sequence[Leg]],
-    start: Callable[[Leg], Planned],
+    opened: Opened,
+    config: LoaderConfig,
+    legs: Sequence[Leg],
     *,
-    epochs: int,
-    dataset: str = "",
+    seed: int = 17,
+    shuffle: Shuffle = "window",
+    tail: Tail = "carry",
+    epochs: int = 2,
+    resume_at: Sequence[int] = (),
+    workers: int = 0,
     key: bytes | None = None,
-    progress: Callable[[int], None] = lambda samples: None,
+    start: Callable[..., PlannedRun] = PlannedRun,
+    progress: bool = True,
 ) -> AuditReport:
-    """Walk each of `walks` for `epochs` epochs, and compare; `start` begins a run of a walk's first leg.
+    """Walk `epochs` epochs with the ranks of each of `legs`, and compare; ValueError for an impossible one.
 
-    `key`: of the fingerprint; drawn anew by default. `progress` is told of samples as they are checked.
+    `resume_at`: one more walk stops after each of these steps and resumes with the next leg. `workers` of a
+    DataLoader in each rank. `key`: of the sums, random by default. `start` begins a run as `PlannedRun` does.
     """
-    findings, hashing = Findings(), SampleHash(key)
-    report = AuditReport("plan", dataset, expected.settings.to_dict(), findings)
+    # All legs are checked before the first one walks; the run begins with the settings of the first.
+    settings, *_ = [
+        first_settings(opened, config, leg.batch_size, leg.world_size, seed=seed, shuffle=shuffle, tail=tail)
+        for leg in legs
+    ]
+    expected = Expectation(settings.named(opened.streams.names), opened.streams.datasets, opened.exclusions)
+    location = ", ".join(dataset.location for dataset in opened.streams.datasets)
+    report = AuditReport("plan", location, expected.settings.to_dict(), Findings())
+    hashing = SampleHash(key)
+    end = epochs * expected.tiling.samples
+    walks = [[leg] for leg in legs] + ([legs_of_resumes(legs, resume_at)] if resume_at else [])
     by_batch: dict[int, Walk] = {}
-    for legs in walks:
-        began = time.perf_counter()
-        checker = Checker(expected, findings, hashing)
-        _walk(checker, legs, start(legs[0]), epochs * expected.tiling.samples, progress)
-        checker.finish()
-        name = " then ".join(f"{leg.world_size} x {leg.batch_size}" for leg in legs)
-        walk = Walk.of(name, checker, runs=len(legs), seconds=time.perf_counter() - began)
-        report.walks.append(walk)
-        report.add_shards(checker.shard_uses(), checker)
-        batches = {leg.global_batch for leg in legs}
-        if len(batches) == 1:
-            first = by_batch.setdefault(batches.pop(), walk)
-            if first.digest != walk.digest:
-                problem = f"the sets of steps of ranks {name} differ from those of {first.name}"
-                findings.add(Finding(kind="world", problem=problem))
+    with counting("audit", len(walks) * end, "samples", progress=progress) as advance:
+        for walk in walks:
+            began = time.perf_counter()
+            name = " then ".join(f"{leg.world_size} x {leg.batch_size}" for leg in walk)
+            checker = Checker(expected, report, hashing, name, runs=len(walk))
+            ranks = {"batch_size": walk[0].batch_size, "world_size": walk[0].world_size}
+            _walk(checker, walk, start(opened, settings, **ranks, workers=workers), end, advance)
+            checker.finish(seconds=time.perf_counter() - began)
+            if len({leg.global_batch for leg in walk}) == 1:
+                first = by_batch.setdefault(walk[0].global_batch, checker.walk)
+                if first.digest != checker.walk.digest:
+                    problem = f"the sets of steps of ranks {name} differ from those of {first.name}"
+                    report.findings.add(Finding(kind="world", problem=problem))
     return report
 
 
 def _walk(
-    checker: Checker, legs: Sequence[Leg], run: Planned, end: int, progress: Callable[[int], None]
+    checker: Checker, legs: Sequence[Leg], run: PlannedRun, end: int, advance: Callable[[int], None]
 ) -> None:
     for number, leg in enumerate(legs):
         if number:
             run.restart(leg.batch_size, leg.world_size)
         block = max(1, BLOCK_POSITIONS // leg.global_batch)
         while checker.position < end:
-            most = block if leg.until_step is None else min(block, leg.until_step - checker.steps)
+            most = block if leg.until_step is None else min(block, leg.until_step - checker.walk.steps)
             if most <= 0:
                 break
-            # A walk of `end` positions ends with the step that reaches it: a longer one would run on.
+            # A walk of `end` positions ends with the step that reaches it.
             most = min(most, -(-(end - checker.position) // leg.global_batch))
             ids = run.steps(most)
             checker.deliver(ids)
-            progress(ids.size)
+            advance(ids.size)
             if run.position != checker.position:
                 problem = f"the loader goes on at position {run.position:,}, not at {checker.position:,}"
-                found = Finding(kind="steps", problem=problem, position=checker.position, step=checker.steps)
-                checker.findings.add(found)
+                step, position = checker.walk.steps, checker.position
+                checker.findings.add(Finding(kind="steps", problem=problem, position=position, step=step))
                 return

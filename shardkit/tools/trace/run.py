@@ -210,8 +210,16 @@ class Run:
         try:
             config = LoaderConfig(lanes=lanes, window=window)
             opened = open_streams([Stream(dataset, exclude=excluded)], config, 1)
-            plan = BatchPlan(sum(opened.kept), batch_size or 1, 0, world_size, tail)
-            settings = first_settings(opened, config, plan, nodes=nodes, seed=seed, shuffle=shuffle)
+            settings = first_settings(
+                opened,
+                config,
+                batch_size or 1,
+                world_size,
+                nodes=nodes,
+                seed=seed,
+                shuffle=shuffle,
+                tail=tail,
+            )
         except ValueError as error:
             raise ShardkitError(str(error)) from error
         return cls(settings, [dataset], opened.exclusions, batch_size=batch_size, world_size=world_size)
