@@ -15,8 +15,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +30,12 @@ if TYPE_CHECKING:
     from shardkit.storage.store import StorageOptions
 
 __all__ = [
-    "BANDWIDTH",
     "BATCH_SIZE",
-    "CONNECTION_BANDWIDTH",
     "GPUS_PER_NODE",
-    "LANES",
-    "LATENCY",
+    "NETWORK",
     "PATH_HELP",
     "SHARD_BYTES",
-    "WINDOW",
+    "SHUFFLE_SIZES",
     "Quantity",
     "add_json_argument",
     "add_order_arguments",
@@ -58,7 +54,6 @@ __all__ = [
     "print_json",
     "progress_of",
     "read_quantities",
-    "showing_steps",
     "stderr_console",
     "stdout_console",
     "storage_options",
@@ -173,24 +168,6 @@ def progress_of(arguments: argparse.Namespace) -> bool | TransferListener:
     if arguments.quiet:
         return False
     return Lines() if arguments.json else True
-
-
-@contextmanager
-def showing_steps(
-    name: str, total: int, unit: str, *, progress: bool = True
-) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr; yields a callback of (number done, total)."""
-    from shardkit.progress import counting
-
-    reported = 0
-    with counting(name, total, unit, progress=progress) as add:
-
-        def report(done: int, _: int) -> None:
-            nonlocal reported
-            add(done - reported)
-            reported = done
-
-        yield report
 
 
 def add_override_argument(parser: argparse.ArgumentParser, example: str) -> None:
@@ -331,25 +308,20 @@ BATCH_SIZE = Quantity(
 SHARD_BYTES = Quantity(
     "--shard-bytes", "shard_bytes", parse_bytes, format_bytes, "size of a shard", "BYTES", "64MiB"
 )
-LANES = Quantity(
-    "--lanes", "lanes", parse_count, str,
-    "lanes of the shuffle; default: the loader's, a divisor of the global batch up to 64", "N",
+SHUFFLE_SIZES = (
+    Quantity("--lanes", "lanes", parse_count, str,
+             "lanes of the shuffle; default: the loader's, a divisor of the global batch up to 64", "N"),
+    Quantity("--window", "window", parse_count, "{:,}".format,
+             "samples that a lane shuffles together; default: the loader's, two windows of all lanes "
+             "hold 4 GiB", "N"),
 )  # fmt: skip
-WINDOW = Quantity(
-    "--window", "window", parse_count, "{:,}".format,
-    "samples that a lane shuffles together; default: the loader's, two windows of all lanes hold 4 GiB", "N",
-)  # fmt: skip
-BANDWIDTH = Quantity(
-    "--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
-    "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s",
-)  # fmt: skip
-CONNECTION_BANDWIDTH = Quantity(
-    "--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
-    "bandwidth of one request", "RATE", "80MB/s",
-)  # fmt: skip
-LATENCY = Quantity(
-    "--latency", "latency_seconds", parse_seconds, format_seconds, "time to the first byte of a request",
-    "TIME", "50ms",
+NETWORK = (
+    Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,
+             "network bandwidth of a node; 10Gbit/s is 1.25 GB/s", "RATE", "10Gbit/s"),
+    Quantity("--connection-bandwidth", "connection_bytes_per_second", parse_rate, format_rate,
+             "bandwidth of one request", "RATE", "80MB/s"),
+    Quantity("--latency", "latency_seconds", parse_seconds, format_seconds,
+             "time to the first byte of a request", "TIME", "50ms"),
 )  # fmt: skip
 
 

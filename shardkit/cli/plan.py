@@ -14,14 +14,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
-    BANDWIDTH,
     BATCH_SIZE,
-    CONNECTION_BANDWIDTH,
     GPUS_PER_NODE,
-    LANES,
-    LATENCY,
+    NETWORK,
     SHARD_BYTES,
-    WINDOW,
+    SHUFFLE_SIZES,
     Quantity,
     add_json_argument,
     add_override_argument,
@@ -105,7 +102,7 @@ TRAIN = (
              "N", "4096"),
     BATCH_SIZE,
     Quantity("--epochs", "epochs", parse_number, _number, "passes over the dataset", "N", "1"),
-    SHARD_BYTES, LANES, WINDOW, BANDWIDTH, CONNECTION_BANDWIDTH, LATENCY, *STORE_PRICES,
+    SHARD_BYTES, *SHUFFLE_SIZES, *NETWORK, *STORE_PRICES,
 )  # fmt: skip
 BUILD = (
     Quantity("--tokens", "tokens", parse_count, format_count,

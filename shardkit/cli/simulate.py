@@ -7,19 +7,15 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
-    BANDWIDTH,
     BATCH_SIZE,
-    CONNECTION_BANDWIDTH,
     GPUS_PER_NODE,
-    LANES,
-    LATENCY,
+    NETWORK,
     SHARD_BYTES,
-    WINDOW,
+    SHUFFLE_SIZES,
     Quantity,
     add_json_argument,
     add_quantities,
@@ -30,7 +26,6 @@ from shardkit.cli.common import (
     print_columns,
     print_json,
     read_quantities,
-    showing_steps,
     storage_options,
 )
 from shardkit.tools.plan.quantities import (
@@ -45,25 +40,15 @@ from shardkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from shardkit.tools.simulate.run import Outcome
-    from shardkit.tools.simulate.scenario import Scenario
+    from shardkit.tools.simulate.scenario import Scenario, Shards
 
 __all__ = ["SETTINGS", "add_parser", "run"]
 
-MAX_SHARDS = 20_000_000
 MAX_RUNS = 256
 PREFIX_REQUESTS = 5_500  # GETs a second that S3 guarantees for each prefix
-_ALL_NODES = 16  # up to this number, all nodes are simulated
-_SOME_NODES = 8
 
-SETTINGS = (
-    Quantity("--nodes", "nodes", parse_count, str, "number of machines", "N", "1"),
-    GPUS_PER_NODE, BATCH_SIZE, LANES, WINDOW,
-    Quantity("--cache", "cache_bytes", parse_bytes, format_bytes, "cache size of each node", "BYTES",
-             "100GB"),
-    Quantity("--prefetch", "prefetch_batches", parse_count, str, "batches that a loader prepares ahead", "N",
-             "64"),
-    Quantity("--connections", "connections", parse_count, str, "concurrent fetches of each rank", "N", "16"),
-    BANDWIDTH, CONNECTION_BANDWIDTH, LATENCY,
+_NETWORK = (
+    *NETWORK,
     Quantity("--latency-p99", "latency_p99_seconds", parse_seconds, format_seconds,
              "99th percentile of log-normal latencies with median --latency; default: constant latency",
              "TIME"),
@@ -71,6 +56,16 @@ SETTINGS = (
              "bandwidth of the store, shared equally by all nodes; default: no limit", "RATE"),
     Quantity("--throttle", "throttled_share", parse_number, lambda v: f"{100 * float(v):g} %",
              "share of requests answered with 503, from 0 to 0.9", "X", "0"),
+)  # fmt: skip
+SETTINGS = (
+    Quantity("--nodes", "nodes", parse_count, str, "number of machines", "N", "1"),
+    GPUS_PER_NODE, BATCH_SIZE, *SHUFFLE_SIZES,
+    Quantity("--cache", "cache_bytes", parse_bytes, format_bytes, "cache size of each node", "BYTES",
+             "100GB"),
+    Quantity("--prefetch", "prefetch_batches", parse_count, str, "batches that a loader prepares ahead", "N",
+             "64"),
+    Quantity("--connections", "connections", parse_count, str, "concurrent fetches of each rank", "N", "16"),
+    *_NETWORK,
     Quantity("--step-seconds", "step_seconds", parse_seconds, format_seconds, "compute time of a step",
              "TIME", "1s"),
     Quantity("--steps", "steps", parse_count, str, "number of steps from the start of the run", "N", "1000"),
@@ -86,19 +81,6 @@ SYNTHETIC = (
              "size of a sample; 16KiB is 4,096 tokens of 4 bytes", "BYTES", "16KiB"),
     SHARD_BYTES,
 )  # fmt: skip
-_NETWORK = (
-    "node_bytes_per_second", "connection_bytes_per_second", "latency_seconds", "latency_p99_seconds",
-    "store_bytes_per_second", "throttled_share",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """A dataset's shards: int64[K] samples and bytes, and the bytes of a sample."""
-
-    samples: Any
-    bytes: Any
-    sample_bytes: int
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -121,8 +103,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--sample-nodes",
         type=argument(parse_count),
         metavar="N",
-        help=f"simulate only N of the nodes, which are statistically alike (default: all up to {_ALL_NODES}, "
-        f"else {_SOME_NODES})",
+        help="simulate only N of the nodes, which are statistically alike (default: all up to 16, else 8)",
     )
     parser.add_argument(
         "--sweep",
@@ -146,8 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         values, _ = read_quantities(arguments, SETTINGS)
         names, combinations = _sweep(arguments.sweep)
-        data = _data(arguments)
-        scenarios = [_scenario(data, values | chosen, arguments.sample_nodes) for chosen in combinations]
+        shards = _shards(arguments)
+        scenarios = [_scenario(shards, values | chosen, arguments.sample_nodes) for chosen in combinations]
     except ValueError as error:
         arguments.parser.error(str(error))
     results: list[dict[str, Any]] = []
@@ -182,60 +163,33 @@ def _note(results: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _data(arguments: argparse.Namespace) -> _Data:
-    import numpy as np
+def _shards(arguments: argparse.Namespace) -> Shards:
+    from shardkit.tools.simulate.scenario import Shards
 
     if (arguments.path is None) == (arguments.samples is None):
         raise ValueError("give the PATH of a dataset, or --samples for a synthetic one")
-    if arguments.path is not None:
-        from shardkit.datasets.dataset import open_dataset
+    if arguments.path is None:
+        return Shards.synthetic(**read_quantities(arguments, SYNTHETIC)[0])
+    if any(getattr(arguments, quantity.key) is not None for quantity in SYNTHETIC):
+        raise ValueError("--shards, --sample-bytes and --shard-bytes belong to --samples")
+    from shardkit.datasets.dataset import open_dataset
 
-        if any(getattr(arguments, quantity.key) is not None for quantity in SYNTHETIC):
-            raise ValueError("--shards, --sample-bytes and --shard-bytes belong to --samples")
-        with open_dataset(arguments.path, storage=storage_options(arguments)) as dataset:
-            manifest = dataset.manifest
-            samples, sizes = manifest.shard_samples, manifest.raw_bytes
-        if not int(samples.sum()) or int(sizes.min()) < 0:
-            raise ValueError(f"{arguments.path}: its index states no samples, or no sizes of its shards")
-        return _Data(samples, sizes, max(1, int(sizes.sum()) // int(samples.sum())))
-    values, _ = read_quantities(arguments, SYNTHETIC)
-    count, size = values["samples"], values["sample_bytes"]
-    if size < 1 or values["shard_bytes"] < 1:
-        raise ValueError("--sample-bytes and --shard-bytes must be above 0")
-    shards = values.get("shards") or max(1, -(-count * size // values["shard_bytes"]))
-    if shards > min(MAX_SHARDS, count):
-        raise ValueError(f"{shards:,} shards are more than {min(MAX_SHARDS, count):,}: use larger shards")
-    edges = np.array([count * n // shards for n in range(shards + 1)], dtype=np.int64)
-    return _Data(np.diff(edges), np.diff(edges) * size, size)
+    with open_dataset(arguments.path, storage=storage_options(arguments)) as dataset:
+        return Shards.of(dataset)
 
 
-def _scenario(data: _Data, values: Mapping[str, Any], sample_nodes: int | None) -> Scenario:
-    from shardkit.tools.simulate.scenario import Network, Scenario, choose_window
+def _scenario(shards: Shards, values: Mapping[str, Any], sample_nodes: int | None) -> Scenario:
+    from shardkit.tools.simulate.scenario import Network, Scenario, spread_nodes
 
-    nodes = values["nodes"]
-    batch = nodes * values["gpus_per_node"] * values["batch_size"]
-    lanes, window = choose_window(
-        data.bytes,
-        data.sample_bytes,
-        global_batch=batch,
-        nodes=nodes,
-        cache_bytes=values["cache_bytes"],
-        lanes=values.get("lanes"),
-    )
-    some = sample_nodes or (nodes if nodes <= _ALL_NODES else _SOME_NODES)
-    some = min(some, nodes)
-    network = {name: float(values[name]) for name in _NETWORK if name in values}
-    rest = {name: value for name, value in values.items() if name not in (*_NETWORK, "lanes", "window")}
+    network = {each.name: float(values[each.name]) for each in _NETWORK if each.name in values}
+    settings = {name: value for name, value in values.items() if name not in network}
+    settings["step_seconds"] = float(settings["step_seconds"])
     return Scenario(
-        shard_samples=data.samples,
-        shard_bytes=data.bytes,
-        sample_bytes=data.sample_bytes,
-        delivered_bytes=2 * data.sample_bytes,
-        lanes=lanes,
-        window=values.get("window") or window,
+        shards=shards,
+        delivered_bytes=2 * shards.sample_bytes,
         network=Network(**network),
-        simulated=tuple(nodes * n // some for n in range(some)),
-        **(rest | {"step_seconds": float(values["step_seconds"])}),
+        simulated=spread_nodes(values["nodes"], sample_nodes),
+        **settings,
     )
 
 
@@ -262,11 +216,13 @@ def _sweep(texts: Sequence[str]) -> tuple[list[Quantity], list[dict[str, Any]]]:
 
 
 def _simulate(scenario: Scenario, label: str, *, quiet: bool) -> tuple[Outcome, float]:
+    """The outcome, and how many seconds it took to compute."""
+    from shardkit.progress import counting
     from shardkit.tools.simulate.run import simulate
 
     began = time.perf_counter()
-    with showing_steps(label, scenario.steps, "steps", progress=not quiet) as report:
-        outcome = simulate(scenario, report)
+    with counting(label, scenario.steps, "steps", progress=not quiet) as advance:
+        outcome = simulate(scenario, advance)
     return outcome, time.perf_counter() - began
 
 

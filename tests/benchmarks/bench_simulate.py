@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shardkit.tools.simulate.run import simulate
-from shardkit.tools.simulate.scenario import Scenario, choose_window
+from shardkit.tools.simulate.scenario import Scenario, Shards, spread_nodes
 from support.simulated_runs import CASES, compare, write_dataset
 
 NODES, SHARDS, SHARD_BYTES, SAMPLE_BYTES = 256, 882_149, 1 << 26, 1 << 14
@@ -53,19 +53,12 @@ def speed(runs: int) -> list[dict[str, Any]]:
     sizes = np.full(SHARDS, SHARD_BYTES, dtype=np.int64)
     rows = []
     for simulated, cache_bytes in ((8, 100_000_000_000), (8, 500_000_000_000), (NODES, 20_000_000_000)):
-        lanes, window = choose_window(
-            sizes, SAMPLE_BYTES, global_batch=NODES * 64, nodes=NODES, cache_bytes=cache_bytes
-        )
         run = Scenario(
-            shard_samples=samples,
-            shard_bytes=sizes,
-            sample_bytes=SAMPLE_BYTES,
+            shards=Shards(samples, sizes, SAMPLE_BYTES),
             delivered_bytes=2 * SAMPLE_BYTES,
             nodes=NODES,
-            lanes=lanes,
-            window=window,
             cache_bytes=cache_bytes,
-            simulated=tuple(range(0, NODES, NODES // simulated)),
+            simulated=spread_nodes(NODES, simulated),
         )
         seconds = []
         for _ in range(runs):

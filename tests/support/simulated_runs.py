@@ -1,6 +1,6 @@
 """The same small run twice: by the real loader behind a slow store, and simulated.
 
-For tests/tools/test_simulation_real.py and tests/benchmarks/bench_simulate.py.
+For tests/tools/test_simulate.py and tests/benchmarks/bench_simulate.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.tools.simulate.run import Outcome, simulate
-from shardkit.tools.simulate.scenario import Network, Scenario
+from shardkit.tools.simulate.scenario import Network, Scenario, Shards
 from support.remote_harness import put_folder, write_hashed
 from support.throttled_store import ThrottledStore
 
@@ -152,9 +152,7 @@ def _real(
 def _simulated(case: Case, shard_bytes: int, cache_bytes: int) -> Outcome:
     return simulate(
         Scenario(
-            shard_samples=np.full(SHARDS, ROWS, dtype=np.int64),
-            shard_bytes=np.full(SHARDS, shard_bytes, dtype=np.int64),
-            sample_bytes=2 * LENGTH,
+            shards=Shards(np.full(SHARDS, ROWS), np.full(SHARDS, shard_bytes), 2 * LENGTH),
             delivered_bytes=8 * LENGTH,
             gpus_per_node=1,
             batch_size=case.batch_size,

@@ -1,8 +1,9 @@
-"""A node's fetcher and cache in virtual time: the project's own plan, a modelled network and store.
+"""A node's fetcher and cache in virtual time: the loader's own plan, a modeled network and store.
 
-`Planner` decides what is fetched when and evicted for what. Modelled here are the connections of the node's
-ranks, the order in which they take work, ranges for shards that are waited for, room in the cache, and a
-store that may answer 503. Checking and writing of what arrives take no time.
+The loader's own `Planner` decides what is fetched when and what is evicted for it, and its own `Gate` how
+many requests are open at a time. Modeled here are the connections of the node's ranks, the order in which
+they take work, ranges of shards that are waited for, room in the cache, and a store that may answer 503.
+Checking and writing of what arrives take no time.
 
 `Link` is the network as a fluid: all transfers flow at one rate, the bandwidth divided by their number. Since
 the rate is the same for all, one running total (bytes that a flow present since the start would have
@@ -21,18 +22,22 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Held
 from shardkit.cache.download import MIN_PART_BYTES
 from shardkit.cache.planner import Planner
 from shardkit.cache.shards import _LEADS_IN_CACHE
+from shardkit.storage.limits import Gate
+from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.scenario import NodeUses, Scenario
 
-__all__ = ["Fetching", "Link"]
+__all__ = ["NEVER", "Fetching", "Link"]
+
+NEVER = float("inf")
+_P99 = 2.3263478740408408  # of the normal distribution
 
 
 class Link:
@@ -63,36 +68,29 @@ class Link:
         self._now = max(now, self._now)
 
     def add(self, number: int, count: float) -> None:
-        """A transfer of `count` bytes begins now."""
+        """Begin a transfer of `count` bytes now."""
         heapq.heappush(self._flows, (self._flowed + count, number))
 
     def next_end(self) -> float:
-        """When the next one ends if none joins; infinity if there is none."""
+        """When the next transfer ends if none joins; infinity if there is none."""
         if not self._flows:
-            return float("inf")
+            return NEVER
         return self._now + max(0.0, self._flows[0][0] - self._flowed) / self.rate
 
     def pop(self) -> int:
-        """Take out the one that ends next, which must be now."""
+        """Remove the transfer that ends next, which must be now."""
         end, number = heapq.heappop(self._flows)
         self._flowed = max(self._flowed, end)
         return number
 
 
-NEVER = float("inf")
-_COOL_DOWN_SECONDS = 1.0  # of `shardkit.storage.limits`
-_P99 = 2.3263478740408408  # of the normal distribution
-
-_Ints = npt.NDArray[np.int64]
-
-
 class _Job:
-    """A shard on its way."""
+    """A shard that is being fetched, or is to be."""
 
     def __init__(self, shard: int, *, urgent: bool, victims: Callable[[], Iterable[str]]) -> None:
         self.shard, self.urgent, self.victims = shard, urgent, victims
-        self.waiting: list[float] = []  # bytes of parts that nobody fetches yet
-        self.left = 0  # parts that have not come
+        self.waiting: list[float] = []  # bytes of parts without a request
+        self.left = 0  # parts that have not arrived
         self.is_kept = False  # the cache has room for it
 
 
@@ -125,7 +123,7 @@ class Fetching:
 
     def __init__(self, scenario: Scenario, uses: NodeUses, node: int) -> None:
         self._scenario, self._uses = scenario, uses
-        self._sizes = scenario.shard_bytes[uses.numbers]
+        self._sizes = scenario.shards.bytes[uses.numbers]
         self._entries = scenario.entry_bytes[uses.numbers]
         self._names = [str(number) for number in range(uses.shards)]
         self._cache = _Contents(scenario.cache_bytes)
@@ -139,14 +137,14 @@ class Fetching:
         self.now = 0.0
         self.counts: Counter[str] = Counter()
         self.requests = array("d")  # when each was made
-        self.moved = array("d")  # seconds and bytes of shards that had come by then, in turn
-        self.squeezed: set[int] = set()
-        self.delivered: set[int] = set()  # whole in memory, for who waits: the cache had no room
+        self.moved = array("d")  # seconds, and bytes of shards that had arrived by then, in turn
+        self.bypassing: set[int] = set()  # shards for which the cache had no room
+        self.delivered: set[int] = set()  # shards in memory only, for a reader that waits for them
         self._connections = scenario.connections * scenario.gpus_per_node
-        self._most_requests = float(StorageOptions().connections * scenario.gpus_per_node)
-        self._gate = self._most_requests
+        self._answered_at = 0.0
+        most_requests = StorageOptions().connections * scenario.gpus_per_node
+        self._gate = Gate(most_requests, StoreMetrics(), clock=lambda: self._answered_at)
         self._policy = RetryPolicy()
-        self._calm_at, self._successes = 0.0, 0
         self._random = random.Random(f"{scenario.seed}:{node}")
         self._planner: Planner | None = None
         self._active: dict[int, _Job] = {}
@@ -166,7 +164,7 @@ class Fetching:
         return self._cache.used
 
     def waiting_bytes(self, touched: set[int]) -> int:
-        """Bytes of shards that have come and that nobody has read so far."""
+        """Bytes of shards that have arrived and of which nothing has been read."""
         came = set(np.flatnonzero(self._fetched).tolist())
         return int(self._sizes[sorted(came - touched)].sum())
 
@@ -190,12 +188,12 @@ class Fetching:
         self._work()
 
     def advance(self, position: int) -> None:
-        """The reader has come to a position."""
+        """The reader has reached a position."""
         if self._planner is not None and self._planner.advance(position):
             self._work()
 
     def demand(self, shard: int) -> None:
-        """Someone waits for a shard; it comes before all others."""
+        """A reader waits for a shard: fetch it before all others."""
         job = self._active.get(shard) or next((j for j in self._demanded if j.shard == shard), None)
         if job is None:
             job = _Job(shard, urgent=True, victims=self._victims_now)
@@ -204,11 +202,11 @@ class Fetching:
         self._work()
 
     def next_event(self) -> float:
-        """When something happens next."""
+        """The time of the next event."""
         return min(self._starts[0][0] if self._starts else NEVER, self.link.next_end())
 
     def step(self) -> None:
-        """Let happen what happens next."""
+        """Advance to the next event and handle it."""
         start, end = self._starts[0][0] if self._starts else NEVER, self.link.next_end()
         self.go_to(min(start, end))
         if start <= end:
@@ -219,25 +217,26 @@ class Fetching:
         self._work()
 
     def go_to(self, now: float) -> None:
-        """Nothing happens before `now`."""
+        """Advance to `now`, before which there is no event."""
         self.link.advance(now)
         self.now = max(self.now, now)
         if not self.moved or self.now > self.moved[-2]:
             self.moved.extend((self.now, self.link.moved))
 
     def request_seconds(self) -> float:
-        """How long a request made now waits for its first byte, refusals included."""
+        """How long a request made now waits for its first byte, answers of 503 included."""
         network = self._scenario.network
         seconds, failures = 0.0, 0
         while True:
             self.requests.append(self.now + seconds)
             seconds += self._latency()
+            self._answered_at = self.now + seconds
             if not network.throttled_share or self._random.random() >= network.throttled_share:
-                self._succeeded(self.now + seconds)
+                self._gate.succeeded()
                 return seconds
             failures += 1
             self.counts["throttled"] += 1
-            self._throttled(self.now + seconds)
+            self._gate.throttled()
             backoff = self._policy.backoff_seconds * 2.0 ** min(failures - 1, 60)
             seconds += min(self._policy.longest_backoff_seconds, backoff) * self._random.random()
 
@@ -248,23 +247,9 @@ class Fetching:
         spread = math.log(network.latency_p99_seconds / network.latency_seconds) / _P99
         return self._random.lognormvariate(math.log(network.latency_seconds), spread)
 
-    def _throttled(self, now: float) -> None:
-        """Half as many requests at a time, as the store's gate has it."""
-        if now >= self._calm_at:
-            self._calm_at = now + _COOL_DOWN_SECONDS
-            self._gate = max(1.0, self._gate // 2)
-            self._successes = 0
-
-    def _succeeded(self, now: float) -> None:
-        if now >= self._calm_at:
-            self._successes += 1
-            if self._successes >= self._gate:
-                self._successes = 0
-                self._gate = min(self._most_requests, self._gate + 1)
-
     def _work(self) -> None:
-        """What free threads do."""
-        while self.streaming < min(self._connections, self._gate):
+        """Start requests while threads and the gate allow."""
+        while self.streaming < min(self._connections, self._gate.limit):
             job = self._next_job()
             if job is None:
                 return
@@ -290,11 +275,11 @@ class Fetching:
             if not planner.is_stale():
                 return None
             planner.plan(self._cache, [*self._active])  # type: ignore[arg-type]
-            self.squeezed &= planner.unfit
+            self.bypassing &= planner.unfit
         return None
 
     def _begin(self, job: _Job) -> bool:
-        """Make room for a shard and cut it into parts; whether it is to be fetched."""
+        """Make room for a shard and cut it into parts; return whether it is to be fetched."""
         if self.has(job.shard):
             del self._active[job.shard]
             return False
@@ -304,11 +289,11 @@ class Fetching:
                 del self._active[job.shard]
                 return False
             self.counts["bypassed"] += 1
-            self.squeezed.add(job.shard)
+            self.bypassing.add(job.shard)
         else:
-            self.squeezed.discard(job.shard)
+            self.bypassing.discard(job.shard)
         size = float(self._sizes[job.shard])
-        # One thread is this shard's already.
+        # One thread already has this shard.
         idle = self._connections - self.streaming - 1
         parts = 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
         parts = max(1, min(parts, int(size) // MIN_PART_BYTES))
@@ -329,7 +314,6 @@ class Fetching:
         del self._active[shard]
         size = int(self._sizes[shard])
         self.counts["fetched_bytes"] += size
-        self.counts["fetched_shards"] += 1
         self.counts["refetched_bytes"] += size * bool(self._fetched[shard])
         self._fetched[shard] = True
         if job.is_kept:
@@ -355,7 +339,7 @@ class Fetching:
         return True
 
     def _victims_for(self, fetch: Fetch) -> Iterable[str]:
-        # What the plan names comes first in the planner's list, and is nearly always enough.
+        # The plan's own victims come first, and are nearly always enough.
         yield from (self._names[shard] for shard in fetch.evict)
         assert self._planner is not None
         yield from self._planner.victims_for(fetch, self._cache.held)

@@ -22,7 +22,7 @@ _BINS = 200
 
 
 def plot_run(outcome: Outcome, file: Path) -> None:
-    """Write a picture (its format by the name's ending): waits of steps, and each node's traffic."""
+    """Write a picture of the waits of steps and the traffic of nodes; its format is that of the ending."""
     scenario = outcome.scenario
     figure = _figure(3)
     waits, traffic, nodes = figure.subplots(3, 1)
@@ -33,7 +33,7 @@ def plot_run(outcome: Outcome, file: Path) -> None:
     waits.set_title("How long the run waited for each step; dashed: 1 ms; at the bottom: none", fontsize=10)
 
     edges = np.linspace(0, max(outcome.seconds, 1e-9), _BINS + 1)
-    # What had come by each edge, of each node.
+    # What had arrived at each node by each edge.
     came = np.stack([np.interp(edges, *node.moved.T) for node in outcome.nodes])
     rates = np.diff(came, axis=1) / (edges[1] - edges[0])
     middles = (edges[1:] + edges[:-1]) / 2
@@ -48,7 +48,9 @@ def plot_run(outcome: Outcome, file: Path) -> None:
 
     used = np.cumsum(np.full(scenario.steps, scenario.batch_size * scenario.gpus_per_node))
     nodes.plot(edges, came.mean(axis=0) / 1e9, color=_BLUE, label="fetched, whole shards")
-    nodes.plot(outcome.begins, used * scenario.sample_bytes / 1e9, color=_ORANGE, label="used by its batches")
+    nodes.plot(
+        outcome.begins, used * scenario.shards.sample_bytes / 1e9, color=_ORANGE, label="used by its batches"
+    )
     nodes.set_ylabel("bytes of a node (GB)")
     nodes.set_xlabel("virtual time (s)")
     nodes.legend(frameon=False, fontsize=8)
@@ -57,7 +59,10 @@ def plot_run(outcome: Outcome, file: Path) -> None:
 
 
 def plot_sweep(names: Sequence[str], rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Bars of a sweep: time lost to waits, and bytes fetched for each byte used. `rows` have `names` too."""
+    """Bars for each run of a sweep: time lost to waits, and bytes fetched per byte used.
+
+    `rows`: figures of the runs, and the values of the varied settings under `names`.
+    """
     figure = _figure(2)
     stalls, reads = figure.subplots(2, 1, sharex=True)
     places = np.arange(len(rows))

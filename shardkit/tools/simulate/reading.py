@@ -1,8 +1,8 @@
 """A node's loaders in virtual time: plans that grow, first rows read one by one, batches queued ahead.
 
-All ranks of a node behave alike, so one reader stands for them: its plans are theirs side by side, and it
-waits for what any of them needs. The constants are the loader's own. Planning, opening and gathering take no
-time.
+All ranks of a node behave alike, so one reader stands for them: its plans are those of all ranks together,
+and it waits for what any of them needs. The constants are the loader's own. Planning, opening and gathering
+take no time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _State = Literal["free", "rows", "shards", "queueing"]
 
 
 class Reading:
-    """`batch_at` gives the time at which a step's batch is in hand; steps are asked for in order."""
+    """`batch_at` returns when a step's batch is ready; steps are asked for in order."""
 
     def __init__(self, scenario: Scenario, demand: Demand, uses: NodeUses, place: int, node: int) -> None:
         """`place` is the node's among those simulated."""
@@ -33,9 +33,9 @@ class Reading:
         self.hits = self.misses = self.row_reads = self.used_rows = 0
         self.touched: set[int] = set()  # shards that plans have opened
         plan_bytes = min(sources.PLAN_BYTES, scenario.cache_bytes // sources._PLANS_IN_CACHE)
-        most = min(plan_bytes // scenario.sample_bytes, producer.PLAN_ROWS)
+        most = min(plan_bytes // scenario.shards.sample_bytes, producer.PLAN_ROWS)
         self._most_rows = max(scenario.batch_size, most)
-        delivered = scenario.batch_size * (scenario.delivered_bytes or scenario.sample_bytes)
+        delivered = scenario.batch_size * (scenario.delivered_bytes or scenario.shards.sample_bytes)
         self._batch_bytes = delivered
         self._group_steps = max(1, producer.GROUP_BYTES // delivered)
         self._keeps_open = int(scenario.entry_bytes.sum()) <= scenario.cache_bytes
@@ -46,29 +46,29 @@ class Reading:
         self._rows_until = 0.0
         self._pending: deque[int] = deque()
         self._open: set[int] = set()
-        self._is_waiting = False  # for the first of those pending
+        self._is_waiting = False  # for the first pending shard
         self._planned = self._queued = 0  # steps before these have been planned, and queued
-        self._queue: deque[int] = deque()  # of each group the step behind its last
+        self._queue: deque[int] = deque()  # for each group of batches, the step after its last
         self._queued_steps = 0
-        self._in_hand = 0  # the step behind the last that the loop has
+        self._in_hand = 0  # the step after the last one that the loop has
         self._is_awaited = False
         self._has_thread = False
         self._gets = 0
 
     def batch_at(self, step: int, now: float) -> float:
-        """When the batch of `step` is in hand, asked for at `now`; `now` if it is there."""
+        """When the batch of `step` is ready if it is asked for at `now`; `now` if it is ready already."""
         if step < self._in_hand:
             return now
         self.run_until(now)
         self._gets += 1
-        # The loader starts its thread once it has seen twice that the loop does something else.
+        # The loader starts its thread once it has seen twice that the loop does other work.
         busy = self._scenario.step_seconds > config.BUSY_SECONDS
         self._has_thread = busy and self._gets > 2 and self._scenario.prefetch_batches > 0
         self._is_awaited = True
         self._proceed()
         while not self._queue:
             event = self._next_event()
-            assert event < NEVER, "a reader waits for what nobody fetches"
+            assert event < NEVER, "the reader waits for a shard that nothing fetches"
             self._happen(event)
         self._is_awaited = False
         self._in_hand = self._queue.popleft()
@@ -78,7 +78,7 @@ class Reading:
         return ready
 
     def run_until(self, now: float) -> None:
-        """Let happen what happens up to `now`."""
+        """Handle all events up to `now`."""
         while (event := self._next_event()) <= now:
             self._happen(event)
         self.fetching.go_to(now)
@@ -105,7 +105,7 @@ class Reading:
         )
 
     def _proceed(self) -> None:
-        """Everything that can be done now."""
+        """Do everything that can be done now."""
         while True:
             if self._state == "rows":
                 if self.fetching.now < self._rows_until:
@@ -157,11 +157,11 @@ class Reading:
         self._state = "rows" if singly else "shards"
 
     def _read_singly(self, missing: dict[int, int]) -> set[int]:
-        """The shards whose rows are read by ranged requests, which begins now."""
+        """Begin to read rows by ranged requests; return the shards that they are in."""
         scenario = self._scenario
         of_rank = -(-sum(missing.values()) // scenario.gpus_per_node)
         if of_rank > self._cold_left:
-            wanted = {shard: n for shard, n in missing.items() if shard in self.fetching.squeezed}
+            wanted = {shard: n for shard, n in missing.items() if shard in self.fetching.bypassing}
         else:
             wanted = missing
             self._cold_left -= of_rank
@@ -179,7 +179,7 @@ class Reading:
         together = threads * scenario.gpus_per_node
         seconds = sum(max(waits[n : n + together]) for n in range(0, len(waits), together))
         self.row_reads += count
-        size = 2 * count * scenario.sample_bytes
+        size = 2 * count * scenario.shards.sample_bytes
         rate = min(
             fetching.total_rate,
             scenario.network.connection_bytes_per_second * together,

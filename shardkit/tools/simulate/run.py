@@ -1,8 +1,8 @@
-"""Runs a scenario: waits of the steps, and what each node fetched, kept and requested.
+"""Runs a scenario: how long steps wait, and what each node fetches, keeps and requests.
 
 All nodes step together, as the collectives of a training run make them: a step begins when the slowest node
-has its batch, and then takes `step_seconds`. Between steps readers and fetchers proceed on their own. Costs
-about 30 microseconds a fetch and a few microseconds a step and node.
+has its batch, and then takes `step_seconds`. Between steps, readers and fetchers proceed independently. Costs
+about 30 microseconds per fetch and a few microseconds per step and node.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class NodeOutcome:
-    """Of one node."""
+    """What one node did."""
 
     fetched_bytes: int
     """Whole shards."""
     ahead_bytes: int
-    """Of these, shards that no batch has been read from when the run ends."""
+    """Of these, shards of which nothing has been read when the run ends."""
     row_bytes: int
-    """Rows that were read by themselves, each twice."""
+    """Rows that were read singly, by two requests each."""
     used_bytes: int
-    """Rows that the node's ranks were given, or planned to be."""
+    """Rows delivered to the node's ranks, or planned to be."""
     hits: int
     """Shards that were in the cache when a plan opened them."""
     misses: int
     row_reads: int
-    fetched_shards: int
     refetched_bytes: int
     bypassed: int
     evictions: int
@@ -50,18 +49,18 @@ class NodeOutcome:
     requests: _Floats
     """When each was made."""
     moved: _Floats
-    """float64[n, 2]: seconds, and bytes of shards that had come by then."""
+    """float64[n, 2]: seconds, and bytes of shards that had arrived by then."""
 
     @classmethod
     def of(cls, reader: Reading, scenario: Scenario) -> NodeOutcome:
         fetching = reader.fetching
         counts = fetching.counts
-        names = ("fetched_bytes", "fetched_shards", "refetched_bytes", "bypassed", "evictions", "throttled")
+        names = ("fetched_bytes", "refetched_bytes", "bypassed", "evictions", "throttled")
         return cls(
             **{name: counts[name] for name in names},
             ahead_bytes=fetching.waiting_bytes(reader.touched),
-            row_bytes=2 * reader.row_reads * scenario.sample_bytes,
-            used_bytes=reader.used_rows * scenario.sample_bytes,
+            row_bytes=2 * reader.row_reads * scenario.shards.sample_bytes,
+            used_bytes=reader.used_rows * scenario.shards.sample_bytes,
             hits=reader.hits,
             misses=reader.misses,
             row_reads=reader.row_reads,
@@ -73,17 +72,15 @@ class NodeOutcome:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Of a run; figures per node are means over the nodes that were simulated."""
+    """The outcome of a run; figures per node are means over the nodes that were simulated."""
 
     scenario: Scenario
     seconds: float
-    """All of it, in virtual time."""
+    """Duration in virtual time."""
     begins: _Floats
     """float64[steps]: when each step began."""
     waits: _Floats
-    """float64[steps]: how long the run waited for it, which is how long its slowest node did."""
-    node_waits: npt.NDArray[np.float32]
-    """float32[nodes, steps]"""
+    """float64[steps]: how long the run waited for each step, which is how long its slowest node did."""
     nodes: tuple[NodeOutcome, ...]
 
     @property
@@ -91,7 +88,7 @@ class Outcome:
         return float(self.waits[0])
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain data. Waits and stalls leave the first batch out, which is told apart."""
+        """All figures as plain data. Waits and stalls exclude the first batch, which has its own figure."""
         scenario = self.scenario
         later = self.waits[1:]
         slow = later > SLOW_STEP_SECONDS
@@ -141,15 +138,15 @@ class Outcome:
         return float(np.mean([getattr(node, name) for node in self.nodes]))
 
     def _peak_requests(self) -> float:
-        """Requests of all nodes in the second that had most."""
+        """Requests of all nodes in the busiest second."""
         seconds = np.concatenate([node.requests for node in self.nodes])
         if not len(seconds):
             return 0.0
         return self._all_nodes(int(np.bincount(seconds.astype(np.int64)).max()))
 
 
-def simulate(scenario: Scenario, progress: Callable[[int, int], None] = lambda step, steps: None) -> Outcome:
-    """What comes of it; `progress` hears now and then of the steps done and of their number."""
+def simulate(scenario: Scenario, advance: Callable[[int], None] = lambda steps: None) -> Outcome:
+    """Run a scenario; `advance` is called from time to time with the number of further steps done."""
     order = scenario.order()
     demand, every = Demand(scenario, order), AllUses(order)
     last_epoch = (scenario.steps * scenario.global_batch - 1) // order.samples
@@ -160,17 +157,14 @@ def simulate(scenario: Scenario, progress: Callable[[int, int], None] = lambda s
     now = 0.0
     begins = np.empty(scenario.steps)
     waits = np.empty(scenario.steps)
-    own = np.empty((len(readers), scenario.steps), dtype=np.float32)
     for step in range(scenario.steps):
-        ready = [reader.batch_at(step, now) for reader in readers]
-        own[:, step] = np.array(ready) - now
-        began = max(ready)
+        began = max([reader.batch_at(step, now) for reader in readers])
         waits[step], begins[step] = began - now, began
         now = began + scenario.step_seconds
-        if step % 64 == 0:
-            progress(step, scenario.steps)
+        if (step + 1) % 64 == 0:
+            advance(64)
     for reader in readers:
         reader.run_until(now)
-    progress(scenario.steps, scenario.steps)
+    advance(scenario.steps % 64)
     nodes = [NodeOutcome.of(reader, scenario) for reader in readers]
-    return Outcome(scenario, now, begins, waits, own, tuple(nodes))
+    return Outcome(scenario, now, begins, waits, tuple(nodes))

@@ -9,36 +9,87 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from shardkit.arrays import Ints
 from shardkit.cache.folder import SEAL_BYTES
+from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.defaults import DEFAULT_WINDOWS_BYTES
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
 from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
 
-__all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "choose_window"]
+__all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "Shards", "spread_nodes"]
 
-_Ints = npt.NDArray[np.int64]
+MAX_SHARDS = 20_000_000
+
+_PART_POSITIONS = 1 << 20
+_LEAST_POSITIONS = 1 << 12
+_PARTS_KEPT = 4
+_EPOCHS_KEPT = 3
+_ALL_NODES = 16  # up to this number, all nodes are simulated by default, else
+_SOME_NODES = 8
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shards:
+    """What a simulation needs to know of a dataset."""
+
+    samples: Ints
+    """int64[K]: of each shard."""
+    bytes: Ints
+    """int64[K]: of each shard as it is fetched and kept."""
+    sample_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.samples) != len(self.bytes) or not int(self.samples.sum()):
+            raise ValueError("there must be samples, and as many sizes as shards")
+        if self.sample_bytes < 1:
+            raise ValueError("sample_bytes must be at least 1")
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> Self:
+        """The shards of a dataset by its index; ValueError if that does not state their sizes."""
+        samples, sizes = dataset.manifest.shard_samples, dataset.manifest.raw_bytes
+        if not int(samples.sum()) or int(sizes.min()) < 0:
+            raise ValueError(f"{dataset.location}: its index states no samples, or no sizes of its shards")
+        return cls(samples, sizes, max(1, int(sizes.sum()) // int(samples.sum())))
+
+    @classmethod
+    def synthetic(cls, samples: int, sample_bytes: int, shard_bytes: int, shards: int | None = None) -> Self:
+        """So many samples in shards of almost one size; `shards`: their number, by default by their size."""
+        if sample_bytes < 1 or shard_bytes < 1:
+            raise ValueError("--sample-bytes and --shard-bytes must be above 0")
+        shards = shards or max(1, -(-samples * sample_bytes // shard_bytes))
+        if shards > (most := min(MAX_SHARDS, samples)):
+            raise ValueError(f"{shards:,} shards are more than {most:,}: use larger shards")
+        edges = np.array([samples * n // shards for n in range(shards + 1)], dtype=np.int64)
+        return cls(np.diff(edges), np.diff(edges) * sample_bytes, sample_bytes)
+
+
+def spread_nodes(nodes: int, count: int | None = None) -> tuple[int, ...]:
+    """`count` of the nodes, evenly spread; by default all up to 16, else 8: nodes are statistically alike."""
+    some = min(count or (nodes if nodes <= _ALL_NODES else _SOME_NODES), nodes)
+    return tuple(nodes * n // some for n in range(some))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """Between a store and the nodes. Rates in bytes a second."""
+    """The network between a store and the nodes, and the store's answers."""
 
     node_bytes_per_second: float = 1.25e9
-    """What a node can receive."""
+    """Bandwidth of a node."""
     connection_bytes_per_second: float = 80e6
-    """What one request delivers."""
+    """Bandwidth of one request."""
     latency_seconds: float = 0.05
     """To a request's first byte; the median, if `latency_p99_seconds` is given."""
     latency_p99_seconds: float | None = None
-    """Latencies are log-normal with that 99th percentile; None: all are alike."""
+    """The 99th percentile of log-normal latencies; None: latency is constant."""
     store_bytes_per_second: float | None = None
-    """What the store delivers to all nodes together, each its equal share; None: no limit."""
+    """Bandwidth of the store, shared equally by all nodes; None: no limit."""
     throttled_share: float = 0.0
-    """Of the requests, how many are answered 503 (and tried again, with fewer at a time)."""
+    """Share of requests that are answered with 503 (and retried, with fewer at a time)."""
 
     def __post_init__(self) -> None:
         rates = [self.node_bytes_per_second, self.connection_bytes_per_second]
@@ -56,17 +107,15 @@ class Network:
 class Scenario:
     """A run from its first step on, with an empty cache that the ranks of a node share."""
 
-    shard_samples: _Ints
-    """int64[K]"""
-    shard_bytes: _Ints
-    """int64[K]: of the shards as they are fetched and kept."""
-    sample_bytes: int
+    shards: Shards
     nodes: int = 1
     gpus_per_node: int = 8
     batch_size: int = 8
     """Sequences of each rank in a step."""
-    lanes: int
-    window: int
+    lanes: int = 0
+    """0: as a loader with this cache chooses."""
+    window: int = 0
+    """0: as a loader with this cache chooses."""
     cache_bytes: int
     """Of each node."""
     seed: int = 17
@@ -78,21 +127,35 @@ class Scenario:
     """Of each rank."""
     network: Network = field(default_factory=Network)
     step_seconds: float = 1.0
-    """What a step computes, without waiting."""
+    """Compute time of a step, without waiting."""
     steps: int = 1000
     simulated: tuple[int, ...] = ()
     """The nodes to simulate; (): all of them."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "batch_size", "sample_bytes", "steps", "connections"):
+        for name in ("nodes", "gpus_per_node", "batch_size", "steps", "connections"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
-        if len(self.shard_samples) != len(self.shard_bytes) or not int(self.shard_samples.sum()):
-            raise ValueError("there must be samples, and as many sizes as shards")
         if self.cache_bytes < 0 or self.step_seconds < 0 or self.prefetch_batches < 0:
             raise ValueError("cache_bytes, step_seconds and prefetch_batches must not be negative")
         if any(not 0 <= node < self.nodes for node in self.simulated):
             raise ValueError(f"the nodes to simulate are numbered from 0 to {self.nodes - 1}")
+        if not self.lanes or not self.window:
+            lanes, window = self._shuffle_sizes()
+            object.__setattr__(self, "lanes", lanes)
+            object.__setattr__(self, "window", self.window or window)
+
+    def _shuffle_sizes(self) -> tuple[int, int]:
+        """(lanes, window) of a loader with this cache, as its `shuffle_sizes` chooses them for a dataset."""
+        lanes = self.lanes or default_lanes(self.global_batch, self.nodes)
+        parts = map(self.part, range(self.nodes))
+        served = max(len(lanes_of_part(self.global_batch, lanes, part)) for part in parts)
+        sizes, budget = self.shards.bytes, DEFAULT_WINDOWS_BYTES
+        largest = int(sizes.max())
+        if self.cache_bytes < int(sizes.sum()):
+            room = (self.cache_bytes - 2 * served * largest) * lanes // served
+            budget = min(budget, max(room, largest * lanes))
+        return lanes, default_window(lanes, self.shards.sample_bytes, budget)
 
     @property
     def world_size(self) -> int:
@@ -107,12 +170,12 @@ class Scenario:
         return self.simulated or tuple(range(self.nodes))
 
     @property
-    def entry_bytes(self) -> _Ints:
+    def entry_bytes(self) -> Ints:
         """int64[K]: what each shard takes in a cache."""
-        return self.shard_bytes + SEAL_BYTES
+        return self.shards.bytes + SEAL_BYTES
 
     def order(self) -> Order:
-        return Order(self.shard_samples, OrderSpec(self.seed, self.lanes, self.window))
+        return Order(self.shards.samples, OrderSpec(self.seed, self.lanes, self.window))
 
     def part(self, node: int) -> slice:
         """What a node's ranks take of each global batch."""
@@ -123,45 +186,19 @@ class Scenario:
         return lanes_of_part(self.global_batch, self.lanes, self.part(node))
 
 
-def choose_window(
-    shard_bytes: _Ints,
-    sample_bytes: int,
-    *,
-    global_batch: int,
-    nodes: int,
-    cache_bytes: int,
-    lanes: int | None = None,
-) -> tuple[int, int]:
-    """(lanes, window) that a loader with this cache chooses, as its `shuffle_sizes` does for a dataset."""
-    lanes = lanes or default_lanes(global_batch, nodes)
-    parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
-    served = max(len(lanes_of_part(global_batch, lanes, part)) for part in parts)
-    largest, budget = int(shard_bytes.max()), DEFAULT_WINDOWS_BYTES
-    if cache_bytes < int(shard_bytes.sum()):
-        room = (cache_bytes - 2 * served * largest) * lanes // served
-        budget = min(budget, max(room, largest * lanes))
-    return lanes, default_window(lanes, sample_bytes, budget)
-
-
-_PART_POSITIONS = 1 << 20
-_LEAST_POSITIONS = 1 << 12
-_PARTS_KEPT = 4
-_EPOCHS_KEPT = 3
-
-
 class Demand:
     """Shards and rows that the simulated nodes read; nodes are given by their place among the simulated."""
 
     def __init__(self, scenario: Scenario, order: Order) -> None:
         self._scenario, self._order = scenario, order
-        self._shards = len(scenario.shard_samples)
+        self._shards = len(scenario.shards.samples)
         wanted = max(scenario.steps * scenario.global_batch, _LEAST_POSITIONS)
         self._steps = max(1, min(wanted, _PART_POSITIONS) // scenario.global_batch)  # of a part
-        self._parts: OrderedDict[int, tuple[_Ints, _Ints, _Ints]] = OrderedDict()
+        self._parts: OrderedDict[int, tuple[Ints, Ints, Ints]] = OrderedDict()
 
-    def rows(self, node: int, first: int, stop: int) -> tuple[_Ints, _Ints]:
+    def rows(self, node: int, first: int, stop: int) -> tuple[Ints, Ints]:
         """(shards, ascending; rows of each) that a node reads in the steps [first, stop)."""
-        found: list[tuple[_Ints, _Ints]] = []
+        found: list[tuple[Ints, Ints]] = []
         while first < stop:
             number, within = divmod(first, self._steps)
             end = min(stop, (number + 1) * self._steps)
@@ -174,7 +211,7 @@ class Demand:
         rows = np.bincount(where, np.concatenate([c for _, c in found]), minlength=len(shards))
         return shards, rows.astype(np.int64)
 
-    def _part(self, number: int) -> tuple[_Ints, _Ints, _Ints]:
+    def _part(self, number: int) -> tuple[Ints, Ints, Ints]:
         """(where each node's each step begins, shards, rows) of a run of steps."""
         if number in self._parts:
             self._parts.move_to_end(number)
@@ -199,11 +236,11 @@ class Demand:
 
 
 class AllUses:
-    """The uses of all lanes, an epoch worked out once for all nodes."""
+    """The uses of all lanes; an epoch is computed once for all nodes."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self._epochs: OrderedDict[int, tuple[ShardUses, _Ints]] = OrderedDict()
+        self._epochs: OrderedDict[int, tuple[ShardUses, Ints]] = OrderedDict()
 
     def of_lanes(self, epoch: int, lanes: range) -> ShardUses:
         """As `shard_uses(order, epoch, lanes)`."""
@@ -243,6 +280,6 @@ class NodeUses:
         by_begin = np.lexsort((own[known], found.begin[known]))
         return ShardUses(own[known], found.begin[known], found.end[known]).take(by_begin)
 
-    def local(self, shards: _Ints) -> _Ints:
+    def local(self, shards: Ints) -> Ints:
         """The node's numbers of shards that it reads."""
         return np.searchsorted(self.numbers, shards)

@@ -1,8 +1,14 @@
-"""Runs in virtual time: what they read is what loaders read, and time obeys the network."""
+"""Runs in virtual time: what they read is what loaders read, and time obeys the network.
+
+A busy machine makes a real run slower, never faster: its waits bound those of the simulated one from above
+only. tests/benchmarks/bench_simulate.py shows both sides.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +18,9 @@ from hypothesis import strategies as st
 
 from reference.belady import min_fetched_bytes
 from shardkit.cache.folder import sealed_size
-from shardkit.loaders import defaults
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.defaults import shuffle_sizes
+from shardkit.loaders.plan import BatchPlan
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from shardkit.tools.simulate.fetching import Link
@@ -23,8 +31,9 @@ from shardkit.tools.simulate.scenario import (
     Network,
     NodeUses,
     Scenario,
-    choose_window,
+    Shards,
 )
+from support.simulated_runs import CASES, Case, compare, write_dataset
 
 ROWS, SAMPLE_BYTES = 32, 1000
 SHARD_BYTES = ROWS * SAMPLE_BYTES
@@ -33,9 +42,7 @@ SHARD_BYTES = ROWS * SAMPLE_BYTES
 def scenario(**changes: Any) -> Scenario:
     shards = changes.pop("shards", 24)
     settings: dict[str, Any] = {
-        "shard_samples": np.full(shards, ROWS, dtype=np.int64),
-        "shard_bytes": np.full(shards, SHARD_BYTES, dtype=np.int64),
-        "sample_bytes": SAMPLE_BYTES,
+        "shards": Shards(np.full(shards, ROWS), np.full(shards, SHARD_BYTES), SAMPLE_BYTES),
         "gpus_per_node": 2,
         "batch_size": 4,
         "lanes": 4,
@@ -120,15 +127,11 @@ def test_a_link_shares_its_bandwidth_among_flows_up_to_what_each_may_take() -> N
     assert link.moved == pytest.approx(40 + 0.4 * 100)
 
 
-def figures(run: Scenario) -> dict[str, Any]:
-    return simulate(run).to_dict()
-
-
 def test_a_dataset_that_fits_is_fetched_once_however_often_it_is_passed() -> None:
     run = scenario(steps=400)  # four epochs of 96 steps and more
     outcome = simulate(run)
     [node] = outcome.nodes
-    assert node.fetched_bytes == int(run.shard_bytes.sum())
+    assert node.fetched_bytes == int(run.shards.bytes.sum())
     assert (node.refetched_bytes, node.evictions, node.bypassed) == (0, 0, 0)
     assert node.used_bytes >= 400 * 8 * SAMPLE_BYTES
     assert outcome.waits[50:].max() == 0
@@ -138,8 +141,9 @@ def test_a_dataset_that_fits_is_fetched_once_however_often_it_is_passed() -> Non
 def test_the_same_scenario_gives_the_same_outcome_and_chance_has_a_seed() -> None:
     network = Network(latency_p99_seconds=0.2, throttled_share=0.2)
     run = scenario(network=network, cache_bytes=8 * SHARD_BYTES)
-    assert figures(run) == figures(run)
-    assert figures(run) != figures(replace(run, seed=18))
+    figures = simulate(run).to_dict()
+    assert simulate(run).to_dict() == figures
+    assert simulate(replace(run, seed=18)).to_dict() != figures
 
 
 def test_a_network_too_slow_takes_as_long_as_the_bytes_need() -> None:
@@ -162,7 +166,7 @@ def test_a_small_cache_fetches_about_as_little_as_an_all_knowing_one(cached: int
     [node] = simulate(run).nodes
     order = run.order()
     steps = [set(order.locate(order.global_batch(step * 8, 8)).shard.tolist()) for step in range(run.steps)]
-    bound = min_fetched_bytes(steps, run.shard_bytes.tolist(), cached * SHARD_BYTES)
+    bound = min_fetched_bytes(steps, run.shards.bytes.tolist(), cached * SHARD_BYTES)
     assert bound * 0.99 <= node.fetched_bytes + node.row_reads * SAMPLE_BYTES * ROWS
     assert node.fetched_bytes <= 1.35 * bound
 
@@ -181,7 +185,7 @@ def test_nodes_that_share_lanes_fetch_the_same_shards() -> None:
             shards=1024, nodes=4, gpus_per_node=1, batch_size=8, lanes=lanes, window=64, steps=50,
             cache_bytes=100 * SHARD_BYTES,
         )  # fmt: skip
-        return float(figures(run)["read_amplification"])
+        return float(simulate(run).to_dict()["read_amplification"])
 
     assert reads(4) < 1.7
     assert 3.0 < reads(1) < 6.0  # four nodes read the lane
@@ -243,23 +247,33 @@ def test_networks_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
         Network(**changes)
 
 
-def test_lanes_and_window_are_chosen_as_a_loader_with_that_cache_does() -> None:
-    sizes = np.full(10_000, 1 << 26, dtype=np.int64)
-    for cache_bytes in (10_000_000_000, 50_000_000_000, 1_000_000_000_000):
-        chosen = choose_window(sizes, 1 << 14, global_batch=512, nodes=8, cache_bytes=cache_bytes)
-        assert chosen == loader_s_choice(sizes, 1 << 14, 512, 8, cache_bytes)
+@pytest.mark.parametrize("cache_bytes", [10_000_000_000, 50_000_000_000, 1_000_000_000_000])
+def test_lanes_and_window_are_chosen_as_a_loader_with_that_cache_does(cache_bytes: int) -> None:
+    sizes, row_bytes, nodes = np.full(10_000, 1 << 26), 1 << 14, 8
+    shards = Shards(sizes // row_bytes, sizes, row_bytes)
+    run = scenario(nodes=nodes, gpus_per_node=8, batch_size=8, cache_bytes=cache_bytes)
+    run = replace(run, shards=shards, lanes=0, window=0)
+    cache = SimpleNamespace(is_shared=True, capacity=cache_bytes)
+    manifest = SimpleNamespace(raw_bytes=sizes, kinds=[])
+    dataset: Any = SimpleNamespace(manifest=manifest, shards=SimpleNamespace(cache=cache))
+    plan, config = BatchPlan(10**9, 8, 0, 8 * nodes, "carry"), LoaderConfig(cache_bytes=cache_bytes)
+    assert (run.lanes, run.window) == shuffle_sizes(dataset, plan, config, nodes, row_bytes)
+    given = replace(run, lanes=0, window=9)
+    assert (given.lanes, given.window) == (run.lanes, 9)
 
 
-def loader_s_choice(
-    sizes: Any, sample_bytes: int, global_batch: int, nodes: int, cache_bytes: int
-) -> tuple[int, int]:
-    from types import SimpleNamespace as Plain
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("simulated") / "data"
+    write_dataset(folder)
+    return folder
 
-    from shardkit.loaders.config import LoaderConfig
-    from shardkit.loaders.plan import BatchPlan
 
-    manifest = Plain(raw_bytes=sizes, kinds=[])
-    cache = Plain(is_shared=True, capacity=cache_bytes)
-    dataset: Any = Plain(manifest=manifest, shards=Plain(cache=cache))
-    plan = BatchPlan(10**9, global_batch // (8 * nodes), 0, 8 * nodes, "carry")
-    return defaults.shuffle_sizes(dataset, plan, LoaderConfig(cache_bytes=cache_bytes), nodes, sample_bytes)
+@pytest.mark.extended
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.name)
+def test_a_simulated_run_fetches_and_waits_as_the_real_one(case: Case, dataset: Path, tmp_path: Path) -> None:
+    found = compare(case, dataset, tmp_path)
+    assert found.fetched_ratio == pytest.approx(1, abs=0.1)
+    assert abs(found.row_reads[0] - found.row_reads[1]) <= 32
+    assert found.first_seconds[0] >= 0.9 * found.first_seconds[1]
+    assert found.seconds[0] >= 0.9 * found.seconds[1]
