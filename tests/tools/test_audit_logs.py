@@ -92,6 +92,16 @@ def spoil(remap: Callable[[Ints], Ints]) -> Callable[[StreamingLoader], None]:
     return broken
 
 
+def shifted(steps: int) -> Callable[[StreamingLoader], None]:
+    """A loader that begins so many steps behind where its state says."""
+
+    def broken(loader: StreamingLoader) -> None:
+        position, batches = loader._cursor
+        loader._cursor = (position + steps * BATCH, batches + steps)
+
+    return broken
+
+
 def broken_run(
     path: Path, logs: Path, dataset: Dataset, remap: Callable[[Ints], Ints], **more: Any
 ) -> AuditReport:
@@ -117,11 +127,7 @@ def test_a_rank_that_takes_anothers_part_is_named(path: Path, dataset: Dataset, 
 
 def test_a_step_skipped_at_a_restart_is_named(path: Path, dataset: Dataset, tmp_path: Path) -> None:
     state = run(path, tmp_path, 3, steps=7, keep=5, close=False)
-
-    def late(loader: StreamingLoader) -> None:
-        loader._cursor = (loader._cursor[0] + BATCH, loader._cursor[1] + 1)
-
-    run(path, tmp_path, 2, steps=8, state=state, breaks={0: late, 1: late})
+    run(path, tmp_path, 2, steps=8, state=state, breaks=dict.fromkeys(range(2), shifted(1)))
     report = log_report(tmp_path, dataset)
     assert {"resume", "gap"} <= kinds(report)
     problems = " ".join(finding.problem for finding in report.findings.kept)
@@ -131,11 +137,7 @@ def test_a_step_skipped_at_a_restart_is_named(path: Path, dataset: Dataset, tmp_
 
 def test_a_step_repeated_at_a_restart_is_named(path: Path, dataset: Dataset, tmp_path: Path) -> None:
     state = run(path, tmp_path, 3, steps=5)
-
-    def early(loader: StreamingLoader) -> None:
-        loader._cursor = (loader._cursor[0] - BATCH, loader._cursor[1] - 1)
-
-    run(path, tmp_path, 2, steps=8, state=state, breaks={0: early, 1: early})
+    run(path, tmp_path, 2, steps=8, state=state, breaks=dict.fromkeys(range(2), shifted(-1)))
     report = log_report(tmp_path, dataset)
     assert kinds(report) == {"resume"}
     assert "repeating 12 samples" in report.findings.kept[0].problem
@@ -143,11 +145,7 @@ def test_a_step_repeated_at_a_restart_is_named(path: Path, dataset: Dataset, tmp
 
 def test_one_rank_a_step_ahead_is_named(path: Path, dataset: Dataset, tmp_path: Path) -> None:
     state = run(path, tmp_path, 3, steps=5)
-
-    def late(loader: StreamingLoader) -> None:
-        loader._cursor = (loader._cursor[0] + BATCH, loader._cursor[1] + 1)
-
-    run(path, tmp_path, 2, steps=8, state=state, breaks={1: late})
+    run(path, tmp_path, 2, steps=8, state=state, breaks={1: shifted(1)})
     report = log_report(tmp_path, dataset)
     assert {f.rank for f in report.findings.kept if f.kind == "resume"} == {1}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,28 +163,6 @@ def test_one_wrong_sample_anywhere_is_found_and_named(
         assert found["lost"].step == place // (4 * world_size)
 
 
-def test_samples_swapped_between_steps_are_found_although_each_comes_once() -> None:
-    def swap(positions: Ints) -> Ints:
-        return np.where(positions == 9, 50, np.where(positions == 50, 9, positions))
-
-    report = plan_report(index_only(SIZES), world_sizes=[2], epochs=1, broken=spoiled(swap))
-    assert kinds(report) == {"moved", "part"}
-    assert report.findings.counts["moved"] == 2
-    assert report.walks[0].epochs_wrong == 0
-    moved = {finding.step: finding.problem for finding in report.findings.kept if finding.kind == "moved"}
-    assert moved == {1: "belongs to step 6", 6: "belongs to step 1"}
-
-
-def test_a_rank_with_anothers_part_is_named() -> None:
-    def broken(run: PlannedRun) -> None:
-        run._plans[2] = replace(run._plans[2], rank=1)
-
-    report = plan_report(index_only(SIZES), world_sizes=[4], epochs=1, broken=broken)
-    assert {"lost", "repeated", "epoch", "part"} <= kinds(report)
-    parts = {(f.rank, f.problem) for f in report.findings.kept if f.kind == "part"}
-    assert parts == {(2, "was given the part of rank 1")}
-
-
 def test_a_rank_that_is_a_step_behind_is_named() -> None:
     def broken(run: PlannedRun) -> None:
         inner = run._of_rank
@@ -216,16 +193,6 @@ def test_a_restart_at_a_wrong_position_is_found() -> None:
     assert "goes on at position" in problems["steps"]
     lost = [(f.step, f.position) for f in report.findings.kept if f.kind == "lost"]
     assert lost == [(10 + n // 4, 80 + n) for n in range(8)]
-
-
-def test_padding_as_a_distributed_sampler_makes_it_is_found() -> None:
-    def pad(positions: Ints) -> Ints:  # the end of an epoch is filled with its beginning
-        within = positions % SAMPLES
-        return np.where(within >= SAMPLES - 4, positions - within + (within - (SAMPLES - 4)), positions)
-
-    report = plan_report(index_only(SIZES), world_sizes=[2], epochs=1, tail="pad", broken=spoiled(pad))
-    assert report.findings.counts["lost"] == report.findings.counts["repeated"] == 4
-    assert {finding.epoch for finding in report.findings.kept} - {None} == {0}
 
 
 def test_all_wrong_shards_are_counted_and_the_first_are_listed() -> None:

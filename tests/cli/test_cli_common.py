@@ -1,7 +1,8 @@
-"""What a verb prints cannot control the terminal, whatever documents, names and errors hold."""
+"""What verbs share: output that cannot control a terminal, whatever it quotes, and options of stores."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -10,9 +11,18 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from shardkit.cli.common import escaped, print_columns, print_json, stderr_console, stdout_console
-from shardkit.cli.main import main
+from shardkit.cli.common import (
+    add_storage_arguments,
+    escaped,
+    print_columns,
+    print_json,
+    stderr_console,
+    stdout_console,
+    storage_options,
+)
+from shardkit.cli.main import main, make_parser
 from shardkit.errors import warn_user
+from shardkit.storage.store import StorageOptions
 from shardkit.writers import build
 from support.small_build import EOS, make_corpus
 
@@ -109,3 +119,38 @@ def test_a_damaged_file_of_a_hostile_name_and_a_warning_control_no_terminal(
     assert not CONTROL.search(out + err)
     assert "\\x1b[2J" in err
     assert f"warning: {escaped(HOSTILE)}" in err
+
+
+def options_of(*words: str) -> StorageOptions:
+    parser = argparse.ArgumentParser()
+    add_storage_arguments(parser)
+    return storage_options(parser.parse_args(words))
+
+
+def test_what_is_left_out_is_left_to_the_environment() -> None:
+    assert options_of() == StorageOptions()
+
+
+def test_every_option_arrives() -> None:
+    words = "--endpoint-url http://x:9 --region r --profile p --virtual-style --checksums when_supported"
+    assert options_of(*words.split()) == StorageOptions(
+        endpoint_url="http://x:9", region="r", profile="p", path_style=False, checksums="when_supported"
+    )
+    assert options_of("--path-style").path_style is True
+
+
+@pytest.mark.parametrize("words", ["--path-style --virtual-style", "--checksums always", "--region"])
+def test_nonsense_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options_of(*words.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["build r.yaml", "info s3://b/x", "verify s3://b/x", "upload out s3://b/x", "download s3://b/x out"],
+)
+def test_every_verb_that_takes_urls_has_them(command: str) -> None:
+    arguments = make_parser().parse_args([*command.split(), "--endpoint-url", "http://x:9"])
+    assert storage_options(arguments) == StorageOptions(endpoint_url="http://x:9")
