@@ -46,7 +46,6 @@ __all__ = [
     "add_storage_arguments",
     "argument",
     "count",
-    "count_to",
     "escaped",
     "format_rate",
     "natural",
@@ -57,6 +56,7 @@ __all__ = [
     "stderr_console",
     "stdout_console",
     "storage_options",
+    "whole",
 ]
 
 PATH_HELP = "folder, index file, tar, pattern or URL"
@@ -70,29 +70,21 @@ def escaped(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def count(text: str) -> int:
-    """argparse type: a number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """argparse type: a whole number of at least `least` and at most `most`."""
 
-
-def natural(text: str) -> int:
-    """argparse type: a number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
-
-
-def count_to(limit: int) -> Callable[[str], int]:
-    """argparse type: a number from 1 to `limit`."""
-
-    def limited(text: str) -> int:
-        if count(text) > limit:
-            raise argparse.ArgumentTypeError(f"{text} is more than {limit}")
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {least} or more")
+        if most is not None and int(text) > most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
         return int(text)
 
-    return limited
+    return parsed
+
+
+count = whole(1)
+natural = whole(0)
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -212,7 +212,7 @@ def _kind(arguments: argparse.Namespace) -> str:
     }
     found = [name for name, is_asked in asked.items() if is_asked]
     if len(found) != 1:
-        which = "nothing was asked" if not found else f"{' and '.join(found)} are different questions"
+        which = "there is no question" if not found else f"{' and '.join(found)} are different questions"
         arguments.misuse(f"{which}: give --row, --step, --position, or what to search for (--url, …)")
     for name in ("export", "exclude", "text"):
         if getattr(arguments, name) and found != ["search"]:
@@ -220,7 +220,7 @@ def _kind(arguments: argparse.Namespace) -> str:
     if found[0] in ("step", "position") and arguments.batch_size is None:
         arguments.misuse("the rows of a step depend on the batch size: give --batch-size, --world-size")
     if arguments.rank is not None and not arguments.rank < arguments.world_size:
-        arguments.misuse(f"rank {arguments.rank} of {arguments.world_size}: give --world-size")
+        arguments.misuse(f"there is no rank {arguments.rank} of {arguments.world_size}: give --world-size")
     return "step" if found == ["position"] else found[0]
 
 

@@ -82,8 +82,7 @@ def _show_search(answer: Mapping[str, Any]) -> None:
         for line in _identity(pieces[0]):
             console.print(line)
         for piece in sorted(pieces, key=lambda piece: piece["document_tokens"]):
-            place = f"row {piece['row']:,} = {piece['shard_file']} row {piece['row_in_shard']:,}"
-            console.print(f"  {place}, tokens {_span(piece['tokens'])}: {_part(piece)}")
+            console.print(f"  {_place(piece)}, tokens {_span(piece['tokens'])}: {_part(piece)}")
             for line in _seen(piece.get("runs")):
                 console.print(f"    {line}")
     _more(len(answer["shown"]), answer["pieces"], "pieces")
@@ -117,26 +116,24 @@ def _show_exclusions(report: Mapping[str, Any]) -> None:
     print_columns("", ("excluded tokens", "tokens", "documents"), rows)
 
 
+def _place(row: Mapping[str, Any]) -> str:
+    return f"row {row['row']:,} = {row['shard_file']} row {row['row_in_shard']:,}"
+
+
 def _title(row: Mapping[str, Any]) -> str:
-    text = f"row {row['row']:,} = {row['shard_file']} row {row['row_in_shard']:,}"
     if row["documents"] is None:
-        return text
-    text += f": {_many(len(row['documents']), 'document')}"
+        return _place(row)
+    text = f"{_place(row)}: {_many(len(row['documents']), 'document')}"
     return text + (f", {row['padding']:,} tokens of padding" if row["padding"] else "")
 
 
 def _show_documents(documents: Sequence[Mapping[str, Any]] | None) -> None:
-    """Each after its tokens. Lines are not folded, so that URLs can be copied and searched."""
+    """Print each document after its tokens. Lines are not folded, so that URLs can be copied."""
     spans = [_span(document["tokens"]) for document in documents or ()]
     width = max(map(len, spans), default=0)
     for span, document in zip(spans, documents or (), strict=True):
-        for number, line in enumerate(_about(document)):
+        for number, line in enumerate([*_identity(document), _part(document)]):
             stdout_console().print(f"  {span if not number else '':<{width}}  {line}")
-
-
-def _about(document: Mapping[str, Any]) -> list[str]:
-    """The lines that describe a piece."""
-    return [*_identity(document), _part(document)]
 
 
 def _identity(document: Mapping[str, Any]) -> list[str]:

@@ -9,11 +9,11 @@ from shardkit.cli.common import (
     add_json_argument,
     add_quiet_argument,
     add_storage_arguments,
-    count_to,
     print_json,
     progress_of,
     stdout_console,
     storage_options,
+    whole,
 )
 from shardkit.units import format_bytes
 
@@ -56,7 +56,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     for parser, moved in ((upload, "sent"), (download, "fetched")):
         parser.add_argument(
             "--threads",
-            type=count_to(256),
+            type=whole(1, 256),
             default=8,
             metavar="N",
             help=f"number of files {moved} at a time, at most 256 (default: 8)",

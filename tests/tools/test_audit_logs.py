@@ -281,7 +281,7 @@ def test_runs_that_crash_at_once_are_told_apart_by_time(
 
 def test_logs_of_other_data_are_refused(path: Path, tmp_path: Path) -> None:
     other = open_dataset(make_dataset(tmp_path / "other", "mds", samples=31, shards=2))
-    with pytest.raises(ShardError, match="is no folder of usage logs"):
+    with pytest.raises(ShardError, match="is not a folder of usage logs"):
         log_report(tmp_path / "nothing", other)
     (tmp_path / "logs").mkdir()
     with pytest.raises(ShardError, match="holds no usage logs"):

@@ -227,7 +227,7 @@ def test_the_first_batch_takes_one_request_and_not_a_shard() -> None:
         ({"nodes": 0}, "nodes must be at least 1"),
         ({"simulated": (1,)}, "numbered from 0 to 0"),
         ({"cache_bytes": -1}, "must not be negative"),
-        ({"shards": 0}, "there must be samples"),
+        ({"shards": 0}, "a dataset needs samples"),
     ],
 )
 def test_scenarios_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ def test_rows_lead_to_all_their_lines_in_order(dataset: Dataset, lines: list[dic
         ]
     assert table.of_rows([]).num_rows == 0
     assert table.of_rows([3], columns=("url",)).column_names == ["sample_id", "url"]
-    with pytest.raises(IndexError, match="rows go from 0"):
+    with pytest.raises(IndexError, match="rows are 0 to"):
         table.of_rows([len(dataset)])
 
 
@@ -207,7 +207,7 @@ def test_tables_that_are_damaged_missing_or_of_another_dataset_are_named(
     with pytest.raises(ShardError, match="has no column 'row'"):
         ProvenanceTable(open_dataset(copy)).lines()
     renumbered(folder / "provenance" / "part-00005.parquet", last, 5)
-    with pytest.raises(ShardError, match="it is of another dataset"):
+    with pytest.raises(ShardError, match="it belongs to another dataset"):
         ProvenanceTable(open_dataset(copy)).lines()
 
 

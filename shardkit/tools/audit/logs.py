@@ -62,16 +62,6 @@ class Run:
         """The position of the last step that any rank has."""
         return max(section.last for section in self.sections.values())
 
-    @property
-    def fewest(self) -> int:
-        """Steps of the rank that has fewest."""
-        return min(section.count for section in self.sections.values())
-
-    @property
-    def most(self) -> int:
-        """Steps of the rank that has most."""
-        return max(section.count for section in self.sections.values())
-
     def __str__(self) -> str:
         return f"run {self.number} ({self.world_size} x {self.batch_size} from position {self.start:,})"
 
@@ -79,7 +69,7 @@ class Run:
 def _find_runs(folder: Path, findings: Findings) -> list[Run]:
     """The runs in a folder's logs, by time; ShardError if there are none."""
     if not folder.is_dir():
-        raise ShardError(folder, "is no folder of usage logs")
+        raise ShardError(folder, "is not a folder of usage logs")
     files = [scan(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     for file in files:
         if file.damage is not None:
@@ -289,10 +279,12 @@ class _LogRun:
 
     def _check_ends(self) -> None:
         run = self._run
-        apart = run.most - run.fewest
+        counts = {rank: section.count for rank, section in sorted(run.sections.items())}
+        most = max(counts.values())
+        apart = most - min(counts.values())
         if not apart:
             return
-        short = [rank for rank, section in sorted(run.sections.items()) if section.count < run.most]
+        short = [rank for rank, count in counts.items() if count < most]
         if apart > MAX_APART or all(section.ended for section in run.sections.values()):
             problem = f"{run}: its log ends {apart:,} steps before that of other ranks"
             self._found("rank", problem, rank=short[0], position=self._checker.position)

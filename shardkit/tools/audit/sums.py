@@ -35,7 +35,7 @@ class SampleHash:
     def __init__(self, key: bytes | None = None) -> None:
         self.key = secrets.token_bytes(24) if key is None else key
         if len(self.key) != 24:
-            raise ValueError(f"the key has 24 bytes, not {len(self.key)}")
+            raise ValueError(f"the key must have 24 bytes, not {len(self.key)}")
         self._keys = [np.uint64(word) for word in np.frombuffer(self.key, dtype="<u8").tolist()]
 
     def __call__(self, ids: Ints) -> tuple[Words, Words]:

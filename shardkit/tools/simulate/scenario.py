@@ -44,7 +44,7 @@ class Shards:
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.bytes) or not int(self.samples.sum()):
-            raise ValueError("there must be samples, and as many sizes as shards")
+            raise ValueError("a dataset needs samples, and a size for each shard")
         if self.sample_bytes < 1:
             raise ValueError("sample_bytes must be at least 1")
 
@@ -53,7 +53,7 @@ class Shards:
         """The shards of a dataset by its index; ValueError if that does not state their sizes."""
         samples, sizes = dataset.manifest.shard_samples, dataset.manifest.raw_bytes
         if not int(samples.sum()) or int(sizes.min()) < 0:
-            raise ValueError(f"{dataset.location}: its index states no samples, or no sizes of its shards")
+            raise ValueError(f"{dataset.location}: its index states no samples or no shard sizes")
         return cls(samples, sizes, max(1, int(sizes.sum()) // int(samples.sum())))
 
     @classmethod
@@ -96,11 +96,11 @@ class Network:
         if self.store_bytes_per_second is not None:
             rates.append(self.store_bytes_per_second)
         if min(rates) <= 0 or self.latency_seconds < 0:
-            raise ValueError("bandwidths must be above 0, and latencies not below")
+            raise ValueError("bandwidths must be above 0, and latencies at least 0")
         if self.latency_p99_seconds is not None and self.latency_p99_seconds < self.latency_seconds:
             raise ValueError("the 99th percentile of latencies cannot be below their median")
         if not 0 <= self.throttled_share <= 0.9:
-            raise ValueError("the share of throttled requests is from 0 to 0.9")
+            raise ValueError("the share of throttled requests must be from 0 to 0.9")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

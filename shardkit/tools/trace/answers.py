@@ -355,11 +355,13 @@ def parse_row(dataset: Dataset, text: str) -> int:
     starts, shards = dataset.manifest.shard_starts, dataset.manifest.shards
     shard_text, mark, row_text = text.rpartition(":")
     if not row_text.isdecimal():
-        raise ShardkitError(f"{text!r} is no row: give its number, or SHARD:ROW")
+        raise ShardkitError(f"{text!r} is not a row: give its number, or SHARD:ROW")
     row = int(row_text)
     if not mark:
         if row >= len(dataset):
-            raise ShardkitError(f"{dataset.location}: row {row:,} of {len(dataset):,}: rows count from 0")
+            raise ShardkitError(
+                f"{dataset.location}: row {row:,} of {len(dataset):,}: rows are numbered from 0"
+            )
         return row
     if shard_text.isdecimal():
         shard = int(shard_text)
@@ -367,10 +369,10 @@ def parse_row(dataset: Dataset, text: str) -> int:
         names = [os.fspath(info.stored.basename) for info in shards]
         shard = names.index(shard_text) if shard_text in names else len(shards)
     if shard >= len(shards):
-        raise ShardkitError(f"{dataset.location}: has no shard {shard_text}, but {len(shards):,} of them")
+        raise ShardkitError(f"{dataset.location}: has no shard {shard_text}; there are {len(shards):,}")
     if row >= shards[shard].samples:
         raise ShardkitError(
-            f"{dataset.where(shard)}: row {row:,} of {shards[shard].samples:,}: rows count from 0"
+            f"{dataset.where(shard)}: row {row:,} of {shards[shard].samples:,}: rows are numbered from 0"
         )
     return int(starts[shard]) + row
 

@@ -168,7 +168,7 @@ class Run:
                     "that list with --without"
                 )
         if first.fingerprint not in {stream.fingerprint for stream in settings.streams}:
-            raise StateError(f"{first.location} is no stream of the state")
+            raise StateError(f"{first.location} is not a stream of the state")
         return cls(
             settings,
             [by_fingerprint[stream.fingerprint] for stream in settings.streams],
@@ -322,7 +322,7 @@ def read_state(path: Path) -> LoaderState:
             data = _load_torch(path)
         else:
             if path.stat().st_size > _MAX_STATE_BYTES:
-                raise StateError(f"{path}: is larger than {_MAX_STATE_BYTES:,} bytes, so no state")
+                raise StateError(f"{path}: is no loader's state: larger than {_MAX_STATE_BYTES:,} bytes")
             data = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: cannot be read as JSON: {error}") from error
@@ -342,9 +342,9 @@ def _load_torch(path: Path) -> object:
         return torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # of pickle and torch, of many kinds
+    except Exception as error:  # pickle and torch raise many kinds
         raise StateError(
-            f"{path}: no checkpoint that can be read: {error}; give the state as JSON"
+            f"{path}: cannot be read as a checkpoint: {error}; give the state as JSON"
         ) from error
 
 

@@ -79,8 +79,7 @@ class UrlPatterns:
         if pattern.startswith("*.") and "/" not in pattern and len(pattern) > 2:
             self._domains[_plain_host(pattern[2:])] = pattern
         elif "*" in text or not text:
-            problem = "a * stands at the end, or in *.example.org"
-            raise ShardkitError(f"{pattern!r} is no pattern of URLs: {problem}")
+            raise ShardkitError(f"{pattern!r} is not a URL pattern: use * at the end, or as in *.example.org")
         elif pattern.endswith("/*") and "/" not in pattern[:-2]:
             self._hosts[_plain_host(pattern[:-2])] = pattern
         else:
@@ -91,8 +90,6 @@ class UrlPatterns:
         where = np.flatnonzero(_flags(pc.fill_null(pc.match_substring(urls, "://"), False)))
         authority = pc.list_element(pc.split_pattern(urls.take(pa.array(where)), "/", max_splits=3), 2)
         hosts = authority.dictionary_encode()
-        if isinstance(hosts, pa.ChunkedArray):
-            hosts = hosts.combine_chunks()
         names = pc.ascii_lower(hosts.dictionary)
         # Arrow compares plain names; the few that match, or are not plain, are compared one by one.
         candidates = self._below(names) | _flags(pc.match_substring_regex(names, r"[^a-z0-9_.\-]|^\.|\.$"))
@@ -144,7 +141,6 @@ class _Strings:
     def __init__(self) -> None:
         self._exact: dict[bytes, str] = {}
         self._prefixes: defaultdict[int, dict[bytes, str]] = defaultdict(dict)
-        self._sets: list[tuple[int | None, pa.Array, dict[bytes, str]]] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._exact or self._prefixes)
@@ -157,17 +153,20 @@ class _Strings:
             self._exact[data] = pattern
 
     def match(self, data: pa.Array, mask: _Mask, found: set[str]) -> None:
-        """Set `mask` where a string matches, and put its pattern into `found`."""
-        if self._sets is None:
-            sets: list[tuple[int | None, dict[bytes, str]]] = [(None, self._exact)] if self._exact else []
-            sets += [(length, self._prefixes[length]) for length in sorted(self._prefixes)]
-            self._sets = [(length, pa.array(list(texts), pa.binary()), texts) for length, texts in sets]
+        """Set `mask` where a string matches, and add its pattern to `found`."""
         for length, texts, patterns in self._sets:
             start = data if length is None else pc.binary_slice(data, 0, length)
             hits = pc.is_in(start, value_set=texts)
             if pc.any(hits).as_py():
                 mask |= hits.to_numpy(zero_copy_only=False)
                 found.update(patterns[text] for text in pc.unique(start.filter(hits)).to_pylist())
+
+    @cached_property
+    def _sets(self) -> list[tuple[int | None, pa.Array, dict[bytes, str]]]:
+        """(length of prefixes or None, strings, their patterns)."""
+        sets: list[tuple[int | None, dict[bytes, str]]] = [(None, self._exact)] if self._exact else []
+        sets += sorted(self._prefixes.items())
+        return [(length, pa.array(list(texts), pa.binary()), texts) for length, texts in sets]
 
 
 def read_url_list(path: str | os.PathLike[str]) -> list[str]:
@@ -181,7 +180,7 @@ def read_url_list(path: str | os.PathLike[str]) -> list[str]:
         raise ShardkitError(f"{os.fspath(path)}: cannot be read: {error}") from error
     found = [text for line in lines if (text := line.strip()) and not text.startswith("#")]
     if not found:
-        raise ShardkitError(f"{os.fspath(path)}: holds no URL: give one a line")
+        raise ShardkitError(f"{os.fspath(path)}: holds no URL: give one per line")
     return found
 
 
@@ -290,7 +289,7 @@ def parse_document_id(text: str) -> bytes:
     except ValueError:
         found = b""
     if len(found) != 16:
-        raise ShardkitError(f"{text!r:.80} is no document id: those have 32 hexadecimal digits")
+        raise ShardkitError(f"{text!r:.80} is not a document id: give its 32 hexadecimal digits")
     return found
 
 

@@ -136,7 +136,7 @@ class ProvenanceTable:
         """
         rows = np.unique(np.asarray(sample_ids, dtype=np.int64))
         if len(rows) and not 0 <= rows[0] <= rows[-1] < self._starts[-1]:
-            raise IndexError(f"rows go from 0 to {self._starts[-1] - 1:,}, not {rows[0]:,} to {rows[-1]:,}")
+            raise IndexError(f"rows are 0 to {self._starts[-1] - 1:,}, not {rows[0]:,} to {rows[-1]:,}")
         found = self._run(lambda job: self._lines_of(*job, rows, columns), self._groups_with(rows))
         empty = _SCHEMA.empty_table().select(["sample_id", *columns])
         return pa.concat_tables([empty, *(table for table in found if table.num_rows)])
@@ -209,7 +209,7 @@ class ProvenanceTable:
         for each in limits:
             (low, high), (first, end) = each.get("shard", (0, last)), each.get("row", (0, 0))
             if not 0 <= low <= high <= last:
-                problem = f"names shard {high}, of {last + 1}: it is of another dataset"
+                problem = f"names shard {high} of {last + 1}: it belongs to another dataset"
                 raise ShardError(f"{self._dataset.location}/{name}", problem)
             alone = low == high and "row" in each
             firsts.append(int(self._starts[low]) + (first if alone else 0))
@@ -249,7 +249,7 @@ class ProvenanceTable:
             ids: _Ints = self._starts[shards] + rows
             if (ids < self._starts[shards + 1]).all():
                 return ids
-        problem = "names a row that its shard does not have: it is damaged, or of another dataset"
+        problem = "names a row that its shard does not have: it is damaged or belongs to another dataset"
         raise ShardError(self._where, problem)
 
     def _open(self, name: str, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
