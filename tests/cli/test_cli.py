@@ -108,19 +108,54 @@ def test_errors_are_one_message_without_a_traceback(
     assert "Traceback" in capfd.readouterr().err
 
 
+SIMULATE = ["simulate", "--samples", "4000", "--shards", "50", "--sample-bytes", "1KB", "--steps", "8"]
+PLAN_TRAIN = ["plan", "train", "--tokens", "14.8e12", "--days", "54"]
+USAGE = [
+    [], ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
+    ["upload", "a"], ["upload", "a", "b", "--threads", "257"], ["download", "a", "b", "--threads", "0"],
+    ["build", "r", "--engine", "spark"], ["build", "r", "--work"], ["verify"], ["info", "a", "b"],
+    ["dedup-index"], ["dedup-index", "r"], ["dedup-index", "r", "i", "--show", "i"],
+    ["dedup-index", "r", "--show", "i"], ["dedup-index", "r", "i", "--sketch", "63"],
+    ["dedup-index", "r", "i", "--sketch", "-1"], ["dedup-index", "r", "i", "--sketch", "2000000"],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        [], ["nothing"], ["build"], ["build", "r", "--workers", "0"], ["build", "r", "--workers", "two"],
-        ["upload", "a"], ["upload", "a", "b", "--threads", "257"], ["download", "a", "b", "--threads", "0"],
-        ["build", "r", "--engine", "spark"], ["build", "r", "--work"], ["verify"], ["info", "a", "b"],
+        *((arguments, "usage: shardkit") for arguments in USAGE),
+        (["plan"], "KIND"),
+        (["plan", "train", "--tokens", "1", "--days", "1"], "--gpus"),
+        ([*PLAN_TRAIN, "--gpus", "2047"], "2,047 GPUs do not fill nodes of 8"),
+        ([*PLAN_TRAIN, "--gpus", "2048", "--latency", "soon"], "not a time: 'soon'"),
+        (["plan", "build"], "give --tokens, --raw, --from a dataset, or a recipe to measure"),
+        (["plan", "build", "--tokens", "1", "--raw", "1"], "each follows from the other"),
+        (["plan", "build", "--tokens", "1", "--retention", "a"], "is not NAME=SHARE"),
+        (["plan", "build", "--tokens", "1", "--retention", "a=0"], "above 0 and at most 1"),
+        (["plan", "build", "--tokens", "1", "--sample", "0.1"], "need a RECIPE"),
+        (["plan", "build", "r.yaml", "--from", "out"], "not both"),
+        (["simulate"], "give the PATH of a dataset, or --samples"),
+        (["simulate", "x", "--samples", "5"], "give the PATH of a dataset, or --samples"),
+        (["simulate", "x", "--shards", "5"], "belong to --samples"),
+        (["simulate", "--samples", "5", "--shards", "6"], "6 shards are more than 5"),
+        ([*SIMULATE, "--throttle", "0.95"], "from 0 to 0.9"),
+        ([*SIMULATE, "--latency-p99", "1ms"], "99th percentile"),
+        ([*SIMULATE, "--sweep", "lanes"], "is not NAME=A,B"),
+        ([*SIMULATE, "--sweep", "colour=red"], "names are nodes"),
+        ([*SIMULATE, "--sweep", "lanes=1,2", "lanes=3"], "names lanes twice"),
+        ([*SIMULATE, "--sweep", "lanes=" + ",".join(map(str, range(1, 300)))], "at most 256"),
+        ([*SIMULATE, "--lanes", "0"], "not a whole number of 1 or more"),
     ],
-)  # fmt: skip
-def test_misuse_exits_with_two(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+)
+def test_misuse_exits_with_two_and_says_why(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: shardkit" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
 
 
 def test_an_unexpected_error_is_called_a_bug(

@@ -1,4 +1,4 @@
-"""`shardkit dedup-index`: what it shows of an index, and which words it does not take."""
+"""`shardkit dedup-index`: what it shows of an index, and how it makes one."""
 
 from __future__ import annotations
 
@@ -64,18 +64,6 @@ def test_the_index_of_a_recipe_is_made_once_and_named_in_json(
 def test_what_is_no_index_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dedup-index", "--show", str(tmp_path)]) == 1
     assert f"shardkit: error: {tmp_path / INDEX_FILE}: cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["r"], ["r", "i", "--show", "i"], ["r", "--show", "i"], ["r", "i", "--sketch", "63"],
-     ["r", "i", "--sketch", "-1"], ["r", "i", "--sketch", "2000000"]],
-)  # fmt: skip
-def test_misuse_exits_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["dedup-index", *arguments])
-    assert caught.value.code == 2
-    assert "usage: shardkit dedup-index" in capsys.readouterr().err
 
 
 def test_the_sizes_of_sketches_are_those_of_the_index() -> None:

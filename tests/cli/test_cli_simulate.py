@@ -1,4 +1,4 @@
-"""`shardkit simulate`: a dataset's index or none, sweeps, pictures, misuse."""
+"""`shardkit simulate`: a dataset's index or none, sweeps, pictures."""
 
 from __future__ import annotations
 
@@ -60,30 +60,3 @@ def test_a_picture_of_one_run_is_written(tmp_path: Path, capsys: pytest.CaptureF
         "wait of a step (ms)" in (tmp_path / "run.svg").read_text() or (tmp_path / "run.svg").stat().st_size
     )
     assert "first batch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["simulate"], "give the PATH of a dataset, or --samples"),
-        (["simulate", "x", "--samples", "5"], "give the PATH of a dataset, or --samples"),
-        (["simulate", "x", "--shards", "5"], "belong to --samples"),
-        (["simulate", "--samples", "5", "--shards", "6"], "6 shards are more than 5"),
-        ([*SMALL, "--throttle", "0.95"], "from 0 to 0.9"),
-        ([*SMALL, "--latency-p99", "1ms"], "99th percentile"),
-        ([*SMALL, "--sweep", "lanes"], "is not NAME=A,B"),
-        ([*SMALL, "--sweep", "colour=red"], "names are nodes"),
-        ([*SMALL, "--sweep", "lanes=1,2", "lanes=3"], "names lanes twice"),
-        ([*SMALL, "--sweep", "lanes=" + ",".join(map(str, range(1, 300)))], "at most 256"),
-        ([*SMALL, "--lanes", "0"], "not a whole number of 1 or more"),
-    ],
-)
-def test_misuse_is_told_with_the_usage(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert message in err
