@@ -94,6 +94,23 @@ class Checker:
             self._broken.append((self.position, position))
             self._move_to(position, self.expected.indices_at(position))
 
+    def found(
+        self,
+        kind: str,
+        problem: str,
+        *,
+        step: int | None = None,
+        position: int | None = None,
+        rank: int | None = None,
+        sample: int | None = None,
+    ) -> None:
+        """Add a finding; by default about the next step. `sample`: the first one that it concerns."""
+        step = self.walk.steps if step is None else step
+        found = Finding(kind=kind, problem=problem, step=step, position=position, rank=rank)
+        if sample is not None and self.findings.wants(kind):
+            found = replace(found, **self.expected.place(sample))
+        self.findings.add(found)
+
     def finish(self, *, seconds: float, superseded: int = 0) -> None:
         """The walk is over: report it, and judge partial epochs, the use of shards, and what did not fit."""
         for (stream, epoch), tally in sorted(self._tallies.items()):
@@ -182,17 +199,20 @@ class Checker:
 
     def _real(self, steps: Steps, ids: Ints) -> _Bools:
         """Which entries are samples; findings for misplaced padding and for what is no row to deliver."""
+
+        def at(row: int) -> dict[str, int]:
+            return {"step": self.walk.steps + row, "position": steps.start + row * steps.size}
+
         real: _Bools = ids >= 0
         if ids.shape[1] != steps.size or not real.all():
             counts = real.sum(axis=1)
             for row in np.flatnonzero(counts != steps.size).tolist():
-                problem = f"{counts[row]:,} samples in a step that has {steps.size:,}"
-                self._found("padding", problem, steps, row)
+                self.found("padding", f"{counts[row]:,} samples in a step that has {steps.size:,}", **at(row))
         foreign = (ids < -1) | (ids >= self.expected.samples)
         if foreign.any():
-            for row, column in np.argwhere(foreign)[:1].tolist():
-                problem = f"{int(foreign.sum()):,} ids from here on that the dataset does not have"
-                self._found("foreign", f"{problem}, the first {ids[row, column]}", steps, row)
+            row, column = np.argwhere(foreign)[0].tolist()
+            problem = f"{int(foreign.sum()):,} ids from here on that the dataset does not have"
+            self.found("foreign", f"{problem}, the first {ids[row, column]}", **at(row))
         excluded = np.zeros_like(real)
         for stream, order in enumerate(self.expected.streams):
             if order.exclusions is not None:
@@ -200,16 +220,9 @@ class Checker:
                 own = real & (ids >= first) & (ids < end)
                 excluded[own] = order.exclusions.contains(ids[own] - first)
         for row, column in np.argwhere(excluded).tolist():
-            self._found("excluded", "an excluded row was delivered", steps, row, int(ids[row, column]))
+            sample = int(ids[row, column])
+            self.found("excluded", "an excluded row was delivered", sample=sample, **at(row))
         return real & ~foreign & ~excluded
-
-    def _found(self, kind: str, problem: str, steps: Steps, row: int, sample: int | None = None) -> None:
-        """Add a finding about a step, or about a sample in it."""
-        position = steps.start + row * steps.size
-        found = Finding(kind=kind, problem=problem, step=self.walk.steps + row, position=position)
-        if sample is not None and self.findings.wants(kind):
-            found = replace(found, **self.expected.place(sample))
-        self.findings.add(found)
 
     def _by_stream(self, flat: Ints, where: _Which) -> Sequence[_Which]:
         """Which of the entries `where` belong to each stream, ascending."""

@@ -13,8 +13,9 @@ skipped; epochs that it touches are not proved.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -171,14 +172,8 @@ def _differences(settings: RunSettings, later: RunSettings, position: int) -> li
 
 def _count_from(section: Section, position: int) -> int:
     """How many of its steps begin at `position` or later."""
-    low, high = 0, section.count
-    while low < high:
-        middle = (low + high) // 2
-        if int(section.read(middle, 1)[0][0]) < position:
-            low = middle + 1
-        else:
-            high = middle
-    return section.count - low
+    steps = range(section.count)
+    return section.count - bisect_left(steps, position, key=lambda step: int(section.read(step, 1)[0][0]))
 
 
 class _LogRun:
@@ -195,7 +190,7 @@ class _LogRun:
         if run.missing:
             names = ", ".join(map(str, run.missing[:8])) + ("…" if len(run.missing) > 8 else "")
             problem = f"{run}: no log of rank {names}: its steps up to position {end:,} are not checked"
-            self._found("rank", problem, rank=run.missing[0])
+            checker.found("rank", problem, rank=run.missing[0])
             checker.skip(max(checker.position, end))
             return
         if not self._is_begun():
@@ -208,7 +203,7 @@ class _LogRun:
             checker.skip(run.stop)
         elif checker.position > run.stop:
             problem = f"{run}: the next run begins at position {run.stop:,}, inside of a step of this one"
-            self._found("resume", problem)
+            checker.found("resume", problem)
 
     def _is_begun(self) -> bool:
         """Whether a step counts; finds first steps elsewhere than the state said, and gaps before them."""
@@ -221,7 +216,7 @@ class _LogRun:
                     f"({'skipping' if section.first > due else 'repeating'} "
                     f"{abs(section.first - due):,} samples)"
                 )
-                self._found("resume", problem, rank=rank, position=run.start)
+                checker.found("resume", problem, rank=rank, position=run.start)
         start = max(section.first for section in run.sections.values())
         if checker.expected.tiling.settle(checker.position, self._batch) < start:
             problem = (
@@ -229,7 +224,7 @@ class _LogRun:
                 f"({start - checker.position:,} samples) were delivered by no run"
             )
             lost = checker.expected.order.locate((checker.position, 1)).sample_id
-            self._found("gap", problem, position=checker.position, sample=int(lost[0]))
+            checker.found("gap", problem, position=checker.position, sample=int(lost[0]))
             checker.skip(start)
         return run.stop is None or checker.position < run.stop
 
@@ -252,7 +247,7 @@ class _LogRun:
                 if len(wrong) and wrong[0] < good:
                     good = int(wrong[0])
                     problem = f"{run}: a step at position {positions[good]:,} where {due[good]:,} is due"
-                    self._found("steps", problem, rank=rank, position=int(due[good]))
+                    checker.found("steps", problem, rank=rank, position=int(due[good]))
             if run.stop is not None:
                 good = min(good, int((due < run.stop).sum()))
             if good:
@@ -275,10 +270,10 @@ class _LogRun:
                     f"{run}: its log ends with the step at position {section.last:,}, but the next run "
                     f"begins at {run.stop:,}: what was delivered between is not known"
                 )
-                self._found("rank", problem, rank=rank, position=checker.position)
+                checker.found("rank", problem, rank=rank, position=checker.position)
 
     def _check_ends(self) -> None:
-        run = self._run
+        run, checker = self._run, self._checker
         counts = {rank: section.count for rank, section in sorted(run.sections.items())}
         most = max(counts.values())
         apart = most - min(counts.values())
@@ -287,25 +282,9 @@ class _LogRun:
         short = [rank for rank, count in counts.items() if count < most]
         if apart > MAX_APART or all(section.ended for section in run.sections.values()):
             problem = f"{run}: its log ends {apart:,} steps before that of other ranks"
-            self._found("rank", problem, rank=short[0], position=self._checker.position)
+            checker.found("rank", problem, rank=short[0], position=checker.position)
             return
-        self._checker.findings.notices.append(
+        checker.findings.notices.append(
             f"{run}: the last {apart:,} step{'s' if apart > 1 else ''} came to some ranks only (they were "
             "stopped): left out"
         )
-
-    def _found(
-        self,
-        kind: str,
-        problem: str,
-        *,
-        rank: int | None = None,
-        position: int | None = None,
-        sample: int | None = None,
-    ) -> None:
-        """Add a finding; `sample`: the first one that it concerns."""
-        checker = self._checker
-        found = Finding(kind=kind, problem=problem, rank=rank, position=position, step=checker.walk.steps)
-        if sample is not None:
-            found = replace(found, **checker.expected.place(sample))
-        checker.findings.add(found)

@@ -113,6 +113,5 @@ def _walk(
             advance(ids.size)
             if run.position != checker.position:
                 problem = f"the loader goes on at position {run.position:,}, not at {checker.position:,}"
-                step, position = checker.walk.steps, checker.position
-                checker.findings.add(Finding(kind="steps", problem=problem, position=position, step=step))
+                checker.found("steps", problem, position=checker.position)
                 return
