@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+SHOWN_OF_KIND = 5
+SHOWN_SHARDS = 8
+
 
 def _counts(text: str) -> list[int]:
-    """argparse type: numbers of 1 or more, between commas."""
+    """argparse type: numbers of 1 or more, separated by commas."""
     return [count(part.strip()) for part in text.split(",")]
 
 
@@ -177,10 +180,6 @@ def _legs(arguments: argparse.Namespace) -> list[Leg]:
         if arguments.global_batch % ranks:
             raise ValueError(f"--global-batch {arguments.global_batch} does not divide among {ranks} ranks")
     return [Leg(arguments.global_batch // ranks, ranks) for ranks in arguments.world_sizes]
-
-
-SHOWN_OF_KIND = 5
-SHOWN_SHARDS = 8
 
 
 def _show(report: AuditReport) -> None:

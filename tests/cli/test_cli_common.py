@@ -65,12 +65,12 @@ def test_consoles_and_tables_print_no_controls_and_keep_their_columns(
 
 
 def test_json_has_no_control_and_reads_back_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    told = {"text": HOSTILE + CONTROLS + "é\u2028", CONTROLS: ["\ud800"]}
-    print_json(told)
+    plain = {"text": HOSTILE + CONTROLS + "é\u2028", CONTROLS: ["\ud800"]}
+    print_json(plain)
     out = capsys.readouterr().out
     assert not CONTROL.search(out)
     assert "é" in out
-    assert json.loads(out) == told
+    assert json.loads(out) == plain
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from support.small_dataset import make_dataset
 SMALL = ["simulate", "--samples", "4000", "--shards", "50", "--sample-bytes", "1KB", "--steps", "8"]
 
 
-def test_a_run_is_told_in_a_table_and_as_json(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_reported_in_a_table_and_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--nodes", "17"]) == 0
     out, err = capfd.readouterr()
     for word in ("first batch", "stalled steps", "hit rate", "read / used", "17 nodes x 8 ranks"):
@@ -27,7 +27,7 @@ def test_a_run_is_told_in_a_table_and_as_json(capfd: pytest.CaptureFixture[str])
     assert "nodes were simulated" not in err
 
 
-def test_a_dataset_gives_its_index_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_index_of_a_dataset_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = make_dataset(tmp_path / "data", shards=6)
     for shard in (tmp_path / "data").glob("*.mds"):
         shard.unlink()

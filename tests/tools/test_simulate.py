@@ -151,13 +151,13 @@ def test_a_network_too_slow_takes_as_long_as_the_bytes_need() -> None:
     network = Network(node_bytes_per_second=2e5, connection_bytes_per_second=1e9, latency_seconds=0)
     run = scenario(steps=200, network=network)
     outcome = simulate(run)
-    told = outcome.to_dict()
+    figures = outcome.to_dict()
     [node] = outcome.nodes
     assert outcome.seconds >= node.fetched_bytes / 2e5 * 0.99
     alone = 24 * SHARD_BYTES / 2e5
     assert alone <= outcome.seconds <= alone + 200 * 0.01 + 0.1
-    assert told["stalled_steps"] > 5
-    assert told["stall_seconds"] == pytest.approx(outcome.waits[1:].sum(), rel=0.01)
+    assert figures["stalled_steps"] > 5
+    assert figures["stall_seconds"] == pytest.approx(outcome.waits[1:].sum(), rel=0.01)
 
 
 @pytest.mark.parametrize("cached", [8, 16])

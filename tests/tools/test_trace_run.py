@@ -63,12 +63,12 @@ def deliveries(data: Any, steps: int, world_size: int, **options: Any) -> dict[P
     return seen
 
 
-def assert_tells(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epochs: int) -> None:
-    """`run` says of every step and of every row what `seen` has."""
-    told: dict[Place, tuple[int, int]] = {}
+def assert_agrees(run: Run, seen: dict[Place, tuple[int, int]], steps: int, epochs: int) -> None:
+    """`run` computes of every step and of every row what `seen` has."""
+    computed: dict[Place, tuple[int, int]] = {}
     for step in range(steps):
-        told |= {(step, row.rank, row.index): (row.stream, row.row) for row in run.batch(step)}
-    assert told == seen
+        computed |= {(step, row.rank, row.index): (row.stream, row.row) for row in run.batch(step)}
+    assert computed == seen
     places = defaultdict(list)
     for place, sample in seen.items():
         places[sample].append(place)
@@ -124,7 +124,7 @@ def test_a_run_by_its_options_is_that_of_a_loader_with_them(
     seen = deliveries(str(folders["web"]), steps, world_size, **arguments)
     sizes = ["--batch-size", 4, "--world-size", world_size, "--tail", tail, *options]
     with traced(folders["web"], *sizes) as run:
-        assert_tells(run, seen, steps, epochs=4)
+        assert_agrees(run, seen, steps, epochs=4)
         dropped = [s for row in range(SAMPLES) for s in run.sightings(row, epochs=1) if s.is_dropped]
         assert len(dropped) == (SAMPLES % (4 * world_size) if tail == "drop" else 0)
         for step in (0, 2, 5):
@@ -141,7 +141,7 @@ def test_a_run_with_an_exclusion_list_never_sees_its_rows(folders: dict[str, Pat
     known = [folders["web"], "--batch-size", 3, "--world-size", 2]
     for words in ([*known], [*known, "--state", tmp_path / "state.json"]):
         with traced(*words, "--without", tmp_path / "gone.txt") as run:
-            assert_tells(run, seen, 20, epochs=4)
+            assert_agrees(run, seen, 20, epochs=4)
             for row in range(SAMPLES):
                 assert bool(run.sightings(row, epochs=1)) == (row not in {3, 4, 5, 6, 7, 8, 40})
     with pytest.raises(StateError, match="give that list with --without"), traced(*words):
@@ -166,7 +166,7 @@ def test_a_mixture_is_traced_from_its_state_whose_weights_changed(
     with traced(folders["code"], *words, "--stream", folders["web"]) as run:
         assert [run.streams_of(open_dataset(folders[name])) for name in ("web", "code")] == [[0], [1]]
         assert run.names == ("web", "code")
-        assert_tells(run, seen, 18, epochs=5)
+        assert_agrees(run, seen, 18, epochs=5)
         sizes = (SAMPLES, 31)
         assert [run.epochs(n) for n in (0, 1)] == [-(-delivered[n] // sizes[n]) for n in (0, 1)]
         for stream, row in set(seen.values()):
@@ -188,7 +188,7 @@ def test_a_state_in_a_checkpoint_of_torch_is_found(folders: dict[str, Path], tmp
         torch.save(checkpoint, tmp_path / "step.pt")
     seen = deliveries(str(folders["web"]), 9, 1, batch_size=4)
     with traced(folders["web"], "--state", tmp_path / "step.pt", "--batch-size", 4) as run:
-        assert_tells(run, seen, 9, epochs=1)
+        assert_agrees(run, seen, 9, epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,7 @@ def test_tables_that_are_damaged_missing_or_of_another_dataset_are_named(
     ("column", "value"),
     [("shard", 18), ("shard", -1), ("row", -1), ("row", 1 << 20), ("url", b"\xec\x28")],
 )
-def test_lines_that_no_build_writes_are_told_not_believed(
-    folder: Path, tmp_path: Path, column: str, value: Any
-) -> None:
+def test_lines_that_no_build_writes_are_errors(folder: Path, tmp_path: Path, column: str, value: Any) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     last = tmp_path / "copy" / "provenance" / "part-00005.parquet"
     table = pq.read_table(last)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkit.errors import MissingExtraError
+from shardkit.errors import naming_extras
 from shardkit.tools.simulate.run import SLOW_STEP_SECONDS, Outcome
 
 if TYPE_CHECKING:
@@ -77,10 +77,8 @@ def plot_sweep(names: Sequence[str], rows: Sequence[Mapping[str, Any]], file: Pa
 
 
 def _figure(panels: int) -> Figure:
-    try:
+    with naming_extras("pictures of simulations"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("matplotlib", "plot", "pictures of simulations") from error
     # Not pyplot: it would choose a window system and keep the figure.
     return Figure(figsize=(8, 2.6 * panels), layout="constrained", dpi=120)
 

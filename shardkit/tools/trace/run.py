@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.errors import MissingExtraError, ShardkitError, StateError
+from shardkit.errors import ShardkitError, StateError, naming_extras
 from shardkit.files import load_json
 from shardkit.loaders.config import LoaderConfig, Stream
 from shardkit.loaders.dry_run import first_settings
@@ -334,10 +334,8 @@ def read_state(path: Path) -> LoaderState:
 
 
 def _load_torch(path: Path) -> object:
-    try:
+    with naming_extras(f"reading {path.name}"):
         import torch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("torch", "torch", f"reading {path.name}") from error
     try:
         return torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except OSError:
