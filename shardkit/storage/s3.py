@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.files import Closing
-from shardkit.storage.s3_client import S3Client, request_errors, translated
-from shardkit.storage.s3_upload import Buffers, Content, Target, upload, version_of
+from shardkit.storage.s3_client import S3Client, request_errors, translated, version_of
+from shardkit.storage.s3_upload import Buffers, Content, Target, upload
 from shardkit.storage.store import (
     ObjectChangedError,
     ObjectExistsError,

@@ -27,7 +27,7 @@ from shardkit.storage.store import (
     TransientError,
 )
 
-__all__ = ["Purpose", "S3Client", "request_errors", "translated"]
+__all__ = ["Purpose", "S3Client", "request_errors", "translated", "version_of"]
 
 # A look-up can mean a process or a request, and refused requests may come in hundreds.
 RENEWAL_SECONDS = 3.0
@@ -157,6 +157,11 @@ class _Connection:
         with self._lock:
             if self._client is not None:
                 self._client.close()
+
+
+def version_of(answer: Mapping[str, Any]) -> str:
+    """Return the ETag without its quotes."""
+    return str(answer.get("ETag", "")).strip('"')
 
 
 def _new_session(url: str, options: StorageOptions) -> Any:

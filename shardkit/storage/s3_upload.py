@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardkit.storage.s3_client import S3Client
+from shardkit.storage.s3_client import S3Client, version_of
 from shardkit.storage.store import StoreError, TransientError
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "Target",
     "part_bytes",
     "upload",
-    "version_of",
 ]
 
 PART_BYTES = 16 << 20  # also the largest object sent in one request without a condition
@@ -186,11 +185,6 @@ def upload(client: S3Client, target: Target, content: Content) -> str:
             target.where, f"the server stored {version}, but {expected} was sent: upload it again"
         )
     return version
-
-
-def version_of(answer: Mapping[str, Any]) -> str:
-    """Return the ETag without its quotes."""
-    return str(answer.get("ETag", "")).strip('"')
 
 
 def _is_md5(answer: Mapping[str, Any], version: str) -> bool:
