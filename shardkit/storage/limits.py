@@ -1,10 +1,10 @@
 """How many requests and open bodies a store has at a time: fewer if it asks for that, more if it copes.
 
-The limit starts at `connections`. It is halved when the store answers 503 (once per cool-down, because all
+The limit starts at `connections`. It is halved when the store answers 503 (once per cool-down, because
 requests that were sent together fail together); after a cool-down without a 503 it grows by one for as many
 successes as it has room for (AIMD, as in TCP). Waiting operations enter in the order of their age, urgent
-ones first; a retry keeps its age. An eighth of the limit is kept for urgent requests, so that a small read
-for the current batch does not wait for the end of a long body.
+ones first; a retry keeps its age. An eighth of the limit is reserved for urgent requests, so that a small
+read for the current batch does not wait for the end of a long body.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ import time
 from collections.abc import Callable
 
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.store import TransientError
 from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["Gate", "Ticket"]
 
 _URGENT_PART = 8  # the reciprocal of the share that is for urgent requests only
+
+
+class Ticket:
+    """An operation's place in the queue, for all its attempts; used by one thread at a time."""
+
+    def __init__(self, *, urgent: bool, number: int) -> None:
+        self.urgent = urgent
+        self._order = (not urgent, number)
+        self.admitted = threading.Event()
+
+    def __lt__(self, other: Ticket) -> bool:
+        return self._order < other._order
 
 
 class Gate:
@@ -50,19 +61,41 @@ class Gate:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self.inside: set[Ticket] = set()  # a child holds none of its parent's places
-        self._queue: list[Ticket] = []  # a heap
-
-    @property
-    def in_use(self) -> int:
-        return len(self.inside)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
+        self.queue: list[Ticket] = []  # a heap
 
     def ticket(self, *, urgent: bool = False) -> Ticket:
         """Return the place of a new operation, behind all of its priority."""
-        return Ticket(self, (not urgent, next(self._numbers)))
+        return Ticket(urgent=urgent, number=next(self._numbers))
+
+    def enter(self, ticket: Ticket, seconds: float = 0.0) -> bool:
+        """Let the ticket in, waiting for at most `seconds`; return whether it is in."""
+        with self._lock:
+            if ticket in self.inside:
+                return True
+            if self._has_room(ticket):  # room that is kept for urgent ones, if others wait
+                self._admit(ticket)
+                return True
+            if seconds <= 0:
+                return False
+            ticket.admitted.clear()
+            heapq.heappush(self.queue, ticket)
+        try:
+            ticket.admitted.wait(min(seconds, threading.TIMEOUT_MAX))
+        finally:  # also if a signal handler raises
+            with self._lock:
+                if ticket in self.queue:
+                    self.queue.remove(ticket)
+                    heapq.heapify(self.queue)
+                    self._admit_waiting()
+        return ticket in self.inside
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give the place back, if there is one."""
+        with self._lock:
+            if ticket in self.inside:
+                self.inside.remove(ticket)
+                self._metrics.in_flight(-1)
+                self._admit_waiting()
 
     def throttled(self) -> None:
         """Halve the limit: the store asked for fewer requests."""
@@ -83,35 +116,6 @@ class Gate:
                 self._set_limit(self.limit + 1)
                 self._admit_waiting()
 
-    def enter(self, ticket: Ticket, seconds: float) -> bool:
-        """Let the ticket in, waiting for at most `seconds`; return whether it is in."""
-        with self._lock:
-            if ticket in self.inside:
-                return True
-            if self._has_room(ticket):  # room that is kept for urgent ones, if others wait
-                self._admit(ticket)
-                return True
-            if seconds <= 0:
-                return False
-            ticket.admitted.clear()
-            heapq.heappush(self._queue, ticket)
-        try:
-            ticket.admitted.wait(min(seconds, threading.TIMEOUT_MAX))
-        finally:  # also if a signal handler raises
-            with self._lock:
-                if ticket in self._queue:
-                    self._queue.remove(ticket)
-                    heapq.heapify(self._queue)
-                    self._admit_waiting()
-        return ticket in self.inside
-
-    def leave(self, ticket: Ticket) -> None:
-        with self._lock:
-            if ticket in self.inside:
-                self.inside.remove(ticket)
-                self._metrics.in_flight(-1)
-                self._admit_waiting()
-
     def _set_limit(self, limit: int) -> None:
         self.limit, self._successes = limit, 0
         self._metrics.concurrency_limit(limit)
@@ -126,39 +130,5 @@ class Gate:
         ticket.admitted.set()
 
     def _admit_waiting(self) -> None:
-        while self._queue and self._has_room(self._queue[0]):
-            self._admit(heapq.heappop(self._queue))
-
-
-class Ticket:
-    """An operation's place in the queue, for all its attempts; used by one thread at a time."""
-
-    def __init__(self, gate: Gate, order: tuple[bool, int]) -> None:
-        self._gate, self._order = gate, order
-        self.urgent = not order[0]
-        self.admitted = threading.Event()
-
-    def __lt__(self, other: Ticket) -> bool:
-        return self._order < other._order
-
-    @property
-    def inside(self) -> bool:
-        return self in self._gate.inside
-
-    def try_enter(self) -> bool:
-        """Enter if that takes no waiting; return whether it is in."""
-        return self._gate.enter(self, 0.0)
-
-    def enter(self, where: str, seconds: float) -> None:
-        """Wait for a free place; TransientError after `seconds`."""
-        gate = self._gate
-        if not gate.enter(self, seconds):
-            problem = (
-                f"waited {max(seconds, 0.0):.1f} s for one of {gate.limit} connections, "
-                f"{gate.in_use} are in use: close bodies that are no longer read"
-            )
-            raise TransientError(where, problem)
-
-    def leave(self) -> None:
-        """Give the place back, if there is one."""
-        self._gate.leave(self)
+        while self.queue and self._has_room(self.queue[0]):
+            self._admit(heapq.heappop(self.queue))

@@ -1,16 +1,19 @@
 """A store around a store that retries, resumes bodies, hedges slow reads and keeps deadlines.
 
-It retries what may help (TransientError, ThrottledError) as `shardkit.storage.retry` does, continues bodies
-where they broke, on the same version of the object, sends a second request for reads that are slow to start,
-and has fewer requests open when the store says 503 (`shardkit.storage.limits`). Every operation ends by its
-deadline, with an error of the same kind that says what was attempted. The bytes it returns are the object's,
-or there is an error.
-
     store = connect("s3://bucket/dataset")
     with store.open("shard.00000.mds") as body: ...
     store.urgent.get("shard.00000.mds", 0, 4096)   # overtakes long transfers
 
-An open body holds one of the store's connections until its last byte is read or it is closed.
+It retries what may help (TransientError, ThrottledError), continues bodies where they broke, on the same
+version of the object, sends a second request for reads that are slow to start, and has fewer requests open
+when the store says 503. Every operation ends by its deadline, with an error of the same kind that says what
+was attempted. The bytes it returns are the object's, or there is an error.
+
+The way of a read: `ResilientStore.open` makes a `ResilientBody`, whose `Call` (`shardkit.storage.retry`)
+waits at the gate, lets a thread call `open` of the store below (for S3: `S3Store.open`, `S3Client.request`,
+botocore), and does so again until it succeeds. `readinto` then reads from the body of the store below, and
+comes back to the same `Call` if that breaks. An open body holds one of the store's connections until its
+last byte is read or it is closed.
 """
 
 from __future__ import annotations
@@ -22,12 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from shardkit.files import Closing
-from shardkit.storage.limits import Ticket
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.retry import Calls, Operation, Retries, RetryPolicy
+from shardkit.storage.retry import Call, Operation, RetryPolicy, Upstream
 from shardkit.storage.store import (
     Body,
     ObjectChangedError,
@@ -44,7 +46,8 @@ __all__ = ["ResilientBody", "ResilientStore", "connect"]
 
 _LISTED_AT_ONCE = 1000  # as S3's pages; each is one operation for the gate and the deadline
 _COMPARED_AT_ONCE = 1 << 20
-_REPORT_BYTES = 1 << 20  # read before the metrics are updated
+
+T = TypeVar("T")
 
 
 def connect(
@@ -75,17 +78,12 @@ class ResilientStore:
         """`has_answered`: the store was reached before, so failing to reach it is an outage."""
         self._store = store
         self._connections = connections
-        self._calls = Calls(
-            store.url,
-            policy or RetryPolicy(),
-            metrics or StoreMetrics(),
-            connections,
-            has_answered=has_answered,
-        )
+        policy, metrics = policy or RetryPolicy(), metrics or StoreMetrics()
+        self._upstream = Upstream(store.url, policy, metrics, connections, has_answered=has_answered)
         self._urgent = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        has_answered = self._calls.health.has_answered
+        has_answered = self._upstream.has_answered
         return (_rebuild, (self._store, self.policy, self._connections, has_answered, self._urgent))
 
     @property
@@ -94,11 +92,11 @@ class ResilientStore:
 
     @property
     def policy(self) -> RetryPolicy:
-        return self._calls.policy
+        return self._upstream.policy
 
     @property
     def metrics(self) -> StoreMetrics:
-        return self._calls.metrics
+        return self._upstream.metrics
 
     @property
     def urgent(self) -> Self:
@@ -108,17 +106,17 @@ class ResilientStore:
         return view
 
     def head(self, key: str) -> ObjectInfo:
-        return self._calls.run("head", self._where(key), lambda: self._store.head(key), urgent=self._urgent)
+        return self._run("head", key, lambda: self._store.head(key))
 
     def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
         """As `open` and read, so it is resumed and hedged in the same way."""
-        with self._open("get", key, (start, stop), version) as body:
+        with self._open("get", key, start, stop, version) as body:
             return body.read()
 
     def open(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
     ) -> ResilientBody:
-        return self._open("open", key, (start, stop), version)
+        return self._open("open", key, start, stop, version)
 
     def put(
         self,
@@ -144,10 +142,8 @@ class ResilientStore:
                 may_be_ours = True
                 raise
 
-        where = self._where(key)
-        seconds = self.policy.transfer_seconds(size)
         try:
-            info = self._calls.run("put", where, request, urgent=self._urgent, seconds=seconds)
+            info = self._run("put", key, request, self.policy.transfer_seconds(size))
         except ObjectExistsError:
             found = self._find_same(key, data, size, metadata) if may_be_ours else None
             if found is None:
@@ -168,38 +164,42 @@ class ResilientStore:
             return listing, [*islice(listing, _LISTED_AT_ONCE)]
 
         while True:
-            going, page = self._calls.run("list", f"{self.url}/{prefix}*", request, urgent=self._urgent)
+            going, page = self._run("list", f"{prefix}*", request)
             yield from page
             if len(page) < _LISTED_AT_ONCE:
                 return
             last = page[-1].key
 
     def delete(self, key: str) -> None:
-        self._calls.run("delete", self._where(key), lambda: self._store.delete(key), urgent=self._urgent)
+        self._run("delete", key, lambda: self._store.delete(key))
 
     def close(self) -> None:
-        self._calls.close()
+        self._upstream.workers.close()
         self._store.close()
-
-    def _where(self, key: str) -> str:
-        return f"{self.url}/{key}"
 
     def _list_after(self, prefix: str, last: str | None) -> Iterator[ObjectInfo]:
         return (info for info in self._store.list(prefix) if last is None or info.key > last)
 
-    def _open(
-        self, operation: Operation, key: str, span: tuple[int, int | None], version: str | None
-    ) -> ResilientBody:
-        where = self._where(key)
-        start, stop = span
-        retries = Retries(self._calls.health, operation, where)
-        ticket = self._calls.gate.ticket(urgent=self._urgent)
+    def _run(
+        self, operation: Operation, key: str, request: Callable[[], T], seconds: float | None = None
+    ) -> T:
+        call = self._call(operation, key, seconds)
+        try:
+            return call.answer(request)
+        finally:
+            call.leave()
 
-        def reopen(position: int, version: str | None) -> Body:
+    def _open(
+        self, operation: Operation, key: str, start: int, stop: int | None, version: str | None
+    ) -> ResilientBody:
+        def request(position: int, version: str | None) -> Body:
             return self._store.open(key, position, stop, version=version)
 
-        raw = self._calls.open(operation, lambda: reopen(start, version), retries, ticket)
-        return ResilientBody(self._calls, raw, ticket, where, span, reopen, operation)
+        return ResilientBody(self._call(operation, key), request, start, stop, version)
+
+    def _call(self, operation: Operation, key: str, seconds: float | None = None) -> Call:
+        where = f"{self.url}/{key}"
+        return Call(self._upstream, operation, where, urgent=self._urgent, seconds=seconds)
 
     def _find_same(
         self, key: str, data: bytes | Path, size: int, metadata: Mapping[str, str] | None
@@ -210,7 +210,7 @@ class ResilientStore:
             return None
         piece = memoryview(bytearray(_COMPARED_AT_ONCE))
         with (
-            self._open("get", key, (0, None), info.version or None) as body,
+            self._open("get", key, 0, None, info.version or None) as body,
             data.open("rb") if isinstance(data, Path) else io.BytesIO(data) as source,
         ):
             while count := body.readinto(piece):
@@ -222,54 +222,47 @@ class ResilientStore:
 class ResilientBody(Closing):
     """A body that continues where its connection broke: all bytes of one version of the object, or an error.
 
-    A broken, short or too slow connection is closed, and the range opened again from the next byte with
-    `reopen`, pinned to the version that was seen first: a replaced object ends in ObjectChangedError and
-    never in a mixture. The time of retries counts from the last byte that arrived; the time of all reads is
-    bounded by the size of the range. Between failures a read costs two looks at the clock and a few additions
-    (a microsecond). One silence lasts as long as the store's read timeout, which this layer cannot shorten.
+    A broken, short or too slow connection is closed, and the range opened again from the next byte, pinned to
+    the version that was seen first: a replaced object ends in ObjectChangedError and never in a mixture. The
+    time of retries counts from the last byte that arrived; the time of all reads is bounded by the size of
+    the range. Between failures a read costs two looks at the clock and a count (two microseconds). One
+    silence lasts as long as the store's read timeout, which this layer cannot shorten.
     """
 
     def __init__(
         self,
-        calls: Calls,
-        raw: Body,
-        ticket: Ticket,
-        where: str,
-        span: tuple[int, int | None],
-        reopen: Callable[[int, str], Body],
-        operation: Operation,
+        call: Call,
+        request: Callable[[int, str | None], Body],
+        start: int,
+        stop: int | None,
+        version: str | None,
     ) -> None:
-        self.info = raw.info
-        self._calls = calls
+        """`request` opens the rest of the range from a position on, of a version or of any."""
+        self._call, self._request = call, request
+        self._policy, self._metrics = call.upstream.policy, call.upstream.metrics
+        raw = call.answer(lambda: request(start, version), discard=_close)
         self._raw: Body | None = raw
-        self._readinto = raw.readinto
-        self._ticket = ticket
-        self._where = where
-        self._reopen = reopen
-        self._operation = operation
-        self._clock = calls.policy.clock
+        self.info = raw.info
         self._closed = threading.Event()
-        start, stop = span
-        self._start = self._position = self._reported = start
+        self._start = self._position = start
         self._stop = self.info.bytes if stop is None else min(stop, self.info.bytes)
-        self._check_at = min(start + _REPORT_BYTES, self._stop)  # the position of the next `_check`
-        self._window_seconds = calls.policy.window_seconds
+        self._left_seconds = self._policy.transfer_seconds(self._stop - start)
+        self._rate = 0.0
+        self._window_seconds = self._policy.window_seconds
         self._window_start = start
         self._window_used = 0.0  # time in reads since then, without the pauses of the reader
-        self._left_seconds = calls.policy.transfer_seconds(self._stop - start)
-        if self._position >= self._stop:
-            self._finish()
+        self._advance(0)
 
     def readinto(self, buffer: memoryview, /) -> int:
-        began = self._clock()
+        began = self._policy.clock()
         try:
             count = self._next(buffer)
         except TransientError as error:
             return self._resume(buffer, error, began)
-        self._window_used += self._clock() - began
-        self._position += count
-        if self._position >= self._check_at or self._window_used >= self._window_seconds:
-            self._check()
+        self._window_used += self._policy.clock() - began
+        self._advance(count)
+        if self._window_used >= self._window_seconds:
+            self._check_rate()
         return count
 
     def read(self) -> bytes:
@@ -284,104 +277,89 @@ class ResilientBody(Closing):
         """Close; also from another thread, where a read then fails as soon as its connection does."""
         self._closed.set()
         self._release()
-        self._report()
-        self._readinto = _refuse
 
     def _next(self, buffer: memoryview) -> int:
         """Read from the open connection; count a failure, also if it ends early."""
+        raw = self._raw
+        if self._closed.is_set():
+            raise ValueError("read of a closed body")
+        if self._position >= self._stop:
+            return 0
         try:
-            count = self._readinto(buffer)
-            if not count and self._position < self._stop:
-                raise TransientError(self._where, "the connection ended early")
+            if raw is None:  # closed by `_check_rate`
+                problem = f"only {self._rate:,.0f} bytes per second arrive"
+                raise TransientError(self._call.where, problem)
+            count = raw.readinto(buffer)
+            if not count:
+                raise TransientError(self._call.where, "the connection ended early")
         except TransientError as error:
-            self._calls.failed(error)
+            self._call.upstream.failed(error)
             raise
         return count
 
-    def _check(self) -> None:
-        """After some bytes or some time, check for the end and the rate."""
-        self._report()
+    def _advance(self, count: int) -> None:
+        """Count bytes; after the last, make room for others, because the reader may not close this soon."""
+        self._position += count
+        self._metrics.count("bytes_read", count)
         if self._position >= self._stop:
-            self._finish()
-            return
-        self._check_at = min(self._position + _REPORT_BYTES, self._stop)
-        if self._window_used < self._window_seconds:
-            return
-        policy = self._calls.policy
-        rate = (self._position - self._window_start) / self._window_used
+            self._release()
+        if self._position > self._stop:
+            problem = f"the store sent {self._position - self._stop:,} bytes too many"
+            raise StoreError(self._call.where, problem)
+
+    def _check_rate(self) -> None:
+        """Close a connection that is too slow: the next read opens the rest again."""
+        self._rate = (self._position - self._window_start) / self._window_used
         self._left_seconds -= self._window_used
         self._window_start, self._window_used = self._position, 0.0
-        if rate < policy.floor_bytes_per_second:
-            self._window_seconds = min(
-                2 * self._window_seconds, max(policy.window_seconds, self._left_seconds)
-            )
-            self._calls.metrics.count("slow_bodies")
-            slow = TransientError(self._where, f"only {rate:,.0f} bytes per second arrive")
+        if self._rate < self._policy.floor_bytes_per_second and self._position < self._stop:
+            longest = max(self._policy.window_seconds, self._left_seconds)
+            self._window_seconds = min(2 * self._window_seconds, longest)
+            self._metrics.count("slow_bodies")
             self._release()
-
-            def fail(buffer: memoryview, /) -> int:
-                raise slow
-
-            self._readinto = fail  # the next read opens the rest again
 
     def _resume(self, buffer: memoryview, error: TransientError, began: float) -> int:
         """Open the rest again, until some bytes are in `buffer`."""
-        policy, metrics = self._calls.policy, self._calls.metrics
+        call, position, version = self._call, self._position, self.info.version
         self._left_seconds -= self._window_used
-        seconds = min(policy.deadline_seconds, self._left_seconds)
-        retries = Retries(self._calls.health, "read", self._where, seconds=seconds, began=began)
+        seconds = min(self._policy.deadline_seconds, self._left_seconds)
+        arrived = f"{position - self._start:,} of {self._stop - self._start:,} bytes had arrived"
+        call.restart("read", began, seconds, arrived)
         while True:
             self._release()
-            if self._closed.is_set() or not self.info.version:
+            if self._closed.is_set() or not version:
                 raise error  # without a version, the object might be another one when opened again
-            retries.wait(error, self._arrived())
-            raw = self._calls.open(
-                self._operation,
-                lambda: self._reopen(self._position, self.info.version),
-                retries,
-                self._ticket,
-                self._arrived(),
+            raw = self._raw = call.answer(
+                lambda: self._request(position, version), failure=error, discard=_close
             )
-            self._raw, self._readinto = raw, raw.readinto
             if self._closed.is_set():
-                self.close()
-                raise error
-            if raw.info.version != self.info.version or raw.info.bytes != self.info.bytes:
                 self._release()
-                raise ObjectChangedError(self._where, f"was replaced while it was read ({self._arrived()})")
-            metrics.count("resumed_bodies")
+                raise error
+            if raw.info.version != version or raw.info.bytes != self.info.bytes:
+                self._release()
+                raise ObjectChangedError(call.where, f"was replaced while it was read ({arrived})")
+            self._metrics.count("resumed_bodies")
             try:
                 count = self._next(buffer)
                 break
             except TransientError as raised:
                 error = raised
-        self._left_seconds -= self._clock() - began
-        self._position += count
-        self._window_start, self._window_used = self._position, 0.0
-        self._check()
+        self._left_seconds -= self._policy.clock() - began
+        self._window_start, self._window_used = position + count, 0.0
+        self._advance(count)
         return count
 
-    def _finish(self) -> None:
-        """Make room for others, because the reader may not close this body soon."""
-        if self._position > self._stop:
-            raise StoreError(self._where, f"the store sent {self._position - self._stop:,} bytes too many")
-        self._ticket.leave()
-        self._readinto = _nothing
-
     def _release(self) -> None:
-        if self._raw is not None:
-            raw, self._raw = self._raw, None
-            with suppress(StoreError):
-                raw.close()
-        self._ticket.leave()
+        """Close the connection and give back the place at the gate."""
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            _close(raw)
+        self._call.leave()
 
-    def _report(self) -> None:
-        if self._position > self._reported:
-            self._calls.metrics.count("bytes_read", self._position - self._reported)
-            self._reported = self._position
 
-    def _arrived(self) -> str:
-        return f"{self._position - self._start:,} of {self._stop - self._start:,} bytes had arrived"
+def _close(body: Body) -> None:
+    with suppress(StoreError):
+        body.close()
 
 
 def _size(data: bytes | Path) -> int:
@@ -396,11 +374,3 @@ def _rebuild(
 ) -> ResilientStore:
     rebuilt = ResilientStore(store, policy, connections=connections, has_answered=has_answered)
     return rebuilt.urgent if urgent else rebuilt
-
-
-def _nothing(buffer: memoryview, /) -> int:
-    return 0
-
-
-def _refuse(buffer: memoryview, /) -> int:
-    raise ValueError("read of a closed body")

@@ -32,8 +32,8 @@ from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import Store, StoreError
 from support.ended_threads import ended_threads
-from support.faulty_store import FaultRule, FaultyStore
 from support.remote_harness import fetch_threads, fresh_url, put_folder, quick_policy, write_hashed
+from support.stores import FaultRule, FaultyStore
 
 SHARDS = 6
 SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded

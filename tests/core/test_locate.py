@@ -22,11 +22,11 @@ from shardkit.errors import ShardError, ShardkitError
 from shardkit.storage import open_store
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError, TransientError
-from support.faulty_store import FaultRule, FaultyStore
 from support.loader_data import parts, token_rows
 from support.remote_harness import fresh_url, put_folder, write_hashed
 from support.s3_moto import S3Server, s3_server
 from support.small_dataset import make_dataset
+from support.stores import FaultRule, FaultyStore
 
 KINDS = ["mds", "mds_zstd", "tar"]
 FILES = {"provenance/part-00000.parquet", "report.html"}  # beside the shards of the first two

@@ -25,9 +25,18 @@ from shardkit.writers import BuildResult, build
 from shardkit.writers.execution import scratch, work_store
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.engine_local import run_guarded
-from support.faulty_store import FaultRule, FaultyStore, Operation, RequestFault
-from support.scripted_store import FakeClock
-from support.watched_store import FalseIndexError, PulledPlugError, WatchedStore, check_reader, objects
+from support.stores import (
+    FakeClock,
+    FalseIndexError,
+    FaultRule,
+    FaultyStore,
+    Operation,
+    PulledPlugError,
+    RequestFault,
+    WatchedStore,
+    check_reader,
+    objects,
+)
 
 __all__ = ["FAULTS", "Place", "StoreCell", "StoreCrashes", "StoreOutcome"]
 

@@ -10,8 +10,7 @@ import pytest
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
 from shardkit.writers.execution.scheduler import Claims
-from support.faulty_store import FaultRule, FaultyStore
-from support.watched_store import fresh_memory
+from support.stores import FaultRule, FaultyStore, fresh_memory
 
 LEASE = 60.0
 

@@ -19,7 +19,7 @@ from shardkit.writers.execution.scheduler import Claims, OwnQueue, SharedQueue, 
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import LocalWork
-from support.watched_store import fresh_memory
+from support.stores import fresh_memory
 
 RUNS: Counter[str] = Counter()
 

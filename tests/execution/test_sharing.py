@@ -29,7 +29,7 @@ from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import Watch
 from support.small_build import make_corpus, tree
-from support.watched_store import fresh_memory, objects
+from support.stores import fresh_memory, objects
 
 pytest_plugins = ["support.s3_rgw"]
 pytestmark = pytest.mark.usefixtures("inline_builds")

@@ -27,8 +27,8 @@ from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import BLOCK_BYTES, run_task
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import CACHE_BYTES, StoreWork
-from support.faulty_store import FaultRule, FaultyStore
 from support.remote_harness import fresh_url
+from support.stores import FaultRule, FaultyStore
 
 DATA = random.Random(3).randbytes(5 * BLOCK_BYTES + 17)
 Works = Callable[[], LocalWork | StoreWork]

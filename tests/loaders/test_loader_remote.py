@@ -24,7 +24,6 @@ from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.s3 import S3Store
 from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError, StorageOptions, Store
 from support.default_cases import cases
-from support.faulty_store import BodyFault, FaultRule, FaultyStore
 from support.remote_harness import (
     QUICK,
     REMOTE_KINDS,
@@ -37,7 +36,7 @@ from support.remote_harness import (
 )
 from support.resume import assert_equal, assert_exact_resume, assert_exact_resume_in_new_process, batches, run
 from support.s3_moto import s3_server
-from support.throttled_store import ThrottledStore
+from support.stores import BodyFault, FaultRule, FaultyStore, ThrottledStore
 
 SAMPLES = 53
 CACHES = ["memory", "memory_tiny", "folder", "folder_tiny", "folder_nothing"]

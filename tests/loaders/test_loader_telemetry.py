@@ -24,8 +24,8 @@ from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import ObjectInfo
 from support.ended_threads import ended_threads
-from support.faulty_store import FaultRule, FaultyStore
 from support.remote_harness import Remote, fresh_url, make_remote_kind, put_folder, quick_policy
+from support.stores import FaultRule, FaultyStore
 
 SHARDS = 5
 SAMPLES = 53

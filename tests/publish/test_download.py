@@ -21,7 +21,7 @@ from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import Store, StoreError
 from support.small_build import tree
 from support.small_dataset import make_dataset
-from support.watched_store import PulledPlugError, WatchedStore, fresh_memory, objects
+from support.stores import PulledPlugError, WatchedStore, fresh_memory, objects
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from shardkit.writers import publish as writers_publish
 from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.publish import RemoteOutput, global_shards, publish
-from support.watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
+from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
 OPERATIONS = [
     (os, "link"),

@@ -24,7 +24,7 @@ from support.killing_server import run_and_kill
 from support.s3_moto import s3_server
 from support.small_build import make_corpus, tree
 from support.small_dataset import make_dataset
-from support.watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
+from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 

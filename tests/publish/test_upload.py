@@ -24,7 +24,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectInfo, Store, StoreError, TransientError
 from support.small_build import tree
 from support.small_dataset import make_dataset
-from support.watched_store import WatchedStore, fresh_memory, objects
+from support.stores import WatchedStore, fresh_memory, objects
 
 
 @pytest.fixture(scope="module")

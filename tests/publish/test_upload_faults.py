@@ -12,10 +12,9 @@ from shardkit.publish import download, upload
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
-from support.faulty_store import FaultRule, FaultyStore
 from support.small_build import tree
 from support.small_dataset import make_dataset
-from support.watched_store import fresh_memory, objects
+from support.stores import FaultRule, FaultyStore, fresh_memory, objects
 
 FAULTS = [
     FaultRule(fault="throttle", probability=0.15),

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shardkit.publish.publication import MAX_ERRORS, run_all
-from support.watched_store import PulledPlugError
+from support.stores import PulledPlugError
 
 WAIT_SECONDS = 30.0  # far above what any test takes
 

@@ -13,7 +13,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import StoreError
 from support.small_build import tree
 from support.small_dataset import make_dataset
-from support.watched_store import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
+from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore
-from support.faulty_store import FaultRule, FaultyStore
 from support.remote_harness import fresh_url, quick_policy
+from support.stores import FaultRule, FaultyStore
 
 MIB = 1 << 20
 DATA = random.Random(5).randbytes(11 * MIB + 17)

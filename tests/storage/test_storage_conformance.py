@@ -34,9 +34,8 @@ from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.s3 import S3Store
-from support.faulty_store import FaultyStore
 from support.s3_moto import S3Server, aws_environment, s3_server
-from support.throttled_store import ThrottledStore
+from support.stores import FaultyStore, ThrottledStore
 
 Maker = Callable[[], Store]
 ENDPOINT = os.environ.get("SHARDKIT_TEST_S3_ENDPOINT")

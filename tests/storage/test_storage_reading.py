@@ -10,8 +10,8 @@ import pytest
 from shardkit.errors import ShardError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, TransientError, hash_object, read_object
-from support.faulty_store import FaultRule, FaultyStore
 from support.remote_harness import fresh_url
+from support.stores import FaultRule, FaultyStore
 
 PIECE = 1 << 20  # read at a time
 SIZES = [0, 1, 700, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7]

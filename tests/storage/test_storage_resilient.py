@@ -7,10 +7,10 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +24,7 @@ from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import (
     Body,
     ObjectExistsError,
+    ObjectInfo,
     ObjectNotFoundError,
     StorageOptions,
     Store,
@@ -31,23 +32,25 @@ from shardkit.storage.store import (
     ThrottledError,
     TransientError,
 )
-from support.scripted_store import FakeClock, Fault, ScriptedStore
+from support.stores import (
+    FakeClock,
+    FaultRule,
+    FaultyStore,
+    ScriptedStore,
+    WrappedStore,
+    fresh_memory,
+    retrying,
+)
 
 TIMEOUT = 60.0  # for what happens within milliseconds on a machine that is not overloaded
-ERROR, THROTTLE, LOST = Fault("error"), Fault("throttle"), Fault("lost")
+ERROR, THROTTLE = FaultRule(fault="error"), FaultRule(fault="throttle")
+LOST, RESET = FaultRule(fault="lost_ack"), FaultRule(fault="reset", after_bytes=1)
 DATA = random.Random(4).randbytes(3000)
 
 
-def resilient(store: ScriptedStore, **settings: float) -> ResilientStore:
-    policy = RetryPolicy(
-        hedge=False, clock=store.clock, sleep=store.clock.sleep, jitter=random.Random(7).random
-    )
-    return ResilientStore(store, replace(policy, **settings))  # type: ignore[arg-type]
-
-
-def scripted(*script: Fault | None) -> ScriptedStore:
+def scripted(*script: FaultRule | None) -> ScriptedStore:
     store = ScriptedStore(script)
-    store.inner.put("key", DATA, metadata={"name": "value"})
+    store.below.put("key", DATA, metadata={"name": "value"})
     return store
 
 
@@ -81,15 +84,15 @@ def check_delete(store: Store) -> None:
         store.head("key")
 
 
+Check = Callable[[Store], None]
 CHECKS = [check_head, check_get, check_open, check_put, check_list, check_delete]
 every_operation = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
 
 
 @every_operation
-def test_failures_that_may_pass_are_tried_again(check: object) -> None:
+def test_failures_that_may_pass_are_tried_again(check: Check) -> None:
     faulty = scripted(ERROR, THROTTLE, ERROR)
-    store = resilient(faulty)
-    assert callable(check)
+    store = retrying(faulty)
     check(store)
     found = store.metrics.snapshot()
     assert (found.retries, found.throttled, found.errors["TransientError"]) == (3, 1, 2)
@@ -99,47 +102,45 @@ def test_failures_that_may_pass_are_tried_again(check: object) -> None:
 
 
 @every_operation
-def test_failures_that_stay_are_raised_at_once(check: object) -> None:
-    faulty = scripted(Fault("refuse"))
-    store = resilient(faulty)
-    assert callable(check)
-    with pytest.raises(StoreError, match="access denied") as caught:
+def test_failures_that_stay_are_raised_at_once(check: Check) -> None:
+    faulty = scripted(FaultRule(fault="deny"))
+    store = retrying(faulty)
+    with pytest.raises(StoreError, match="AccessDenied") as caught:
         check(store)
     assert not isinstance(caught.value, TransientError)
-    assert len(faulty.log) == 1
+    assert len(faulty.requests) == 1
     assert (store.metrics.snapshot().retries, store.metrics.snapshot().in_flight) == (0, 0)
 
 
 @every_operation
-def test_failures_that_never_pass_end_in_an_error_of_their_kind(check: object) -> None:
+def test_failures_that_never_pass_end_in_an_error_of_their_kind(check: Check) -> None:
     faulty = scripted(*[THROTTLE] * 100)
-    store = resilient(faulty, deadline_seconds=2.0)
-    assert callable(check)
+    store = retrying(faulty, deadline_seconds=2.0)
     with pytest.raises(
-        ThrottledError, match=r"\w+ failed after \d+ attempts in [01]\.\d s: slow down \(status 503"
+        ThrottledError, match=r"\w+ failed after \d+ attempts in [01]\.\d s: SlowDown .*\(status 503"
     ):
         check(store)
-    assert 4 <= len(faulty.log) <= 30
+    assert 4 <= len(faulty.requests) <= 30
     assert store.metrics.snapshot().in_flight == 0
 
 
 def test_an_object_that_is_not_there_is_asked_for_once() -> None:
     faulty = scripted()
     with pytest.raises(ObjectNotFoundError):
-        resilient(faulty).get("absent")
-    assert faulty.log == ["open"]
+        retrying(faulty).get("absent")
+    assert faulty.requests == ["open"]
 
 
 def test_a_put_whose_acknowledgement_was_lost_finds_its_own_object(tmp_path: Path) -> None:
     faulty = scripted(LOST)
-    store = resilient(faulty)
+    store = retrying(faulty)
     assert store.put("new", DATA, if_absent=True, metadata={"nonce": "1"}).bytes == len(DATA)
-    assert faulty.log.count("put") == 2
+    assert faulty.requests.count("put") == 2
     file = tmp_path / "file"
     file.write_bytes(DATA)
     faulty.script = [LOST]
     assert store.put("from-file", file, if_absent=True).bytes == len(DATA)
-    assert faulty.inner.get("from-file") == DATA
+    assert faulty.below.get("from-file") == DATA
     assert store.metrics.snapshot().bytes_written == 2 * len(DATA)
 
 
@@ -152,10 +153,10 @@ def test_a_put_after_a_failure_does_not_take_another_writers_object_for_its_own(
     theirs: bytes, metadata: dict[str, str]
 ) -> None:
     faulty = scripted(ERROR)
-    faulty.inner.put("new", theirs, metadata=metadata)
+    faulty.below.put("new", theirs, metadata=metadata)
     with pytest.raises(ObjectExistsError):
-        resilient(faulty).put("new", DATA, if_absent=True, metadata={"nonce": "1"})
-    assert faulty.inner.get("new") == theirs
+        retrying(faulty).put("new", DATA, if_absent=True, metadata={"nonce": "1"})
+    assert faulty.below.get("new") == theirs
 
 
 def test_a_file_that_is_not_there_is_the_stores_to_complain_about(tmp_path: Path) -> None:
@@ -168,32 +169,32 @@ def test_a_file_that_is_not_there_is_the_stores_to_complain_about(tmp_path: Path
 def test_a_put_that_did_not_fail_before_does_not_look_at_what_is_there() -> None:
     faulty = scripted()
     with pytest.raises(ObjectExistsError):
-        resilient(faulty).put("key", DATA, if_absent=True)
-    assert faulty.log == ["put"]
+        retrying(faulty).put("key", DATA, if_absent=True)
+    assert faulty.requests == ["put"]
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.sampled_from([None, ERROR, THROTTLE]), max_size=30), st.integers(0, 35))
 def test_a_listing_over_failures_has_every_object_once_and_in_order(
-    script: list[Fault | None], count: int
+    script: list[FaultRule | None], count: int
 ) -> None:
     faulty = ScriptedStore(script)
     keys = [f"part/{number:03d}" for number in range(count)]
     for key in (*keys, "other"):
-        faulty.inner.put(key, b"")
-    store = resilient(faulty, deadline_seconds=1e4)
+        faulty.below.put(key, b"")
+    store = retrying(faulty, deadline_seconds=1e4)
     assert [info.key for info in store.list("part/")] == keys
     store.close()
     for key in (*keys, "other"):
-        faulty.inner.delete(key)
+        faulty.below.delete(key)
 
 
 def test_a_long_listing_that_breaks_goes_on_behind_what_it_handed_out() -> None:
     faulty = ScriptedStore()
     keys = [f"{number:05d}" for number in range(2500)]
     for key in keys:
-        faulty.inner.put(key, b"")
-    store = resilient(faulty)
+        faulty.below.put(key, b"")
+    store = retrying(faulty)
     listing = store.list()
     found = [next(listing).key for _ in range(1000)]
     faulty.script = [None, ERROR, None, THROTTLE]
@@ -202,49 +203,45 @@ def test_a_long_listing_that_breaks_goes_on_behind_what_it_handed_out() -> None:
     assert store.metrics.snapshot().retries == 2
 
 
-class HangingStore(ScriptedStore):
-    """Requests whose number is in `hanging` do not answer before `release` is set."""
-
-    def __init__(self, hanging: range) -> None:
-        super().__init__()
-        self.hanging = hanging
-        self.release = threading.Event()
-        self.inner.put("key", DATA)
-        self.hung = threading.Semaphore(0)
-
-    def next(self, operation: str, key: str) -> Fault | None:
-        with self.lock:
-            number = len(self.log)
-        fault = super().next(operation, key)
-        if number in self.hanging:
-            self.hung.release()
-            assert self.release.wait(TIMEOUT)
-        return fault
+def wait_until(condition: Callable[[], bool], problem: str = "") -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, problem
+        time.sleep(0.001)
 
 
 @pytest.fixture
-def releases() -> Iterator[list[threading.Event]]:
-    """Events that are set at the end, so that no test leaves a thread behind."""
+def hanging() -> Iterator[Callable[..., FaultyStore]]:
+    """Makes stores whose requests after the first `skip` answer when released: at the end at the latest."""
     before = set(threading.enumerate())
-    events: list[threading.Event] = []
-    yield events
-    for event in events:
-        event.set()
-    deadline = time.monotonic() + TIMEOUT
-    while any(thread.name == "shardkit-store" for thread in set(threading.enumerate()) - before):
-        assert time.monotonic() < deadline, "threads outlive close"
-        time.sleep(0.005)
+    stores: list[FaultyStore] = []
+
+    def make(skip: int = 0, count: int | None = None) -> FaultyStore:
+        rule = FaultRule(fault="late", skip=skip, count=count, seconds=TIMEOUT)
+        stores.append(FaultyStore(fresh_memory(), [rule]))
+        stores[-1].below.put("key", DATA)
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.release()
+
+    def are_gone() -> bool:
+        new = set(threading.enumerate()) - before
+        return all(thread.name != "shardkit-store" for thread in new)
+
+    wait_until(are_gone, "threads outlive close")
+
+
+Hanging = Callable[..., FaultyStore]
 
 
 @every_operation
 def test_an_operation_ends_by_its_deadline_though_the_store_never_answers(
-    check: object, releases: list[threading.Event]
+    check: Check, hanging: Hanging
 ) -> None:
-    hanging = HangingStore(range(1000))
-    releases.append(hanging.release)
     policy = RetryPolicy(deadline_seconds=0.3, answer_seconds=0.1, floor_bytes_per_second=1e9)
-    store = ResilientStore(hanging, policy)
-    assert callable(check)
+    store = ResilientStore(hanging(), policy)
     began = time.monotonic()
     with pytest.raises(TransientError, match="no answer within 0"):
         check(store)
@@ -253,84 +250,68 @@ def test_an_operation_ends_by_its_deadline_though_the_store_never_answers(
     store.close()
 
 
-def test_an_answer_that_comes_after_its_operation_ended_is_closed(releases: list[threading.Event]) -> None:
-    hanging = HangingStore(range(1))
-    releases.append(hanging.release)
-    store = ResilientStore(hanging, RetryPolicy(answer_seconds=0.5))
+def test_an_answer_that_comes_after_its_operation_ended_is_closed(hanging: Hanging) -> None:
+    below = hanging(count=1)
+    store = ResilientStore(below, RetryPolicy(answer_seconds=0.5))
     assert store.get("key") == DATA
-    hanging.release.set()
+    below.release()
     store.close()
-    deadline = time.monotonic() + TIMEOUT
-    while hanging.open_bodies or hanging.opened < 2:
-        assert time.monotonic() < deadline
+    wait_until(lambda: below.bodies == 2 and not below.open_bodies)
     assert store.metrics.snapshot().errors == {"TransientError": 1}
 
 
-def hedged(store: ScriptedStore, **settings: float) -> ResilientStore:
+def hedged(below: FaultyStore, *, connections: int = 32, **settings: Any) -> ResilientStore:
     """With enough quick reads behind it to know that what hangs is slow, and to afford one hedge."""
-    store.inner.put("key", DATA)
-    found = ResilientStore(store, RetryPolicy(hedge_delay_seconds=0.02, **settings))  # type: ignore[arg-type]
+    policy = RetryPolicy(hedge_delay_seconds=0.02, **settings)
+    store = ResilientStore(below, policy, connections=connections)
     for _ in range(20):
-        assert found.get("key") == DATA
-    return found
+        assert store.get("key") == DATA
+    return store
 
 
-def test_a_read_that_hangs_is_asked_for_again_and_the_second_answer_counts(
-    releases: list[threading.Event],
-) -> None:
-    hanging = HangingStore(range(20, 21))
-    releases.append(hanging.release)
-    store = hedged(hanging)
+def test_a_read_that_hangs_is_asked_for_again_and_the_second_answer_counts(hanging: Hanging) -> None:
+    below = hanging(skip=20, count=1)
+    store = hedged(below)
     with store.open("key") as body:
         assert body.read() == DATA
-        assert not hanging.release.is_set()
     found = store.metrics.snapshot()
     assert (found.hedges, found.hedges_won, found.retries, found.in_flight) == (1, 1, 0, 0)
     assert found.requests == {"get": 20, "open": 2}
-    hanging.release.set()
+    below.release()
     store.close()
-    deadline = time.monotonic() + TIMEOUT
-    while hanging.open_bodies or hanging.opened < 22:
-        assert time.monotonic() < deadline, "the loser is closed when it answers"
+    wait_until(lambda: below.bodies == 22 and not below.open_bodies, "the loser is closed when it answers")
 
 
-def test_when_everything_is_slow_only_a_share_is_asked_for_twice(releases: list[threading.Event]) -> None:
-    hanging = HangingStore(range(20, 10_000))
-    releases.append(hanging.release)
-    store = hedged(hanging)
+def test_when_everything_is_slow_only_a_share_is_asked_for_twice(hanging: Hanging) -> None:
+    below = hanging(skip=20)
+    store = hedged(below)
     with ThreadPoolExecutor(16) as pool:
         reads = [pool.submit(store.get, "key") for _ in range(16)]
-        for _ in range(17):
-            assert hanging.hung.acquire(timeout=TIMEOUT)
-        assert not hanging.hung.acquire(timeout=0.1)
-        hanging.release.set()
+        wait_until(lambda: len(below.log) == 17)
+        time.sleep(0.1)
+        assert len(below.log) == 17
+        below.release()
         assert all(read.result(TIMEOUT) == DATA for read in reads)
     assert store.metrics.snapshot().hedges == 1, "36 reads, of which a twentieth"
     store.close()
 
 
-def test_a_full_store_is_not_asked_twice(releases: list[threading.Event]) -> None:
-    hanging = HangingStore(range(20, 21))
-    releases.append(hanging.release)
-    hanging.inner.put("key", DATA)
-    store = ResilientStore(hanging, RetryPolicy(hedge_delay_seconds=0.02), connections=1)
-    for _ in range(20):
-        store.get("key")
+def test_a_full_store_is_not_asked_twice(hanging: Hanging) -> None:
+    below = hanging(skip=20, count=1)
+    store = hedged(below, connections=1)
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(store.get, "key")
-        assert hanging.hung.acquire(timeout=TIMEOUT)
+        wait_until(lambda: len(below.log) == 1)
         with pytest.raises(TimeoutError):
             read.result(0.1)
-        hanging.release.set()
+        below.release()
         assert read.result(TIMEOUT) == DATA
     assert store.metrics.snapshot().hedges == 0
     store.close()
 
 
-def test_only_reads_are_hedged(releases: list[threading.Event]) -> None:
-    hanging = HangingStore(range(20, 21))
-    releases.append(hanging.release)
-    store = hedged(hanging, answer_seconds=0.5)
+def test_only_reads_are_hedged(hanging: Hanging) -> None:
+    store = hedged(hanging(skip=20, count=1), answer_seconds=0.5)
     assert store.head("key").bytes == len(DATA)
     found = store.metrics.snapshot()
     assert (found.hedges, found.retries) == (0, 1)
@@ -339,7 +320,7 @@ def test_only_reads_are_hedged(releases: list[threading.Event]) -> None:
 
 def test_a_503_burst_narrows_the_gate_and_successes_widen_it() -> None:
     faulty = scripted(*[THROTTLE] * 8)
-    store = resilient(faulty)
+    store = retrying(faulty)
     assert store.metrics.snapshot().concurrency_limit == 32
     store.head("key")
     low = store.metrics.snapshot().concurrency_limit
@@ -352,21 +333,21 @@ def test_a_503_burst_narrows_the_gate_and_successes_widen_it() -> None:
 
 
 def test_the_store_never_sees_more_at_once_than_connections() -> None:
-    class Counting(ScriptedStore):
+    class Counting(WrappedStore):
         most = inside = 0
+        lock = threading.Lock()
 
-        def head(self, key: str) -> object:  # type: ignore[override]
+        def head(self, key: str) -> ObjectInfo:
             with self.lock:
                 self.inside += 1
                 self.most = max(self.most, self.inside)
-            found = self.inner.head(key)
+            found = super().head(key)
             with self.lock:
                 self.inside -= 1
             return found
 
-    counting = Counting()
-    counting.inner.put("key", DATA)
-    store = ResilientStore(counting, connections=3)  # type: ignore[arg-type]
+    counting = Counting(scripted().below)
+    store = ResilientStore(counting, connections=3)
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda _: store.head("key"), range(300)))
     assert 1 <= counting.most <= 3
@@ -409,42 +390,40 @@ def test_a_pickled_copy_works_by_itself() -> None:
         copy.close()
 
 
-def test_a_forked_child_can_use_the_store_while_the_parent_was_busy(releases: list[threading.Event]) -> None:
-    hanging = HangingStore(range(1, 3))
-    releases.append(hanging.release)
-    store = ResilientStore(hanging, connections=2)
+def test_a_forked_child_can_use_the_store_while_the_parent_was_busy(hanging: Hanging) -> None:
+    below = hanging(skip=1)
+    store = ResilientStore(below, connections=2)
     body = store.open("key")
     with ThreadPoolExecutor(2) as pool:
         heads = [pool.submit(store.head, "key") for _ in range(2)]
-        assert hanging.hung.acquire(timeout=TIMEOUT)
+        wait_until(lambda: len(below.log) == 1)
         child = os.fork()
         if not child:
-            hanging.lock = threading.Lock()
-            hanging.hanging = range(0)
+            below.release()
             body.close()
             os._exit(0 if store.get("key") == DATA and store.head("key").bytes == len(DATA) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         body.close()
-        hanging.release.set()
+        below.release()
         assert all(head.result(TIMEOUT).bytes == len(DATA) for head in heads)
     store.close()
 
 
 def test_it_may_be_used_again_after_close() -> None:
     faulty = scripted()
-    store = resilient(faulty)
+    store = retrying(faulty)
     store.close()
-    assert faulty.log == ["close"]
+    assert faulty.requests == ["close"]
     assert store.get("key") == DATA
     store.close()
 
 
 def test_an_error_that_no_store_should_raise_comes_out_as_it_is() -> None:
     class Wrong(ScriptedStore):
-        def next(self, operation: str, key: str) -> Fault | None:
+        def rule_for(self, operation: str, key: str) -> FaultRule | None:
             raise ZeroDivisionError
 
-    store = resilient(Wrong())
+    store = retrying(Wrong())
     with pytest.raises(ZeroDivisionError):
         store.head("key")
     with pytest.raises(ZeroDivisionError):
@@ -470,14 +449,14 @@ OPERATIONS = st.sampled_from(["put", "get", "head", "list", "delete", "put_if_ab
 
 @settings(deadline=None)
 @given(
-    script=st.lists(st.sampled_from([None, ERROR, THROTTLE, LOST, Fault("break", 1)]), max_size=30),
+    script=st.lists(st.sampled_from([None, ERROR, THROTTLE, LOST, RESET]), max_size=30),
     steps=st.lists(st.tuples(OPERATIONS, st.sampled_from("ab")), max_size=12),
 )
 def test_over_failures_a_store_does_what_it_does_without_them(
-    script: list[Fault | None], steps: list[tuple[str, str]]
+    script: list[FaultRule | None], steps: list[tuple[str, str]]
 ) -> None:
     faulty = ScriptedStore(script)
-    store: Store = resilient(faulty, deadline_seconds=1e4)
+    store: Store = retrying(faulty, deadline_seconds=1e4)
     model: dict[str, bytes] = {}
     for number, (operation, key) in enumerate(steps):
         data = f"{number} of {key}".encode()
@@ -504,11 +483,11 @@ def test_over_failures_a_store_does_what_it_does_without_them(
                 store.get(key)
     store.close()
     for key in "ab":
-        faulty.inner.delete(key)
+        faulty.below.delete(key)
 
 
 def test_a_body_is_a_body_and_a_store_a_store() -> None:
-    store: Store = resilient(scripted())
+    store: Store = retrying(scripted())
     body: Body = store.open("key")
     with body:
         assert body.info.key == "key"
@@ -517,7 +496,7 @@ def test_a_body_is_a_body_and_a_store_a_store() -> None:
 def test_waits_use_the_policys_clock_only() -> None:
     clock = FakeClock()
     faulty = ScriptedStore([ERROR] * 15, clock)
-    faulty.inner.put("key", DATA)
+    faulty.below.put("key", DATA)
     began = time.monotonic()
-    resilient(faulty).head("key")
+    retrying(faulty).head("key")
     assert time.monotonic() - began < 20 < sum(clock.slept)

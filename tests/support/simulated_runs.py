@@ -25,7 +25,7 @@ from shardkit.storage.retry import RetryPolicy
 from shardkit.tools.simulate.run import Outcome, simulate
 from shardkit.tools.simulate.scenario import Network, Scenario, Shards
 from support.remote_harness import put_folder, write_hashed
-from support.throttled_store import ThrottledStore
+from support.stores import ThrottledStore
 
 __all__ = ["CASES", "Case", "Comparison", "compare", "write_dataset"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,17 +13,15 @@ from hypothesis import strategies as st
 
 from shardkit.storage.limits import Gate, Ticket
 from shardkit.storage.metrics import StoreMetrics
-from shardkit.storage.store import TransientError
-from support.scripted_store import FakeClock
+from support.stores import FakeClock
 
 
 def gate_of(connections: int, clock: FakeClock | None = None) -> Gate:
     return Gate(connections, StoreMetrics(), cool_down_seconds=1.0, clock=clock or FakeClock())
 
 
-def wait_until(condition: object) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Bounded: until `condition()` holds."""
-    assert callable(condition)
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -31,15 +30,15 @@ def wait_until(condition: object) -> None:
 
 def enter_in_thread(gate: Gate, ticket: Ticket, entered: list[Ticket]) -> threading.Thread:
     """Start to wait, and return once the ticket stands in the queue."""
-    before = gate.waiting
+    before = len(gate.queue)
 
     def work() -> None:
-        ticket.enter("key", 10.0)
+        gate.enter(ticket, 10.0)
         entered.append(ticket)
 
     thread = threading.Thread(target=work)
     thread.start()
-    wait_until(lambda: gate.waiting == before + 1 or ticket.inside)
+    wait_until(lambda: len(gate.queue) == before + 1 or ticket in gate.inside)
     return thread
 
 
@@ -67,30 +66,29 @@ def test_a_burst_of_throttling_halves_the_limit_once_and_successes_bring_it_back
     assert gate.limit == 32, "and never above the number of connections"
 
 
-def test_who_waits_too_long_gets_an_error_and_leaves_the_queue() -> None:
+def test_who_waits_too_long_leaves_the_queue() -> None:
     gate = gate_of(1)
     first, second = gate.ticket(), gate.ticket()
-    first.enter("key", 1.0)
-    with pytest.raises(TransientError, match=r"waited 0\.0 s for one of 1 connections, 1 are in use"):
-        second.enter("key", 0.01)
-    assert gate.waiting == 0
-    first.leave()
-    assert second.try_enter()
-    second.leave()
-    second.leave()
-    assert gate.in_use == 0, "leaving twice is leaving once"
+    assert gate.enter(first, 1.0)
+    assert not gate.enter(second, 0.01)
+    assert gate.queue == []
+    gate.leave(first)
+    assert gate.enter(second)
+    gate.leave(second)
+    gate.leave(second)
+    assert not gate.inside, "leaving twice is leaving once"
 
 
 def test_the_oldest_operation_enters_first_whoever_began_to_wait_first() -> None:
     gate = gate_of(1)
     holder, old, young = gate.ticket(), gate.ticket(), gate.ticket()
-    holder.enter("key", 1.0)
+    gate.enter(holder, 1.0)
     entered: list[Ticket] = []
     threads = [enter_in_thread(gate, ticket, entered) for ticket in (young, old)]
-    holder.leave()
+    gate.leave(holder)
     wait_until(lambda: len(entered) == 1)
     assert entered == [old]
-    old.leave()
+    gate.leave(old)
     for thread in threads:
         thread.join(60)
     assert entered == [old, young]
@@ -100,16 +98,16 @@ def test_nobody_passes_those_who_wait_except_the_urgent() -> None:
     gate = gate_of(2)
     holders = [gate.ticket(), gate.ticket()]
     for holder in holders:
-        holder.enter("key", 1.0)
+        gate.enter(holder, 1.0)
     entered: list[Ticket] = []
     patient, late, urgent = gate.ticket(), gate.ticket(), gate.ticket(urgent=True)
     threads = [enter_in_thread(gate, patient, entered)]
     threads.append(enter_in_thread(gate, urgent, entered))
-    holders[0].leave()
+    gate.leave(holders[0])
     wait_until(lambda: len(entered) == 1)
     assert entered == [urgent]
-    assert not late.try_enter()
-    holders[1].leave()
+    assert not gate.enter(late)
+    gate.leave(holders[1])
     for thread in threads:
         thread.join(60)
     assert entered == [urgent, patient]
@@ -118,24 +116,24 @@ def test_nobody_passes_those_who_wait_except_the_urgent() -> None:
 def test_an_eighth_of_the_limit_is_kept_for_the_urgent() -> None:
     gate = gate_of(16)
     bulk = [gate.ticket() for _ in range(16)]
-    assert sum(ticket.try_enter() for ticket in bulk) == 14
+    assert sum(gate.enter(ticket) for ticket in bulk) == 14
     urgent = [gate.ticket(urgent=True) for _ in range(3)]
-    assert [ticket.try_enter() for ticket in urgent] == [True, True, False]
-    assert gate.in_use == 16
+    assert [gate.enter(ticket) for ticket in urgent] == [True, True, False]
+    assert len(gate.inside) == 16
 
 
 def test_a_lower_limit_holds_for_who_comes_next() -> None:
     clock = FakeClock()
     gate = gate_of(4, clock)
     inside = [gate.ticket() for _ in range(4)]
-    assert all(ticket.try_enter() for ticket in inside)
+    assert all(gate.enter(ticket) for ticket in inside)
     gate.throttled()
     late = gate.ticket()
     for ticket in inside[:2]:
-        ticket.leave()
-        assert not late.try_enter(), "two are inside, and two are allowed"
-    inside[2].leave()
-    assert late.try_enter()
+        gate.leave(ticket)
+        assert not gate.enter(late), "two are inside, and two are allowed"
+    gate.leave(inside[2])
+    assert gate.enter(late)
 
 
 def test_a_higher_limit_lets_in_who_waits() -> None:
@@ -143,7 +141,7 @@ def test_a_higher_limit_lets_in_who_waits() -> None:
     gate = gate_of(2, clock)
     gate.throttled()
     holder, waiter = gate.ticket(), gate.ticket()
-    holder.enter("key", 1.0)
+    gate.enter(holder, 1.0)
     entered: list[Ticket] = []
     thread = enter_in_thread(gate, waiter, entered)
     clock.sleep(1.0)
@@ -166,13 +164,13 @@ def test_never_more_are_inside_than_the_limit_was_when_they_entered(
     for step in steps:
         if step in ("enter", "urgent"):
             ticket = gate.ticket(urgent=step == "urgent")
-            if ticket.try_enter():
+            if gate.enter(ticket):
                 inside.append(ticket)
-                assert gate.in_use <= gate.limit
+                assert len(gate.inside) <= gate.limit
             else:
-                assert gate.in_use >= gate.limit - gate.limit // 8 * (step == "enter")
+                assert len(gate.inside) >= gate.limit - gate.limit // 8 * (step == "enter")
         elif step == "leave" and inside:
-            inside.pop().leave()
+            gate.leave(inside.pop())
         elif step == "throttle":
             gate.throttled()
         elif step == "succeed":
@@ -180,7 +178,7 @@ def test_never_more_are_inside_than_the_limit_was_when_they_entered(
         else:
             clock.sleep(0.4)
         assert 1 <= gate.limit <= connections
-        assert gate.in_use == len(inside) == metrics.snapshot().in_flight
+        assert len(gate.inside) == len(inside) == metrics.snapshot().in_flight
         assert metrics.snapshot().concurrency_limit == gate.limit
 
 
@@ -193,33 +191,33 @@ def test_many_threads_all_get_through_a_narrow_gate() -> None:
         nonlocal most
         for _ in range(50):
             ticket = gate.ticket(urgent=number == 0)
-            ticket.enter("key", 30.0)
+            gate.enter(ticket, 30.0)
             with lock:
-                most = max(most, gate.in_use)
-            ticket.leave()
+                most = max(most, len(gate.inside))
+            gate.leave(ticket)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert (gate.in_use, gate.waiting) == (0, 0)
+    assert (len(gate.inside), len(gate.queue)) == (0, 0)
     assert 1 <= most <= 3
 
 
 def test_a_forked_child_starts_with_an_empty_gate() -> None:
     gate = gate_of(1)
     ticket = gate.ticket()
-    ticket.enter("key", 1.0)
+    gate.enter(ticket, 1.0)
     with gate._lock:
         child = os.fork()
         if not child:
             own = gate.ticket()
-            entered = own.try_enter()
-            ticket.leave()  # the parent's: frees nothing here
-            os._exit(0 if entered and gate.in_use == 1 else 1)
+            entered = gate.enter(own)
+            gate.leave(ticket)  # the parent's: frees nothing here
+            os._exit(0 if entered and len(gate.inside) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gate.in_use == 1
+    assert len(gate.inside) == 1
 
 
 def test_a_gate_without_room_for_one_is_refused() -> None:

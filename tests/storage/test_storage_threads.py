@@ -1,12 +1,14 @@
-"""Threads that wait for a store: reused, bounded, gone after `close`, remade in a child."""
+"""Threads that wait for a store: reused, bounded, gone after `close`; what a fork remakes, there only."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from functools import partial
 
-from shardkit.storage.threads import Workers
+from shardkit.storage.threads import Workers, remake_after_fork
 
 TIMEOUT = 60
 
@@ -121,3 +123,30 @@ def test_a_task_that_is_canceled_before_it_has_a_thread_never_runs() -> None:
     assert workers.submit(lambda: "next").result(TIMEOUT) == "next"
     assert not ran.is_set()
     workers.close()
+
+
+class Remade:
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def after_fork(self) -> None:
+        self.process = os.getpid()
+
+
+def test_a_child_remakes_what_lives_and_the_parent_nothing() -> None:
+    remade = Remade()
+    remake_after_fork(remade)
+    child = os.fork()
+    if not child:
+        os._exit(0 if remade.process == os.getpid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert remade.process == os.getpid()
+
+
+def test_being_remade_keeps_nothing_alive() -> None:
+    remade = Remade()
+    remake_after_fork(remade)
+    reference = weakref.ref(remade)
+    del remade
+    gc.collect()
+    assert reference() is None

@@ -1,10 +1,10 @@
-"""Each fault does what it says, to the requests that its rule names, the same in every run."""
+"""The stores that tests misbehave with: faults are those of the rules, the same in every run; latency and
+bandwidth are as stated."""
 
 from __future__ import annotations
 
 import pickle
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,15 +12,24 @@ from typing import Any
 import pytest
 
 from shardkit.storage import Store, StoreError, ThrottledError, TransientError
-from shardkit.storage.memory import MemoryStore
-from support.faulty_store import BodyFault, Event, FaultRule, FaultyStore, RequestFault
+from support.stores import (
+    BodyFault,
+    Event,
+    FakeClock,
+    FaultRule,
+    FaultyStore,
+    RequestFault,
+    ThrottledStore,
+    fresh_memory,
+)
 
 DATA = bytes(range(256)) * 40
+MIB = 1 << 20
 
 
 @pytest.fixture
 def inner() -> Store:
-    store = MemoryStore(f"memory://{uuid.uuid4().hex}")
+    store = fresh_memory()
     store.put("a", DATA)
     return store
 
@@ -60,13 +69,9 @@ def test_a_request_that_fails_has_no_effect(
 ) -> None:
     before = list(inner.list())
     store = FaultyStore(inner, [FaultRule(fault=fault, operation=operation, seconds=0.0)])
-    for name, request in requests(store).items():
-        if name != operation:
-            continue
-        with pytest.raises(StoreError, match="injected") as caught:
-            request()
-        assert type(caught.value) is kind
-        assert caught.value.status == status
+    with pytest.raises(StoreError, match="injected") as caught:
+        requests(store)[operation]()
+    assert (type(caught.value), caught.value.status) == (kind, status)
     assert list(inner.list()) == before
     assert [event.operation for event in store.log] == [operation]
 
@@ -105,7 +110,7 @@ def test_a_body_breaks_after_so_many_bytes(inner: Store, fault: BodyFault, after
         store.get("a")
 
 
-@pytest.mark.parametrize("fault", ["reset", "truncate", "stall", "corrupt", "trickle"])
+@pytest.mark.parametrize("fault", ["reset", "truncate", "short", "stall", "corrupt", "trickle"])
 @pytest.mark.parametrize("after_bytes", [50, 51])
 def test_a_body_that_ends_before_is_left_alone(inner: Store, fault: BodyFault, after_bytes: int) -> None:
     store = FaultyStore(inner, [FaultRule(fault=fault, after_bytes=after_bytes)])
@@ -120,6 +125,18 @@ def test_corruption_changes_one_byte(inner: Store, after_bytes: int) -> None:
         assert len(data) == len(DATA)
         assert [i for i, (one, two) in enumerate(zip(data, DATA, strict=True)) if one != two] == [after_bytes]
     assert inner.get("a") == DATA
+
+
+def test_a_short_body_ends_without_an_error(inner: Store) -> None:
+    store = FaultyStore(inner, [FaultRule(fault="short", after_bytes=10)])
+    assert drained(store) == (DATA[:10], False)
+    assert (store.bodies, store.open_bodies) == (1, 0)
+
+
+def test_a_late_answer_comes_after_its_time_with_its_effect(inner: Store) -> None:
+    store = FaultyStore(inner, [FaultRule(fault="late", seconds=0.01)])
+    assert [outcome(store, operation) for operation in requests(store)] == ["ok"] * 6
+    assert [info.key for info in inner.list()] == ["b"]
 
 
 def test_a_trickle_comes_byte_by_byte(inner: Store) -> None:
@@ -230,3 +247,99 @@ def test_a_pickled_store_starts_over_with_the_same_rules(inner: Store) -> None:
 def test_rules_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         FaultRule(**{"fault": "error", **wrong})
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def large() -> Store:
+    store = fresh_memory()
+    store.put("a", bytes(range(256)) * 4096)  # 1 MiB
+    return store
+
+
+def throttled(
+    large: Store, clock: FakeClock, latency: float = 0.0, rate: float | None = None
+) -> ThrottledStore:
+    return ThrottledStore(
+        large, latency_seconds=latency, bytes_per_second=rate, clock=clock, sleep=clock.sleep
+    )
+
+
+def test_every_request_waits_for_the_latency_once(large: Store, clock: FakeClock) -> None:
+    store = throttled(large, clock, latency=0.25)
+    store.head("a")
+    store.get("a")
+    store.open("a").close()
+    store.put("b", b"1")
+    assert len(list(store.list())) == 2
+    store.delete("b")
+    assert clock.now == 1000.0 + 6 * 0.25
+
+
+@pytest.mark.parametrize("buffer_bytes", [1000, 1 << 16, 1 << 24])
+def test_a_body_takes_its_size_over_the_bandwidth(large: Store, clock: FakeClock, buffer_bytes: int) -> None:
+    began = clock.now
+    buffer, data = memoryview(bytearray(buffer_bytes)), b""
+    with throttled(large, clock, rate=MIB / 4).open("a") as body:
+        while count := body.readinto(buffer):
+            data += buffer[:count]
+            assert len(data) <= (clock.now - began) * MIB / 4 + 1  # nothing comes too early
+    assert data == large.get("a")
+    assert (clock.now - began) == pytest.approx(4.0)
+
+
+def test_reads_and_writes_in_one_piece_take_as_long(large: Store, clock: FakeClock) -> None:
+    store = throttled(large, clock, latency=1.0, rate=MIB / 4)
+    store.get("a")
+    assert clock.now == pytest.approx(1005.0)
+    store.get("a", 0, 256)
+    store.put("b", bytes(MIB))
+    assert clock.now == pytest.approx(1011.0, abs=0.01)
+
+
+def test_a_reader_that_pauses_gains_little(large: Store, clock: FakeClock) -> None:
+    began = clock.now
+    with throttled(large, clock, rate=MIB / 4).open("a") as body:
+        clock.now += 60.0
+        while body.readinto(memoryview(bytearray(1 << 16))):
+            pass
+    assert 63.8 < (clock.now - began) < 64.1
+
+
+def test_bodies_are_paced_each_for_itself(large: Store, clock: FakeClock) -> None:
+    store = throttled(large, clock, rate=MIB)
+    bodies = [store.open("a") for _ in range(3)]
+    began, buffer = clock.now, memoryview(bytearray(MIB))
+    while sum(body.readinto(buffer) for body in bodies):
+        pass
+    # One thread reads all three, so what one sleeps the others have been sent meanwhile.
+    assert 1.0 <= (clock.now - began) < 3.0
+
+
+def test_on_a_real_clock_the_bandwidth_holds(large: Store) -> None:
+    store = ThrottledStore(large, latency_seconds=0.01, bytes_per_second=8 * MIB)
+    began = time.monotonic()
+    with store.open("a") as body:
+        while body.readinto(memoryview(bytearray(1 << 16))):
+            pass
+    assert 0.135 - 0.02 <= time.monotonic() - began < 30
+
+
+def test_without_limits_nothing_waits(large: Store, clock: FakeClock) -> None:
+    store = throttled(large, clock)
+    store.get("a")
+    with store.open("a") as body:
+        assert body.readinto(memoryview(bytearray(2 * MIB))) == MIB
+    assert clock.slept == []
+
+
+@pytest.mark.parametrize(
+    "limits", [{"latency_seconds": -1.0}, {"bytes_per_second": 0.0}, {"latency_seconds": float("nan")}]
+)
+def test_limits_that_make_no_sense_are_refused(large: Store, limits: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        ThrottledStore(large, **limits)  # type: ignore[arg-type]
