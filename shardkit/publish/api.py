@@ -42,7 +42,7 @@ from shardkit.units import format_bytes
 
 __all__ = ["TransferReport", "download", "publish_files", "upload"]
 
-SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
+_SPARE_BYTES = 64 << 20  # of the disk, for the index and for others
 _LIST_HASHES = ("xxh64",)
 
 
@@ -236,6 +236,6 @@ def _check_space(folder: Path, target: LocalStore, contents: Contents) -> None:
     needed = sum(max(0, file.bytes - there.get(file.basename, 0)) for file in contents.files)
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
-    if needed + SPARE_BYTES > free:
+    if needed + _SPARE_BYTES > free:
         problem = f"{format_bytes(needed)} are to come, and the disk has {format_bytes(free)} free"
         raise StoreError(str(folder), f"{problem}; choose another folder")

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +16,12 @@ from shardkit.datasets.verify import verify
 from shardkit.errors import ShardError
 from shardkit.formats import tar
 from shardkit.publish import TransferError, TransferReport, download, upload
-from shardkit.publish import api as module
 from shardkit.publish.contents import LOCK_NAME, MARKER_NAME, MAX_TRIES
-from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store, StoreError
 from support.small_build import tree
 from support.small_dataset import make_dataset
-from support.stores import PulledPlugError, WatchedStore, fresh_memory, objects
+from support.stores import FaultRule, FaultyStore, PulledPlugError, WatchedStore, fresh_memory, objects
 
 
 @pytest.fixture(scope="module")
@@ -83,80 +83,20 @@ def test_a_download_killed_at_any_operation_goes_on_with_what_is_missing(
     assert limit > 10
 
 
-OPERATIONS = [(os, "link"), (os, "fsync"), (Path, "unlink"), (Path, "rename"), (Path, "mkdir")]
-
-
-def test_a_replacement_killed_at_any_change_of_the_folder_leaves_no_false_index(
-    made: Path, remote: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = tmp_path / "other"
-    make_dataset(other, shards=7, first=900)
-    for limit in range(1, 1000):
-        folder = tmp_path / str(limit)
-        shutil.copytree(other, folder)
-        (folder / "mine.txt").write_text("mine")
-        left = limit
-
-        def counted(real: object, *arguments: object, **settings: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise PulledPlugError
-            assert callable(real)
-            return real(*arguments, **settings)
-
-        with monkeypatch.context() as patch:
-            for owner, name in OPERATIONS:
-                real = getattr(owner, name)
-                patch.setattr(owner, name, lambda *a, real=real, **k: counted(real, *a, **k))
-            try:
-                fetch(remote, folder, replace=True, threads=1)
-                killed = False
-            except PulledPlugError:
-                killed = True
-        if (folder / "index.json").exists():
-            assert not [problem for problem in verify(folder).problems if problem.file != "dataset.json"]
-        fetch(remote, folder, replace=True)
-        assert tree(folder) == tree(made) | {"mine.txt": tree(folder)["mine.txt"]}
-        if not killed:
-            break
-    assert limit > 30
-
-
-class FlippingStore(MemoryStore):
-    """Hands out one wrong byte, the first `times` times that a shard is read."""
-
-    times = 1
-    reads = 0
-
-    def open(
-        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        body = super().open(key, start, stop, version=version)
-        if key != "shard.00002.mds":
-            return body
-        self.reads += 1
-        if self.reads > self.times:
-            return body
-        data = body.read()
-        return MemoryBody(body.info, memoryview(data[:-1] + bytes([data[-1] ^ 1])))
-
-
 @pytest.mark.parametrize("times", [1, MAX_TRIES - 1, MAX_TRIES])
 def test_bytes_that_arrive_wrong_are_fetched_again_and_never_kept(
     made: Path, remote: MemoryStore, tmp_path: Path, times: int
 ) -> None:
-    flipping = FlippingStore(remote.url)
-    flipping.times = times
-    if times < MAX_TRIES:
-        fetch(flipping, tmp_path / "copy")
-        assert tree(tmp_path / "copy") == tree(made)
-        return
-    with pytest.raises(TransferError, match=r"shard\.00002\.mds: has .*, stated is xxh64 .* fetched 3 times"):
-        fetch(flipping, tmp_path / "copy")
-    names = tree(tmp_path / "copy").keys()
-    assert names == tree(made).keys() - {"index.json", "shard.00002.mds"} | {MARKER_NAME}
-    fetch(flipping, tmp_path / "copy")  # the fourth time it is right
+    rule = FaultRule(fault="corrupt", operation="read", key="shard.00002.mds", after_bytes=99, count=times)
+    flipping = FaultyStore(remote, [rule])
+    if times == MAX_TRIES:
+        with pytest.raises(
+            TransferError, match=r"shard\.00002\.mds: has .*, stated is xxh64 .* fetched 3 times"
+        ):
+            fetch(flipping, tmp_path / "copy")
+        names = tree(tmp_path / "copy").keys()
+        assert names == tree(made).keys() - {"index.json", "shard.00002.mds"} | {MARKER_NAME}
+    fetch(flipping, tmp_path / "copy")  # the last time it is right
     assert tree(tmp_path / "copy") == tree(made)
 
 
@@ -245,8 +185,8 @@ def test_two_downloads_into_one_folder_do_not_mix(remote: MemoryStore, tmp_path:
 def test_a_full_disk_is_said_before_anything_is_fetched(
     remote: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(StoreError, match=r"1\.79 KB are to come, and the disk has"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    with pytest.raises(StoreError, match=r"1\.79 KB are to come, and the disk has 67\.1 MB free"):
         fetch(remote, tmp_path / "copy")
 
 

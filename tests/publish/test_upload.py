@@ -21,10 +21,10 @@ from shardkit.hashing import hash_bytes
 from shardkit.publish import TransferError, TransferProgress, TransferReport, upload
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import ObjectInfo, Store, StoreError, TransientError
+from shardkit.storage.store import ObjectInfo, Store, StoreError
 from support.small_build import tree
 from support.small_dataset import make_dataset
-from support.stores import WatchedStore, fresh_memory, objects
+from support.stores import FaultRule, FaultyStore, WatchedStore, fresh_memory, objects
 
 
 @pytest.fixture(scope="module")
@@ -258,31 +258,16 @@ def test_a_file_that_changes_while_it_is_sent_is_taken_back(source: Path) -> Non
     assert not {"index.json", "shard.00002.mds"} & objects(memory).keys()
 
 
-class BrokenStore(MemoryStore):
-    """Refuses shards."""
-
-    def put(
-        self,
-        key: str,
-        data: bytes | Path,
-        *,
-        if_absent: bool = False,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectInfo:
-        if key.endswith(".mds"):
-            raise TransientError(f"{self.url}/{key}", "connection reset")
-        return super().put(key, data, if_absent=if_absent, metadata=metadata)
-
-
 def test_all_failures_are_told_and_the_same_call_goes_on(made: Path) -> None:
-    broken = BrokenStore(fresh_memory().url)
+    memory = fresh_memory()
+    broken = FaultyStore(memory, [FaultRule(fault="refuse", operation="put", key=r"\.mds$")])
     with pytest.raises(
-        TransferError, match=r"5 of 8 files failed, .*connection reset; 3 files were sent"
+        TransferError, match=r"5 of 8 files failed, .*injected\); 3 files were sent"
     ) as caught:
         send(made, broken)
     assert len(caught.value.errors) == 5
-    assert MARKER_NAME in objects(broken)
-    whole = WatchedStore(MemoryStore(broken.url))
+    assert MARKER_NAME in objects(memory)
+    whole = WatchedStore(memory)
     send(made, whole)
     assert sorted(whole.puts) == sorted([*(f"shard.0000{n}.mds" for n in range(5)), "index.json"])
 

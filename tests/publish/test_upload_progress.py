@@ -108,13 +108,14 @@ def test_a_read_is_shown_once_it_takes_long(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with reading("scan tars", {3: 10, 5: 30}) as done:
+    with reading("scan tars", {3: 10, 4: 10, 5: 15}) as done:
         done(3)
-        assert capsys.readouterr().err == ""
         now += module.QUIET_SECONDS
-        monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+        done(4)
+        assert capsys.readouterr().err == ""
+        now += module.LINE_SECONDS
         done(5)
-    assert capsys.readouterr().err == "scan tars: 2 of 2 files, 40 B of 40 B, 20 B/s, 0 s left\n"
+    assert capsys.readouterr().err == "scan tars: 3 of 3 files, 35 B of 35 B, 5 B/s, 0 s left\n"
 
 
 def test_rich_is_loaded_for_a_terminal_only() -> None:

@@ -50,13 +50,12 @@ def killed_at(
     *,
     late: bool,
     watch: Watch,
-    replace: bool = False,
-    threads: int = 1,
+    threads: int,
 ) -> list[str] | None:
     """What a killed upload had put, or None if it came to its end."""
     store = WatchedStore(memory, limit=limit, late=late, watch=watch)
     try:
-        send(source, store, replace=replace, threads=threads)
+        send(source, store, threads=threads)
     except PulledPlugError:
         return store.puts
     return None
@@ -100,24 +99,6 @@ def test_an_upload_killed_at_any_operation_leaves_no_false_index_and_sends_only_
         counts.add(len(data_files(again.puts)))
     assert limit > 15
     assert counts == set(range(len(expected) + 1))
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_a_replacement_killed_at_any_operation_leaves_no_false_index_and_is_made_good(
-    old: Path, new: Path, late: bool
-) -> None:
-    expected = files_of(new) | {"notes/mine.txt": b"mine"}
-    for limit in range(1, 1000):
-        memory = fresh_memory()
-        send(old, memory)
-        memory.put("notes/mine.txt", b"mine")
-        watch = reader(memory, old, new)
-        killed = killed_at(limit, memory, new, late=late, watch=watch, replace=True) is not None
-        send(new, WatchedStore(memory, watch=watch), replace=True)
-        assert objects(memory) == expected
-        if not killed:
-            break
-    assert limit > 20
 
 
 def test_a_replacement_that_was_killed_after_its_claim_goes_on_without_being_told_again(

@@ -3,51 +3,76 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from shardkit.formats import mds
+from shardkit.formats import mds, tar
 from shardkit.manifest import Manifest
 from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.publish import CARD_NAME, REPORT_NAME, global_shards, publish
+from shardkit.writers.publish import CARD_NAME, REPORT_NAME, RemoteOutput, global_shards, publish
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, renumber
 
-__all__ = ["make_dataset"]
+__all__ = ["Built", "make_dataset", "renumbered"]
+
+
+class Built:
+    """What a build hands to its publication: shards of 8 rows and side files in a work folder, and the card.
+
+    The tokens count up from `first`; `sides` are {name: content}.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        kind: str,
+        shards: int,
+        first: int,
+        sides: Mapping[str, bytes],
+        *,
+        compression: str | None = None,
+    ) -> None:
+        work.mkdir(parents=True)
+        rows = (first + np.arange(shards * 32, dtype=np.uint16)).reshape(shards, 8, 4)
+        made, hashes = [], ["xxh64"]
+        for n, part in enumerate(rows):
+            name = f"part-00000.{n:05d}.{kind}"
+            if kind == "mds":
+                made.append(mds.write_rows_shard(work, name, part, hashes=hashes, compression=compression))
+            else:
+                made.append(tar.write_rows_shard(work, name, part, key_start=8 * n, hashes=hashes))
+        named = global_shards([(Artifact(work), made)])
+        self.work = work
+        self.manifest = Manifest("mds" if kind == "mds" else "tar", [shard for _, shard in named])
+        self.links = {shard.stored.basename: file for file, shard in named}
+        for number, (name, data) in enumerate(sides.items()):
+            (work / f"side-{number}").write_bytes(data)
+            self.links[name] = Artifact(work / f"side-{number}")
+        card = {
+            "fingerprint": self.manifest.fingerprint,
+            "samples": self.manifest.samples,
+            "files": {name: describe_file(data) for name, data in sides.items()},
+        }
+        self.texts = {CARD_NAME: card_bytes(card)}
+
+    def publish(self, output: Path | RemoteOutput, *, replace: bool = False) -> None:
+        publish(output, self.manifest, self.links, self.texts, replace=replace)
 
 
 def make_dataset(
     output: Path, *, shards: int = 5, first: int = 0, compression: str | None = None
 ) -> Manifest:
-    """A dataset of MDS shards of 8 rows, whose tokens count up from `first`, in the folder `output`."""
-    work = output.with_name(output.name + ".made")
-    work.mkdir(parents=True)
-    rows = (first + np.arange(shards * 8 * 4, dtype=np.uint16)).reshape(-1, 4)
-    parts = [
-        mds.write_rows_shard(
-            work,
-            f"part-00000.{n:05d}.mds",
-            rows[n * 8 : n * 8 + 8],
-            hashes=["xxh64"],
-            compression=compression,
-        )
-        for n in range(shards)
-    ]
-    named = global_shards([(Artifact(work), parts)])
-    manifest = Manifest("mds", [shard for _, shard in named])
-    links = {shard.stored.basename: file for file, shard in named}
-    table, name = f"table of {first}".encode(), "provenance/part-00000.parquet"
-    (work / "table").write_bytes(table)
-    report = f"report of {first}".encode()
-    card = {
-        "fingerprint": manifest.fingerprint,
-        "samples": manifest.samples,
-        "files": {name: describe_file(table), REPORT_NAME: describe_file(report)},
+    """A dataset of MDS shards in the folder `output`, with a report and a file in a folder of its own."""
+    sides = {
+        "provenance/part-00000.parquet": f"table of {first}".encode(),
+        REPORT_NAME: f"report of {first}".encode(),
     }
-    texts = {REPORT_NAME: report, CARD_NAME: card_bytes(card)}
-    publish(output, manifest, links | {name: Artifact(work / "table")}, texts, replace=False)
-    return manifest
+    work = output.with_name(output.name + ".made")
+    built = Built(work, "mds", shards, first, sides, compression=compression)
+    built.publish(output)
+    return built.manifest
 
 
 def renumbered(source: Path, target: Path, first_shard: int) -> None:

@@ -1,6 +1,7 @@
 """One protocol, whatever moves the files: builds, uploads, downloads and conversions replace a dataset alike.
 
-The old dataset is MDS with index.bin, side files that only its card names, and more shards; the new one tar.
+What is of one transport alone stands in test_upload, test_download and test_publish_remote. The old dataset
+is MDS with index.bin, side files that only its card names, and more shards; the new one tar.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,17 +19,23 @@ import pytest
 
 from crash.power_cut import Disk, Way
 from shardkit import open_dataset
-from shardkit.formats import mds, tar
-from shardkit.manifest import Manifest
+from shardkit.datasets.verify import verify
+from shardkit.errors import BuildError
+from shardkit.formats import mds
+from shardkit.manifest import FileInfo
 from shardkit.publish import download, upload
+from shardkit.publish.transports import Placer
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
-from shardkit.storage.store import Store
+from shardkit.storage.store import Store, StoreError
 from shardkit.tools.convert import OutputOptions, convert
 from shardkit.writers import publish as writers_publish
-from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.publish import RemoteOutput, global_shards, publish
+from shardkit.writers.execution.runner import Journal
+from shardkit.writers.execution.task import Commit, Output
+from shardkit.writers.publish import RemoteOutput, find_published, finish_published, global_shards
+from support.small_build import tree
+from support.small_dataset import Built
 from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
 OPERATIONS = [
@@ -38,39 +46,6 @@ OPERATIONS = [
     (Path, "replace"),
     (Path, "mkdir"),
 ]
-
-
-class Built:
-    """What a build hands to its publication: shards and side files in a work folder, and the card."""
-
-    def __init__(self, work: Path, kind: str, shards: int, first: int, sides: dict[str, bytes]) -> None:
-        work.mkdir()
-        rows = (first + np.arange(shards * 32, dtype=np.uint16)).reshape(shards, 8, 4)
-        if kind == "mds":
-            made = [
-                mds.write_rows_shard(work, f"part-00000.{n:05d}.mds", part, hashes=["xxh64"])
-                for n, part in enumerate(rows)
-            ]
-        else:
-            made = [
-                tar.write_rows_shard(work, f"part-00000.{n:05d}.tar", part, key_start=8 * n, hashes=["xxh64"])
-                for n, part in enumerate(rows)
-            ]
-        named = global_shards([(Artifact(work), made)])
-        self.work = work
-        self.manifest = Manifest("mds" if kind == "mds" else "tar", [shard for _, shard in named])
-        self.links = {shard.stored.basename: file for file, shard in named}
-        for number, (name, data) in enumerate(sides.items()):
-            (work / f"side-{number}").write_bytes(data)
-            self.links[name] = Artifact(work / f"side-{number}")
-        card = {
-            "fingerprint": self.manifest.fingerprint,
-            "files": {name: describe_file(data) for name, data in sides.items()},
-        }
-        self.texts = {"dataset.json": card_bytes(card)}
-
-    def publish(self, output: Path | RemoteOutput, *, replace: bool = False) -> None:
-        publish(output, self.manifest, self.links, self.texts, replace=replace)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +72,30 @@ def make_new(work: Path, kind: str) -> Built:
     return Built(work, kind, 3, 500, sides)
 
 
+def interrupted_at(limit: int, action: Callable[[], None]) -> bool:
+    """Run `action` until its operation number `limit` on the file system; whether it got there."""
+    done = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **settings: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done > limit:
+                raise PulledPlugError
+            return real(*arguments, **settings)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in OPERATIONS:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        try:
+            action()
+        except PulledPlugError:
+            return True
+    return False
+
+
 class Place(Protocol):
     """Where a dataset goes, and what is there."""
 
@@ -118,26 +117,7 @@ class Folder:
         assert (self.path / "index.bin").exists()
 
     def interrupted_at(self, limit: int, action: Callable[[], None]) -> bool:
-        done = 0
-
-        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-            def operation(*arguments: Any, **settings: Any) -> Any:
-                nonlocal done
-                done += 1
-                if done > limit:
-                    raise PulledPlugError
-                return real(*arguments, **settings)
-
-            return operation
-
-        with pytest.MonkeyPatch.context() as patch:
-            for owner, name in OPERATIONS:
-                patch.setattr(owner, name, counted(getattr(owner, name)))
-            try:
-                action()
-            except PulledPlugError:
-                return True
-        return False
+        return interrupted_at(limit, action)
 
 
 class Bucket:
@@ -173,6 +153,16 @@ def send(built: Built, place: Bucket, *, replace: bool = False) -> None:
         built.publish(RemoteOutput(place.memory.url), replace=replace)
 
 
+_LINK = os.link
+
+
+def refuse_link(source: Path, target: Path, **settings: Any) -> None:
+    """As between file systems: nothing of a work folder can be linked."""
+    if "work" in str(source):
+        raise OSError(18, "Invalid cross-device link")
+    _LINK(source, target, **settings)
+
+
 class Transport:
     """One way from `new`, made ready in `folder`, to a place."""
 
@@ -197,6 +187,10 @@ class Transport:
             upload(self._source, place.store, threads=1, replace=replace, progress=False)
         elif self._name == "build":
             self._new.publish(place.path, replace=replace)
+        elif self._name == "build to another file system":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "link", refuse_link)
+                self._new.publish(place.path, replace=replace)
         elif self._name == "upload to a folder":
             upload(self._source, place.path, threads=1, replace=replace, progress=False)
         elif self._name == "download":
@@ -206,7 +200,7 @@ class Transport:
             convert(self._source, place.path, output=output, verify=False, replace=replace, progress=False)
 
 
-IN_FOLDERS = ("build", "upload to a folder", "download", "convert")
+IN_FOLDERS = ("build", "build to another file system", "upload to a folder", "download", "convert")
 NAMES = (*IN_FOLDERS, "build to a store", "upload")
 
 
@@ -252,12 +246,17 @@ def test_after_a_replacement_the_place_holds_exactly_the_new_dataset_and_what_wa
 
 
 def interrupt_everywhere(
-    transport: Transport, tmp_path: Path, old: Built, new: Built, ways: Sequence[Way | None], stride: int = 1
+    transport: Transport,
+    tmp_path: Path,
+    old: Built,
+    new: Built,
+    ways: Sequence[Way | None],
+    limits: range = range(1000),
 ) -> None:
-    """A replacement that ends at its operations, in turn by a kill (None) and ways of power cuts."""
+    """A replacement that ends at operations, in turn by a kill (None) and ways of power cuts."""
     goal = expected(transport, tmp_path)
     known: set[str] = set()
-    for limit in range(0, 1000, stride):
+    for limit in limits:
         place = transport.place(tmp_path / f"out-{limit}")
         place.put_old(old)
         known = known or fingerprints(files(place), goal, folder=tmp_path / "known")
@@ -287,7 +286,9 @@ def test_a_replacement_that_ends_at_any_operation_shows_no_false_index_and_is_ma
 ) -> None:
     new = make_new(tmp_path / "new-work", "mds")  # whose files have the names of the old ones
     transport = Transport(name, tmp_path, new)
-    interrupt_everywhere(transport, tmp_path, old, new, (None, "some", "all", "data"), stride=3)
+    # Changes of a folder are slow: one in three, others for each transport.
+    limits = range(NAMES.index(name) % 3, 1000, 3) if name in IN_FOLDERS else range(1000)
+    interrupt_everywhere(transport, tmp_path, old, new, (None, "some", "all", "data"), limits)
 
 
 @pytest.mark.extended
@@ -301,3 +302,95 @@ def test_every_way_to_end_at_every_operation(
         pytest.skip("a store has no power of its own")
     new = make_new(tmp_path / "new-work", kind)
     interrupt_everywhere(Transport(name, tmp_path, new), tmp_path, old, new, [way])
+
+
+def test_shards_get_numbers_over_all_parts(tmp_path: Path) -> None:
+    rows = np.zeros((4, 4), np.uint16)
+    parts = []
+    for part, count in enumerate((2, 0, 1)):
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        names = [f"part-{part:05d}.{n:05d}.mds" for n in range(count)]
+        shards = [mds.write_rows_shard(folder, n, rows, compression="zstd:3") for n in names]
+        parts.append((Artifact(folder), shards))
+    named = global_shards(parts)
+    assert [shard.raw.basename for _, shard in named] == [f"shard.0000{n}.mds" for n in range(3)]
+    assert [shard.stored.basename for _, shard in named] == [f"shard.0000{n}.mds.zstd" for n in range(3)]
+    assert all(file.path.exists() for file, _ in named)
+
+
+def test_a_new_folder_holds_the_dataset_and_nothing_else(tmp_path: Path, old: Built) -> None:
+    output = tmp_path / "some" / "out"
+    old.publish(output)
+    assert set(tree(output)) == {*old.links, *old.texts, "index.json", "index.bin"}
+    assert verify(output).ok
+    found = find_published(output)
+    assert found is not None
+    assert found.problem is None
+
+
+def test_what_is_cut_short_after_its_index_is_finished_without_publishing_again(
+    tmp_path: Path, old: Built
+) -> None:
+    new = make_new(tmp_path / "new-work", "mds")
+    new.publish(tmp_path / "fresh")
+    goal, finished = tree(tmp_path / "fresh"), 0
+    assert "index.bin" in goal
+    for limit in range(1000):
+        output = tmp_path / f"out-{limit}"
+        old.publish(output)
+        interrupted = interrupted_at(limit, partial(new.publish, output, replace=True))
+        found = find_published(output)
+        contents = None if found is None else found.contents
+        if contents is not None and contents.manifest.fingerprint == new.manifest.fingerprint:
+            finished += 1
+            finish_published(output, contents)
+            assert tree(output) == goal
+        if not interrupted:
+            break
+    assert finished > 5
+
+
+def test_another_file_system_gets_the_same_files(tmp_path: Path, old: Built) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system to write to")
+    old.publish(tmp_path / "out")
+    with TemporaryDirectory(dir=memory) as folder:
+        old.publish(Path(folder) / "out")
+        assert tree(Path(folder) / "out") == tree(tmp_path / "out")
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path, old: Built) -> None:
+    output = tmp_path / "home"
+    output.mkdir()
+    (output / "letter.txt").write_text("dear")
+    for replaced in (False, True):
+        with pytest.raises(BuildError, match=r"holds files that are no dataset \(first: letter\.txt\)"):
+            old.publish(output, replace=replaced)
+    assert set(tree(output)) == {"letter.txt"}
+    with pytest.raises(BuildError, match="is not a folder"):
+        old.publish(output / "letter.txt")
+
+
+def test_a_full_disk_is_said_and_made_good(
+    tmp_path: Path, old: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(placer: Placer, file: FileInfo) -> None:
+        raise StoreError(file.basename, "cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Placer, "place", full)
+        with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
+            old.publish(tmp_path / "out")
+    old.publish(tmp_path / "out")
+    assert verify(tmp_path / "out").ok
+
+
+def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("changed since")
+    with Journal(tmp_path / "work") as journal:
+        made = Commit("pack", "a", tmp_path, "digest", {}, {"file": Output(13, "0" * 32)})
+        with pytest.raises(BuildError, match="file was damaged after it was written"):
+            journal.forget_damaged(made)
+    assert not tmp_path.exists()
