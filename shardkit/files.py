@@ -122,7 +122,10 @@ def make_folder(folder: Path) -> bool:
     if folder.is_dir():
         return False
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from None
     fsync_path(folder.parent)
     return True
 

@@ -17,11 +17,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardkit.errors import MissingExtraError
-from shardkit.files import Closing
 from shardkit.storage.store import (
+    BaseBody,
+    BaseStore,
     ObjectChangedError,
     ObjectExistsError,
     ObjectInfo,
@@ -31,6 +32,7 @@ from shardkit.storage.store import (
     TransientError,
     checked_key,
     checked_range,
+    open_source,
 )
 
 __all__ = ["FsspecStore"]
@@ -50,7 +52,7 @@ _TIME_FIELDS = (
 )
 
 
-class FsspecStore:
+class FsspecStore(BaseStore):
     """Files below `url`."""
 
     def __init__(self, url: str) -> None:
@@ -65,17 +67,11 @@ class FsspecStore:
     def head(self, key: str) -> ObjectInfo:
         return self._info(key, self._path(key))
 
-    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        with self.open(key, start, stop, version=version) as body:
-            return body.read()
-
     def open(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
     ) -> FsspecBody:
         info = self.head(key)
-        if version not in (None, info.version):
-            raise ObjectChangedError(self._where(key), f"has version {info.version}, not {version}")
-        start, stop = checked_range(self._where(key), start, stop, info.bytes)
+        start, stop = checked_range(self.where(key), info, start, stop, version)
         return FsspecBody(self, info, start, stop)
 
     def put(
@@ -86,26 +82,20 @@ class FsspecStore:
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        path, where = self._path(key), self._where(key)
-        try:
-            source = data.open("rb") if isinstance(data, Path) else None
-        except OSError as error:
-            raise StoreError(where, f"{data!s} cannot be read: {error.strerror or error}") from error
-        try:
-            self._write(path, data if source is None else source, if_absent)
-        except (ValueError, NotImplementedError) as error:
-            if not if_absent:
+        path, where = self._path(key), self.where(key)
+        with open_source(where, data) as source:
+            try:
+                self._write(path, source, if_absent)
+            except (ValueError, NotImplementedError) as error:
+                if not if_absent:
+                    raise _translated(where, error) from error
+                raise StoreError(where, "this file system has no exclusive creation (`if_absent`)") from error
+            except FileExistsError as error:
+                if not if_absent:
+                    raise StoreError(where, f"cannot write: {error}") from error
+                raise ObjectExistsError(where, "already exists") from error
+            except Exception as error:
                 raise _translated(where, error) from error
-            raise StoreError(where, "this file system has no exclusive creation (`if_absent`)") from error
-        except FileExistsError as error:
-            if not if_absent:
-                raise StoreError(where, f"cannot write: {error}") from error
-            raise ObjectExistsError(where, "already exists") from error
-        except Exception as error:
-            raise _translated(where, error) from error
-        finally:
-            if source is not None:
-                source.close()
         return self._info(key, path)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -132,14 +122,14 @@ class FsspecStore:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except Exception as error:
-            raise _translated(self._where(key), error) from error
+            raise _translated(self.where(key), error) from error
 
     def close(self) -> None:
         self._found = None
 
     def read_block(self, info: ObjectInfo, start: int, stop: int) -> bytes:
         """Return bytes of the object that `info` describes; ObjectChangedError if it has changed."""
-        path, where = self._path(info.key), self._where(info.key)
+        path, where = self._path(info.key), self.where(info.key)
         try:
             data: bytes = self._system()[0].cat_file(path, start=start, end=stop)
         except Exception as error:
@@ -157,7 +147,7 @@ class FsspecStore:
     def __setstate__(self, url: str) -> None:
         self.__init__(url)  # type: ignore[misc]
 
-    def _write(self, path: str, source: Any, if_absent: bool) -> None:
+    def _write(self, path: str, source: BinaryIO, if_absent: bool) -> None:
         system = self._system()[0]
         system.makedirs(path.rpartition("/")[0], exist_ok=True)
         if if_absent:
@@ -165,10 +155,7 @@ class FsspecStore:
         else:
             target = system.open(path, "wb", autocommit=False)
         with target:
-            if isinstance(source, bytes):
-                target.write(source)
-            else:
-                shutil.copyfileobj(source, target, _BLOCK_BYTES)
+            shutil.copyfileobj(source, target, _BLOCK_BYTES)
         if not if_absent and hasattr(target, "commit"):
             target.commit()
 
@@ -176,14 +163,14 @@ class FsspecStore:
         try:
             entry = self._system()[0].info(path)
         except Exception as error:
-            raise _translated(self._where(key), error) from error
+            raise _translated(self.where(key), error) from error
         if entry.get("type") != "file":
-            raise ObjectNotFoundError(self._where(key), "not a file")
+            raise ObjectNotFoundError(self.where(key), "not a file")
         return self._described(key, entry)
 
     def _described(self, key: str, entry: Mapping[str, Any]) -> ObjectInfo:
         if entry.get("size") is None:
-            raise StoreError(self._where(key), "the file system does not report its size")
+            raise StoreError(self.where(key), "the file system does not report its size")
         size = int(entry["size"])
         for name in _CONTENT_FIELDS:
             if entry.get(name) is not None:
@@ -191,7 +178,7 @@ class FsspecStore:
         facts = [_text(entry[name]) for name in (*_TIME_FIELDS, "ino") if entry.get(name) is not None]
         if not facts:
             raise StoreError(
-                self._where(key),
+                self.where(key),
                 "the file system reports neither dates nor checksums to tell versions apart",
             )
         return ObjectInfo(key, size, hashlib.sha256(f"{size} {facts}".encode()).hexdigest()[:32])
@@ -217,11 +204,8 @@ class FsspecStore:
         checked = checked_key(self._url, key)
         return f"{self._system()[1]}/{checked}"
 
-    def _where(self, key: str) -> str:
-        return f"{self._url}/{key}"
 
-
-class FsspecBody(Closing):
+class FsspecBody(BaseBody):
     """A range, fetched block by block."""
 
     def __init__(self, store: FsspecStore, info: ObjectInfo, start: int, stop: int) -> None:
@@ -240,18 +224,9 @@ class FsspecBody(Closing):
         self._block = self._block[count:]
         return count
 
-    def read(self) -> bytes:
-        """Return the rest."""
-        pieces = [bytes(self._block)]
-        self._block = memoryview(b"")
-        while self._next < self._stop:
-            end = min(self._next + _BLOCK_BYTES, self._stop)
-            pieces.append(self._store.read_block(self.info, self._next, end))
-            self._next = end
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        pass
+    @property
+    def left(self) -> int:
+        return self._stop - self._next + len(self._block)
 
 
 def _text(fact: Any) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import os
 import shutil
 import stat
@@ -13,15 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from shardkit.files import Closing
+from shardkit.files import fsync_path, make_folder
 from shardkit.storage.store import (
-    ObjectChangedError,
+    BaseBody,
+    BaseStore,
     ObjectExistsError,
     ObjectInfo,
     ObjectNotFoundError,
     StoreError,
     checked_key,
     checked_range,
+    open_source,
 )
 
 __all__ = ["LocalStore"]
@@ -29,7 +29,7 @@ __all__ = ["LocalStore"]
 _TEMPORARY = ".shardkit-put-"
 
 
-class LocalStore:
+class LocalStore(BaseStore):
     """Files below a folder, which the first `put` creates. Metadata is not kept."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -46,10 +46,6 @@ class LocalStore:
         except OSError as error:
             raise _translated(file, error) from error
 
-    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        with self.open(key, start, stop, version=version) as body:
-            return body.read()
-
     def open(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
     ) -> LocalBody:
@@ -61,9 +57,7 @@ class LocalStore:
             raise _translated(file, error) from error
         try:
             info = _info(key, file, os.fstat(handle.fileno()))
-            if version not in (None, info.version):
-                raise ObjectChangedError(str(file), f"has version {info.version}, not {version}")
-            start, stop = checked_range(str(file), start, stop, info.bytes)
+            start, stop = checked_range(str(file), info, start, stop, version)
             handle.seek(start)
         except BaseException:
             handle.close()
@@ -81,13 +75,9 @@ class LocalStore:
         file = self._file(key)
         # Machines that share the folder may have processes with the same id.
         temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
-        with contextlib.ExitStack() as stack:
+        with open_source(str(file), data) as source, contextlib.ExitStack() as stack:
             try:
-                source = stack.enter_context(data.open("rb") if isinstance(data, Path) else io.BytesIO(data))
-            except OSError as error:
-                raise StoreError(str(file), f"{data!s} cannot be read: {error.strerror or error}") from error
-            try:
-                _make_folder(file.parent)
+                make_folder(file.parent)
                 stack.callback(temporary.unlink, missing_ok=True)
                 with temporary.open("xb") as handle:
                     shutil.copyfileobj(source, handle, 1 << 20)
@@ -97,12 +87,10 @@ class LocalStore:
                     os.fsync(handle.fileno())
                     info = _info(key, file, os.fstat(handle.fileno()))
                 if if_absent:
-                    os.link(temporary, file)
+                    _link(temporary, file)
                 else:
                     temporary.rename(file)
-                _sync_folder(file.parent)
-            except FileExistsError as error:
-                raise ObjectExistsError(str(file), "already exists") from error
+                fsync_path(file.parent)
             except OSError as error:
                 raise StoreError(str(file), f"cannot write: {error.strerror or error}") from error
         return info
@@ -131,14 +119,11 @@ class LocalStore:
         except OSError as error:
             raise _translated(file, error) from error
 
-    def close(self) -> None:
-        pass
-
     def _file(self, key: str) -> Path:
         return self._folder / checked_key(self.url, key)
 
 
-class LocalBody(Closing):
+class LocalBody(BaseBody):
     """An open file, of which the next `left` bytes are read."""
 
     def __init__(self, handle: BinaryIO, info: ObjectInfo, left: int) -> None:
@@ -156,13 +141,9 @@ class LocalBody(Closing):
         self._left -= count
         return count
 
-    def read(self) -> bytes:
-        """Return the rest."""
-        data = bytearray(self._left)
-        view, filled = memoryview(data), 0
-        while filled < len(data):
-            filled += self.readinto(view[filled:])
-        return bytes(data)
+    @property
+    def left(self) -> int:
+        return self._left
 
     def close(self) -> None:
         self._handle.close()
@@ -180,23 +161,8 @@ def _translated(file: Path, error: OSError) -> StoreError:
     return StoreError(str(file), f"{error.strerror or error}")
 
 
-def _make_folder(folder: Path) -> None:
-    """Create `folder` and its parents, durably."""
+def _link(temporary: Path, file: Path) -> None:
     try:
-        folder.mkdir()
-    except FileNotFoundError:
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-    except FileExistsError:
-        if folder.is_dir():
-            return
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from None
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.link(temporary, file)
+    except FileExistsError as error:
+        raise ObjectExistsError(str(file), "already exists") from error

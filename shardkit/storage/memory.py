@@ -7,15 +7,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardkit.files import Closing
 from shardkit.storage.store import (
-    ObjectChangedError,
+    BaseBody,
+    BaseStore,
     ObjectExistsError,
     ObjectInfo,
     ObjectNotFoundError,
-    StoreError,
     checked_key,
     checked_range,
+    open_source,
 )
 
 __all__ = ["MemoryStore"]
@@ -25,7 +25,7 @@ _lock = threading.Lock()
 _versions = itertools.count(1)
 
 
-class MemoryStore:
+class MemoryStore(BaseStore):
     """Objects in a dict, which all stores of the process with the same name in their URLs share.
 
     "memory://name/some/prefix" sees those of "memory://name" whose keys start with "some/prefix/".
@@ -44,17 +44,11 @@ class MemoryStore:
     def head(self, key: str) -> ObjectInfo:
         return self._find(key)[0]
 
-    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        with self.open(key, start, stop, version=version) as body:
-            return body.read()
-
     def open(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
     ) -> MemoryBody:
         info, data = self._find(key)
-        if version not in (None, info.version):
-            raise ObjectChangedError(self._where(key), f"has version {info.version}, not {version}")
-        start, stop = checked_range(self._where(key), start, stop, len(data))
+        start, stop = checked_range(self.where(key), info, start, stop, version)
         return MemoryBody(info, memoryview(data)[start:stop])
 
     def put(
@@ -66,17 +60,13 @@ class MemoryStore:
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         checked_key(self._url, key)
-        try:
-            content = data.read_bytes() if isinstance(data, Path) else bytes(data)
-        except OSError as error:
-            raise StoreError(
-                self._where(key), f"{data!s} cannot be read: {error.strerror or error}"
-            ) from error
+        with open_source(self.where(key), data) as source:
+            content = source.read()
         info = ObjectInfo(key, len(content), f"v{next(_versions)}", dict(metadata or {}))
         with _lock:
             space = _spaces.setdefault(self._name, {})
             if if_absent and self._prefix + key in space:
-                raise ObjectExistsError(self._where(key), "already exists", status=412)
+                raise ObjectExistsError(self.where(key), "already exists", status=412)
             space[self._prefix + key] = (info, content)
         return info
 
@@ -93,23 +83,17 @@ class MemoryStore:
         with _lock:
             _spaces.get(self._name, {}).pop(self._prefix + key, None)
 
-    def close(self) -> None:
-        pass
-
     def _find(self, key: str) -> tuple[ObjectInfo, bytes]:
         checked_key(self._url, key)
         with _lock:
             found = _spaces.get(self._name, {}).get(self._prefix + key)
         if found is None:
-            raise ObjectNotFoundError(self._where(key), "there is no such object", status=404)
+            raise ObjectNotFoundError(self.where(key), "there is no such object", status=404)
         info, data = found
         return ObjectInfo(key, info.bytes, info.version, info.metadata), data
 
-    def _where(self, key: str) -> str:
-        return f"{self._url}/{key}"
 
-
-class MemoryBody(Closing):
+class MemoryBody(BaseBody):
     """A view that is read from start to end."""
 
     def __init__(self, info: ObjectInfo, view: memoryview) -> None:
@@ -122,10 +106,6 @@ class MemoryBody(Closing):
         self._view = self._view[count:]
         return count
 
-    def read(self) -> bytes:
-        """Return the rest."""
-        data, self._view = bytes(self._view), self._view[:0]
-        return data
-
-    def close(self) -> None:
-        pass
+    @property
+    def left(self) -> int:
+        return len(self._view)

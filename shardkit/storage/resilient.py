@@ -18,7 +18,6 @@ last byte is read or it is closed.
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +26,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Self, TypeVar
 
-from shardkit.files import Closing
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import Call, Operation, RetryPolicy, Upstream
 from shardkit.storage.store import (
+    BaseBody,
+    BaseStore,
     Body,
     ObjectChangedError,
     ObjectExistsError,
@@ -39,6 +39,7 @@ from shardkit.storage.store import (
     Store,
     StoreError,
     TransientError,
+    open_source,
 )
 from shardkit.storage.url import open_store
 
@@ -63,7 +64,7 @@ def connect(
     return ResilientStore(open_store(url, options), policy, metrics, connections=options.connections)
 
 
-class ResilientStore:
+class ResilientStore(BaseStore):
     """Keeps the contract of `Store`. A pickled copy has counts and limits of its own."""
 
     def __init__(
@@ -198,8 +199,7 @@ class ResilientStore:
         return ResilientBody(self._call(operation, key), request, start, stop, version)
 
     def _call(self, operation: Operation, key: str, seconds: float | None = None) -> Call:
-        where = f"{self.url}/{key}"
-        return Call(self._upstream, operation, where, urgent=self._urgent, seconds=seconds)
+        return Call(self._upstream, operation, self.where(key), urgent=self._urgent, seconds=seconds)
 
     def _find_same(
         self, key: str, data: bytes | Path, size: int, metadata: Mapping[str, str] | None
@@ -211,7 +211,7 @@ class ResilientStore:
         piece = memoryview(bytearray(_COMPARED_AT_ONCE))
         with (
             self._open("get", key, 0, None, info.version or None) as body,
-            data.open("rb") if isinstance(data, Path) else io.BytesIO(data) as source,
+            open_source(self.where(key), data) as source,
         ):
             while count := body.readinto(piece):
                 if source.read(count) != piece[:count]:
@@ -219,7 +219,7 @@ class ResilientStore:
         return info
 
 
-class ResilientBody(Closing):
+class ResilientBody(BaseBody):
     """A body that continues where its connection broke: all bytes of one version of the object, or an error.
 
     A broken, short or too slow connection is closed, and the range opened again from the next byte, pinned to
@@ -265,13 +265,9 @@ class ResilientBody(Closing):
             self._check_rate()
         return count
 
-    def read(self) -> bytes:
-        """Return the rest."""
-        data = bytearray(max(0, self._stop - self._position))
-        view, filled = memoryview(data), 0
-        while filled < len(data):
-            filled += self.readinto(view[filled:])
-        return bytes(data)
+    @property
+    def left(self) -> int:
+        return max(0, self._stop - self._position)
 
     def close(self) -> None:
         """Close; also from another thread, where a read then fails as soon as its connection does."""

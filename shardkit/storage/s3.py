@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardkit.files import Closing
+from shardkit.storage.memory import MemoryBody
 from shardkit.storage.s3_client import S3Client, request_errors, translated, version_of
 from shardkit.storage.s3_upload import Buffers, Content, Target, upload
 from shardkit.storage.store import (
+    BaseBody,
+    BaseStore,
     ObjectChangedError,
     ObjectExistsError,
     ObjectInfo,
@@ -34,7 +36,7 @@ from shardkit.storage.store import (
     checked_range,
 )
 
-__all__ = ["NONCE", "EmptyBody", "S3Body", "S3Store"]
+__all__ = ["NONCE", "S3Body", "S3Store"]
 
 NONCE = "shardkit-nonce"
 _URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/(.*))?", re.IGNORECASE | re.DOTALL)
@@ -46,7 +48,7 @@ _LOW_WATER_BYTES = 1 << 17
 _TAIL_BYTES = 1 << 20  # far more than what may wait in the buffers between the socket and us
 
 
-class S3Store:
+class S3Store(BaseStore):
     """Objects below a prefix of a bucket: s3://bucket/prefix."""
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
@@ -68,19 +70,15 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def head(self, key: str) -> ObjectInfo:
-        answer = self._client.request("head_object", self._where(key), **self._names(key))
+        answer = self._client.request("head_object", self.where(key), **self._names(key))
         return self._described(key, answer, self._length(key, answer))
-
-    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        with self.open(key, start, stop, version=version) as body:
-            return body.read()
 
     def open(
         self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> S3Body | EmptyBody:
+    ) -> S3Body | MemoryBody:
         if start < 0 or (stop is not None and stop <= start):
             return self._open_nothing(key, start, stop, version)
-        where, is_ranged = self._where(key), start > 0 or stop is not None
+        where, is_ranged = self.where(key), start > 0 or stop is not None
         parameters = self._names(key)
         if is_ranged:
             parameters["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -107,7 +105,7 @@ class S3Store:
         if_absent: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        where, names = self._where(key), self._names(key)
+        where, names = self.where(key), self._names(key)
         metadata = _checked_metadata(where, metadata or {})
         content = Content(where, data, self._buffers)
         try:
@@ -152,7 +150,7 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         try:
-            self._client.request("delete_object", self._where(key), "write", **self._names(key))
+            self._client.request("delete_object", self.where(key), "write", **self._names(key))
         except ObjectNotFoundError as error:
             if "bucket" in error.problem:
                 raise
@@ -167,18 +165,16 @@ class S3Store:
     def __setstate__(self, state: tuple[str, StorageOptions]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def _open_nothing(self, key: str, start: int, stop: int | None, version: str | None) -> EmptyBody:
+    def _open_nothing(self, key: str, start: int, stop: int | None, version: str | None) -> MemoryBody:
         info = self.head(key)
-        if version not in (None, info.version):
-            raise ObjectChangedError(self._where(key), f"has version {info.version}, not {version}")
-        start, stop = checked_range(self._where(key), start, stop, info.bytes)
-        return EmptyBody(info)
+        checked_range(self.where(key), info, start, stop, version)
+        return MemoryBody(info, memoryview(b""))
 
     def _checked_answer(
         self, key: str, answer: Mapping[str, Any], start: int, stop: int | None, version: str | None
     ) -> tuple[ObjectInfo, int]:
         """Return (the object, how many bytes follow) of an answer that holds the requested range."""
-        where, got = self._where(key), version_of(answer)
+        where, got = self.where(key), version_of(answer)
         if version not in (None, got):  # a server that knows no If-Match
             raise ObjectChangedError(where, f"has version {got}, not {version}")
         length = size = self._length(key, answer)
@@ -203,13 +199,13 @@ class S3Store:
     def _described(self, key: str, answer: Mapping[str, Any], size: int) -> ObjectInfo:
         version = version_of(answer)
         if not version:
-            raise StoreError(self._where(key), "the server sends no ETag, so versions cannot be told apart")
+            raise StoreError(self.where(key), "the server sends no ETag, so versions cannot be told apart")
         metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
         return ObjectInfo(key, size, version, metadata)
 
     def _length(self, key: str, answer: Mapping[str, Any]) -> int:
         if "ContentLength" not in answer:
-            raise StoreError(self._where(key), "the server sends no Content-Length")
+            raise StoreError(self.where(key), "the server sends no Content-Length")
         return int(answer["ContentLength"])
 
     def _find_own(self, key: str, nonce: str, size: int) -> ObjectInfo | None:
@@ -228,11 +224,8 @@ class S3Store:
             raise StoreError(self.url, f"key {key!r:.200} is not Unicode, as S3 requires") from error
         return {"Bucket": self._bucket, "Key": name}
 
-    def _where(self, key: str) -> str:
-        return f"{self.url}/{key}"
 
-
-class S3Body(Closing):
+class S3Body(BaseBody):
     """A stream of exactly `bytes_left` bytes from botocore's `stream`.
 
     Reads return what has arrived (one `recv`, one copy), so a trickling server cannot hold a reader for
@@ -254,34 +247,15 @@ class S3Body(Closing):
         self._socket = None if self._is_checked else _socket_of(stream)
         self._wait_for(_LOW_WATER_BYTES)
 
+    @property
+    def left(self) -> int:
+        return self._left
+
     def readinto(self, buffer: memoryview, /) -> int:
-        piece = self._piece(min(len(buffer), self._left))
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-    def read(self) -> bytes:
-        """Return the rest."""
-        pieces = []
-        while piece := self._piece(self._left):
-            pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._left:
-            shutdown = getattr(getattr(self._stream, "_raw_stream", None), "shutdown", None)
-            if shutdown is not None:  # closing alone would wait for a read in another thread
-                with contextlib.suppress(Exception):
-                    shutdown()
-        with contextlib.suppress(*request_errors()):
-            self._stream.close()
-
-    def _piece(self, wanted: int) -> bytes:
-        """Return the next bytes, 1 to `wanted`; none at the end."""
-        if not wanted:
-            return b""
+        if not self._left:
+            return 0
         try:
-            piece = self._next(wanted)
+            piece = self._next(min(len(buffer), self._left))
             self._left -= len(piece)
             if self._socket is not None and self._left < _TAIL_BYTES:
                 self._wait_for(1)  # the end of the body may be less, and the connection is used again
@@ -296,7 +270,18 @@ class S3Body(Closing):
             raise self._broken(error) from error
         if self._closed or not piece or self._left < 0:
             raise self._broken(None)
-        return piece
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._left:
+            shutdown = getattr(getattr(self._stream, "_raw_stream", None), "shutdown", None)
+            if shutdown is not None:  # closing alone would wait for a read in another thread
+                with contextlib.suppress(Exception):
+                    shutdown()
+        with contextlib.suppress(*request_errors()):
+            self._stream.close()
 
     def _wait_for(self, count: int) -> None:
         """Let the system wake a read of this connection after `count` bytes."""
@@ -328,22 +313,6 @@ def _socket_of(stream: Any) -> socket.socket | None:
     response = getattr(getattr(stream, "_raw_stream", None), "_fp", None)
     found = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
     return found if isinstance(found, socket.socket) else None
-
-
-class EmptyBody(Closing):
-    """No bytes of an object, for which S3 has no range."""
-
-    def __init__(self, info: ObjectInfo) -> None:
-        self.info = info
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        return 0
-
-    def read(self) -> bytes:
-        return b""
-
-    def close(self) -> None:
-        pass
 
 
 class _Unanswered:

@@ -12,20 +12,24 @@ others do not go away by themselves.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, get_args
+from typing import BinaryIO, Literal, Protocol, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError, ShardkitError
+from shardkit.files import Closing
 from shardkit.hashing import new_hash
 from shardkit.manifest import checked_basename
 
 __all__ = [
+    "BaseBody",
+    "BaseStore",
     "Body",
     "Checksums",
     "ObjectChangedError",
@@ -40,6 +44,7 @@ __all__ = [
     "checked_key",
     "checked_range",
     "hash_object",
+    "open_source",
     "read_object",
 ]
 
@@ -191,6 +196,55 @@ class Store(Protocol):
         """Close connections; a store that is used again opens new ones."""
 
 
+class BaseBody(Closing):
+    """What bodies share: reading the rest in one piece."""
+
+    info: ObjectInfo
+
+    @property
+    def left(self) -> int:
+        """Number of bytes of the range that are still to come."""
+        raise NotImplementedError
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        raise NotImplementedError
+
+    def read(self) -> bytes:
+        """Return the rest."""
+        data = bytearray(self.left)
+        view, filled = memoryview(data), 0
+        while filled < len(data):
+            filled += self.readinto(view[filled:])
+        return bytes(data)
+
+    def close(self) -> None:
+        """Nothing is held, unless a body says otherwise."""
+
+
+class BaseStore:
+    """What stores share: a `get` is an `open` that is read."""
+
+    @property
+    def url(self) -> str:
+        raise NotImplementedError
+
+    def open(
+        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
+    ) -> BaseBody:
+        raise NotImplementedError
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
+        with self.open(key, start, stop, version=version) as body:
+            return body.read()
+
+    def close(self) -> None:
+        """Nothing is held, unless a store says otherwise."""
+
+    def where(self, key: str) -> str:
+        """Return what errors call an object."""
+        return f"{self.url}/{key}"
+
+
 def checked_key(store_url: str, key: str) -> str:
     """Return `key` if it is a relative path that stays below the store's URL; StoreError otherwise."""
     try:
@@ -199,12 +253,25 @@ def checked_key(store_url: str, key: str) -> str:
         raise StoreError(store_url, f"bad key {key!r:.200}") from error
 
 
-def checked_range(where: str, start: int, stop: int | None, size: int) -> tuple[int, int]:
-    """Return (start, stop) within an object of `size` bytes, as `Store.open` defines it."""
+def checked_range(
+    where: str, info: ObjectInfo, start: int, stop: int | None, version: str | None
+) -> tuple[int, int]:
+    """Return (start, stop) within an object, which must have `version`, as `Store.open` defines it."""
+    if version not in (None, info.version):
+        raise ObjectChangedError(where, f"has version {info.version}, not {version}")
+    size = info.bytes
     end = size if stop is None else min(stop, size)
     if start < 0 or (start >= size and start > 0) or end < start:
         raise StoreError(where, f"bytes {start:,} to {stop} are not a range of {size:,} bytes", status=416)
     return start, end
+
+
+def open_source(where: str, data: bytes | Path) -> BinaryIO:
+    """Open what is to be put at `where`; StoreError if it cannot be read."""
+    try:
+        return data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
+    except OSError as error:
+        raise StoreError(where, f"{data!s} cannot be read: {error.strerror or error}") from error
 
 
 def hash_object(store: Store, key: str, names: Iterable[str]) -> dict[str, str]:
