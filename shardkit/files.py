@@ -131,9 +131,7 @@ def make_folder(folder: Path) -> bool:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
 _libc.mmap.restype = ctypes.c_void_p
-
 _libc.mmap.argtypes = (
     ctypes.c_void_p,
     ctypes.c_size_t,
@@ -142,11 +140,8 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_long,  # off_t, on all 64-bit systems that Python runs on but Windows
 )
-
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
 _FAILED = ctypes.c_void_p(-1).value
-
 _addresses: set[int] = set()  # of maps that are open; adding and discarding are atomic
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from shardkit.datasets.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
 from shardkit.errors import ShardError
+from shardkit.files import load_json
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
 from shardkit.manifest import FileInfo, Manifest, checked_basename
@@ -31,12 +32,12 @@ __all__ = [
     "Listing",
     "check_files",
     "checkable_hash",
+    "content_hash",
     "find_contents",
     "find_only_contents",
     "head_if_any",
     "index_files",
     "make_contents",
-    "metadata_of",
 ]
 
 MARKER_NAME = ".shardkit-publishing.json"
@@ -190,9 +191,9 @@ def make_contents(
             problem = f"is the card of another dataset: fingerprint {stated}, index {manifest.fingerprint}"
             raise ShardError(card_file, problem)
         files += _files_of_card(card_file, facts)
-        files.append(FileInfo(CARD_NAME, len(card), hash_bytes(card, [CONTENT_HASH])))
+        files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
     if table is not None:
-        files.append(FileInfo(TABLE_NAME, len(table), hash_bytes(table, [CONTENT_HASH])))
+        files.append(FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)}))
     if len(files) > MAX_FILES:
         raise ShardError(
             index_file, f"names {len(files):,} files; at most {MAX_FILES:,} can be moved at once"
@@ -232,17 +233,13 @@ def check_files(store: Store, contents: Contents) -> tuple[Contents, Listing]:
 
 def checkable_hash(file: FileInfo) -> str | None:
     """The name of the quickest stated hash, or None if none that is known is stated."""
-    known = [name for name in file.hashes if name in HASH_NAMES]
-    return min(known, key=lambda name: (_rank(name), name), default=None)
+    by_speed = (*_QUICKEST, *sorted(HASH_NAMES.difference(_QUICKEST)))
+    return next((name for name in by_speed if name in file.hashes), None)
 
 
-def metadata_of(data: bytes) -> dict[str, str]:
-    """What an object carries that holds `data`."""
-    return {METADATA_NAME: hash_bytes(data, [CONTENT_HASH])[CONTENT_HASH]}
-
-
-def _rank(name: str) -> int:
-    return _QUICKEST.index(name) if name in _QUICKEST else len(_QUICKEST)
+def content_hash(data: bytes) -> str:
+    """The hash that objects carry in their metadata."""
+    return hash_bytes(data, [CONTENT_HASH])[CONTENT_HASH]
 
 
 def _read(store: Store, name: str) -> bytes | None:
@@ -256,7 +253,7 @@ def _read(store: Store, name: str) -> bytes | None:
         kept = info.metadata.get(METADATA_NAME)
         for _ in range(MAX_TRIES):
             data = store.get(name, version=info.version)
-            got = hash_bytes(data, [CONTENT_HASH])[CONTENT_HASH]
+            got = content_hash(data)
             if kept in (None, got):
                 return data
         problem = f"{CONTENT_HASH} {got}, its metadata state {kept}; it was fetched {MAX_TRIES} times"
@@ -267,8 +264,8 @@ def _read(store: Store, name: str) -> bytes | None:
 
 def _parse_card(file: str, data: bytes) -> dict[str, object]:
     try:
-        card = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        card = load_json(data)
+    except ValueError as error:
         raise ShardError(file, f"cannot be read: {error}") from error
     if not isinstance(card, dict):
         raise ShardError(file, "a dataset's card must be a JSON object")

@@ -36,11 +36,12 @@ from shardkit.progress import FileCounter, TransferListener
 from shardkit.publish.contents import (
     INDEX_NAMES,
     MARKER_NAME,
+    METADATA_NAME,
     Contents,
     Listing,
+    content_hash,
     find_contents,
     head_if_any,
-    metadata_of,
 )
 from shardkit.storage.local import LocalStore
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, Store, StoreError
@@ -385,7 +386,7 @@ def run_all(items: Iterable[T], action: Callable[[T], None], threads: int) -> li
 
 def _put_first(target: Store, name: str, data: bytes) -> None:
     """Put a file only if there is none of that name; ObjectExistsError."""
-    metadata = metadata_of(data) if name in INDEX_NAMES else None
+    metadata = {METADATA_NAME: content_hash(data)} if name in INDEX_NAMES else None
     try:
         target.put(name, data, if_absent=True, metadata=metadata)
     except StoreError as error:

@@ -39,7 +39,14 @@ from shardkit.publish.contents import (
 from shardkit.publish.publication import RefusedError
 from shardkit.storage.local import LocalStore
 from shardkit.storage.resilient import connect
-from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.store import (
+    ObjectInfo,
+    ObjectNotFoundError,
+    StorageOptions,
+    Store,
+    StoreError,
+    hash_object,
+)
 from shardkit.storage.url import is_remote, open_store
 
 __all__ = [
@@ -145,11 +152,7 @@ class Sender:
         return self._digests[file.basename]
 
     def _hash_of_object(self, file: FileInfo) -> str:
-        hasher, buffer = new_hash(CONTENT_HASH), memoryview(bytearray(_READ_BYTES))
-        with self._target.open(file.basename) as body:
-            while count := body.readinto(buffer):
-                hasher.update(buffer[:count])
-        return hasher.hexdigest()
+        return hash_object(self._target, file.basename, [CONTENT_HASH])[CONTENT_HASH]
 
 
 class Receiver:

@@ -12,7 +12,6 @@ fsspec's own timeouts apply.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -34,6 +33,7 @@ from shardkit.storage.store import (
     checked_range,
     open_source,
 )
+from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["FsspecStore"]
 
@@ -57,7 +57,10 @@ class FsspecStore(BaseStore):
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._process = 0
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
         self._found: tuple[Any, str] | None = None
 
     @property
@@ -185,7 +188,7 @@ class FsspecStore(BaseStore):
 
     def _system(self) -> tuple[Any, str]:
         """Return (file system, path of the URL), of this process."""
-        if self._found is None or self._process != os.getpid():
+        if self._found is None:
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:
@@ -197,7 +200,7 @@ class FsspecStore(BaseStore):
                 raise StoreError(self._url, f"{error}") from error
             except ValueError as error:
                 raise StoreError(self._url, f"fsspec cannot open it: {error}") from error
-            self._found, self._process = (system, root.rstrip("/")), os.getpid()
+            self._found = (system, root.rstrip("/"))
         return self._found
 
     def _path(self, key: str) -> str:

@@ -9,10 +9,11 @@ was started with, if something renews them.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from shardkit.storage.store import (
     ThrottledError,
     TransientError,
 )
+from shardkit.storage.threads import remake_after_fork
 
 __all__ = ["Purpose", "S3Client", "request_errors", "translated", "version_of"]
 
@@ -37,23 +39,20 @@ Purpose = Literal["read", "write"]
 
 _NOT_FOUND = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
 _THROTTLED = {
-    "BandwidthLimitExceeded",
-    "RequestLimitExceeded",
-    "RequestThrottled",
-    "ServiceUnavailable",
-    "SlowDown",
-    "ThrottledException",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-}
+    "BandwidthLimitExceeded", "RequestLimitExceeded", "RequestThrottled", "ServiceUnavailable", "SlowDown",
+    "ThrottledException", "Throttling", "ThrottlingException", "TooManyRequests",
+}  # fmt: skip
 # Some of these also come in the body of a 200, without a status of their own.
-_TRANSIENT = {"BadDigest", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeout"}
-_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}
+_TRANSIENT = {
+    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted",
+    "RequestTimeout",
+}  # fmt: skip
 _PRECONDITION = {"PreconditionFailed", "412"}
-_STALE = {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "RequestExpired"}
-_STALE |= {"SignatureDoesNotMatch", "TokenRefreshRequired", "AccessDenied"}
-_STALE |= {"400", "401", "403"}  # a HEAD's
+_STALE = {
+    "400", "401", "403",  # a HEAD's
+    "AccessDenied", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
+    "RequestExpired", "SignatureDoesNotMatch", "TokenRefreshRequired",
+}  # fmt: skip
 _ADVICE = {
     "AccessDenied": "check the policies of the credentials and of the bucket; without s3:ListBucket, S3 also "
     "says this of an object that does not exist",
@@ -77,58 +76,37 @@ _ADVICE["InvalidToken"] = _ADVICE["ExpiredToken"]
 class S3Client:
     """Makes requests; pickles as its options."""
 
-    def __init__(self, url: str, options: StorageOptions) -> None:
-        self._url = url
-        self._options = options
-        self._connection = _Connection(url, options)
+    def __init__(
+        self, url: str, options: StorageOptions, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._url, self._options, self._clock = url, options, clock
+        self.after_fork()
+        remake_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._credentials: Any = None
+        self._looked_up = -math.inf
 
     def request(
         self, operation: str, where: str, purpose: Purpose = "read", **parameters: Any
     ) -> dict[str, Any]:
         """Call `operation`, a method of botocore's client; StoreErrors name `where`."""
-        connection = self._current()
         try:
-            client = connection.client()
+            client = self.botocore_client()
             try:
                 answer: dict[str, Any] = getattr(client, operation)(**parameters)
             except request_errors() as error:
-                if not may_be_stale_credentials(error) or not connection.renew(client):
+                if not may_be_stale_credentials(error) or not self._renew(client):
                     raise
-                answer = getattr(connection.client(), operation)(**parameters)
+                answer = getattr(self.botocore_client(), operation)(**parameters)
         except request_errors() as error:
             raise translated(where, error, purpose) from error
         return answer
 
-    def close(self) -> None:
-        """Close idle connections."""
-        self._current().close()
-
-    def _current(self) -> _Connection:
-        if self._connection.process != os.getpid():
-            # Two threads of a child may both do this: the later one stays, the other serves one request.
-            self._connection = _Connection(self._url, self._options)
-        return self._connection
-
-    def __getstate__(self) -> tuple[str, StorageOptions]:
-        return self._url, self._options
-
-    def __setstate__(self, state: tuple[str, StorageOptions]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
-
-class _Connection:
-    """One process's client."""
-
-    def __init__(self, url: str, options: StorageOptions) -> None:
-        self.process = os.getpid()
-        self._url = url
-        self._options = options
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._credentials: Any = None
-        self._looked_up: float | None = None
-
-    def client(self) -> Any:
+    def botocore_client(self) -> Any:
+        """Return the client of this process."""
         if self._client is None:
             with self._lock:
                 if self._client is None:
@@ -137,13 +115,19 @@ class _Connection:
                     self._client = _new_client(self._url, self._options, session)
         return self._client
 
-    def renew(self, refused: Any) -> bool:
+    def close(self) -> None:
+        """Close idle connections."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+
+    def _renew(self, refused: Any) -> bool:
         """Replace the `refused` client if there are other credentials now; return whether there are."""
         with self._lock:
             if self._client is not refused:
                 return True  # another thread was quicker
-            now = time.monotonic()
-            if self._looked_up is not None and now - self._looked_up < RENEWAL_SECONDS:
+            now = self._clock()
+            if now - self._looked_up < RENEWAL_SECONDS:
                 return False
             self._looked_up = now
             session = _new_session(self._url, self._options)
@@ -153,10 +137,11 @@ class _Connection:
             self._client, self._credentials = _new_client(self._url, self._options, session), credentials
             return True
 
-    def close(self) -> None:
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
+    def __getstate__(self) -> tuple[str, StorageOptions]:
+        return self._url, self._options
+
+    def __setstate__(self, state: tuple[str, StorageOptions]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
 
 def version_of(answer: Mapping[str, Any]) -> str:
@@ -323,7 +308,7 @@ def _of_response(where: str, error: Exception, purpose: Purpose) -> StoreError:
             where, f"{code or 'SlowDown'}: the server asks for fewer requests", status=status
         )
     message = str(error.response.get("Error", {}).get("Message", "")) or str(error)  # type: ignore[attr-defined]
-    if code in _TRANSIENT or code in _CONFLICT or status == 409 or (status or 0) >= 500:
+    if code in _TRANSIENT or status == 409 or (status or 0) >= 500:
         return TransientError(where, f"{code}: {message:.200}", status=status)
     advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status == 403 else "")
     return StoreError(where, f"{code}: {message:.200}" + (f"; {advice}" if advice else ""), status=status)

@@ -32,6 +32,7 @@ from shardkit.storage.s3 import NONCE, S3Store
 from shardkit.storage.s3_client import RENEWAL_SECONDS, S3Client
 from shardkit.storage.s3_upload import MAX_OBJECT_BYTES, PART_BYTES, part_bytes
 from support.s3_moto import App, Intercept, S3Server, aws_environment, s3_server
+from support.stores import FakeClock
 
 Start = Callable[..., Any]
 
@@ -741,24 +742,26 @@ def test_renewed_credentials_are_found_by_a_head_and_by_all_threads(
 
 
 def test_refused_requests_do_not_become_a_storm_of_lookups(
-    server: S3Server, credentials_file: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    server: S3Server, credentials_file: Callable[[str], None]
 ) -> None:
-    store = S3Store(f"s3://{server.new_bucket()}")
-    store.put("a", b"1")
-    now = [1000.0]
-    monkeypatch.setattr("shardkit.storage.s3_client.time.monotonic", lambda: now[0])
-    accepted = {"key": "second"}
-    server.intercept = only_key(accepted, "ExpiredToken", 400)
+    bucket, clock = server.new_bucket(), FakeClock()
+    client = S3Client("s3://bucket", StorageOptions(), clock=clock)
+
+    def get() -> None:
+        client.request("list_objects_v2", "where", Bucket=bucket)
+
+    get()
+    server.intercept = only_key({"key": "second"}, "ExpiredToken", 400)
     server.requests.clear()
     for _ in range(5):  # nothing has changed: one look, and no request again
         with pytest.raises(StoreError, match="renew them"):
-            store.get("a")
+            get()
     assert len(server.requests) == 5
     credentials_file("second")
     with pytest.raises(StoreError):
-        store.get("a")
-    now[0] += RENEWAL_SECONDS
-    assert store.get("a") == b"1"
+        get()
+    clock.sleep(RENEWAL_SECONDS)
+    get()
 
 
 def test_without_credentials_the_error_says_what_to_set(
@@ -785,7 +788,7 @@ def test_a_profile_that_is_not_there_is_named(server: S3Server) -> None:
 
 
 def client_of(**options: Any) -> Any:
-    return S3Client("s3://bucket", StorageOptions(**options))._current().client()
+    return S3Client("s3://bucket", StorageOptions(**options)).botocore_client()
 
 
 @pytest.fixture
