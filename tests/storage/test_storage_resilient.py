@@ -22,7 +22,6 @@ from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import (
-    Body,
     ObjectExistsError,
     ObjectInfo,
     ObjectNotFoundError,
@@ -33,7 +32,6 @@ from shardkit.storage.store import (
     TransientError,
 )
 from support.stores import (
-    FakeClock,
     FaultRule,
     FaultyStore,
     ScriptedStore,
@@ -484,19 +482,3 @@ def test_over_failures_a_store_does_what_it_does_without_them(
     store.close()
     for key in "ab":
         faulty.below.delete(key)
-
-
-def test_a_body_is_a_body_and_a_store_a_store() -> None:
-    store: Store = retrying(scripted())
-    body: Body = store.open("key")
-    with body:
-        assert body.info.key == "key"
-
-
-def test_waits_use_the_policys_clock_only() -> None:
-    clock = FakeClock()
-    faulty = ScriptedStore([ERROR] * 15, clock)
-    faulty.below.put("key", DATA)
-    began = time.monotonic()
-    retrying(faulty).head("key")
-    assert time.monotonic() - began < 20 < sum(clock.slept)

@@ -240,15 +240,6 @@ def test_a_pickled_store_starts_over_with_the_same_rules(inner: Store) -> None:
     assert [outcome(copy), outcome(copy)] == ["TransientError 500", "ok"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"fault": "explode"}, {"operation": "copy"}, {"probability": 1.5}, {"skip": -1}, {"seconds": -1.0}],
-)
-def test_rules_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        FaultRule(**{"fault": "error", **wrong})
-
-
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
@@ -308,38 +299,3 @@ def test_a_reader_that_pauses_gains_little(large: Store, clock: FakeClock) -> No
         while body.readinto(memoryview(bytearray(1 << 16))):
             pass
     assert 63.8 < (clock.now - began) < 64.1
-
-
-def test_bodies_are_paced_each_for_itself(large: Store, clock: FakeClock) -> None:
-    store = throttled(large, clock, rate=MIB)
-    bodies = [store.open("a") for _ in range(3)]
-    began, buffer = clock.now, memoryview(bytearray(MIB))
-    while sum(body.readinto(buffer) for body in bodies):
-        pass
-    # One thread reads all three, so what one sleeps the others have been sent meanwhile.
-    assert 1.0 <= (clock.now - began) < 3.0
-
-
-def test_on_a_real_clock_the_bandwidth_holds(large: Store) -> None:
-    store = ThrottledStore(large, latency_seconds=0.01, bytes_per_second=8 * MIB)
-    began = time.monotonic()
-    with store.open("a") as body:
-        while body.readinto(memoryview(bytearray(1 << 16))):
-            pass
-    assert 0.135 - 0.02 <= time.monotonic() - began < 30
-
-
-def test_without_limits_nothing_waits(large: Store, clock: FakeClock) -> None:
-    store = throttled(large, clock)
-    store.get("a")
-    with store.open("a") as body:
-        assert body.readinto(memoryview(bytearray(2 * MIB))) == MIB
-    assert clock.slept == []
-
-
-@pytest.mark.parametrize(
-    "limits", [{"latency_seconds": -1.0}, {"bytes_per_second": 0.0}, {"latency_seconds": float("nan")}]
-)
-def test_limits_that_make_no_sense_are_refused(large: Store, limits: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        ThrottledStore(large, **limits)  # type: ignore[arg-type]
