@@ -1,9 +1,9 @@
-"""Local files: durable writes, maps that hold no descriptor, and whom a folder can be trusted with.
+"""Local files: durable writes, maps that hold no descriptor, and checks of who can write in a folder.
 
 A file's bytes are durable after `fsync` of the file, its name after `fsync` of its folder.
 
 Another user who can write in a folder can put wrong data, links and pipes there and replace folders in it.
-`who_else_writes` tells whether one can; it looks at one folder and not at those that it lies in.
+`who_else_writes` reports whether one can; it checks one folder, not its parents.
 """
 
 from __future__ import annotations

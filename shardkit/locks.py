@@ -6,11 +6,11 @@ CephFS, …).
 
 `held_file` guards a folder, alone or shared with others, and asks again every tenth of a second.
 
-A `FileLock` saves work and guards no bytes: processes take one for each shard that they fetch. The system
-does the waiting, so nobody loses time between two tries. A lock whose holder has been stopped (kill -STOP, a
-frozen container) would never come: whoever waits gives up in time and goes on without it. Until a lock that
-was given up comes after all, nobody else in the process waits for it: one wait in vain is enough, and waits
-that the system cannot call off do not pile up.
+A `FileLock` saves work and guards no bytes: processes take one for each shard that they fetch. The kernel
+does the waiting, so no time is lost between two attempts. A lock whose holder is stopped (kill -STOP, a
+frozen container) would never be granted: a waiter gives up after its timeout and continues without it. Until
+a lock that was given up is granted after all, nobody else in the process waits for it, so that waits that
+cannot be canceled do not pile up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`upload` and `download`: a dataset's folder to a store and back; `publish_files`: what was made here.
 
-Tars without a list get one when they are uploaded: loaders cannot count the samples of tars that they have
-not fetched. It states sizes, counts and hashes, and lies only at the target.
+Tars without a list get one when they are uploaded, because loaders cannot count the samples of tars that
+they have not fetched. The list states sizes, counts and hashes, and is written only at the target.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def upload(
 ) -> TransferReport:
     """Send the dataset in the folder `source` to a URL or store; what is there already is not sent again.
 
-    Every file is compared with its index while it is read. `threads` files travel at a time. Another dataset
-    at the target is refused unless `replace`; `verify` reads everything back before the index is put;
-    `dry_run` only tells what would be done. Raises ShardError (nothing to send, or damaged: nothing is sent),
-    StoreError, TransferError; after any of them, or an interruption, the same call goes on.
+    Every file is compared with its index while it is read, `threads` files at a time. Another dataset at the
+    target is refused unless `replace`; `verify` reads everything back before the index is put; `dry_run` only
+    reports what would be done. Raises ShardError (nothing to send, or damaged: nothing is sent), StoreError,
+    TransferError; after any of them, or an interruption, the same call continues.
     """
     if is_remote(source):
         raise ShardError(source, "is not on this machine: shardkit upload sends a folder; download it first")
@@ -130,9 +130,9 @@ def download(
 ) -> TransferReport:
     """Fetch the dataset at a URL or in a store into `folder`, which then holds the same files.
 
-    Every file is compared with the hash that its index states. `threads` files travel at a time. A folder
-    that holds another dataset, or other files of the same names, is refused unless `replace`; `dry_run` only
-    tells what would be done. Raises ShardError, StoreError, TransferError; the same call goes on.
+    Every file is compared with the hash that its index states, `threads` files at a time. A folder that holds
+    another dataset, or other files of the same names, is refused unless `replace`; `dry_run` only reports
+    what would be done. Raises ShardError, StoreError, TransferError; the same call continues.
     """
     if is_remote(folder):
         raise StoreError(str(folder), "is not on this machine: shardkit download fills a local folder")

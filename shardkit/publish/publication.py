@@ -1,4 +1,4 @@
-"""A dataset into a store or folder that readers may look at any moment, by steps that may stop anywhere.
+"""Put a dataset into a store or folder that readers may open at any moment, by steps that may stop anywhere.
 
     claim      a marker names the dataset that is coming, and all files that its end may remove
     index off  only with `replace`: the index of another dataset is deleted before any file of it changes
@@ -9,8 +9,8 @@
 
 So an index is only ever seen with all of its files, whatever stops this, and the same call continues. Only
 the winner cleans: before its index is there, it may not know that another dataset took over. While the
-dataset's own index is there, nothing is claimed: missing or damaged files are put again beside it. Files that
-no dataset of this place has named are never touched; a file that is in the way is refused without `replace`.
+dataset's own index is there, nothing is claimed: missing or damaged files are put again. Files that no
+dataset of this place has named are never touched; one that would be overwritten is refused without `replace`.
 
 What a store acknowledges is durable. In a folder, renames and removals are durable when the folder is synced:
 this happens between all steps whose order a power cut must not change.

@@ -1,12 +1,12 @@
-"""How files get to where a dataset goes: sent to a store, received from one, or placed in a folder.
+"""How the files of a dataset travel: sent to a store, received from one, or placed in a folder.
 
 A `Sender` reads each file and compares it with the hash that index or card states before it is sent, so
 damage stays at home; a file that changes meanwhile is an error. Each object carries the xxh3-128 of its bytes
 as metadata: the next run compares that instead of sending again. A store that keeps no metadata is read
 instead. Memory: at most 64 MiB (four parts) for each file on its way to S3, half a gigabyte with 8 threads.
 
-A `Receiver` hashes each file while it arrives under a temporary name, syncs it, and renames it if its hash is
-the one that index, card or the object's metadata state; bytes that are wrong are fetched again a few times.
+A `Receiver` hashes each file while it arrives under a temporary name, syncs it, and renames it if the hash is
+the one that index, card or the object's metadata state; wrong bytes are fetched again a few times.
 
 A `Placer` gives files of this machine their names in a folder: by hard links, copies or renames.
 

@@ -22,6 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Self, TypeVar
@@ -79,25 +80,19 @@ class ResilientStore(BaseStore):
         """`has_answered`: the store was reached before, so failing to reach it is an outage."""
         self._store = store
         self._connections = connections
-        policy, metrics = policy or RetryPolicy(), metrics or StoreMetrics()
-        self._upstream = Upstream(store.url, policy, metrics, connections, has_answered=has_answered)
+        self.policy, self.metrics = policy or RetryPolicy(), metrics or StoreMetrics()
+        self._upstream = Upstream(
+            store.url, self.policy, self.metrics, connections, has_answered=has_answered
+        )
         self._urgent = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        has_answered = self._upstream.has_answered
-        return (_rebuild, (self._store, self.policy, self._connections, has_answered, self._urgent))
+        make = partial(type(self), connections=self._connections, has_answered=self._upstream.has_answered)
+        return make, (self._store, self.policy), {"_urgent": self._urgent}
 
     @property
     def url(self) -> str:
         return self._store.url
-
-    @property
-    def policy(self) -> RetryPolicy:
-        return self._upstream.policy
-
-    @property
-    def metrics(self) -> StoreMetrics:
-        return self._upstream.metrics
 
     @property
     def urgent(self) -> Self:
@@ -363,10 +358,3 @@ def _size(data: bytes | Path) -> int:
         return data.stat().st_size if isinstance(data, Path) else len(data)
     except OSError:
         return 0  # the store reports what is wrong with the file
-
-
-def _rebuild(
-    store: Store, policy: RetryPolicy, connections: int, has_answered: bool, urgent: bool
-) -> ResilientStore:
-    rebuilt = ResilientStore(store, policy, connections=connections, has_answered=has_answered)
-    return rebuilt.urgent if urgent else rebuilt

@@ -7,6 +7,7 @@ is MDS with index.bin, side files that only its card names, and more shards; the
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from shardkit.errors import BuildError
 from shardkit.formats import mds
 from shardkit.manifest import FileInfo
 from shardkit.publish import download, upload
+from shardkit.publish.publication import MAX_ERRORS, run_all
 from shardkit.publish.transports import Placer
 from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
@@ -38,6 +40,7 @@ from support.small_build import tree
 from support.small_dataset import Built
 from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
+WAIT_SECONDS = 30.0  # far above what any test takes
 OPERATIONS = [
     (os, "link"),
     (os, "fsync"),
@@ -394,3 +397,74 @@ def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> No
         with pytest.raises(BuildError, match="file was damaged after it was written"):
             journal.forget_damaged(made)
     assert not tmp_path.exists()
+
+
+@pytest.mark.parametrize("threads", [1, 3, 50])
+def test_every_item_is_handled_once(threads: int) -> None:
+    lock, seen = threading.Lock(), []
+
+    def handle(item: int) -> None:
+        with lock:
+            seen.append(item)
+
+    assert run_all(iter(range(200)), handle, threads) == []
+    assert sorted(seen) == list(range(200))
+
+
+def test_as_many_items_as_threads_are_handled_at_once() -> None:
+    meeting = threading.Barrier(4, timeout=WAIT_SECONDS)
+
+    def handle(item: int) -> None:
+        meeting.wait()
+
+    assert run_all(range(8), handle, 4) == []
+
+
+def test_failures_do_not_stop_the_rest_and_are_told_with_their_items() -> None:
+    done = []
+
+    def handle(item: int) -> None:
+        if item % 3 == 0:
+            raise ValueError(item)
+        done.append(item)
+
+    errors = run_all(range(12), handle, 2)
+    assert sorted(item for item, _ in errors) == [0, 3, 6, 9]
+    assert {str(error) for _, error in errors} == {"0", "3", "6", "9"}
+    assert len(done) == 8
+
+
+def test_where_everything_fails_it_ends_soon() -> None:
+    def handle(item: int) -> None:
+        raise ValueError(item)
+
+    threads = 4
+    errors = run_all(range(10_000), handle, threads)
+    assert MAX_ERRORS <= len(errors) < MAX_ERRORS + threads
+
+
+def test_an_interruption_is_raised_without_waiting_for_the_other_threads() -> None:
+    release, busy = threading.Event(), threading.Event()
+
+    def handle(item: int) -> None:
+        if item == 0:
+            busy.set()
+            assert release.wait(WAIT_SECONDS)
+        else:
+            assert busy.wait(WAIT_SECONDS)
+            raise PulledPlugError
+
+    try:
+        with pytest.raises(PulledPlugError):
+            run_all(range(100), handle, 2)
+    finally:
+        release.set()
+
+
+def test_what_goes_wrong_with_the_items_themselves_is_raised() -> None:
+    def items() -> object:
+        yield 1
+        raise PulledPlugError
+
+    with pytest.raises(PulledPlugError):
+        run_all(items(), lambda item: None, 2)  # type: ignore[arg-type]
