@@ -22,8 +22,8 @@ from shardkit.writers import BuildResult, build
 from shardkit.writers import publish as module
 from support.killing_server import run_and_kill
 from support.s3_moto import s3_server
-from support.small_build import make_corpus, tree
-from support.small_dataset import make_dataset
+from support.small_build import make_corpus
+from support.small_dataset import files_of, make_dataset
 from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -38,7 +38,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local(corpus: Path) -> dict[str, bytes]:
     """The files of the dataset as a folder has them."""
     folder = build(corpus, overrides=["work=work"], workers=1, progress=False).output
-    return {name: (folder / name).read_bytes() for name in tree(folder)}
+    return files_of(folder)
 
 
 def build_to(corpus: Path, store: MemoryStore, *changes: str, replace: bool = False) -> BuildResult:
@@ -59,7 +59,7 @@ def test_every_object_equals_the_local_file(corpus: Path, tmp_path: Path, change
     folder = build(corpus, output=tmp_path / "out", overrides=overrides, workers=1, progress=False).output
     memory = fresh_memory()
     result = build(corpus, output=memory.url, overrides=overrides, workers=1, progress=False)
-    assert objects(memory) == {name: (folder / name).read_bytes() for name in tree(folder)}
+    assert objects(memory) == files_of(folder)
     assert result.location == memory.url
     assert result.to_dict()["output"] == memory.url
     with pytest.raises(BuildError, match="is no folder of this machine"):

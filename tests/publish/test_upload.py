@@ -23,7 +23,7 @@ from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectInfo, Store, StoreError
 from support.small_build import tree
-from support.small_dataset import make_dataset
+from support.small_dataset import files_of, make_dataset
 from support.stores import FaultRule, FaultyStore, WatchedStore, fresh_memory, objects
 
 
@@ -49,10 +49,6 @@ def send(
     check: bool = False,
 ) -> TransferReport:
     return upload(source, target, threads=3, replace=replace, dry_run=dry_run, verify=check, progress=False)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in tree(folder)}
 
 
 def test_every_file_arrives_with_its_hash_and_the_report_says_so(made: Path) -> None:

@@ -13,7 +13,7 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
 from support.small_build import tree
-from support.small_dataset import make_dataset
+from support.small_dataset import files_of, make_dataset
 from support.stores import FaultRule, FaultyStore, fresh_memory, objects
 
 FAULTS = [
@@ -51,7 +51,7 @@ def test_faults_on_the_way_change_no_byte_in_either_direction(made: Path, tmp_pa
     upload(tmp_path / "older", unreliable(memory, seed), progress=False)
     report = upload(made, unreliable(memory, seed + 100), replace=True, verify=True, progress=False)
     assert report.deleted == ("shard.00009.mds", "shard.00010.mds", "shard.00011.mds")
-    assert objects(memory) == {name: (made / name).read_bytes() for name in tree(made)}
+    assert objects(memory) == files_of(made)
     download(unreliable(memory, seed + 200), tmp_path / "copy", progress=False)
     assert tree(tmp_path / "copy") == tree(made)
 

@@ -11,8 +11,7 @@ from shardkit.publish import TransferError, TransferReport, upload
 from shardkit.publish.contents import MARKER_NAME
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import StoreError
-from support.small_build import tree
-from support.small_dataset import make_dataset
+from support.small_dataset import files_of, make_dataset
 from support.stores import PulledPlugError, WatchedStore, check_reader, fresh_memory, objects
 
 
@@ -37,10 +36,6 @@ def send(
     source: Path, store: WatchedStore | MemoryStore, *, replace: bool = False, threads: int = 1
 ) -> TransferReport:
     return upload(source, store, threads=threads, replace=replace, progress=False)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in tree(folder)}
 
 
 def killed_at(

@@ -28,7 +28,7 @@ from shardkit.storage.store import StorageOptions
 from support.killing_server import run_and_kill
 from support.s3_moto import S3Server, s3_server
 from support.small_build import tree
-from support.small_dataset import make_dataset
+from support.small_dataset import files_of, make_dataset
 
 pytest_plugins = ["support.s3_rgw"]
 
@@ -60,10 +60,6 @@ def bytes_in(client: Any, bucket: str, prefix: str = "") -> dict[str, bytes]:
     return {
         key.removeprefix(prefix): client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys
     }
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in tree(folder)}
 
 
 def upload_command(source: Path, url: str, *options: str) -> list[str]:

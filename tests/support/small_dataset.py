@@ -14,8 +14,9 @@ from shardkit.writers.card import card_bytes, describe_file
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.publish import CARD_NAME, REPORT_NAME, RemoteOutput, global_shards, publish
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, renumber
+from support.small_build import tree
 
-__all__ = ["Built", "make_dataset", "renumbered"]
+__all__ = ["Built", "files_of", "make_dataset", "renumbered"]
 
 
 class Built:
@@ -73,6 +74,11 @@ def make_dataset(
     built = Built(work, "mds", shards, first, sides, compression=compression)
     built.publish(output)
     return built.manifest
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """{name: content} of all files in a folder, as `stores.objects` of a store."""
+    return {name: (folder / name).read_bytes() for name in tree(folder)}
 
 
 def renumbered(source: Path, target: Path, first_shard: int) -> None:
