@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-from figures import Heads, add_output_arguments, give  # noqa: E402
+from figures import Heads, benchmark_parser, give  # noqa: E402
 
 HEADS: Heads = {"side": ("tool", ""), "rate": ("MB/s", ",.1f"), "x": ("x", ".2f")}
 ROWS = [
@@ -32,17 +31,15 @@ def test_every_script_is_in_the_readme() -> None:
 def test_figures_come_as_text_markdown_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_output_arguments(parser)
+    parser = benchmark_parser("A % of help.", runs=3, compares=True)
 
-    def printed(*options: str) -> str:
-        arguments = parser.parse_args(options)
-        give(arguments, ROWS, HEADS, lambda: sys.stdout.write("plain\n"), title="t", unit="MB/s", runs="runs")
-        return capsys.readouterr().out
+    def printed(*options: str) -> list[str]:
+        give(parser.parse_args(options), ROWS, HEADS, title="t", unit="MB/s")
+        return capsys.readouterr().out.splitlines()
 
-    assert printed() == "plain\n"
-    assert json.loads(printed("--json")) == ROWS
-    assert printed("--markdown", "--png", str(tmp_path / "bars.png")).splitlines() == [
+    assert printed() == ["tool         MB/s     x", "shardkit  2,000.0  1.00", "other        20.2"]
+    assert json.loads("".join(printed("--json"))) == ROWS
+    assert printed("--markdown", "--png", str(tmp_path / "bars.png")) == [
         "| tool | MB/s | x |",
         "| --- | ---: | ---: |",
         "| shardkit | 2,000.0 | 1.00 |",

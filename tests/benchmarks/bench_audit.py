@@ -18,20 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
+from figures import benchmark_parser, peak_rss_bytes, print_figures, write_tokens
 from shardkit.datasets.dataset import Dataset, open_dataset
-from shardkit.formats import mds
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 
 LENGTH, BATCH, SHARD_ROWS = 4096, 8, 2000
-
-
-def make_dataset(folder: Path, rows: int) -> Path:
-    tokens = np.random.default_rng(1).integers(0, 50_000, (SHARD_ROWS, LENGTH)).astype(np.uint16)
-    names = [f"shard.{number:05d}.mds" for number in range(-(-rows // SHARD_ROWS))]
-    mds.write_index(folder, [mds.write_rows_shard(folder, name, tokens) for name in names])
-    return folder
 
 
 def epoch_cpu_seconds(dataset: Dataset, logs: Path | None, dtype: str | None) -> float:
@@ -48,11 +39,12 @@ def epoch_cpu_seconds(dataset: Dataset, logs: Path | None, dtype: str | None) ->
 def logging_costs(rows: int, runs: int) -> dict[str, float]:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        path = make_dataset(Path(scratch), rows)
+        path = Path(scratch)
+        write_tokens(path, shards=-(-rows // SHARD_ROWS), rows=SHARD_ROWS, length=LENGTH)
         for dtype in ("int64", None):
             seconds: dict[bool, list[float]] = {False: [], True: []}
             for turn in range(2 * runs):
-                logs = Path(scratch) / "logs" / f"{dtype}-{turn}" if turn % 2 else None
+                logs = path / "logs" / f"{dtype}-{turn}" if turn % 2 else None
                 seconds[logs is not None].append(epoch_cpu_seconds(open_dataset(path), logs, dtype))
             off, on = (min(seconds[logged]) for logged in (False, True))
             steps = rows / BATCH
@@ -60,7 +52,7 @@ def logging_costs(rows: int, runs: int) -> dict[str, float]:
             found[f"{name}: tokens per CPU second without a log"] = rows * LENGTH / off
             found[f"{name}: tokens per CPU second with a log"] = rows * LENGTH / on
             found[f"{name}: CPU microseconds a step for the log"] = (on - off) / steps * 1e6
-        logs = Path(scratch) / "logs" / "int64-1"
+        logs = path / "logs" / "int64-1"
         found["log bytes a sample"] = sum(file.stat().st_size for file in logs.iterdir()) / rows
         found["log audit, samples per CPU second"] = log_rate(path, logs)
     return found
@@ -90,17 +82,14 @@ def plan_rate(samples: int) -> dict[str, float]:
     report = plan_report(dataset, batch_sizes=[8], world_sizes=[8], epochs=1, lanes=64, window=8192)
     seconds = time.process_time() - start
     assert report.ok
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    return {"plan audit, samples per CPU second": samples / seconds, "plan audit, peak bytes": peak}
+    rate = samples / seconds
+    return {"plan audit, samples per CPU second": rate, "plan audit, peak bytes": peak_rss_bytes()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__, runs=7)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--samples", type=int, default=10_000_000)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plan:
@@ -109,11 +98,7 @@ def main() -> None:
     found = logging_costs(arguments.rows, arguments.runs)
     command = [sys.executable, __file__, "--plan", "--samples", str(arguments.samples)]
     found |= json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, value in found.items():
-        print(f"{name:46} {value:,.1f}")
+    print_figures(arguments, found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ within a run are what to look at. "copy" is `shutil.copyfile` and one fsync; the
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -22,10 +21,17 @@ from statistics import median
 
 import numpy as np
 
+from figures import Heads, benchmark_parser, give
 from shardkit.tools.convert import CutOptions, OutputOptions, convert
 
 LENGTH = 2048
 PIECE = 1 << 24
+HEADS: Heads = {
+    "side": ("side", ""),
+    "MB_per_s": ("MB/s", ",.0f"),
+    "of_copy": ("/ copy", ".2f"),
+    "cpu_s_per_GB": ("CPU s / GB", ".2f"),
+}
 
 
 def write_source(folder: Path, tokens: int) -> Path:
@@ -80,11 +86,8 @@ def peak_megabytes(source: Path, target: Path) -> float:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, runs=5)
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     stream, ends = CutOptions(sequence_length=LENGTH, pad=0), CutOptions(sequence_length=LENGTH, eos=50_256)
@@ -110,13 +113,19 @@ def main() -> None:
                 taken[side].append(seconds(action))
                 shutil.rmtree(out) if out.is_dir() else out.unlink()
         size = (folder / "m.bin").stat().st_size
-        for side, times in taken.items():
-            ratio = median(c / t for (c, _), (t, _) in zip(taken["copy"], times, strict=True))
-            speed, cpu = size / median(t for t, _ in times) / 1e6, median(c for _, c in times) * 1e9 / size
-            print(f"{side:28} {speed:6.0f} MB/s, {ratio:4.2f} of a copy; {cpu:5.2f} s of CPU for 1 GB")
-        print(
-            f"peak RSS of a conversion of {size / 1e6:,.0f} MB: {peak_megabytes(folder / 'm', out):,.0f} MB"
-        )
+        copies = [wall for wall, _ in taken["copy"]]
+        rows = [
+            {
+                "side": side,
+                "MB_per_s": size / median(wall for wall, _ in times) / 1e6,
+                "of_copy": median(copied / wall for copied, (wall, _) in zip(copies, times, strict=True)),
+                "cpu_s_per_GB": median(cpu for _, cpu in times) * 1e9 / size,
+            }
+            for side, times in taken.items()
+        ]
+        peak = peak_megabytes(folder / "m", out)
+    give(arguments, rows, HEADS)
+    print(f"peak RSS of a conversion of {size / 1e6:,.0f} MB: {peak:,.0f} MB", file=sys.stderr)
 
 
 if __name__ == "__main__":

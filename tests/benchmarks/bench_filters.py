@@ -24,27 +24,20 @@ words as ours, str.split, in the place of its splitter; "datatrove spaCy" is as 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
-
 import numpy as np
 import pyarrow as pa
-from near_texts import read_sources
-from peer_environments import Environment, SideProcess, environments
 
-from figures import Heads, add_output_arguments, give
+from figures import Heads, give
+from peer_processes import Answers, Side, median_ratio, peer_parser, running, take_turns
+from texts import read_sources
 
-HERE = Path(__file__).resolve().parent / "filter_peers"
-DEFAULT_VENVS = Path("~/.cache/shardkit-peers")
 LONGEST = 100_000
 HEADS: Heads = {
     "task": ("task", ""),
@@ -56,15 +49,6 @@ HEADS: Heads = {
     "MB_per_cpu_s": ("MB/CPU s", ".2f"),
     "x": ("shardkit x", ".1f"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A tool with its settings; `share` of the documents is what it gets, by its speed."""
-
-    tool: str
-    share: float = 1.0
-    request: dict[str, Any] = field(default_factory=dict)
 
 
 SPLIT, SPACY = {"words": "split"}, {"words": "spacy"}
@@ -112,71 +96,45 @@ def write_runs(folder: Path, corpus: Path | None, megabytes: float, runs: int) -
 
 
 def measure(
-    task: str, sides: dict[str, Environment], files: list[tuple[Path, int]], common: dict[str, Any]
-) -> dict[str, list[dict[str, Any]]]:
-    """The answers of every side, one a run."""
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    with ExitStack() as stack:
-        running = {}
-        for name, place in sides.items():
-            tool = TASKS[task][name].tool
-            process = SideProcess(tool, place.python, core=0, script=HERE / f"{tool}_filters.py")
-            running[name] = stack.enter_context(process)
-        for run, (file, documents) in enumerate(files):
-            names = list(running)
-            start = run % len(names)
-            for name in names[start:] + names[:start]:
-                side = TASKS[task][name]
-                count = max(20, round(documents * side.share))
-                asked = {"task": task, "file": str(file), "documents": count, **common, **side.request}
-                running[name].ask(asked)
-                answer = running[name].answer()
-                answer["bytes"] *= side.request.get("repeat", 1)
-                if run:  # the first warms up
-                    answers[name].append(answer)
-    return answers
+    task: str, venvs: Path, files: list[tuple[Path, int]], common: dict[str, Any]
+) -> tuple[Answers, dict[str, str]]:
+    """The answers of every side, one a run, and their versions."""
+
+    def request(name: str, run: int) -> dict[str, Any]:
+        (file, documents), side = files[run + 1], TASKS[task][name]
+        count = max(20, round(documents * side.share))
+        return {"task": task, "file": str(file), "documents": count, **common, **side.request}
+
+    with running(TASKS[task], venvs, core=0) as processes:
+        answers = take_turns(processes, request, len(files) - 1)
+        return answers, {name: process.version for name, process in processes.items()}
 
 
-def report(
-    task: str, sides: dict[str, Environment], answers: dict[str, list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    ours = [rate(answer) for answer in next(iter(answers.values()))]
+def report(task: str, answers: Answers, versions: dict[str, str]) -> list[dict[str, Any]]:
+    repeat = {name: side.request.get("repeat", 1) for name, side in TASKS[task].items()}
+    size = {name: [run["bytes"] * repeat[name] / 1e6 for run in runs] for name, runs in answers.items()}
+    rates = {
+        name: [megabytes / run["cpu_seconds"] for megabytes, run in zip(size[name], runs, strict=True)]
+        for name, runs in answers.items()
+    }
     rows = []
     for name, runs in answers.items():
-        rates = [rate(answer) for answer in runs]
         documents, kept = (sum(answer[key] for answer in runs) for key in ("documents", "result"))
         rows.append(
             {
                 "task": task,
                 "side": name,
-                "version": sides[name].version,
+                "version": versions[name],
                 "documents": documents,
-                "MB": sum(answer["bytes"] for answer in runs) / 1e6,
+                "MB": sum(size[name]),
                 "kept": kept / documents if task in ("fineweb", "repetition", "gopher") else None,
-                "MB_per_cpu_s": statistics.median(rates),
-                "runs": [round(one, 2) for one in rates],
-                "x": statistics.median(a / b for a, b in zip(ours, rates, strict=True)),
+                "MB_per_cpu_s": statistics.median(rates[name]),
+                "runs": [round(one, 2) for one in rates[name]],
+                "x": median_ratio(next(iter(rates.values())), rates[name]),
                 "peak_rss_MB": max(answer["peak_rss_MB"] for answer in runs),
             }
         )
     return rows
-
-
-def rate(answer: dict[str, Any]) -> float:
-    return float(answer["bytes"] / 1e6 / answer["cpu_seconds"])
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    head = (
-        f"{'task':12}{'side':18}{'version':>9}{'documents':>11}{'MB':>9}{'kept':>8}{'MB/CPU s':>10}{'x':>8}"
-    )
-    print(head)
-    for row in rows:
-        kept = f"{row['kept']:.1%}" if row["kept"] is not None else ""
-        print(
-            f"{row['task']:12}{row['side']:18}{row['version']:>9}{row['documents']:11,}{row['MB']:9.1f}"
-            f"{kept:>8}{row['MB_per_cpu_s']:10.2f}{row['x']:8.1f}"
-        )
 
 
 def tokenizer_file(given: Path | None) -> Path | None:
@@ -185,17 +143,11 @@ def tokenizer_file(given: Path | None) -> Path | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", type=Path, help="folder of JSONL (.gz, .zst) and Parquet files")
+    parser = peer_parser(__doc__, runs=5)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: gpt2 of the test data)")
     parser.add_argument("--eos", default="<|endoftext|>", help="its eos token (default: %(default)s)")
     parser.add_argument("--megabytes", type=float, default=8, help="of text a run (default: 8)")
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tasks", default=",".join(TASKS), help="default: %(default)s")
-    parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
-    add_output_arguments(parser)
     arguments = parser.parse_args()
     tokenizer = tokenizer_file(arguments.tokenizer)
     common = {"tokenizer": str(tokenizer), "eos": arguments.eos}
@@ -206,11 +158,9 @@ def main() -> None:
             if task == "tokenize" and tokenizer is None:
                 print("tokenize is left out: name a --tokenizer", file=sys.stderr)
                 continue
-            tools = {name: side.tool for name, side in TASKS[task].items()}
-            sides = environments(list(tools), tools, arguments.venvs.expanduser())
-            rows += report(task, sides, measure(task, sides, files, common))
+            rows += report(task, *measure(task, arguments.venvs, files, common))
     title = "Filters, keys of exact duplicates and tokenization, one core"
-    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="MB per CPU second", runs="runs")
+    give(arguments, rows, HEADS, title=title, unit="MB per CPU second")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,19 +23,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from figures import Heads, benchmark_parser, give, read_once
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 
 LENGTH = 4096
-
-
-def warm(path: Path) -> None:
-    """Evict a file from the page cache, then read it once in order."""
-    with path.open("rb", buffering=0) as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while file.read(1 << 20):
-            pass
+HEADS: Heads = {
+    "stored": ("stored", ""),
+    "dtype": ("batches of", ""),
+    "batch": ("batch", "d"),
+    "hand_rows_per_s": ("rows/s by hand", ",d"),
+    "loader_rows_per_s": ("loader", ",d"),
+    "ratio": ("ratio", ".3f"),
+}
 
 
 def write_dataset(folder: Path, stored: str, megabytes: int, shards: int) -> Path:
@@ -52,9 +50,7 @@ def write_dataset(folder: Path, stored: str, megabytes: int, shards: int) -> Pat
             infos.append(mds.write_rows_shard(folder, f"shard.{number:05d}.mds", rows, size_limit=None))
             file.write(rows.tobytes())
     mds.write_index(folder, infos)
-    for path in sorted(folder.glob("*.mds")):
-        warm(path)
-    warm(whole)
+    read_once(*sorted(folder.glob("*.mds")), whole)
     return whole
 
 
@@ -133,15 +129,11 @@ def measure(
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = benchmark_parser(__doc__, runs=7)
     parser.add_argument("--megabytes", type=int, default=256, help="size of each dataset (default: 256)")
     parser.add_argument("--shards", type=int, default=1, help="shards of each dataset (default: 1)")
-    parser.add_argument("--runs", type=int, default=7, help="runs of each side (default: 7)")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], help="batch sizes (default: 8 64)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--folder", type=Path, help="where to put the data (default: a temporary folder)")
     args = parser.parse_args()
     results = []
@@ -152,17 +144,11 @@ def main() -> int:
             for dtype in (stored, "int64"):
                 for batch in args.batches:
                     results.append(measure(folder, whole, stored, dtype, batch, args))
-                    if not args.json:
-                        r = results[-1]
-                        print(
-                            f"{stored} -> {dtype:6s} batch {batch:3d} x {LENGTH}: "
-                            f"by hand {r['hand_rows_per_s']:>9,} rows/s, "
-                            f"loader {r['loader_rows_per_s']:>9,} rows/s, ratio {r['ratio']}"
-                        )
     if args.json:
         print(json.dumps({"length": LENGTH, "shards": args.shards, "results": results}, indent=1))
-    return 0
+    else:
+        give(args, results, HEADS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

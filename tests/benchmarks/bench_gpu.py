@@ -13,7 +13,6 @@ Without a GPU, --device cpu runs the same loop: there the copies and the model s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,23 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from gpt import GPT, GPTConfig, next_token_loss
 
-from shardkit.formats import mds
+from figures import benchmark_parser, print_figures, write_tokens
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.cuda import CudaPrefetcher
 
 VOCABULARY = 50_304
 DEEPSEEK_TOKENS_PER_S = 1550
-
-
-def write_dataset(folder: Path, rows: int, length: int) -> None:
-    """Random tokens in shards of 64 MiB."""
-    generator = np.random.default_rng(0)
-    infos, per_shard = [], (64 << 20) // (2 * length)
-    for number, first in enumerate(range(0, rows, per_shard)):
-        count = min(per_shard, rows - first)
-        tokens = generator.integers(0, 50_000, (count, length), dtype=np.uint16)
-        infos.append(mds.write_rows_shard(folder, f"shard.{number:05d}.mds", tokens))
-    mds.write_index(folder, infos)
 
 
 def make_step(arguments: argparse.Namespace) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -110,9 +98,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
     parser.add_argument("--steps", type=int, default=200 if default == "cuda" else 20)
@@ -121,17 +107,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048 if default == "cuda" else 256)
     parser.add_argument("--layers", type=int, default=12 if default == "cuda" else 2)
     parser.add_argument("--width", type=int, default=768 if default == "cuda" else 256)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = arguments.batch_size * (arguments.steps + arguments.warm_up + 8)
-        write_dataset(Path(scratch), rows, arguments.length)
-        result = measure(arguments, Path(scratch))
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:24} {value:,.2f}" if isinstance(value, float) else f"{name:24} {value}")
+        of_shard = min(rows, (64 << 20) // (2 * arguments.length))
+        write_tokens(Path(scratch), shards=-(-rows // of_shard), rows=of_shard, length=arguments.length)
+        print_figures(arguments, measure(arguments, Path(scratch)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
                                             [--times 1,3,10] [--workers 2] [--work DIR] [--json]
 
 The corpus (JSONL and Parquet files with a `text`; without --corpus that of $SHARDKIT_TEST_DATA, else made-up
-text) is replicated with mutations (grown_corpus.py). The recipe has quality filters, exact, line and near
+text) is replicated with mutations (texts.py). The recipe has quality filters, exact, line and near
 duplicates, and rows of 2,048 tokens. A small build before it compiles the kernels.
 
 Seconds and CPU (of the build's process and its workers) are of the time in which a stage had tasks to do; the
@@ -32,12 +32,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from grown_corpus import EOS, documents, put_tokenizer, write_corpus
+from figures import benchmark_parser
 from shardkit.writers import build
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.progress import StageProgress
 from support.disk_meter import peak_bytes
 from support.rss_meter import RssMeter, process_tree
+from texts import EOS, documents, put_tokenizer, write_corpus
 
 RECIPE = f"""\
 inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
@@ -179,9 +180,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--corpus", type=Path, help="folder of documents (default: $SHARDKIT_TEST_DATA/corpus)"
     )
@@ -190,7 +189,6 @@ def main() -> None:
     parser.add_argument("--times", default="1,3,10", help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

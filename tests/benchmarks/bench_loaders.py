@@ -15,20 +15,19 @@ environments of their own (they pin other packages):
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from figures import Heads, add_output_arguments, give
+from figures import Heads, benchmark_parser, give, read_once
 from loader_sides import LENGTH, SIDES, STREAMS
+from peer_processes import Answers, SideProcess, take_turns
 from shardkit.formats import mds, tar
 from shardkit.manifest import ShardInfo
 
@@ -96,54 +95,6 @@ def write_all(folder: Path, megabytes: int) -> None:
         write_index(folder / name, shards)
 
 
-def warm(folder: Path) -> None:
-    """Evict every file from the page cache, then read it once in order: how pages came in shows for long."""
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        with file.open("rb", buffering=0) as handle:
-            os.fsync(handle.fileno())
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while handle.read(1 << 20):
-                pass
-
-
-class Side:
-    """A loader's process."""
-
-    def __init__(self, name: str, folder: Path, python: str, most_seconds: float) -> None:
-        self.name, self.runs = name, list[dict[str, float]]()
-        script = Path(__file__).with_name("loader_sides.py")
-        self._process = subprocess.Popen(
-            [python, str(script), name, str(folder), str(most_seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self) -> str:
-        """One epoch; "" or why there is none."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        answer = self._process.stdout.readline()
-        if not answer:
-            _, errors = self._process.communicate(timeout=60)
-            return (errors.strip().splitlines() or ["it ended without a word"])[-1]
-        self.runs.append(json.loads(answer))
-        return ""
-
-    def median(self, figure: str) -> float:
-        return statistics.median(run[figure] for run in self.runs)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def peer_of(side: str) -> str:
     """The library whose Python a side needs: "litdata_workers" that of litdata."""
     return side.partition("_")[0]
@@ -157,33 +108,30 @@ def write_for_peers(folder: Path, names: list[str], pythons: dict[str, str]) -> 
         subprocess.run([*command, str(LENGTH)], capture_output=True, check=False)
 
 
-def measure(folder: Path, names: list[str], runs: int, seconds: float, pythons: dict[str, str]) -> list[Side]:
-    sides = []
-    for name in names:
-        side = Side(name, folder, pythons.get(peer_of(name), sys.executable), seconds)
-        if why := side.run():  # the first run is for the caches
-            print(f"left out: {name}: {why}", file=sys.stderr)
-            side.close()
-            continue
-        side.runs.clear()
-        sides.append(side)
-    for run in range(runs):
-        for side in sides[run % len(sides) :] + sides[: run % len(sides)]:
-            side.run()
-    for side in sides:
-        side.close()
-    return sides
+def measure(folder: Path, names: list[str], runs: int, seconds: float, pythons: dict[str, str]) -> Answers:
+    """Figures of every side, one a run, after one for the caches."""
+    script = str(Path(__file__).with_name("loader_sides.py"))
+    with ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(
+                SideProcess(
+                    [pythons.get(peer_of(name), sys.executable), script, name, str(folder), str(seconds)]
+                )
+            )
+            for name in names
+        }
+        return take_turns(sides, lambda name, run: {}, runs)
 
 
-def report(sides: list[Side]) -> list[dict[str, Any]]:
+def report(answers: Answers) -> list[dict[str, Any]]:
     figures = ("samples_per_s", "first_batch_s", "p99_ms", "cpu_us_per_sample", "peak_rss_MB")
     rows: list[dict[str, Any]] = [
         {
-            "side": side.name,
-            **{figure: side.median(figure) for figure in figures},
-            "runs": [run["samples_per_s"] for run in side.runs],
+            "side": name,
+            **{figure: statistics.median(run[figure] for run in runs) for figure in figures},
+            "runs": [run["samples_per_s"] for run in runs],
         }
-        for side in sides
+        for name, runs in answers.items()
     ]
     rates = {row["side"]: row["samples_per_s"] for row in rows}
     for row in rows:
@@ -192,25 +140,13 @@ def report(sides: list[Side]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    heads = [(key, head, form) for key, (head, form) in HEADS.items()][1:]
-    print(" " * 18 + "".join(f"{head:>16}" for _, head, _ in heads))
-    for row in rows:
-        cells = ("" if row[key] is None else format(row[key], form) for key, _, form in heads)
-        print(f"{row['side']:18}" + "".join(f"{cell:>16}" for cell in cells))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=5)
+    parser = benchmark_parser(__doc__, runs=5, compares=True)
     parser.add_argument("--seconds", type=float, default=4.0, help="longest turn of a side (default: 4)")
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--sides", default=",".join(SIDES))
     for peer in PEERS:
         parser.add_argument(f"--{peer}-python", default=sys.executable, help=f"Python that has {peer}")
-    add_output_arguments(parser)
     arguments = parser.parse_args()
     pythons = {peer: getattr(arguments, f"{peer}_python") for peer in PEERS}
     names = arguments.sides.split(",")
@@ -220,11 +156,10 @@ def main() -> None:
         folder = Path(scratch)
         write_all(folder, arguments.megabytes)
         write_for_peers(folder, names, pythons)
-        warm(folder)
-        sides = measure(folder, names, arguments.runs, arguments.seconds, pythons)
-    rows = report(sides)
+        read_once(*sorted(file for file in folder.rglob("*") if file.is_file()))
+        answers = measure(folder, names, arguments.runs, arguments.seconds, pythons)
     title = f"Shuffled rows of {LENGTH:,} tokens, {arguments.megabytes} MB in the page cache, batches of 8"
-    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="samples/s", runs="runs")
+    give(arguments, report(answers), HEADS, title=title, unit="samples/s")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ figures of one run only against each other.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
+from figures import benchmark_parser, print_figures, timed
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture, Schedule
 from shardkit.order.order import Order, OrderSpec, rank_slice
@@ -32,17 +30,6 @@ WEIGHTS = {
     "mixture_of_1000": (613, 211, 97, 53, 26),
     "mixture_of_100003": (61_313, 21_111, 9_701, 5_303, 2_575),
 }
-
-
-def fastest(cases: Cases, runs: int) -> dict[str, float]:
-    """Seconds of each case in its fastest run; every run takes all of them in turn."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(runs):
-        for name, work in cases.items():
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def stream_orders(streams: int, shards: int) -> list[StreamOrder]:
@@ -93,26 +80,21 @@ def measure(streams: int, shards: int, runs: int) -> dict[str, float]:
             f"{name}_position_of": partial(mixture.position_of, 1, start),
         }
     figures: dict[str, float] = {"streams": streams, "shards": shards, "samples": one.samples}
-    for name, seconds in fastest(per_sample, runs).items():
-        figures[f"{name}_ns_per_sample"] = round(seconds * 1e9 / SAMPLES, 1)
-    for name, seconds in fastest(per_call, runs).items():
-        figures[f"{name}_us"] = round(seconds * 1e6, 1)
+    for name, seconds in timed(per_sample, runs).items():
+        figures[f"{name}_ns_per_sample"] = round(min(seconds) * 1e9 / SAMPLES, 1)
+    for name, seconds in timed(per_call, runs).items():
+        figures[f"{name}_us"] = round(min(seconds) * 1e6, 1)
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure shardkit.order.mixture and shardkit.order.streams.")
-    parser.add_argument("--streams", type=int, default=5, help="streams in the mixture (default 5)")
-    parser.add_argument("--shards", type=int, default=45_000, help="shards over all streams (default 45,000)")
-    parser.add_argument("--runs", type=int, default=15, help="runs of which the fastest counts (default 15)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    options = parser.parse_args()
-    figures = measure(options.streams, options.shards, options.runs)
-    if options.json:
-        print(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        print(f"{name:54} {value:>18,}")
+    parser = benchmark_parser(__doc__, runs=15)
+    parser.add_argument("--streams", type=int, default=5, help="streams in the mixture (default: 5)")
+    parser.add_argument(
+        "--shards", type=int, default=45_000, help="shards over all streams (default: 45,000)"
+    )
+    arguments = parser.parse_args()
+    print_figures(arguments, measure(arguments.streams, arguments.shards, arguments.runs))
 
 
 if __name__ == "__main__":

@@ -21,26 +21,20 @@ is the median over the runs of their CPU time by ours in the same run. --work ke
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "dedup_peers"))
-
-from near_texts import PAIR, read_sources, write_documents
-from peer_environments import Environment, SideProcess, environments
-
-from bench_minhash import DEFAULT_VENVS, MEAN_WORDS
-from figures import Heads, add_output_arguments, give
+from bench_minhash import MEAN_WORDS, XXHASH
+from figures import Heads, give
+from peer_processes import Answers, Side, median_ratio, peer_parser, running, take_turns
+from texts import PAIR, read_sources, write_documents
 
 SIMILARITY = 0.8
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0 + 1e-9)
@@ -60,18 +54,10 @@ HEADS: Heads = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A tool with its settings."""
-
-    tool: str
-    request: dict[str, Any] = field(default_factory=dict)
-
-
 SIDES = {
     "shardkit": Side("shardkit"),
-    "daft": Side("daft", {"hash_function": "xxhash3_64"}),
-    "daft+": Side("daft", {"hash_function": "xxhash3_64", "normalize": True}),
+    "daft": Side("daft", request=XXHASH),
+    "daft+": Side("daft", request={**XXHASH, "normalize": True}),
     "datasketch": Side("datasketch"),
 }
 
@@ -114,102 +100,59 @@ def quality(removed: list[int], pairs: npt.NDArray[np.void], documents: int) -> 
     }
 
 
-def measure(
-    sides: dict[str, Environment], file: Path, warm_up: Path, runs: int, request: dict[str, Any]
-) -> dict[str, list[dict[str, Any]]]:
-    """The answers of every side, a list of `runs`; every process lives through all runs."""
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    with ExitStack() as stack:
-        running = {
-            name: stack.enter_context(SideProcess(SIDES[name].tool, place.python))
-            for name, place in sides.items()
+def report(answers: Answers, versions: dict[str, str], pairs: npt.NDArray[np.void]) -> list[dict[str, Any]]:
+    cpu = {name: [run["cpu_seconds"] for run in runs] for name, runs in answers.items()}
+    return [
+        {
+            "side": name,
+            "version": versions[name],
+            "documents": runs[0]["documents"],
+            "MB": runs[0]["bytes"] / 1e6,
+            "cpu_s": statistics.median(cpu[name]),
+            "cpu_runs": [round(one, 2) for one in cpu[name]],
+            "wall_s": statistics.median(run["seconds"] for run in runs),
+            "x": median_ratio(cpu[name], cpu["shardkit"]) if "shardkit" in cpu else None,
+            "peak_rss_MB": max(run["peak_rss_MB"] for run in runs),
+            "same_each_run": all(run["result"] == runs[0]["result"] for run in runs),
+            **quality(runs[0]["result"], pairs, runs[0]["documents"]),
         }
-        for run in range(-1, runs):
-            names = list(running)
-            start = run % len(names)
-            for name in names[start:] + names[:start]:
-                documents = warm_up if run < 0 else file
-                running[name].ask({**request, **SIDES[name].request, "file": str(documents)})
-                answer = running[name].answer()
-                if run >= 0:
-                    answers[name].append(answer)
-    return answers
+        for name, runs in answers.items()
+    ]
 
 
-def report(
-    sides: dict[str, Environment], answers: dict[str, list[dict[str, Any]]], pairs: npt.NDArray[np.void]
-) -> list[dict[str, Any]]:
-    ours = [answer["cpu_seconds"] for answer in answers.get("shardkit", ())]
-    rows = []
-    for name, runs in answers.items():
-        cpu = [run["cpu_seconds"] for run in runs]
-        ratios = [theirs / own for theirs, own in zip(cpu, ours, strict=True)] if ours else []
-        rows.append(
-            {
-                "side": name,
-                "version": sides[name].version,
-                "documents": runs[0]["documents"],
-                "MB": runs[0]["bytes"] / 1e6,
-                "cpu_s": statistics.median(cpu),
-                "cpu_runs": [round(one, 2) for one in cpu],
-                "wall_s": statistics.median(run["seconds"] for run in runs),
-                "x": statistics.median(ratios) if ratios else None,
-                "peak_rss_MB": max(run["peak_rss_MB"] for run in runs),
-                "same_each_run": all(run["result"] == runs[0]["result"] for run in runs),
-                **quality(runs[0]["result"], pairs, runs[0]["documents"]),
-            }
-        )
-    return rows
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    first = rows[0]
-    print(f"{first['documents']:,} documents, {first['MB']:.0f} MB")
-    print(
-        f"{'side':12}{'version':>9}{'CPU s':>8}{'wall s':>8}{'x':>7}{'RSS MB':>8}"
-        f"{'removed':>9}{'needless':>9}{'recall':>8}"
-    )
-    for row in rows:
-        ratio = f"{row['x']:.1f}" if row["x"] else ""
-        print(
-            f"{row['side']:12}{row['version']:>9}{row['cpu_s']:8.2f}{row['wall_s']:8.2f}{ratio:>7}"
-            f"{row['peak_rss_MB']:8.0f}{row['removed']:9}{row['needless']:9}{row['recall']:8.4f}"
-        )
-    print("\nrecall by similarity from " + "".join(f"{name:>8}" for name in first["recall_by_band"]))
+def show_recall(rows: list[dict[str, Any]]) -> None:
+    print("\nrecall by similarity from " + "".join(f"{name:>8}" for name in rows[0]["recall_by_band"]))
     for row in rows:
         shares = row["recall_by_band"].values()
         print(f"{row['side']:26}" + "".join(f"{share:8.3f}" if share is not None else "" for share in shares))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", type=Path, help="folder of JSONL (.gz, .zst) and Parquet files")
+    parser = peer_parser(__doc__, runs=3)
     parser.add_argument("--documents", type=int, default=100_000)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"default: {', '.join(SIDES)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help="default: %(default)s")
     parser.add_argument("--memory", type=int, default=1 << 30, help="bytes that shardkit may use (1 GiB)")
     parser.add_argument("--work", type=Path, help="keep the documents here, and use those that are there")
-    parser.add_argument("--venvs", type=Path, default=DEFAULT_VENVS, help="default: %(default)s")
-    add_output_arguments(parser)
     arguments = parser.parse_args()
-    tools = {name: side.tool for name, side in SIDES.items()}
-    sides = environments(arguments.sides.split(","), tools, arguments.venvs.expanduser())
+    sides = {name: SIDES[name] for name in arguments.sides.split(",")}
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.work or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         file, warm_up, pairs = make_documents(folder, arguments.corpus, arguments.documents)
-        request = {
-            "task": "near",
-            "similarity": SIMILARITY,
-            "memory_bytes": arguments.memory,
-            "scratch": scratch,
-        }
-        answers = measure(sides, file, warm_up, arguments.runs, request)
-    rows = report(sides, answers, pairs)
+        common = {"task": "near", "similarity": SIMILARITY}
+        common |= {"memory_bytes": arguments.memory, "scratch": scratch}
+
+        def request(name: str, run: int) -> dict[str, Any]:
+            return {**common, **sides[name].request, "file": str(warm_up if run < 0 else file)}
+
+        with running(sides, arguments.venvs) as processes:
+            answers = take_turns(processes, request, arguments.runs)
+            versions = {name: process.version for name, process in processes.items()}
+    rows = report(answers, versions, pairs)
     title = f"Near-duplicates of {arguments.documents:,} documents, removed"
-    give(arguments, rows, HEADS, lambda: show(rows), title=title, unit="CPU seconds", runs="cpu_runs")
+    give(arguments, rows, HEADS, title=title, unit="CPU seconds", runs="cpu_runs")
+    if not (arguments.json or arguments.markdown):
+        show_recall(rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ is the process's peak, torch's import alone beside it. `--without-table` takes i
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from figures import benchmark_parser, print_figures
 from shardkit.formats.mds.index import make_columns, write_index
 from shardkit.manifest import FileInfo, ShardInfo
 
@@ -63,13 +63,9 @@ def write(folder: Path, shards: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, runs=5)
     parser.add_argument("--shards", type=int, default=450_000)
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--without-table", action="store_true")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -81,11 +77,7 @@ def main() -> None:
             answer = subprocess.run(command, check=True, capture_output=True, text=True)
             runs.append(json.loads(answer.stdout))
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    if arguments.json:
-        print(json.dumps(medians))
-        return
-    for name, value in medians.items():
-        print(f"{name:14} {value:.3f}")
+    print_figures(arguments, medians)
 
 
 if __name__ == "__main__":

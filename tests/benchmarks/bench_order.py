@@ -9,16 +9,14 @@ process that does nothing else. Read figures of one run only against each other.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from figures import benchmark_parser, peak_rss_bytes, print_figures, timed
 from shardkit.order.order import Order, OrderSpec, rank_slice
 from shardkit.order.permutation import Domains, Permutation, mix64, permute
 
@@ -32,29 +30,14 @@ def shard_samples(shards: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return sizes
 
 
-def median_seconds(work: Callable[[], object], runs: int) -> float:
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def peak_bytes() -> int:
-    # Not ru_maxrss: a process inherits that from the one that started it.
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-
 def grow(shards: int) -> int:
     """Bytes by which this process's peak grows by opening a plan and using two epochs of it."""
     sizes = shard_samples(shards)
-    before = peak_bytes()
+    before = peak_rss_bytes()
     order = Order(sizes, OrderSpec(17, LANES, WINDOW))
     order.locate((order.samples - 2048, 4096))
     order.global_batches(order.samples, 4096, 16)
-    return peak_bytes() - before
+    return peak_rss_bytes() - before
 
 
 def power_of_four(size: int) -> Domains:
@@ -98,7 +81,7 @@ def measure(shards: int, runs: int) -> dict[str, float]:
     figures: dict[str, float] = {"shards": shards, "samples": windowed.samples}
     for name, (work, positions) in cases.items():
         work()
-        seconds = median_seconds(work, runs)
+        seconds = statistics.median(timed({name: work}, runs)[name])
         figures[name] = round(seconds * 1e9 / positions if positions else seconds * 1e3, 3)
     child = [sys.executable, __file__, "--shards", str(shards), "--child"]
     peaks = [
@@ -109,21 +92,14 @@ def measure(shards: int, runs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure shardkit.order.order.")
-    parser.add_argument("--shards", type=int, default=450_000, help="number of shards (default 450,000)")
-    parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default 7)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser = benchmark_parser(__doc__, runs=7)
+    parser.add_argument("--shards", type=int, default=450_000, help="number of shards (default: 450,000)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(grow(options.shards))
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(grow(arguments.shards))
         return
-    figures = measure(options.shards, options.runs)
-    if options.json:
-        print(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        print(f"{name:36} {value:>18,}")
+    print_figures(arguments, measure(arguments.shards, arguments.runs))
 
 
 if __name__ == "__main__":

@@ -7,23 +7,18 @@ the shuffle of rows and the sort of pieces, "fill" copies the tokens into rows.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from figures import timed
 from shardkit.writers.stages.placement import Placement, fill_rows, pack_best_fit, pack_concat
 
 
-def best_of(function: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest of `repeats` calls, after one to compile."""
+def best_of(function: Callable[[], object], runs: int = 5) -> float:
+    """Seconds of the fastest of `runs` calls, after one to compile."""
     function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timed({"": function}, runs)[""])
 
 
 def fill_rate(lengths: np.ndarray[tuple[int], np.dtype[np.int64]], placement: Placement) -> float:

@@ -13,17 +13,14 @@ Needs radosgw (see tests/servers). The two sides of a comparison take turns; rat
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import queue
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,14 +29,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from figures import benchmark_parser, print_figures, write_tokens
 from reference.belady import min_fetched_bytes
 from servers.bucket import s3_client
 from servers.fault_proxy import FaultProxy
 from servers.faults import Rule
 from servers.rgw import RgwServer
-from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
 from shardkit.storage import StorageOptions
+from support.s3_rgw import rgw_environment
 
 LENGTH = 4096
 BUCKET = "bench"
@@ -47,23 +45,15 @@ BYTES_PER_SECOND = 80e6
 LATENCY_SECONDS = 0.05
 
 
-def write_dataset(folder: Path, shards: int, shard_bytes: int) -> int:
-    """MDS shards of random uint16 rows with a hash; returns the bytes of all."""
+def write_dataset(folder: Path, shards: int, shard_bytes: int = 64 << 20) -> int:
+    """MDS shards of random rows with a hash; returns the bytes of all."""
     rows = shard_bytes // (2 * LENGTH)
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, 50_000, (rows, LENGTH), dtype=np.uint16)
-    infos = []
-    for number in range(shards):
-        tokens[:, 0] = number  # no two alike
-        infos.append(mds.write_rows_shard(folder, f"shard.{number:05d}.mds", tokens, hashes=["xxh64"]))
-    mds.write_index(folder, infos)
-    return sum(info.raw.bytes for info in infos)
+    return write_tokens(folder, shards=shards, rows=rows, length=LENGTH, hashes=["xxh64"])
 
 
 def put_all(folder: Path, endpoint: str) -> list[str]:
-    """Plain puts of every file into a fresh bucket; the keys of the shards."""
+    """Plain puts of every file; the keys of the shards."""
     client = s3_client(endpoint)
-    client.create_bucket(Bucket=BUCKET)
     for file in sorted(folder.iterdir()):
         with file.open("rb") as body:
             client.put_object(Bucket=BUCKET, Key=file.name, Body=body)
@@ -71,28 +61,17 @@ def put_all(folder: Path, endpoint: str) -> list[str]:
 
 
 def plain_gets(endpoint: str, keys: list[str], threads: int) -> float:
-    """Seconds for boto3 to read all objects into one reused buffer a thread."""
+    """Seconds for boto3 to read all objects."""
     client = s3_client(endpoint)
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for key in keys:
-        waiting.put(key)
 
-    def work() -> None:
-        while True:
-            try:
-                key = waiting.get_nowait()
-            except queue.Empty:
-                return
-            body = client.get_object(Bucket=BUCKET, Key=key)["Body"]
-            while body.read(1 << 20):
-                pass
+    def read(key: str) -> None:
+        body = client.get_object(Bucket=BUCKET, Key=key)["Body"]
+        while body.read(1 << 20):
+            pass
 
-    workers = [threading.Thread(target=work) for _ in range(threads)]
     start = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, keys))
     return time.perf_counter() - start
 
 
@@ -114,21 +93,24 @@ def epoch_seconds(stream: StreamingLoader) -> float:
 
 
 @contextmanager
+def gateway() -> Iterator[RgwServer]:
+    """A server with an empty bucket, and its credentials in the environment."""
+    with RgwServer() as server, rgw_environment(server):
+        s3_client(server.endpoint_url).create_bucket(Bucket=BUCKET)
+        yield server
+
+
+@contextmanager
 def servers(*rules: Rule) -> Iterator[tuple[str, str]]:
-    """(endpoint of the server, endpoint of the proxy)."""
-    with RgwServer() as server, FaultProxy(server.endpoint_url) as proxy:
-        os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = (
-            server.access_key,
-            server.secret_key,
-        )
-        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+    """(endpoint of the server, endpoint of a proxy before it)."""
+    with gateway() as server, FaultProxy(server.endpoint_url) as proxy:
         proxy.set_rules(*rules)
         yield server.endpoint_url, proxy.endpoint_url
 
 
 def first_batch(folder: Path, runs: int) -> dict[str, Any]:
     """Cold every time: a fresh cache folder."""
-    write_dataset(folder, 8, 64 << 20)
+    write_dataset(folder, 8)
     slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND, delay_seconds=LATENCY_SECONDS)
     opened, seconds, later = [], [], []
     with servers(slow) as (direct, proxy):
@@ -152,7 +134,7 @@ def first_batch(folder: Path, runs: int) -> dict[str, Any]:
 
 
 def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, Any]:
-    size = write_dataset(folder, shards, 64 << 20)
+    size = write_dataset(folder, shards)
     cold, plain, warm, local = [], [], [], []
     slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND)
     options: dict[str, Any] = {"batch_size": 64, "lanes": 4, "window": 8192, "connections": threads}
@@ -185,8 +167,7 @@ def cold_epoch(folder: Path, runs: int, threads: int, shards: int) -> dict[str, 
 
 def belady(folder: Path, runs: int) -> dict[str, Any]:
     """Bytes fetched against the bound for the very steps that the loader made."""
-    shards, shard_bytes = 48, 1 << 20
-    size = write_dataset(folder, shards, shard_bytes)
+    size = write_dataset(folder, 48, 1 << 20)
     ratios, fetched_all = [], []
     slow = Rule(fault="throttle", bytes_per_second=BYTES_PER_SECOND)
     with servers(slow) as (direct, proxy):
@@ -224,14 +205,10 @@ def med(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, runs=5)
     parser.add_argument("what", choices=("first-batch", "cold-epoch", "belady"))
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4, help="connections of both sides (default: 4)")
     parser.add_argument("--shards", type=int, default=12, help="64 MiB shards of cold-epoch (default: 12)")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "dataset"
@@ -242,11 +219,7 @@ def main() -> None:
             result = cold_epoch(folder, arguments.runs, arguments.threads, arguments.shards)
         else:
             result = belady(folder, arguments.runs)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:20} {value:.3f}" if isinstance(value, float) else f"{name:20} {value}")
+    print_figures(arguments, result)
 
 
 if __name__ == "__main__":

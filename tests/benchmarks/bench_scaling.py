@@ -17,15 +17,12 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from grown_corpus import EOS, documents, put_tokenizer, write_corpus
+from figures import Heads, benchmark_parser, give, in_turns
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.near import NearStages
 from shardkit.writers.dedup.population import SplitDocuments
@@ -37,6 +34,7 @@ from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe
 from shardkit.writers.stages import clean, tokenize
 from shardkit.writers.stages.graph import task_memory
+from texts import EOS, documents, put_tokenizer, write_corpus
 
 RECIPE = f"""\
 inputs: [{{path: "texts/*.jsonl", source: texts}}]
@@ -47,6 +45,13 @@ output: {{path: out}}
 """
 COPIES = 4
 STAGES = ("clean", "signatures", "tokenize")
+HEADS: Heads = {
+    "stage": ("stage", ""),
+    "engine": ("engine", ""),
+    "seconds": ("seconds", ".2f"),
+    "MB_per_s": ("MB/s", ".1f"),
+    "x": ("x", ".2f"),
+}
 
 
 def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]:
@@ -89,9 +94,8 @@ def measure(recipe: Recipe, options: argparse.Namespace, folder: Path) -> dict[s
         for workers in map(int, options.workers.split(",")):
             engines[f"{workers} workers"] = stack.enter_context(LocalEngine(workers))
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        names = list(engines)
         for run in range(options.runs + 1):
-            for name in names[run % len(names) :] + names[: run % len(names)]:
+            for name in in_turns(list(engines), run):
                 seconds = run_stages(recipe, engines[name], folder / "work")
                 if run:
                     taken[name].append(seconds)
@@ -118,16 +122,12 @@ def summary(taken: dict[str, list[dict[str, float]]], size: int) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, runs=5)
     parser.add_argument("--corpus", type=Path, help="folder of documents")
     parser.add_argument("--tokenizer", type=Path, help="with <|endoftext|> (default: one made here)")
     parser.add_argument("--megabytes", type=float, default=160, help="of text (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--workers", default="1,2", help="default: %(default)s")
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.work) as name:
@@ -145,9 +145,7 @@ def main() -> None:
         print(json.dumps({"load": load, "rows": rows}))
         return
     print(f"{size / 1e6:.1f} MB of text, {options.runs} runs, load average before: {load:.1f}")
-    for row in rows:
-        print(f"{row['stage']:12}{row['engine']:12}{row['seconds']:8.2f} s", end="")
-        print(f"{row['MB_per_s']:8.1f} MB/s{row['x']:7.2f} x")
+    give(options, rows, HEADS)
 
 
 if __name__ == "__main__":

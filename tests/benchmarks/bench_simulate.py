@@ -11,7 +11,6 @@ speed     2,048 GPUs for 1,000 steps over 14.8e12 tokens in 882,149 shards: seco
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
@@ -25,6 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from figures import benchmark_parser
 from shardkit.tools.simulate.run import simulate
 from shardkit.tools.simulate.scenario import Scenario, Shards, spread_nodes
 from support.simulated_runs import CASES, compare, write_dataset
@@ -78,12 +78,8 @@ def speed(runs: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, runs=3)
     parser.add_argument("what", choices=("compare", "speed"))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = comparison(arguments.runs) if arguments.what == "compare" else speed(arguments.runs)
     if arguments.json:

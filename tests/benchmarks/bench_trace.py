@@ -8,7 +8,6 @@ times searches from the start of the command to its end: seconds, CPU seconds, p
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -24,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from figures import Heads, benchmark_parser, give
 from shardkit.formats import mds
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages.placement import pack_best_fit
@@ -35,6 +35,14 @@ LENGTH = 64
 PARTS = 8
 SHARDS = 16  # of each part
 URL = "https://www.host{}.example.org/articles/2023/{}/some-long-title-of-the-page-{:x}.html"
+
+HEADS: Heads = {
+    "search": ("search", ""),
+    "seconds": ("seconds", ".2f"),
+    "cpu_seconds": ("CPU s", ".2f"),
+    "pieces_per_cpu_s": ("pieces / CPU s", ",.0f"),
+    "peak_MB": ("peak MB", ",.0f"),
+}
 
 
 def make(folder: Path, documents: int) -> int:
@@ -89,9 +97,8 @@ def timed(folder: Path, words: list[str]) -> tuple[float, float, int]:
 
 def main() -> None:
     """Make, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__, runs=3)
     parser.add_argument("--documents", type=int, default=4_800_000)
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the dataset is made (default: a temporary folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
@@ -100,7 +107,7 @@ def main() -> None:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             pieces = pool.submit(make, folder, arguments.documents).result()
         size = sum(path.stat().st_size for path in (folder / "provenance").iterdir())
-        print(f"{pieces:,} pieces, {size / 1e6:,.0f} MB of tables")
+        print(f"{pieces:,} pieces, {size / 1e6:,.0f} MB of tables", file=sys.stderr)
         exact = Path(place) / "exact.txt"
         exact.write_text("".join(URL.format(n, n % PARTS, n) + "\n" for n in range(100_000)))
         sizes = ["--batch-size", "1024", "--lanes", "64", "--window", "4000"]
@@ -113,14 +120,14 @@ def main() -> None:
             "a prefix": ["--url", "https://www.host777*"],
             "a domain": ["--url", "*.host7777.example.org"],
         }
+        rows = []
         for name, words in searches.items():
             runs = [timed(folder, words) for _ in range(arguments.runs)]
             seconds, cpu = (statistics.median(run[n] for run in runs) for n in (0, 1))
-            peak = max(run[2] for run in runs)
-            rate = f"{pieces / cpu / 1e6:5.1f} million pieces a CPU second"
-            print(
-                f"{name:22}{seconds:6.2f} s, CPU {cpu:5.2f} s: {rate}, peak {peak / 1e6:4.0f} MB", flush=True
-            )
+            row = {"search": name, "seconds": seconds, "cpu_seconds": cpu}
+            row |= {"pieces_per_cpu_s": pieces / cpu, "peak_MB": max(run[2] for run in runs) / 1e6}
+            rows.append(row)
+    give(arguments, rows, HEADS)
 
 
 if __name__ == "__main__":

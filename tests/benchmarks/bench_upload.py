@@ -13,10 +13,7 @@ are counted apart.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import queue
 import re
 import resource
 import signal
@@ -24,10 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_remote import write_dataset
+from bench_remote import BUCKET, gateway, write_dataset
+from figures import benchmark_parser, print_figures
 from servers.bucket import s3_client
 from servers.fault_proxy import FaultProxy, Request
 from servers.rgw import RgwServer
@@ -43,8 +40,6 @@ from shardkit.publish import TransferProgress, TransferReport, upload
 from shardkit.storage import StorageOptions
 from shardkit.storage.s3_upload import part_bytes
 
-BUCKET = "bench"
-SHARD_BYTES = 64 << 20
 _PUT = re.compile(rf"/{BUCKET}/([^?]+)(?:\?.*partNumber=(\d+))?")
 
 
@@ -76,40 +71,16 @@ def server_cpu_seconds(running: RgwServer) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def server() -> Iterator[RgwServer]:
-    """With an empty bucket, and credentials in the environment."""
-    with RgwServer() as running:
-        os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = (
-            running.access_key,
-            running.secret_key,
-        )
-        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
-        s3_client(running.endpoint_url).create_bucket(Bucket=BUCKET)
-        yield running
-
-
 def plain_puts(folder: Path, endpoint: str, threads: int) -> None:
     """The fastest that boto3 has: no checksums but those that signing needs, files streamed."""
     client = s3_client(endpoint)
-    waiting: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    for file in sorted(folder.iterdir()):
-        waiting.put(file)
 
-    def work() -> None:
-        while True:
-            try:
-                file = waiting.get_nowait()
-            except queue.Empty:
-                return
-            with file.open("rb") as body:
-                client.put_object(Bucket=BUCKET, Key=file.name, Body=body)
+    def put(file: Path) -> None:
+        with file.open("rb") as body:
+            client.put_object(Bucket=BUCKET, Key=file.name, Body=body)
 
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(put, sorted(folder.iterdir())))
     assert len(client.list_objects_v2(Bucket=BUCKET)["Contents"]) == len(list(folder.iterdir()))
 
 
@@ -138,7 +109,7 @@ def again(folder: Path, endpoint: str, threads: int) -> tuple[Cost, Cost]:
 
 
 def speed(folder: Path, runs: int, threads: int, shards: int) -> dict[str, Any]:
-    size = write_dataset(folder, shards, SHARD_BYTES)
+    size = write_dataset(folder, shards)
     ours: list[Cost] = []
     plain: list[Cost] = []
     nothing: list[Cost] = []
@@ -146,7 +117,7 @@ def speed(folder: Path, runs: int, threads: int, shards: int) -> dict[str, Any]:
     daemons: dict[bool, list[float]] = {True: [], False: []}
     for run in range(runs):
         for is_ours in (True, False) if run % 2 else (False, True):
-            with server() as running:
+            with gateway() as running:
                 side = our_upload if is_ours else plain_puts
                 before = server_cpu_seconds(running)
                 action = partial(side, folder, running.endpoint_url, threads)
@@ -205,12 +176,12 @@ def killed(folder: Path, proxy: FaultProxy, threads: int, stop_after: int) -> se
 
 def resume(folder: Path, runs: int, threads: int, shards: int) -> dict[str, Any]:
     """Kill at growing distance; every run must send what is missing and nothing else."""
-    write_dataset(folder, shards, SHARD_BYTES)
+    write_dataset(folder, shards)
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     total = sum(size for name, size in sizes.items() if name.endswith(".mds"))
     results = []
     for run in range(runs):
-        with server() as running, FaultProxy(running.endpoint_url) as proxy:
+        with gateway() as running, FaultProxy(running.endpoint_url) as proxy:
             before = killed(folder, proxy, threads, 1 + run * (shards - 5) // max(1, runs - 1))
             proxy.set_rules()
             report = our_upload(folder, proxy.endpoint_url, threads)
@@ -242,23 +213,15 @@ def open_uploads(endpoint: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, runs=5)
     parser.add_argument("what", choices=("speed", "resume"))
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=8, help="of both sides (default: 8)")
     parser.add_argument("--shards", type=int, default=16, help="of 64 MiB (default: 16)")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         action = speed if arguments.what == "speed" else resume
         result = action(Path(scratch), arguments.runs, arguments.threads, arguments.shards)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    print_figures(arguments, result)
 
 
 if __name__ == "__main__":

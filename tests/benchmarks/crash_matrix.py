@@ -17,7 +17,6 @@ it is installed (tests/servers/install_rgw.sh), else of moto.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing as mp
@@ -40,6 +39,7 @@ from crash import points as crash_points
 from crash.builds import POINT_NAME, Crashes, Engine
 from crash.grid import grid
 from crash.stores import FAULTS, Place, StoreCell, StoreCrashes
+from figures import benchmark_parser
 from servers.bucket import s3_client
 from servers.rgw import RgwServer, missing_programs
 from shardkit.writers.kernels.numba_support import kernel_cache
@@ -94,16 +94,13 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--engines", default=",".join(ENGINES), help="default: all")
     parser.add_argument("--stride", type=int, default=1, help="take each so-many-th step only (default: 1)")
     parser.add_argument("--only", default="", help="faults with this word in their name only")
     parser.add_argument("--no-stores", action="store_true", help="leave out failing stores")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at a time (default: cores)")
     parser.add_argument("--log", type=Path, help="write each cell here; those that are there are not run")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     arguments = parser.parse_args()
     engines: tuple[Engine, ...] = tuple(name for name in ENGINES if name in arguments.engines.split(","))
     os.environ.update(kernel_cache())

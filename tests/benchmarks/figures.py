@@ -1,15 +1,32 @@
-"""How benchmarks that set tools side by side give figures: as text, --json, --markdown and --png FILE."""
+"""What benchmarks share: command line, random rows, clocks, and figures as text, JSON or a picture.
+
+Sides of a comparison take turns inside of one run, so that a busy machine slows all of them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Heads", "add_output_arguments", "give"]
+import numpy as np
+
+__all__ = [
+    "Heads",
+    "benchmark_parser",
+    "give",
+    "in_turns",
+    "peak_rss_bytes",
+    "print_figures",
+    "read_once",
+    "timed",
+    "write_tokens",
+]
 
 Row = Mapping[str, Any]
 Heads = Mapping[str, tuple[str, str]]
@@ -19,40 +36,106 @@ OURS, THEIRS = "#1f6f8b", "#c3c9d0"
 LOG_FROM = 20  # a slowest bar this many times shorter than the longest cannot be seen on a linear axis
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw bars (pip install shardkit[plot])"
-    )
+def benchmark_parser(
+    doc: str | None, *, runs: int | None = None, compares: bool = False
+) -> argparse.ArgumentParser:
+    """Help is the docstring as it is written; with `compares` the options of `give`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if runs is not None:
+        parser.add_argument("--runs", type=int, default=runs, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if compares:
+        parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+        parser.add_argument(
+            "--png", type=Path, metavar="FILE", help="also draw bars (pip install shardkit[plot])"
+        )
+    return parser
+
+
+def write_tokens(folder: Path, *, shards: int, rows: int, length: int, hashes: Sequence[str] = ()) -> int:
+    """MDS shards of `rows` random uint16 rows each, no two alike; returns the bytes of all."""
+    from shardkit.formats import mds
+
+    tokens = np.random.default_rng(0).integers(0, 50_000, (rows, length), dtype=np.uint16)
+    infos = []
+    for number in range(shards):
+        tokens[:, 0] = number
+        infos.append(mds.write_rows_shard(folder, f"shard.{number:05d}.mds", tokens, hashes=hashes))
+    mds.write_index(folder, infos)
+    return sum(info.raw.bytes for info in infos)
+
+
+def read_once(*files: Path) -> None:
+    """Evict files from the page cache, then read each once in order: how pages came in shows for long."""
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(1 << 20):
+                pass
+
+
+def in_turns(names: Sequence[str], run: int) -> list[str]:
+    """The names in the order of a run: the first one moves on each time."""
+    start = run % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def timed(cases: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
+    """Wall seconds of each case in each run; every run takes all of them in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(runs):
+        for name, work in cases.items():
+            start = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def peak_rss_bytes() -> int:
+    """Of this program. What getrusage has begins with the peak of the parent."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+
+def print_figures(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
+    """One figure a line, or all as JSON."""
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
+        print(f"{name:{width}}  {shown}")
 
 
 def give(
     arguments: argparse.Namespace,
     rows: Sequence[Row],
     heads: Heads,
-    show: Callable[[], object],
     *,
-    title: str,
-    unit: str,
-    runs: str,
+    title: str = "",
+    unit: str = "",
+    runs: str = "runs",
 ) -> None:
-    """What was asked for of `rows`; `show` prints the plain table, `runs` is the key of all runs' figures."""
-    if arguments.png and rows:
+    """What was asked for of `rows`; `runs` is the key of all runs' figures, which a picture shows."""
+    if getattr(arguments, "png", None) and rows:
         _draw(arguments.png, rows, runs, title, unit)
     if arguments.json:
         print(json.dumps(rows))
-    elif arguments.markdown:
-        print(_markdown(rows, heads))
-    else:
-        show()
-
-
-def _markdown(rows: Sequence[Row], heads: Heads) -> str:
-    lines = [[head for head, _ in heads.values()], ["---:" if form else "---" for _, form in heads.values()]]
-    for row in rows:
-        lines.append(["" if row[key] is None else format(row[key], form) for key, (_, form) in heads.items()])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return
+    texts = [
+        ["" if row[key] is None else format(row[key], form) for key, (_, form) in heads.items()]
+        for row in rows
+    ]
+    lines = [[head for head, _ in heads.values()], *texts]
+    if getattr(arguments, "markdown", False):
+        lines.insert(1, ["---:" if form else "---" for _, form in heads.values()])
+        print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+        return
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [">" if form else "<" for _, form in heads.values()]
+    for line in lines:
+        print("  ".join(f"{c:{side}{n}}" for c, side, n in zip(line, sides, widths, strict=True)).rstrip())
 
 
 def _draw(file: Path, rows: Sequence[Row], runs: str, title: str, unit: str) -> None:

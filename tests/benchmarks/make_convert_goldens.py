@@ -1,4 +1,4 @@
-"""The files of other libraries that tests/test_convert_*.py read, as those libraries write them.
+"""The files of other libraries that tests/tools/test_convert*.py read, as those libraries write them.
 
     python tests/benchmarks/make_convert_goldens.py tests/golden/convert
 

@@ -17,7 +17,6 @@ Stages are told from the commits in the work folder: a stage ends with its last 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import shutil
@@ -36,6 +35,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from figures import benchmark_parser
 from support.disk_meter import disk_bytes
 from support.rss_meter import process_tree, pss_bytes, rss_bytes
 from support.small_build import EOS, make_corpus
@@ -226,16 +226,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--documents", default="500000,5000000", help="default: %(default)s")
     default = f"{sys.executable} -m shardkit dedup-index RECIPE INDEX --workers 2"
     parser.add_argument("--command", default=default, help="default: %(default)s")
     parser.add_argument("--memory", default="1GB", help="of the recipe (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     for documents in map(int, options.documents.split(",")):

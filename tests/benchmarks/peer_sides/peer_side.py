@@ -1,4 +1,4 @@
-"""What the sides of `bench_minhash.py` and `bench_near.py` share: one tool, one process, requests on stdin.
+"""What the sides of comparisons share: one tool, one process, requests on stdin.
 
 `python daft_side.py [--core N]`: each line on stdin is a request {"task", "file", "documents", …} and each
 line on stdout its figures, as JSON. A task is a function of (prepared documents, request); preparing is not
@@ -27,6 +27,7 @@ Task = Callable[[Any, Request], Any]
 
 NGRAM = 5
 BANDS, ROWS = 14, 8
+FILTERS = ("repetition", "gopher", "fineweb")  # tasks
 
 
 def read_texts(file: str, documents: int | None) -> pa.Table:

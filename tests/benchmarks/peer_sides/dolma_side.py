@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dedup_peers"))
-
 from peer_side import Request, serve
 
 
 def tag(texts: list[str], request: Request) -> int:
-    """Documents tagged."""
+    """Number of documents tagged."""
     from dolma.taggers.gopher import get_attributes
 
     return sum(get_attributes(text).character_count >= 0 for text in texts)

@@ -1,19 +1,18 @@
-"""shardkit's filters, keys and tokenizer engines, from Arrow batches as a build has them."""
+"""shardkit: signatures, near-duplicates, filters, keys and tokenizers, from the Arrow batches of a build."""
 
 from __future__ import annotations
 
-import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dedup_peers"))
-
 import numpy as np
 import pyarrow as pa
-from peer_side import Request, serve
+from peer_side import BANDS, FILTERS, NGRAM, ROWS, Request, serve
 
 BATCH_DOCUMENTS = 4096  # as readers make them
+SIGNED_DOCUMENTS = 1024  # at a time, as the stage does
 
 
 def prepare(table: pa.Table) -> list[pa.RecordBatch]:
@@ -35,6 +34,32 @@ def prepare(table: pa.Table) -> list[pa.RecordBatch]:
     return batches
 
 
+def signatures(batches: list[pa.RecordBatch], request: Request) -> int:
+    from shardkit.writers.dedup.config import MinHashConfig
+    from shardkit.writers.dedup.signatures import sign_batch
+
+    config = MinHashConfig(ngram=NGRAM, permutations=request["permutations"])
+    return sum(
+        len(sign_batch(batch.column("text").slice(start, SIGNED_DOCUMENTS), config).values)
+        for batch in batches
+        for start in range(0, len(batch), SIGNED_DOCUMENTS)
+    )
+
+
+def near(_: list[pa.RecordBatch], request: Request) -> list[int]:
+    """From documents.arrow to the rows to remove, every file on disk; verified."""
+    from shardkit.writers.dedup.config import NearDedupConfig
+    from shardkit.writers.dedup.near import find_near_duplicates
+
+    config = NearDedupConfig(similarity=request["similarity"], bands=BANDS, rows=ROWS)
+    with tempfile.TemporaryDirectory(dir=request["scratch"]) as folder:
+        result = find_near_duplicates(
+            [Path(request["file"])], config, folder=Path(folder), memory_bytes=request["memory_bytes"]
+        )
+        rows: list[int] = result.losers["row"].tolist()
+        return rows
+
+
 @cache
 def chain(task: str) -> Any:
     from shardkit.writers.filters.chain import FilterChain
@@ -49,7 +74,7 @@ def chain(task: str) -> Any:
 
 
 def filters(batches: list[pa.RecordBatch], request: Request) -> int:
-    """Documents that pass."""
+    """Number of documents that pass."""
     return sum(chain(request["task"]).apply(batch).kept.num_rows for batch in batches)
 
 
@@ -67,11 +92,11 @@ def encoder(path: str, eos: str, engine: Any) -> Any:
 
 
 def tokenize(batches: list[pa.RecordBatch], request: Request) -> int:
-    """Tokens."""
+    """Number of tokens."""
     made = encoder(request["tokenizer"], request["eos"], request["engine"])
     return sum(int(made.encode(batch.column("text"))[1].sum()) for batch in batches)
 
 
 if __name__ == "__main__":
-    tasks = dict.fromkeys(("repetition", "gopher", "fineweb"), filters)
-    serve({**tasks, "keys": keys, "tokenize": tokenize}, prepare)
+    tasks = {"signatures": signatures, "near": near, "keys": keys, "tokenize": tokenize}
+    serve({**tasks, **dict.fromkeys(FILTERS, filters)}, prepare)
