@@ -7,6 +7,7 @@ points are reached without waiting and without a line of the package being chang
     before       a task of a stage is about to make its folder
     uncommitted  its outputs lie there, and the commit is about to be made (a rename, or a PUT)
     committed    the commit is made, and nobody has heard of it yet
+    index        the index of a dataset is about to get its name, by a hard link or a PUT
     step         operation number `step` (from 1) on files below a folder
 
 A process has the hook because `arm` was called in it, or because it found a `Point` in its environment while
@@ -32,9 +33,10 @@ from crash.power_cut import Disk, Way
 __all__ = ["VARIABLE", "Point", "arm", "disks", "environment", "install"]
 
 VARIABLE = "SHARDKIT_TEST_CRASH_POINT"
-Moment = Literal["before", "uncommitted", "committed", "step"]
+Moment = Literal["before", "uncommitted", "committed", "index", "step"]
 Action = Literal[
     "kill",
+    "stop",
     "kill_builder",
     "terminate_builder",
     "interrupt_builder",
@@ -57,9 +59,9 @@ disks: list[Disk] = []
 class Point:
     """Where and how to strike.
 
-    `folder` is the work folder or its scratch folder (for a step, any folder); `skip` leaves out so many
-    first times. The builder is the process that was asked to build: a worker's parent, or itself. `fill`
-    fills the file system of `filled`, all but `spare` pages of it; a cut is one of `disks`.
+    `folder` is the work folder or its scratch folder (the output for an index, any for a step); `skip` leaves
+    out so many first times. The builder is the process that was asked to build: a worker's parent, or itself.
+    `fill` fills the file system of `filled`, all but `spare` pages of it; a cut is one of `disks`.
     """
 
     moment: Moment
@@ -104,7 +106,7 @@ class Trigger:
         self.point, self._builder = point, builder
         self._below = point.folder.rstrip("/") + "/"
         self._unfinished = re.compile(rf"/unfinished/([^/]+/)?{re.escape(point.stage)}\.[^/]+$")
-        self._request = f"/commits/{point.stage}/".encode()
+        self._request = b"/index.json" if point.moment == "index" else f"/commits/{point.stage}/".encode()
         self._busy = threading.local()
         self._lock = threading.Lock()
         self._committing: int | None = None  # the thread that has begun to commit
@@ -132,7 +134,7 @@ class Trigger:
     def _is_here(self, event: str, arguments: tuple[Any, ...]) -> bool:
         moment = self.point.moment
         if event == "http.client.send":
-            return self._is_commit_request(arguments[1])
+            return self._is_awaited_request(arguments[1])
         if event not in _FILE_EVENTS:
             return False
         paths = _paths(event, arguments)
@@ -141,6 +143,8 @@ class Trigger:
         if moment == "step":
             self.steps += 1
             return self.steps == self.point.step
+        if moment == "index":
+            return event == "os.link" and paths[1] == f"{self._below}index.json"
         if moment == "before":
             return event == "os.mkdir" and self._unfinished.search(paths[0]) is not None
         if self._committing in (_ANY, threading.get_ident()):
@@ -150,12 +154,12 @@ class Trigger:
             return self._commits(threading.get_ident())
         return False
 
-    def _is_commit_request(self, data: object) -> bool:
+    def _is_awaited_request(self, data: object) -> bool:
         if not isinstance(data, bytes | bytearray) or not data.startswith(b"PUT "):
             return False
         if self._request not in bytes(data[:2000]).split(b"\r\n", 1)[0]:
             return False
-        return self._commits(_ANY)  # requests have threads of their own
+        return self.point.moment == "index" or self._commits(_ANY)  # requests have threads of their own
 
     def _commits(self, thread: int) -> bool:
         """A commit is about to be made: the moment itself, or the thread's next operation comes after it."""
@@ -209,8 +213,11 @@ def _first(struck: str) -> bool:
     return True
 
 
-def _kill(point: Point, builder: int | None) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _send_itself(number: signal.Signals) -> Any:
+    def act(point: Point, builder: int | None) -> None:
+        os.kill(os.getpid(), number)
+
+    return act
 
 
 def _kill_node(point: Point, builder: int | None) -> None:
@@ -254,7 +261,8 @@ def _cut(way: Way) -> Any:
 
 
 _ACTIONS = {
-    "kill": _kill,
+    "kill": _send_itself(signal.SIGKILL),
+    "stop": _send_itself(signal.SIGSTOP),
     "kill_node": _kill_node,
     "kill_builder": _signal_builder(signal.SIGKILL),
     "terminate_builder": _signal_builder(signal.SIGTERM),

@@ -57,11 +57,10 @@ class Ended:
 
 
 class Victims:
-    """The server, as a context manager. `variables` are the environment of all that it starts."""
+    """The server, as a context manager; a build of `recipe` warms it."""
 
-    def __init__(self, folder: Path, recipe: Path, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, recipe: Path) -> None:
         self._folder, self._recipe = folder, recipe
-        self._variables = dict(variables or {})
         self._count = 0
 
     def __enter__(self) -> Self:
@@ -69,7 +68,6 @@ class Victims:
             [sys.executable, __file__, str(self._recipe)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | self._variables,
             text=True,
         )
         assert self._answer(_START_SECONDS) == "ready"
@@ -95,12 +93,14 @@ class Victims:
     ) -> Process:
         """Start `shardkit argv…`, armed with `point`. Engine "inline": tasks run in the process itself.
 
-        `limits`: {"FSIZE": bytes}, as setrlimit has them.
+        `limits`: {"FSIZE": bytes}, as setrlimit has them. The environment is the server's, but for buckets
+        (AWS_*): that is the caller's.
         """
         errors = self._folder / f"errors-{self._next()}.txt"
         request: dict[str, Any] = {"argv": list(argv), "cwd": str(cwd), "engine": engine}
         request |= {"errors": str(errors), "limits": dict(limits or {})}
         request["point"] = None if point is None else asdict(point)
+        request["buckets"] = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         return Process(self, self._ask(request), errors)
 
     def watch(self, output: Path | str) -> Watch:
@@ -141,6 +141,16 @@ class Process:
         """Wait for its end; one that takes longer is killed, and hung."""
         status = self.victims._ask({"wait": self.pid, "seconds": seconds}, seconds + 30.0)
         return Ended(status, self.errors.read_text() if self.errors.exists() else "")
+
+    def await_stop(self, seconds: float = SECONDS) -> None:
+        """Wait until a signal has stopped it (`go_on` ends that)."""
+        deadline = time.monotonic() + seconds
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "it was not stopped"
+            time.sleep(0.02)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
 
 @dataclass
@@ -241,6 +251,7 @@ def _child(request: Mapping[str, Any]) -> int:
     if "watch" in request:
         return _watch(request["watch"], Path(request["report"]))
     os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_CREAT, 0o644), 2)
+    os.environ.update(request["buckets"])
     os.chdir(request["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_limits(request["limits"])
@@ -292,15 +303,13 @@ def _set_limits(limits: Mapping[str, int]) -> None:
 @contextlib.contextmanager
 def share_quickly() -> Iterator[None]:
     """Claims of the dead are free after a second, not after a minute: nothing but time depends on it."""
-    from shardkit.writers.execution import scheduler as queue
-    from shardkit.writers.execution import scheduler as turns
+    from shardkit.writers.execution import scheduler
     from shardkit.writers.execution.scheduler import Claims
 
     seconds = {"lease_seconds": 1.0, "beat_seconds": 0.2}
     with (
         patch.dict(Claims.__init__.__kwdefaults__ or {}, seconds),
-        patch.object(queue, "POLL_SECONDS", 0.2),
-        patch.object(turns, "POLL_SECONDS", 0.2),
+        patch.object(scheduler, "POLL_SECONDS", 0.2),
     ):
         yield
 

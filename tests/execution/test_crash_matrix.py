@@ -14,6 +14,7 @@ import pytest
 from crash.builds import STAGES, Cell, Crashes, Outcome
 from crash.faults import damage
 from crash.grid import Entry, grid, sample
+from crash.reader import look
 from crash.stores import FAULTS, StoreCell, StoreCrashes
 from support.s3_moto import s3_server
 
@@ -42,6 +43,17 @@ def check(outcome: Outcome) -> None:
 )
 def test_the_same_command_after_a_kill_brings_the_same_bytes(crashes: Crashes, cell: Cell) -> None:
     check(crashes.run(cell))
+
+
+@pytest.mark.extended
+def test_a_build_killed_after_its_index_is_complete(crashes: Crashes) -> None:
+    """The last operation on the output removes the mark of a publication."""
+    outcome = Outcome(Cell(fault="kill", step=crashes.steps("out")))
+    base = crashes.fresh()
+    crashes.strike(outcome, base)
+    assert look(base / "out") == (True, None)
+    crashes.finish(outcome, base)
+    assert (outcome.struck, outcome.problems) == (True, [])
 
 
 @pytest.mark.extended

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from crash.points import Action, Moment, Point
+from crash.victims import Victims
 from servers.bucket import RgwBucket
 from servers.fault_proxy import FaultProxy, Rule
 from shardkit import locks
@@ -23,8 +23,7 @@ from shardkit.publish import transports
 from shardkit.publish.publication import Publication
 from shardkit.storage.resilient import connect
 from shardkit.writers import BuildResult, build
-from shardkit.writers.execution import scheduler as queue
-from shardkit.writers.execution import scheduler as turns
+from shardkit.writers.execution import scheduler
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import Watch
@@ -33,7 +32,6 @@ from support.stores import fresh_memory, objects
 
 pytest_plugins = ["support.s3_rgw"]
 pytestmark = pytest.mark.usefixtures("inline_builds")
-PROCESS = Path(__file__).resolve().parents[1] / "support" / "sharing_process.py"
 LONGEST_SECONDS = 120.0  # far above what any test takes
 
 
@@ -51,8 +49,7 @@ def local(corpus: Path, inline_builds: None) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(turns, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.05)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -263,77 +260,67 @@ def test_a_dataset_counts_as_published_when_it_came_after_the_beginning(
     assert not replacing.shows(card), "somebody is at it"
 
 
-class Machines:
-    """Processes of one build."""
-
-    def __init__(self, recipe: Path, *overrides: str) -> None:
-        self._recipe, self._overrides = recipe, overrides
-        self._number = 0
-
-    def start(self, slice: str = "-", where: str = "-", sig: str = "-") -> subprocess.Popen[str]:
-        self._number += 1
-        scratch = self._recipe.parent / f"scratch-{self._number}"
-        command = [sys.executable, PROCESS, self._recipe, slice, where, sig, f"scratch={scratch}"]
-        return subprocess.Popen(
-            [*map(str, command), *self._overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def start_victim(self, where: str, sig: str, slice: str = "-") -> subprocess.Popen[str]:
-        """Returns when it is killed or stopped."""
-        process = self.start(slice, where, sig)
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        if os.WIFSTOPPED(status):
-            return process
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.stderr is not None
-        assert process.returncode == -signal.SIGKILL, process.stderr.read()
-        return process
-
-
-def ended(process: subprocess.Popen[str]) -> str:
-    """The fingerprint that a process came to."""
-    out, errors = process.communicate(timeout=LONGEST_SECONDS)
-    assert process.returncode == 0, errors
-    return str(json.loads(out)["fingerprint"])
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
+    folder = tmp_path_factory.mktemp("victims")
+    with Victims(folder, make_corpus(folder / "corpus", 20)) as victims:
+        yield victims
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return make_corpus(tmp_path / "corpus", 80)
+def folder(tmp_path: Path) -> Path:
+    return make_corpus(tmp_path / "corpus", 80).parent
+
+
+def command(*options: str, **places: str) -> list[str]:
+    """A build that shares its work folder, by slices or in a store."""
+    settings = [word for name, place in places.items() for word in ("--set", f"{name}={place}")]
+    return ["build", "recipe.yaml", "--quiet", "--workers", "1", *settings, *options]
+
+
+def slice_of(number: int, count: int) -> list[str]:
+    return command("--task-slice", f"{number}/{count}", work="shared")
+
+
+def point(folder: Path, moment: Moment, action: Action) -> Point:
+    """At the end of the first task of `clean`, or when all is published but the index."""
+    where = folder / ("out" if moment == "index" else "shared")
+    struck = folder.parent / f"{moment} {action}"
+    return Point(moment=moment, folder=str(where), struck=str(struck), stage="clean", action=action)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("where", ["clean", "index"])
+@pytest.mark.parametrize("moment", ["uncommitted", "index"])
 def test_of_three_slices_one_is_killed_and_one_never_comes(
-    recipe: Path, local: dict[str, bytes], where: str
+    victims: Victims, folder: Path, local: dict[str, bytes], moment: Moment
 ) -> None:
-    machines = Machines(recipe, "work=shared")
-    machines.start_victim(where, "SIGKILL", "0/3")
-    late = machines.start("1/3")
-    assert ended(late) == json.loads(local["dataset.json"])["fingerprint"]
-    assert files(recipe.parent / "out") == local
-    assert list((recipe.parent / "shared" / "unfinished").iterdir()) == []
+    killed = victims.run(slice_of(0, 3), cwd=folder, point=point(folder, moment, "kill"))
+    assert killed.status == -signal.SIGKILL, killed
+    late = victims.run(slice_of(1, 3), cwd=folder)
+    assert late.status == 0, late
+    assert files(folder / "out") == local
+    assert list((folder / "shared" / "unfinished").iterdir()) == []
 
 
 @pytest.mark.extended
-def test_a_publisher_that_sleeps_past_its_lease_is_waited_for(recipe: Path, local: dict[str, bytes]) -> None:
-    machines = Machines(recipe, "work=shared")
-    asleep = machines.start_victim("index", "SIGSTOP", "0/2")
-    other = machines.start("1/2")
-    with pytest.raises(subprocess.TimeoutExpired):  # the lock of the output says that it is there
-        other.wait(4.0)
-    assert not (recipe.parent / "out" / "index.json").exists()
-    asleep.send_signal(signal.SIGCONT)
-    assert ended(asleep) == ended(other)
-    assert files(recipe.parent / "out") == local
+def test_a_publisher_that_sleeps_past_its_lease_is_waited_for(
+    victims: Victims, folder: Path, local: dict[str, bytes]
+) -> None:
+    asleep = victims.start(slice_of(0, 2), cwd=folder, point=point(folder, "index", "stop"))
+    asleep.await_stop()
+    other = victims.start(slice_of(1, 2), cwd=folder)
+    time.sleep(4.0)  # the lock of the output says that the publisher is there
+    assert Path(f"/proc/{other.pid}/cmdline").read_bytes(), "it did not wait"
+    assert not (folder / "out" / "index.json").exists()
+    asleep.go_on()
+    assert (asleep.wait().status, other.wait().status) == (0, 0)
+    assert files(folder / "out") == local
 
 
 @pytest.mark.extended
 def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
-    recipe: Path,
+    victims: Victims,
+    folder: Path,
     local: dict[str, bytes],
     rgw_bucket: RgwBucket,
     rgw_proxy: FaultProxy,
@@ -344,17 +331,21 @@ def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
         Rule(fault="status", status=503, probability=0.05),
         Rule(fault="corrupt", method="GET", path="/data/", after_bytes=20, probability=0.1),
     )
-    machines = Machines(recipe, f"work={rgw_bucket.url}/work", f"output.path={rgw_bucket.url}/out")
-    asleep = machines.start_victim("clean", "SIGSTOP")
-    machines.start_victim("index", "SIGKILL")  # all files are there, and the index is about to be
+    places = {"work": f"{rgw_bucket.url}/work", "output.path": f"{rgw_bucket.url}/out"}
+    one, two, three = (command(**places, scratch=f"scratch-{number}") for number in range(3))
+    asleep = victims.start(one, cwd=folder, point=point(folder, "uncommitted", "stop"))
+    asleep.await_stop()
+    killed = victims.run(two, cwd=folder, point=point(folder, "index", "kill"))
+    assert killed.status == -signal.SIGKILL, killed
     output = connect(f"{rgw_bucket.url}/out")
     assert "index.json" not in {info.key for info in output.list()}
-    fingerprint = ended(machines.start())
+    ended = victims.run(three, cwd=folder)
+    assert ended.status == 0, ended
     assert min(rgw_proxy.hits()) > 0
     rgw_proxy.set_rules()
     assert {info.key: output.get(info.key) for info in output.list()} == local
-    asleep.send_signal(signal.SIGCONT)
-    assert ended(asleep) == fingerprint == json.loads(local["dataset.json"])["fingerprint"]
+    asleep.go_on()
+    assert asleep.wait().status == 0
     assert {info.key: output.get(info.key) for info in output.list()} == local
 
 
