@@ -35,7 +35,8 @@ import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.documents import DOCUMENT_SCHEMA
+from support.documents import document_batch
 from support.small_build import EOS, make_corpus
 
 __all__ = [
@@ -121,7 +122,7 @@ def write_documents(
     pieces = [found for text in sources if len(found := _PIECES.findall(text[:LONGEST_SOURCE])) >= 50]
     edges = np.cumsum([len(found) for found in pieces])
     waiting: list[tuple[int, int, list[str], list[str]]] = []  # (earliest row, original, its words, source)
-    pairs, texts, file_name = [], [], file.name
+    pairs, texts = [], []
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, DOCUMENT_SCHEMA) as writer:
         for row in range(count):
             if waiting and (waiting[0][0] <= row or len(waiting) >= count - row):
@@ -136,7 +137,8 @@ def write_documents(
                     waiting.append((row + int(random.integers(1, 1000)), row, words, source))
                 texts.append("".join(words))
             if len(texts) == BATCH or row == count - 1:
-                writer.write_batch(_batch(file_name, row + 1 - len(texts), texts))
+                records = range(row + 1 - len(texts), row + 1)
+                writer.write_batch(document_batch(texts, file=file.name, records=records))
                 texts = []
     return np.array(pairs, PAIR)
 
@@ -180,19 +182,6 @@ def similarity(first: str, second: str) -> float:
 def _shingles(text: str) -> set[tuple[str, ...]]:
     words = _WORDS.findall(text.lower())
     return {tuple(words[at : at + NGRAM]) for at in range(max(1, len(words) - NGRAM + 1))}
-
-
-def _batch(file: str, first: int, texts: list[str]) -> pa.RecordBatch:
-    count = len(texts)
-    columns: list[pa.Array] = [
-        pa.array(document_ids(file, range(first, first + count)), pa.binary(16)),
-        pa.array(np.zeros(count, np.int32)),
-        pa.array([file] * count, pa.string()),
-        pa.array(np.arange(first, first + count)),
-        pa.array(texts, pa.large_string()),
-        *(pa.nulls(count, pa.string()) for _ in range(3)),
-    ]
-    return pa.record_batch(columns, schema=DOCUMENT_SCHEMA)
 
 
 def documents(corpus: Path | None, megabytes: float, seed: int = 1) -> list[str]:

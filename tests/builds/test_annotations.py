@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +11,13 @@ import pytest
 
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.annotations import AnnotationFile, Bounds, thresholds
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.filters.base import FilterSettings
 from shardkit.writers.filters.bounds import LengthConfig
 from shardkit.writers.filters.c4 import C4QualityConfig
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.filters.gopher import GopherQualityConfig
 from shardkit.writers.ledger import Count
+from support.documents import document_batch
 
 WORDS = ["house. Then", "river.", "the", "of", "and", "with", "house", "garden", "#", "...", "1234", "•"]
 WORDS += ["wonderfully", "\n", "- "]
@@ -31,15 +30,7 @@ STEPS: list[tuple[str, FilterSettings]] = [
 def documents(count: int, first: int = 0, seed: int = 1) -> pa.RecordBatch:
     random = np.random.default_rng(seed + first)
     texts = [" ".join(random.choice(WORDS, random.integers(0, 40))) for _ in range(count)]
-    columns: list[Any] = [
-        pa.array(document_ids("a.jsonl", range(first, first + count)), pa.binary(16)),
-        pa.array(np.zeros(count, np.int32)),
-        pa.array(["a.jsonl"] * count),
-        pa.array(np.arange(first, first + count)),
-        pa.array(texts, pa.large_string()),
-        *(pa.nulls(count, pa.string()) for _ in range(3)),
-    ]
-    return pa.record_batch(columns, schema=DOCUMENT_SCHEMA)
+    return document_batch(texts, records=range(first, first + count))
 
 
 def annotate(

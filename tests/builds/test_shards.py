@@ -13,16 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
 
 from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
 from shardkit.writers.dedup.removals import Removed
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.documents import document_ids
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.recipe import OutputConfig, PackConfig
 from shardkit.writers.stages.pack import Packed, pack_partition
@@ -30,8 +27,9 @@ from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import tokenize_split
 from shardkit.writers.tokenizer import Encoder
 from support.default_cases import cases
+from support.documents import write_documents
+from support.small_build import EOS, train_bpe
 
-EOS = "<|endoftext|>"
 SEED = 3
 LENGTH = 64
 Rows = npt.NDArray[Any]
@@ -51,13 +49,7 @@ def texts(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["hello world the quick fox "] * 9, trainer)
+    made = train_bpe(["hello world the quick fox "] * 9)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return Encoder(path, EOS)
@@ -74,17 +66,9 @@ class Split:
 
 def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tokens: int = 1 << 20) -> Path:
     """Tokenize one split as a build does."""
-    count, records = len(split.texts), range(split.start, split.start + len(split.texts))
-    columns: dict[str, Any] = {
-        name: pa.nulls(count, DOCUMENT_SCHEMA.field(name).type) for name in ("id", "url")
-    }
-    columns |= {"document_id": document_ids(split.file, records), "source": [0] * count}
-    columns |= {"file": [split.file] * count, "record": list(records), "text": split.texts}
-    columns |= {"metadata": [None] * count}
     folder.mkdir(parents=True)
-    with pa.ipc.new_file(folder / "in.arrow", DOCUMENT_SCHEMA) as writer:
-        table = pa.table({name: columns[name] for name in DOCUMENT_SCHEMA.names}, schema=DOCUMENT_SCHEMA)
-        writer.write_table(table, max_chunksize=50)
+    records = range(split.start, split.start + len(split.texts))
+    write_documents(folder / "in.arrow", split.texts, batch_rows=50, file=split.file, records=records)
     tokenize_split(
         Artifact(folder / "in.arrow"),
         Removed(),

@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers, trainers
+from tokenizers import normalizers
 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.removals import Removed
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids, keyed_hashes
+from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.ledger import Count
 from shardkit.writers.stages import tokenize as module
@@ -29,39 +29,24 @@ from shardkit.writers.stages.tokenize import (
     tokenize_split,
 )
 from shardkit.writers.tokenizer import Encoder
+from support.documents import write_documents
+from support.small_build import EOS, train_bpe
 
-EOS = "<|endoftext|>"
 TEXTS = [f"document {i} " + "word " * (i * 7 % 23) for i in range(60)]
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(TEXTS, trainer)
+    made = train_bpe(TEXTS)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return Encoder(path, EOS)
 
 
-def write_documents(path: Path, texts: Sequence[str], file: str = "a.jsonl") -> Path:
-    columns: dict[str, list[Any]] = {
-        "document_id": document_ids(file, range(len(texts))),
-        "source": [0] * len(texts),
-        "file": [file] * len(texts),
-        "record": list(range(len(texts))),
-        "text": list(texts),
-        "id": [f"id-{i}" if i % 2 else None for i in range(len(texts))],
-        "url": [None] * len(texts),
-        "metadata": [f'{{"n":{i}}}' for i in range(len(texts))],
-    }
-    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as writer:
-        writer.write_table(pa.table(columns, schema=DOCUMENT_SCHEMA), max_chunksize=11)
-    return path
+def write_spilled(path: Path, texts: Sequence[str]) -> Path:
+    ids = [f"id-{i}" if i % 2 else None for i in range(len(texts))]
+    metadata = [f'{{"n":{i}}}' for i in range(len(texts))]
+    return write_documents(path, texts, batch_rows=11, id=ids, metadata=metadata)
 
 
 def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict[str, Any]]]:
@@ -95,7 +80,7 @@ def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict
 def test_every_document_is_spilled_once_to_its_own_partition(
     encoder: Encoder, tmp_path: Path, run_tokens: int, partitions: int
 ) -> None:
-    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
     result = tokenize_split(
         Artifact(documents),
@@ -125,7 +110,7 @@ def test_a_run_is_bounded_in_documents_too(
     encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RUN_DOCUMENTS", 20)
-    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
     tokenize_split(Artifact(documents), Removed(), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
     # Batches hold 11 documents, and a run closes after the batch that crosses its limit.
@@ -134,7 +119,7 @@ def test_a_run_is_bounded_in_documents_too(
 
 def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tmp_path: Path) -> None:
     texts = ["keep é", "lose", "", "keep too", "lose also", ""]
-    documents = write_documents(tmp_path / "documents.arrow", texts * 5)  # over several batches
+    documents = write_spilled(tmp_path / "documents.arrow", texts * 5)  # over several batches
     losers = np.array([k * 6 + j for k in range(5) for j in (1, 4)])
     exact, near = losers[losers != 16], losers[losers == 16]
     copied = np.array([0, 9, 15, 16])
@@ -157,7 +142,7 @@ def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path)
     made.normalizer = normalizers.Strip()
     made.save(str(tmp_path / "tokenizer.json"))
     stripping = Encoder(tmp_path / "tokenizer.json", EOS, engine="tokenizers")
-    documents = write_documents(tmp_path / "documents.arrow", ["  \n ", "text"])
+    documents = write_spilled(tmp_path / "documents.arrow", ["  \n ", "text"])
     (tmp_path / "spill").mkdir()
     result = tokenize_split(
         Artifact(documents), Removed(), stripping, seed=1, partitions=1, folder=tmp_path / "spill"
@@ -170,7 +155,7 @@ def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path)
 def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
     encoder: Encoder, tmp_path: Path, texts: list[str]
 ) -> None:
-    documents = write_documents(tmp_path / "documents.arrow", texts)
+    documents = write_spilled(tmp_path / "documents.arrow", texts)
     losers = np.arange(len(texts)) if len(texts) == 2 else np.zeros(0, np.int64)
     (tmp_path / "spill").mkdir()
     removed = Removed({"exact_duplicate": losers})
@@ -182,7 +167,7 @@ def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
 
 
 def test_the_same_split_gives_the_same_bytes(encoder: Encoder, tmp_path: Path) -> None:
-    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
     names = ("tokens.bin", "documents.arrow", "segments.npy")
     written = []
     for k in range(2):
@@ -217,7 +202,7 @@ def test_removed_rows_out_of_order_are_refused_rather_than_lost() -> None:
 
 @pytest.mark.parametrize("loser", [-1, 60])
 def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path: Path, loser: int) -> None:
-    documents = write_documents(tmp_path / "documents.arrow", TEXTS)
+    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
     (tmp_path / "spill").mkdir()
     with pytest.raises(BuildError, match="does not exist; the file has 60 rows"):
         tokenize_split(

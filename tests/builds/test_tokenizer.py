@@ -22,7 +22,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers import build
 from shardkit.writers import tokenizer as module
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.tokenizer import (
     Encoder,
@@ -32,9 +31,9 @@ from shardkit.writers.tokenizer import (
     sample_texts,
     unlike_characters,
 )
-from support.small_build import make_corpus
+from support.documents import write_documents
+from support.small_build import EOS, make_corpus, train_bpe
 
-EOS = "<|endoftext|>"
 TEXTS = [
     "Hello world",
     "",
@@ -50,17 +49,10 @@ def train(
     folder: Path, *, bos: bool = False, normalizer: Any = None, special: Sequence[str] = (EOS,)
 ) -> Path:
     """A small byte-level BPE, saved as tokenizer.json."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = ["hello world, the quick brown fox jumps over the lazy dog "] * 20
+    made = train_bpe(texts, vocabulary=400, special=special)
     if normalizer is not None:
         made.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(special),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(["hello world, the quick brown fox jumps over the lazy dog "] * 20, trainer)
     if bos:
         made.post_processor = processors.TemplateProcessing(
             single=f"{EOS} $A {EOS}", special_tokens=[(EOS, made.token_to_id(EOS))]
@@ -79,16 +71,6 @@ def edited(path: Path, **changes: Any) -> Path:
 def split_texts(encoded: tuple[Any, Any]) -> list[list[int]]:
     ids, lengths = encoded
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
-
-
-def write_documents(path: Path, texts: Sequence[str]) -> Path:
-    ids = document_ids(path.name, range(len(texts)))
-    columns: dict[str, list[Any]] = {name: [None] * len(texts) for name in DOCUMENT_SCHEMA.names}
-    columns |= {"document_id": ids, "source": [0] * len(texts), "file": [path.name] * len(texts)}
-    columns |= {"record": list(range(len(texts))), "text": list(texts)}
-    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as writer:
-        writer.write_table(pa.table(columns, schema=DOCUMENT_SCHEMA), max_chunksize=7)
-    return path
 
 
 @pytest.fixture(scope="module")

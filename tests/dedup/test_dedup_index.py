@@ -57,9 +57,9 @@ from shardkit.writers.dedup.shingle_store import (
     ShingleWriter,
 )
 from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import shingle_batch
+from support.documents import write_documents
 from support.small_build import tree
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
@@ -68,23 +68,9 @@ COPIED = {3: 5, 40: 2, 77: 9}  # documents that stand for so many
 NONE = np.zeros(0, np.int64)
 
 
-def write_documents(path: Path, texts: dict[int, str], file: str = "a.jsonl") -> Path:
+def write_records(path: Path, texts: dict[int, str], **settings: Any) -> Path:
     """{record: text}, with ids as a build gives them."""
-    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as out:
-        records = list(texts)
-        for begin in range(0, len(records), 7):
-            rows = [
-                {
-                    "document_id": document_ids(file, [record])[0],
-                    "source": 0,
-                    "file": file,
-                    "record": record,
-                    "text": texts[record],
-                }
-                for record in records[begin : begin + 7]
-            ]
-            out.write_batch(pa.RecordBatch.from_pylist(rows, schema=DOCUMENT_SCHEMA))
-    return path
+    return write_documents(path, list(texts.values()), records=list(texts), **settings)
 
 
 def made_texts(count: int, seed: int = 0) -> dict[int, str]:
@@ -105,7 +91,7 @@ def signed(
 ) -> tuple[Path, Path]:
     """(Arrow file, part folder); `copied` by row."""
     folder.mkdir(parents=True)
-    documents = write_documents(folder / "documents.arrow", texts)
+    documents = write_records(folder / "documents.arrow", texts)
     part = folder / "part"
     part.mkdir()
     rows = [np.array(list(column), np.int64) for column in (copied.keys(), copied.values())]
@@ -190,7 +176,7 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
     assert counts.bytes == sum(len(TEXTS[record]) for record in STAYED)
     alone = tmp_path / "alone"
     alone.mkdir()
-    path = write_documents(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
+    path = write_records(tmp_path / "stayed.arrow", {record: TEXTS[record] for record in STAYED})
     places, copies = zip(*((STAYED.index(row), count) for row, count in COPIED.items()), strict=True)
     sign_documents(Artifact(path), Removed({}, np.array(places), np.array(copies)), CONFIG, alone)
     made_files = tree(made)
@@ -414,7 +400,7 @@ def test_the_error_of_sketches_is_the_stated_one(tmp_path: Path) -> None:
 def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_path: Path) -> None:
     texts = made_texts(200, seed=9)
     old, new = ({n: text for n, text in texts.items() if n % 2 == side} for side in (0, 1))
-    paths = [write_documents(tmp_path / f"{name}.arrow", some) for name, some in (("old", old), ("new", new))]
+    paths = [write_records(tmp_path / f"{name}.arrow", some) for name, some in (("old", old), ("new", new))]
     alone = find_near_duplicates(paths[:1], CONFIG, folder=tmp_path / "old-work")
     parts = []
     for number, part in enumerate(sorted((tmp_path / "old-work" / "signatures").iterdir())):
@@ -424,11 +410,7 @@ def test_a_dump_loses_to_an_index_what_it_would_lose_to_the_corpus_itself(tmp_pa
         )
     index = publish_index(parts, tmp_path / "index", {}, index_settings(CONFIG), sketch=0)
     found = find_near_duplicates(paths[1:], CONFIG, folder=tmp_path / "new-work", indexes=[index])
-    as_second = write_documents(tmp_path / "second.arrow", new)
-    table = pa.ipc.open_file(as_second).read_all()
-    table = table.set_column(1, DOCUMENT_SCHEMA.field("source"), pa.array([1] * len(new), pa.int32()))
-    with pa.ipc.new_file(as_second, DOCUMENT_SCHEMA) as out:
-        out.write_table(table)
+    as_second = write_records(tmp_path / "second.arrow", new, source=[1] * len(new))
     together = find_near_duplicates([paths[0], as_second], CONFIG, folder=tmp_path / "both-work")
     expected = together.losers["row"][together.losers["split"] == 1].tolist()
     assert found.losers["row"].tolist() == expected
@@ -500,7 +482,7 @@ def compared(documents: Path, folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of which many are in the index."""
-    return write_documents(tmp_path_factory.mktemp("dump") / "dump.arrow", TEXTS, "new.jsonl")
+    return write_records(tmp_path_factory.mktemp("dump") / "dump.arrow", TEXTS, file="new.jsonl")
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -23,11 +23,11 @@ from shardkit.writers.dedup.lines import (
     partitions_for,
     write_line_keys,
 )
-from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels import line_units as lines_units
 from shardkit.writers.kernels.line_units import cut_units, find_units
 from shardkit.writers.stages.clean import exact_keys
+from support.documents import write_documents
 
 Document = tuple[bytes, int, str]  # id, source, text
 
@@ -41,15 +41,9 @@ CONFIGS = st.builds(
 )
 
 
-def write_documents(path: Path, documents: list[Document], batch_rows: int = 3) -> Path:
-    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as file:
-        for start in range(0, len(documents), batch_rows):
-            rows = [
-                {"document_id": id, "source": source, "file": "f", "record": 0, "text": text}
-                for id, source, text in documents[start : start + batch_rows]
-            ]
-            file.write_batch(pa.RecordBatch.from_pylist(rows, schema=DOCUMENT_SCHEMA))
-    return path
+def write_split(path: Path, documents: list[Document], batch_rows: int = 3) -> Path:
+    ids, sources, texts = ([document[place] for document in documents] for place in range(3))
+    return write_documents(path, texts, batch_rows=batch_rows, document_id=ids, source=sources)  # type: ignore[arg-type]
 
 
 def read_documents(path: Path) -> list[Document]:
@@ -67,7 +61,7 @@ def dedup(
     losers, winners = [], []
     for source, documents in zip(folders, splits, strict=True):
         source.mkdir(parents=True)
-        write_documents(source / "documents.arrow", documents)
+        write_split(source / "documents.arrow", documents)
         with KeyFile(source / "keys.npy") as keys:
             for batch in pa.ipc.open_file(source / "documents.arrow").read_all().to_batches():
                 keys.write(exact_keys(batch))
@@ -219,7 +213,7 @@ def test_paragraphs_go_with_the_blank_lines_after_them_and_lines_with_their_line
 
 def test_a_line_of_every_document_costs_partitions_one_row_a_run(tmp_path: Path) -> None:
     documents = [(at.to_bytes(16, "big"), 0, f"the same line\nline {at}") for at in range(500)]
-    write_documents(tmp_path / "documents.arrow", documents, batch_rows=100)
+    write_split(tmp_path / "documents.arrow", documents, batch_rows=100)
     config = LinesDedupConfig(min_characters=5)
     counts = write_line_keys(tmp_path, Artifact(tmp_path / "documents.arrow"), config, 0)
     assert counts == LineKeys(lines=1000, compared=1000, keys=501)

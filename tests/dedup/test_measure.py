@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dedup.test_planted import corpus, nothing, write_documents
+from dedup.test_planted import corpus, nothing, write_split
 from shardkit.writers.dedup import measure
 from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.config import NearDedupConfig
@@ -197,8 +197,8 @@ TEXTS = {
 def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> dict[str, Any]:
     """The measure of (removed, kept) texts, each removed one in the second split."""
     names = list(TEXTS)
-    first = write_documents(tmp_path / "0.arrow", list(enumerate(TEXTS.values())), batch=3)
-    second = write_documents(tmp_path / "1.arrow", [(n, TEXTS[lost]) for n, (lost, _) in enumerate(pairs)])
+    first = write_split(tmp_path / "0.arrow", list(enumerate(TEXTS.values())), batch_rows=3)
+    second = write_split(tmp_path / "1.arrow", [(n, TEXTS[lost]) for n, (lost, _) in enumerate(pairs)])
     parts = (make_part(tmp_path / "0", range(len(names))), make_part(tmp_path / "1", range(len(pairs))))
     population = Population((*parts, make_part(tmp_path / "index", range(3), "index")))
     rows = [(1, number, names.index(kept)) for number, (_, kept) in enumerate(pairs)]
@@ -246,7 +246,7 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
 ) -> None:
     monkeypatch.setattr(measure, "TEXT_BYTES", 3000)
     monkeypatch.setattr(measure, "PIECE_ROWS", 7)
-    documents = write_documents(tmp_path / "d.arrow", [(n, f"{WHOLE} end{n}") for n in range(60)])
+    documents = write_split(tmp_path / "d.arrow", [(n, f"{WHOLE} end{n}") for n in range(60)])
     part = make_part(tmp_path / "0", range(60))
     population = Population((part, make_part(tmp_path / "index", range(10), "index")))
     losers = save_losers(
@@ -268,7 +268,7 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
 
 
 def test_planted_copies_of_real_documents_are_measured_from_their_own_table(tmp_path: Path) -> None:
-    path = write_documents(tmp_path / "d.arrow", corpus(60))
+    path = write_split(tmp_path / "d.arrow", corpus(60))
     plant([Artifact(path)], nothing, NearDedupConfig().minhash, count=28, seed=1, folder=tmp_path)
     planted = np.load(tmp_path / PLANTED_FILE)
     parts = make_part(tmp_path / "0", range(60)), make_part(tmp_path / "p", range(28), "planted", "p")

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +16,9 @@ from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.shingle_store import ShingleReader, ShingleWriter
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.kernels.shingles import shingle_batch
+from support.documents import write_documents
 
 pytestmark = pytest.mark.data
 
@@ -69,11 +68,7 @@ def test_what_is_removed_is_like_what_stays_and_what_stays_is_not_alike(
     tmp_path: Path, pages: tuple[list[str], Pairs]
 ) -> None:
     texts, pairs = pages
-    columns: dict[str, list[Any]] = {field.name: [None] * len(texts) for field in DOCUMENT_SCHEMA}
-    columns |= {"document_id": document_ids("pages", range(len(texts))), "source": [0] * len(texts)}
-    columns |= {"file": ["pages"] * len(texts), "record": list(range(len(texts))), "text": texts}
-    with pa.ipc.new_file(tmp_path / "pages.arrow", DOCUMENT_SCHEMA) as writer:
-        writer.write_table(pa.table(columns, schema=DOCUMENT_SCHEMA), max_chunksize=1000)
+    write_documents(tmp_path / "pages.arrow", texts, batch_rows=1000)
     config = NearDedupConfig()
     found = find_near_duplicates([tmp_path / "pages.arrow"], config, folder=tmp_path / "work")
     [part] = (tmp_path / "work" / "signatures").glob("00000.*")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from reference.near import ReferenceResult, Text, reference_near
@@ -18,8 +17,8 @@ from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.dedup.signatures import sign_documents
-from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.execution.artifacts import Artifact
+from support.documents import write_documents
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
 IdResult = tuple[dict[bytes, bytes], dict[bytes, int]]
@@ -44,14 +43,8 @@ def make_texts(rng: random.Random, count: int) -> list[Text]:
 
 def write_texts(path: Path, texts: list[Text], rng: random.Random) -> None:
     """An Arrow file of documents, in batches of any size."""
-    columns: dict[str, list[Any]] = {field.name: [None] * len(texts) for field in DOCUMENT_SCHEMA}
-    columns["document_id"] = [text.id for text in texts]
-    columns["source"] = [text.source for text in texts]
-    columns["text"] = [text.text for text in texts]
-    columns["file"], columns["record"] = ["x.jsonl"] * len(texts), list(range(len(texts)))
-    table = pa.table(columns, schema=DOCUMENT_SCHEMA)
-    with pa.ipc.new_file(path, DOCUMENT_SCHEMA) as writer:
-        writer.write_table(table, max_chunksize=rng.choice([1, 7, 1000]))
+    columns = {"document_id": [text.id for text in texts], "source": [text.source for text in texts]}
+    write_documents(path, [text.text for text in texts], batch_rows=rng.choice([1, 7, 1000]), **columns)
 
 
 def find(

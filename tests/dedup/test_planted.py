@@ -17,31 +17,18 @@ from shardkit.writers.dedup.measure import NAMESPACE, PLANTED, PLANTED_FILE, ngr
 from shardkit.writers.dedup.measure import TEXTS_FILE as DOCUMENTS_FILE
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
 from shardkit.writers.execution.artifacts import Artifact
+from support.documents import write_documents
 
 WORDS = MinHashConfig()
 CHARACTERS = MinHashConfig(unit="characters", ngram=9)
 
 
-def write_documents(path: Path, documents: Sequence[tuple[int, str]], batch: int = 7) -> Path:
-    """A split of (record, text), with ids as the build gives them."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, DOCUMENT_SCHEMA) as out:
-        for start in range(0, len(documents), batch):
-            rows = documents[start : start + batch]
-            records = [record for record, _ in rows]
-            out.write_batch(
-                pa.record_batch(
-                    [
-                        pa.array(document_ids("a.jsonl", records), pa.binary(16)),
-                        pa.array([record % 3 for record in records], pa.int32()),
-                        pa.array(["a.jsonl"] * len(rows)),
-                        pa.array(records, pa.int64()),
-                        pa.array([text for _, text in rows], pa.large_string()),
-                        *[pa.nulls(len(rows), pa.string())] * 3,
-                    ],
-                    schema=DOCUMENT_SCHEMA,
-                )
-            )
-    return path
+def write_split(path: Path, documents: Sequence[tuple[int, str]], batch_rows: int = 7) -> Path:
+    """A split of (record, text), of three sources."""
+    records = [record for record, _ in documents]
+    sources = [record % 3 for record in records]
+    texts = [text for _, text in documents]
+    return write_documents(path, texts, batch_rows=batch_rows, records=records, source=sources)
 
 
 def corpus(count: int, seed: int = 0) -> list[tuple[int, str]]:
@@ -72,7 +59,7 @@ def test_the_similarity_of_a_copy_is_counted_from_both_texts_and_all_bands_are_m
     tmp_path: Path, config: MinHashConfig
 ) -> None:
     documents = corpus(120)
-    path = write_documents(tmp_path / "d.arrow", documents)
+    path = write_split(tmp_path / "d.arrow", documents)
     plant([Artifact(path)], nothing, config, count=70, seed=3, folder=tmp_path)
     planted, copies = planted_in(tmp_path)
     assert len(planted) == len(copies) == 70
@@ -114,7 +101,7 @@ def test_neither_splits_nor_their_order_nor_batches_change_what_is_planted(tmp_p
     for number, splits in enumerate(ways):
         folder = tmp_path / str(number)
         folder.mkdir()
-        paths = [write_documents(folder / f"{at}.arrow", split, 4 + at) for at, split in enumerate(splits)]
+        paths = [write_split(folder / f"{at}.arrow", split, 4 + at) for at, split in enumerate(splits)]
         plant([Artifact(path) for path in paths], nothing, WORDS, count=30, seed=3, folder=folder)
         results.append(described(folder, splits))
     assert results[0] == results[1]
@@ -123,7 +110,7 @@ def test_neither_splits_nor_their_order_nor_batches_change_what_is_planted(tmp_p
 
 def test_a_seed_chooses_and_what_is_removed_or_short_is_never_chosen(tmp_path: Path) -> None:
     documents = corpus(60)
-    path = write_documents(tmp_path / "d.arrow", documents)
+    path = write_split(tmp_path / "d.arrow", documents)
     chosen = []
     for seed in (1, 2):
         plant([Artifact(path)], nothing, WORDS, count=20, seed=seed, folder=tmp_path)
@@ -143,14 +130,14 @@ def test_a_seed_chooses_and_what_is_removed_or_short_is_never_chosen(tmp_path: P
 def test_nothing_to_plant_leaves_empty_files(
     tmp_path: Path, splits: list[list[tuple[int, str]]], count: int
 ) -> None:
-    paths = [write_documents(tmp_path / f"{at}.arrow", split) for at, split in enumerate(splits)]
+    paths = [write_split(tmp_path / f"{at}.arrow", split) for at, split in enumerate(splits)]
     plant([Artifact(path) for path in paths], nothing, WORDS, count=count, seed=0, folder=tmp_path)
     planted, copies = planted_in(tmp_path)
     assert len(planted) == len(copies) == 0
 
 
 def test_a_text_of_one_word_over_and_over_can_be_an_original(tmp_path: Path) -> None:
-    path = write_documents(tmp_path / "d.arrow", [(0, "again " * 500)])
+    path = write_split(tmp_path / "d.arrow", [(0, "again " * 500)])
     plant([Artifact(path)], nothing, WORDS, count=1, seed=0, folder=tmp_path)
     [row] = planted_in(tmp_path)[0]
     assert row["shared"] == 1
@@ -158,7 +145,7 @@ def test_a_text_of_one_word_over_and_over_can_be_an_original(tmp_path: Path) -> 
 
 
 def test_rows_are_read_one_by_one_across_batches(tmp_path: Path) -> None:
-    path = write_documents(tmp_path / "d.arrow", [(record, f"text {record}") for record in range(50)])
+    path = write_split(tmp_path / "d.arrow", [(record, f"text {record}") for record in range(50)])
     wanted = [0, 6, 7, 8, 49]
     rows = {row: batch.column("text").to_pylist() for row, batch in read_rows(Artifact(path), wanted)}
     assert rows == {row: [f"text {row}"] for row in wanted}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-__all__ = ["EOS", "make_corpus", "text_of", "tree"]
+__all__ = ["EOS", "make_corpus", "text_of", "train_bpe", "tree"]
 
 EOS = "<|endoftext|>"
 RECIPE = """\
@@ -37,16 +38,25 @@ def text_of(number: int) -> str:
     return f"document {number} says {word} " + "and more words " * (number * 7 % 19)
 
 
-@lru_cache(maxsize=1)
-def _tokenizer() -> str:
+def train_bpe(
+    texts: Iterable[str], *, vocabulary: int = 300, special: Sequence[str] = (EOS,)
+) -> tokenizers.Tokenizer:
+    """A small byte-level BPE."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    made.train_from_iterator([text_of(n) for n in range(50)], trainer)
-    return str(made.to_str())
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> str:
+    return str(train_bpe([text_of(n) for n in range(50)], vocabulary=400).to_str())
 
 
 def make_corpus(folder: Path, documents: int = 400, recipe: str = RECIPE) -> Path:
