@@ -1,193 +1,337 @@
-"""Packing keeps every token exactly once, cuts only what must be cut, and agrees with a plain reference."""
+"""What comes out of the shards is what went into the tokenizer, and always the same bytes."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
 import numpy as np
 import numpy.typing as npt
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from shardkit.writers.stages.placement import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.errors import BuildError
+from shardkit.formats import mds, tar
+from shardkit.writers.dedup.removals import Removed
+from shardkit.writers.documents import document_ids
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.recipe import OutputConfig, PackConfig
+from shardkit.writers.stages.pack import Packed, pack_partition
+from shardkit.writers.stages.provenance import PROVENANCE_NAME
+from shardkit.writers.stages.tokenize import tokenize_split
+from shardkit.writers.tokenizer import Encoder
+from support.default_cases import cases
+from support.documents import write_documents
+from support.small_build import EOS, train_bpe
 
-Piece = tuple[int, int, int, int, int]  # document, start, length, row, column
-LENGTHS = st.lists(st.integers(2, 70), max_size=200)
-EOS = 9
-
-
-def reference_best_fit(lengths: list[int], size: int, window: int) -> list[Piece]:
-    """Best-fit-decreasing as a textbook has it: look at every open row for every piece."""
-    pieces: list[Piece] = []
-    for number, length in enumerate(lengths):
-        pieces += [(number, k * size, size, len(pieces) + k, 0) for k in range(length // size)]
-    rows = len(pieces)
-    rests = [(i, length % size) for i, length in enumerate(lengths) if length % size]
-    windows = max(1, len(rests) // window)
-    for w in range(windows):
-        part = rests[len(rests) * w // windows : len(rests) * (w + 1) // windows]
-        stacks: dict[int, list[int]] = {}
-        placed: list[list[int]] = []
-        for document, rest in sorted(part, key=lambda item: -item[1]):
-            free = min((f for f, stack in stacks.items() if stack and f >= rest), default=size)
-            if stacks.get(free):
-                row = stacks[free].pop()
-            else:
-                row, rows = rows, rows + 1
-            lone = rest == 1
-            if lone:
-                for other in placed:
-                    other[4] += other[3] == row
-            elif free > rest:
-                stacks.setdefault(free - rest, []).append(row)
-            placed.append([document, lengths[document] - rest, rest, row, 0 if lone else size - free])
-        pieces += [(p[0], p[1], p[2], p[3], p[4]) for p in placed]
-    return pieces
+SEED = 3
+LENGTH = 64
+Rows = npt.NDArray[Any]
 
 
-def reference_concat(lengths: list[int], size: int) -> list[Piece]:
-    """One token at a time."""
-    pieces: list[Piece] = []
-    place = 0
-    for document, length in enumerate(lengths):
-        for token in range(length):
-            if token == 0 or place % size == 0:
-                pieces.append((document, token, 0, place // size, place % size))
-            pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + 1, *pieces[-1][3:])
-            place += 1
-    return pieces
+def texts(count: int) -> list[str]:
+    """Documents from one token to several rows; some spell the special token, a few are empty."""
+    sizes = np.random.default_rng(count).geometric(0.03, count)
+    made = [f"{i} " + "hello world the fox " * int(n) for i, n in enumerate(sizes)]
+    # Bytes outside the merges are one token each: lengths around whole rows, where a remainder is one eos.
+    made += [
+        "\u0001" * n for n in (1, LENGTH - 2, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH - 1, 2 * LENGTH)
+    ]
+    made += ["\u0001" * (LENGTH * (2 + n % 3)) for n in range(20)]
+    return [*made, "", f"{EOS}{EOS}", EOS, "\n\n", ""]
 
 
-def pieces_of(placement: Placement) -> list[Piece]:
-    columns = (placement.document, placement.start, placement.length, placement.row, placement.column)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    made = train_bpe(["hello world the quick fox "] * 9)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return Encoder(path, EOS)
 
 
-def corpus(lengths: list[int]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Tokens of documents of these lengths; the last is EOS, the others tell their document."""
-    sizes = np.array(lengths, np.int64)
-    ends = np.cumsum(sizes)
-    tokens = (np.repeat(np.arange(len(sizes)), sizes) % 60_000 + 10).astype(np.uint16)
-    tokens[ends - 1] = EOS
-    return tokens, sizes, ends - sizes
+@dataclass(frozen=True)
+class Split:
+    """Records [start, stop) of one file."""
+
+    file: str
+    start: int
+    texts: Sequence[str]
 
 
-def filled(
-    placement: Placement, tokens: npt.NDArray[np.uint16], starts: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint16]:
-    rows = np.zeros((placement.rows, placement.sequence_length), np.uint16)
-    sources = starts[placement.document] + placement.start
-    fill_rows(tokens, sources, placement.length, placement.row, placement.column, rows, EOS)
-    return rows
+def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tokens: int = 1 << 20) -> Path:
+    """Tokenize one split as a build does."""
+    folder.mkdir(parents=True)
+    records = range(split.start, split.start + len(split.texts))
+    write_documents(folder / "in.arrow", split.texts, batch_rows=50, file=split.file, records=records)
+    tokenize_split(
+        Artifact(folder / "in.arrow"),
+        Removed(),
+        encoder,
+        seed=SEED,
+        partitions=partitions,
+        folder=folder,
+        run_tokens=run_tokens,
+    )
+    return folder
 
 
-@settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(2, 70), st.integers(1, 50))
-def test_best_fit_equals_the_plain_reference(lengths: list[int], size: int, window: int) -> None:
-    placement = pack_best_fit(np.array(lengths, np.int64), size, window)
-    assert pieces_of(placement) == reference_best_fit(lengths, size, window)
+def pack_all(
+    folder: Path,
+    spills: Sequence[Path],
+    encoder: Encoder,
+    partitions: int,
+    *,
+    strategy: Literal["best_fit", "concat"] = "best_fit",
+    **output: Any,
+) -> list[Packed]:
+    """Pack every partition into its own folder."""
+    results = []
+    settings = OutputConfig(path="out", **({"shard_bytes": 4096} | output))
+    for partition in range(partitions):
+        (folder / str(partition)).mkdir(parents=True)
+        results.append(
+            pack_partition(
+                folder / str(partition),
+                [Artifact(path) for path in spills],
+                partition,
+                pack=PackConfig(sequence_length=LENGTH, strategy=strategy),
+                output=settings,
+                seed=SEED,
+                eos_id=encoder.eos_id,
+                dtype=encoder.dtype,
+            )
+        )
+    return results
 
 
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS, st.integers(2, 70))
-def test_concat_equals_the_plain_reference(lengths: list[int], size: int) -> None:
-    assert pieces_of(pack_concat(np.array(lengths, np.int64), size)) == reference_concat(lengths, size)
+def read_rows(folder: Path, result: Packed) -> list[Rows]:
+    """The token matrix of each shard, through the package's own readers."""
+    matrices = []
+    for info in result.shards:
+        module = tar if info.raw.basename.endswith(".tar") else mds
+        matrix = module.open_shard(folder, info).fixed_rows("tokens")
+        assert matrix is not None
+        matrices.append(np.array(matrix))
+        assert len(matrices[-1]) == info.samples
+    return matrices
 
 
-@pytest.mark.parametrize("size", [64, 2048, 5000, 300_000])
-def test_best_fit_equals_the_reference_where_the_bit_set_has_several_levels(size: int) -> None:
-    lengths = np.random.default_rng(size).geometric(2.5 / size, 1500) + 1
-    assert pieces_of(pack_best_fit(lengths, size, 400)) == reference_best_fit(lengths.tolist(), size, 400)
-
-
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS, st.integers(2, 70), st.sampled_from(["best_fit", "concat"]), st.integers(0, 2**32))
-def test_every_token_lies_in_exactly_one_place(
-    lengths: list[int], size: int, strategy: str, seed: int
+@pytest.mark.parametrize("wide", [False, True], ids=["uint16", "uint32"])
+@pytest.mark.parametrize("partitions", cases([1, 5], [5]))
+@pytest.mark.parametrize("form", ["mds", "wds"])
+@pytest.mark.parametrize("strategy", ["best_fit", "concat"])
+def test_documents_come_back_as_they_were_encoded(
+    encoder: Encoder, tmp_path: Path, strategy: Any, form: Any, partitions: int, wide: bool
 ) -> None:
-    sizes = np.array(lengths, np.int64)
-    placement = pack_best_fit(sizes, size, 20) if strategy == "best_fit" else pack_concat(sizes, size)
-    placement = placement.moved(np.random.default_rng(seed).permutation(placement.rows))
-    assert (placement.column + placement.length <= size).all()
-    taken = np.zeros((placement.rows, size), int)
-    covered = [np.zeros(n, int) for n in lengths]
-    for document, start, length, row, column in pieces_of(placement):
-        taken[row, column : column + length] += 1
-        covered[document][start : start + length] += 1
-    assert all((c == 1).all() for c in covered)
-    assert taken.max(initial=0) <= 1
-    # Padding only at a row's end, no row without a token, and counted right.
-    assert (np.diff(taken, axis=1) <= 0).all()
-    assert taken[:, 0].all()
-    assert placement.padding == int((taken == 0).sum())
-    order = list(zip(placement.row.tolist(), placement.column.tolist(), strict=True))
-    assert order == sorted(order)
+    if wide:
+        encoder = widened(encoder, tmp_path / "tokenizer.json")
+    made = texts(100)
+    cuts = (0, 40, 41, len(made))
+    splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
+    spills = [spill(tmp_path / f"s{k}", s, encoder, partitions, 3000) for k, s in enumerate(splits)]
+    results = pack_all(tmp_path / "out", spills, encoder, partitions, strategy=strategy, format=form)
+
+    ids = document_ids("a.jsonl", range(len(made)))
+    encoded = {
+        i: [*encoder.encode([t])[0].tolist(), encoder.eos_id] for i, t in zip(ids, made, strict=True) if t
+    }
+    rebuilt: dict[bytes, list[int]] = {i: [] for i in encoded}
+    by_scan: list[list[int]] = []
+    tokens = 0
+    for partition, result in enumerate(results):
+        folder = tmp_path / "out" / str(partition)
+        matrices = read_rows(folder, result)
+        assert all(m.dtype == encoder.dtype for m in matrices)
+        covered = [np.zeros(m.shape, bool) for m in matrices]
+        lines = pq.read_table(folder / PROVENANCE_NAME).to_pylist()
+        for line in sorted(lines, key=lambda x: (x["document_id"], x["document_start"])):
+            place = (line["shard"], line["row"], slice(line["token_start"], line["token_end"]))
+            assert len(rebuilt[line["document_id"]]) == line["document_start"]
+            rebuilt[line["document_id"]] += matrices[place[0]][place[1:]].tolist()
+            assert ids[line["record"]] == line["document_id"]
+            assert not covered[place[0]][place[1:]].any()
+            covered[place[0]][place[1:]] = True
+        for matrix, taken in zip(matrices, covered, strict=True):
+            ends = matrix == encoder.eos_id
+            padding = ends & np.pad(ends, ((0, 0), (1, 0)))[:, :-1]
+            assert np.array_equal(padding, ~taken)  # the rule by which readers know padding
+            by_scan += [
+                d for row, mask in zip(matrix, taken, strict=True) for d in documents_in(row[mask], encoder)
+            ]
+        assert result.tokens == sum(int(c.sum()) for c in covered)
+        assert result.rows * LENGTH == result.tokens + result.padding
+        tokens += result.tokens
+    assert rebuilt == encoded
+    assert tokens == sum(map(len, encoded.values()))
+    assert sum(r.documents for r in results) == len(encoded)
+    if strategy == "best_fit":
+        assert sum(r.needless_cuts for r in results) == 0
+        whole = sorted(d for d in encoded.values() if len(d) <= LENGTH)
+        long = [d for d in encoded.values() if len(d) > LENGTH]
+        tails = [d[i : i + LENGTH] for d in long for i in range(0, len(d), LENGTH)]
+        assert sorted(by_scan) == sorted(whole + tails)
 
 
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS, st.integers(2, 70))
-def test_best_fit_cuts_only_documents_longer_than_a_row(lengths: list[int], size: int) -> None:
-    placement = pack_best_fit(np.array(lengths, np.int64), size)
-    pieces = np.bincount(placement.document, minlength=len(lengths))
-    assert pieces.tolist() == [-(-length // size) for length in lengths]
+def documents_in(row: Rows, encoder: Encoder) -> list[list[int]]:
+    """A row's documents by an eos scan alone."""
+    parts = np.split(row, np.flatnonzero(row == encoder.eos_id) + 1)
+    return [part.tolist() for part in parts if len(part)]
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(2, 20), max_size=80), st.integers(2, 7), st.booleans())
-def test_eos_after_eos_within_a_row_is_always_padding(lengths: list[int], size: int, best: bool) -> None:
-    # Short rows make lone eos remainders common; this is what lets a reader tell padding from text.
-    tokens, sizes, starts = corpus(lengths)
-    placement = pack_best_fit(sizes, size, 10) if best else pack_concat(sizes, size)
-    rows = filled(placement, tokens, starts)
-    is_padding = np.zeros(rows.shape, bool)
-    is_padding[:, 1:] = (rows[:, 1:] == EOS) & (rows[:, :-1] == EOS)
-    assert int(is_padding.sum()) == placement.padding
-    assert int((rows[~is_padding] == EOS).sum()) == len(lengths)
+def widened(encoder: Encoder, path: Path) -> Encoder:
+    config = json.loads(encoder.path.read_text())
+    config["added_tokens"] += [config["added_tokens"][0] | {"id": 70_000, "content": "<|far|>"}]
+    path.write_text(json.dumps(config))
+    return Encoder(path, "<|far|>")
 
 
-def test_rows_hold_the_documents_tokens() -> None:
-    tokens, sizes, starts = corpus([3, 5, 12, 2, 3])
-    rows = filled(pack_concat(sizes, 5), tokens, starts)
-    assert rows.ravel().tolist() == tokens.tolist()
-    rows = filled(pack_best_fit(sizes, 5), tokens, starts)
-    assert sorted(rows.ravel().tolist()) == sorted([*tokens.tolist(), *[EOS] * (rows.size - len(tokens))])
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def test_concat_pads_only_the_last_row() -> None:
-    lengths = np.random.default_rng(1).integers(1, 5000, 1000)
-    assert 0 <= pack_concat(lengths, 2048).padding < 2048
+@pytest.mark.parametrize("form", ["mds", "wds"])
+def test_bytes_do_not_depend_on_splits_runs_or_their_order(
+    encoder: Encoder, tmp_path: Path, form: Any
+) -> None:
+    made = texts(80)
+    whole = spill(tmp_path / "whole", Split("a.jsonl", 0, made), encoder, 3)
+    pack_all(tmp_path / "out0", [whole], encoder, 3, format=form)
+    expected = digests(tmp_path / "out0")
+    assert len(expected) > 10
+    for trial, run_tokens in ((1, 1), (2, 900), (3, 1 << 20)):
+        rng = np.random.default_rng(trial)
+        cuts = sorted({0, len(made), *rng.integers(0, len(made), 4).tolist()})
+        splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
+        named = [spill(tmp_path / f"{trial}-{k}", s, encoder, 3, run_tokens) for k, s in enumerate(splits)]
+        rng.shuffle(named)  # type: ignore[arg-type]
+        pack_all(tmp_path / f"out{trial}", named, encoder, 3, format=form)
+        assert digests(tmp_path / f"out{trial}") == expected
 
 
-def test_best_fit_pads_less_than_a_thousandth_of_typical_text() -> None:
-    lengths = np.random.default_rng(2).lognormal(6.3, 1.1, 60_000).astype(np.int64) + 1
-    placement = pack_best_fit(lengths, 2048)
-    assert placement.padding / lengths.sum() < 0.001
+def test_rows_are_spread_evenly_over_shards_of_the_wanted_size(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(150)), encoder, 1)
+    for form in ("mds", "wds"):
+        [result] = pack_all(tmp_path / form, [folder], encoder, 1, format=form, shard_bytes=16_384)
+        sizes = [info.samples for info in result.shards]
+        assert len(sizes) > 3
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(sizes) == result.rows == result.counts()["rows"]
+        for info in result.shards:
+            assert info.raw.bytes == (tmp_path / form / "0" / info.raw.basename).stat().st_size
+            assert info.raw.bytes <= 16_384 + (2048 if form == "mds" else 10_240)  # header, or end of tar
+        assert [i.raw.basename.rpartition(".")[0] for i in result.shards] == [
+            f"part-00000.{k:05d}" for k in range(len(sizes))
+        ]
 
 
-def test_the_last_window_is_never_a_small_rest() -> None:
-    # 10,001 pieces in windows of 10,000 and 1 would leave a nearly empty row for each rest.
-    lengths = np.full(30, 11)
-    assert pack_best_fit(lengths, 100, window=20).rows == 4
+def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(
+        tmp_path / "s", Split("a.jsonl", 0, ["hello " * 300] * 2), widened(encoder, tmp_path / "t"), 1
+    )
+    result = pack_partition(
+        folder,
+        [Artifact(folder)],
+        0,
+        pack=PackConfig(sequence_length=512, strategy="concat"),
+        output=OutputConfig(path="out", shard_bytes=1024),
+        seed=SEED,
+        eos_id=70_000,
+        dtype=np.uint32,
+    )
+    assert [info.samples for info in result.shards] == [1] * result.rows
+    assert result.rows >= 2
 
 
-@pytest.mark.parametrize("pack", [pack_best_fit, pack_concat])
-def test_no_documents_make_no_rows(pack: object) -> None:
-    assert callable(pack)
-    placement = pack(np.zeros(0, np.int64), 8)
-    assert (placement.rows, placement.padding, len(placement.row)) == (0, 0, 0)
+def test_rows_are_shuffled_after_packing(encoder: Encoder, tmp_path: Path) -> None:
+    # Unshuffled, the rows of the long documents come first: one after the other, in the order of their text.
+    made = [("\u0001" * LENGTH * 4) + str(i) for i in range(50)] + ["short"] * 50
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder, 1)
+    [result] = pack_all(tmp_path / "out", [folder], encoder, 1)
+    rows = np.concatenate(read_rows(tmp_path / "out" / "0", result))
+    full = ~(rows == encoder.eos_id).any(axis=1)
+    assert full.sum() == 200
+    assert not full[:200].all()
+    places = pq.read_table(tmp_path / "out" / "0" / PROVENANCE_NAME).column("document_start").to_pylist()
+    assert places[:12] != [0, 64, 128, 192] * 3
 
 
-@pytest.mark.parametrize(("lengths", "size"), [([1], 8), ([3, -1], 8), ([3], 1)])
-def test_lengths_that_cannot_be_packed_are_refused(lengths: list[int], size: int) -> None:
-    for pack in (pack_best_fit, pack_concat):
-        with pytest.raises(ValueError):
-            pack(np.array(lengths, np.int64), size)
+def test_tar_keys_are_unique_over_all_partitions(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder, 2)
+    results = pack_all(tmp_path / "out", [folder], encoder, 2, format="wds")
+    keys = []
+    for partition, result in enumerate(results):
+        for info in result.shards:
+            shard = tar.open_shard(tmp_path / "out" / str(partition), info)
+            keys += [shard.key(row) for row in range(len(shard))]
+    first = results[0].rows
+    assert keys == [f"{r:012d}" for r in range(first)] + [f"{10**8 + r:012d}" for r in range(results[1].rows)]
 
 
-@pytest.mark.parametrize(
-    ("source", "length", "row", "column"),
-    [(-1, 2, 0, 0), (3, 2, 0, 0), (0, 2, 2, 0), (0, 2, 0, 7), (0, -1, 0, 0)],
-)
-def test_a_piece_outside_the_arrays_is_refused(source: int, length: int, row: int, column: int) -> None:
-    sources, lengths, rows, columns = np.array([[source], [length], [row], [column]], np.int64)
-    with pytest.raises(IndexError):
-        fill_rows(np.zeros(4, np.uint16), sources, lengths, rows, columns, np.zeros((2, 8), np.uint16), EOS)
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_a_partition_without_documents_has_no_shards(
+    encoder: Encoder, tmp_path: Path, partitions: int
+) -> None:
+    folder = spill(
+        tmp_path / "s", Split("a.jsonl", 0, [] if partitions == 1 else ["one"]), encoder, partitions
+    )
+    results = pack_all(tmp_path / "out", [folder], encoder, partitions)
+    assert sum(r.documents for r in results) == partitions // 4
+    empty = [k for k, r in enumerate(results) if not r.documents]
+    assert len(empty) == max(1, partitions - 1)
+    for k in empty:
+        assert (results[k].shards, results[k].rows, results[k].padding) == ([], 0, 0)
+        assert pq.read_table(tmp_path / "out" / str(k) / PROVENANCE_NAME).num_rows == 0
+
+
+def test_compressed_shards_hold_the_same_rows(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder, 1)
+    [plain] = pack_all(tmp_path / "plain", [folder], encoder, 1)
+    [packed] = pack_all(tmp_path / "zstd", [folder], encoder, 1, compression="zstd", hashes=["sha256"])
+    assert all(info.zip is not None and "sha256" in info.stored.hashes for info in packed.shards)
+    pairs = zip(read_rows(tmp_path / "plain/0", plain), read_rows(tmp_path / "zstd/0", packed), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_damaged_or_repeated_spills_stop_the_build(encoder: Encoder, tmp_path: Path) -> None:
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(30)), encoder, 1)
+    with pytest.raises(BuildError, match="was tokenized twice"):
+        pack_all(tmp_path / "twice", [folder, folder], encoder, 1)
+    tokens = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(tokens[:-1])
+    with pytest.raises(BuildError, match=r"tokens\.bin: ends too early"):
+        pack_all(tmp_path / "short", [folder], encoder, 1)
+    (folder / "segments.npy").write_bytes(b"not numpy")
+    with pytest.raises(BuildError, match=r"segments\.npy"):
+        pack_all(tmp_path / "garbage", [folder], encoder, 1)
+
+
+def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tmp_path: Path) -> None:
+    made = [f"{i} " + "\u0001" * 4000 for i in range(3000)]
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder, 1)
+    size = (folder / "tokens.bin").stat().st_size
+    assert size > 20_000_000
+    (tmp_path / "out").mkdir()
+    pack = PackConfig(sequence_length=2048)
+    tracemalloc.start()
+    try:
+        pack_partition(
+            tmp_path / "out",
+            [Artifact(folder)],
+            0,
+            pack=pack,
+            output=OutputConfig(path="out", shard_bytes="1MiB"),  # type: ignore[arg-type]
+            seed=SEED,
+            eos_id=encoder.eos_id,
+            dtype=encoder.dtype,
+        )
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size + 6_000_000

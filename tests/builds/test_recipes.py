@@ -1,4 +1,7 @@
-"""Every recipe in recipes/ builds a sound dataset from inputs of the kind that it names."""
+"""Every recipe in recipes/ builds a sound dataset from inputs of the kind that it names.
+
+Those for kinds of corpora keep and drop what their comments promise, on small data of their shape.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -22,14 +27,18 @@ import zstandard
 
 from shardkit import open_dataset
 from shardkit.datasets.verify import verify
-from shardkit.writers import build, build_dedup_index, load_recipe
+from shardkit.loaders import Stream, StreamingLoader
+from shardkit.tools.demo.run import RECIPE as DEMO_RECIPE
+from shardkit.tools.trace.text import Decoder
+from shardkit.writers import BuildResult, build, build_dedup_index, load_recipe
 from support.default_cases import cases
 from support.s3_moto import s3_server
 from support.small_build import make_corpus, tree
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
-PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "wikipedia"}  # test_recipes_profiles.py
+# Those that have a test of their own below.
+PROFILES = {"c4", "code", "continue-pretraining", "demo", "gopher", "wikipedia"}
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = [recipe for recipe in sorted(FOLDER.glob("*.yaml")) if recipe.stem not in PROFILES]
 # Prose that all of the filters let pass: sentences in paragraphs, with the stop words they look for.
@@ -73,17 +82,53 @@ DROPPED = {
 }
 
 
+NOTICE = "This text comes from the archive of the village paper, where all others are kept as well.\n"
+ITEM = "Which of the three sisters has kept the key of the old mill since the year of the flood?"
+FUNCTION = '''\
+"""Areas and volumes of simple bodies."""
+
+import math
+
+
+def area_of_circle(radius: float) -> float:
+    """The area inside a circle."""
+    return math.pi * radius**2
+
+
+def volume_of_cylinder(radius: float, height: float) -> float:
+    """The volume of an upright cylinder, base times height."""
+    if height < 0:
+        raise ValueError("a height cannot be negative")
+    return area_of_circle(radius) * height
+'''
+STRUCT = """\
+struct node { struct node *next; int value; };
+
+int sum(const struct node *first) {
+    int total = 0;
+    for (const struct node *at = first; at != NULL; at = at->next) total += at->value;
+    return total;
+}
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_corpus(tmp_path / "small", 40)
-    shutil.copy(tmp_path / "small" / "tokenizer.json", tmp_path)
-    data = tmp_path / "data"
-    for name in ("curated", "crawl/2024", "books", "text/deep"):
+    """A place for recipes, with a tokenizer."""
+    made = make_corpus(tmp_path / "small", 40).parent
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(made / "tokenizer.json", tmp_path / "recipes")
+    return tmp_path / "recipes"
+
+
+@pytest.fixture
+def corpora(folder: Path) -> Path:
+    """The same with what recipes that have no test of their own read."""
+    data = folder / "data"
+    for name in ("books", "text/deep", "warc"):
         (data / name).mkdir(parents=True)
-    lines = "".join(json.dumps({"text": text, "license": "x"}) + "\n" for text in TEXTS[:10])
-    (data / "curated" / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    lines = "".join(json.dumps({"content": text}) + "\n" for text in TEXTS[5:])
-    (data / "crawl" / "2024" / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    write_lines(data / "curated" / "a.jsonl.zst", [{"text": text, "license": "x"} for text in TEXTS[:10]])
+    write_lines(data / "crawl" / "2024" / "b.jsonl.gz", [{"content": text} for text in TEXTS[5:]])
     count = len(TEXTS)
     columns = {"body": TEXTS, "isbn": list(range(count)), "source_url": [None] * count}
     pq.write_table(pa.table(columns | {"title": TEXTS, "year": [1900] * count}), data / "books" / "b.parquet")
@@ -91,16 +136,13 @@ def folder(tmp_path: Path) -> Path:
     (data / "text" / "d").write_text(TEXTS[1])
     (data / "lines.txt").write_text(PROSE)
     make_web(data)
-    return tmp_path
+    return folder
 
 
 def make_web(data: Path) -> None:
     """What fineweb.yaml reads: extracted texts, and pages among other records of a WARC file."""
-    (data / "web").mkdir()
-    (data / "warc").mkdir()
     texts = [STORY, PROSE]  # the second one repeats itself
-    lines = "".join(json.dumps({"text": text, "url": "http://example.com/"}) + "\n" for text in texts)
-    (data / "web" / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    write_lines(data / "web" / "a.jsonl.gz", [{"text": text, "url": "http://example.com/"} for text in texts])
     tale, danish = ("".join(f"<p>{line}</p>" for line in page.splitlines()) for page in (PAGE, DANISH))
     records = [_warc_record("warcinfo", "application/warc-fields", b"software: x\r\n")]
     for number, (status, page) in enumerate([("200 OK", tale), ("200 OK", danish), ("404 Not Found", tale)]):
@@ -123,35 +165,70 @@ def _warc_record(kind: str, content: str, block: bytes, number: int = 9) -> byte
     return "\r\n".join([*lines, "", ""]).encode() + block + b"\r\n\r\n"
 
 
-def test_there_are_recipes() -> None:
+def run(folder: Path, name: str, *overrides: str) -> BuildResult:
+    """Build a recipe as it is given, and verify what it made."""
+    shutil.copy(FOLDER / f"{name}.yaml", folder)
+    result = build(folder / f"{name}.yaml", workers=1, overrides=overrides, progress=False)
+    assert verify(result.location).ok
+    return result
+
+
+def dropped(result: BuildResult) -> dict[str, int]:
+    """Documents by the reason they were dropped for."""
+    return {reason: lost.documents for reason, lost in result.funnel.dropped.items() if lost.documents}
+
+
+def texts(result: BuildResult, folder: Path) -> list[str]:
+    """The documents as they were tokenized, sorted."""
+    decoder = Decoder(folder / "tokenizer.json")
+    with open_dataset(result.location) as dataset:
+        rows = [decoder.text(sample["tokens"]) for sample in dataset]  # type: ignore[arg-type]
+    return sorted(text for row in rows for text in row.split("<|endoftext|>") if text)
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """JSON lines, compressed as the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes({".gz": gzip.compress(data), ".zst": zstandard.compress(data)}.get(path.suffix, data))
+
+
+def provenance(result: BuildResult) -> list[dict[str, Any]]:
+    return [
+        row for file in result.output.glob("provenance/*.parquet") for row in pq.read_table(file).to_pylist()
+    ]
+
+
+def test_every_recipe_is_built() -> None:
     assert len(RECIPES) >= 3
+    assert {path.stem for path in FOLDER.glob("*.yaml")} >= PROFILES
+    for name in PROFILES:
+        assert any(test.startswith(f"test_{name.replace('-', '_')}_") for test in globals())
 
 
 CASES = cases(RECIPES, [recipe for recipe in RECIPES if recipe.stem != "ray-cluster"])  # it starts a server
 
 
 @pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_builds_a_sound_dataset(folder: Path, recipe: Path) -> None:
-    shutil.copy(recipe, folder)
-    make_index(folder, recipe.stem)
-    own_disk = [f"scratch={folder / 'scratch'}"] if load_recipe(recipe).scratch else []
-    with buckets_of(recipe, folder / "data"):
-        result = build(folder / recipe.name, workers=1, overrides=own_disk, progress=False)
-        assert verify(result.location).ok
+def test_a_recipe_builds_a_sound_dataset(corpora: Path, recipe: Path) -> None:
+    if recipe.stem == "near-dedup":
+        make_index(corpora)
+    own_disk = [f"scratch={corpora / 'scratch'}"] if load_recipe(recipe).scratch else []
+    with buckets_of(recipe, corpora / "data"):
+        result = run(corpora, recipe.stem, *own_disk)
         assert result.funnel.kept.documents == KEPT[recipe.stem]
         if recipe.stem == "fineweb":
-            dropped = result.funnel.dropped
-            assert {reason: lost.documents for reason, lost in dropped.items() if lost.documents} == DROPPED
+            assert dropped(result) == DROPPED
         with open_dataset(result.location) as dataset:
             assert len(dataset) == result.samples > 0
 
 
-def make_index(folder: Path, recipe: str) -> None:
+def make_index(folder: Path) -> None:
     """As near-dedup.yaml says at its top: an index of the curated texts, five of which were crawled too."""
-    if recipe == "near-dedup":
-        overrides = ['inputs=[{path: "data/curated/*.jsonl.zst"}]', "dedup.near.against=[]"]
-        index = folder / "indexes" / "earlier"
-        build_dedup_index(folder / "near-dedup.yaml", index, workers=1, overrides=overrides, progress=False)
+    shutil.copy(FOLDER / "near-dedup.yaml", folder)
+    overrides = ['inputs=[{path: "data/curated/*.jsonl.zst"}]', "dedup.near.against=[]"]
+    index = folder / "indexes" / "earlier"
+    build_dedup_index(folder / "near-dedup.yaml", index, workers=1, overrides=overrides, progress=False)
 
 
 @contextmanager
@@ -173,11 +250,11 @@ def buckets_of(recipe: Path, data: Path) -> Iterator[None]:
 
 
 @pytest.mark.extended
-def test_the_job_array_shares_one_build_and_gives_what_a_single_process_gives(folder: Path) -> None:
-    shutil.copy(FOLDER / "slurm.yaml", folder)
-    alone = build(folder / "slurm.yaml", workers=1, output=folder / "alone", progress=False)
-    shutil.rmtree(folder / "work")
-    command = ["bash", str(FOLDER / "clusters" / "slurm.sbatch"), str(folder / "slurm.yaml"), "--quiet"]
+def test_the_job_array_shares_one_build_and_gives_what_a_single_process_gives(corpora: Path) -> None:
+    shutil.copy(FOLDER / "slurm.yaml", corpora)
+    alone = build(corpora / "slurm.yaml", workers=1, output=corpora / "alone", progress=False)
+    shutil.rmtree(corpora / "work")
+    command = ["bash", str(FOLDER / "clusters" / "slurm.sbatch"), str(corpora / "slurm.yaml"), "--quiet"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
     elements = [
@@ -185,7 +262,7 @@ def test_the_job_array_shares_one_build_and_gives_what_a_single_process_gives(fo
         for number in ("1", "2")
     ]
     assert [element.wait(120) for element in elements] == [0, 0]
-    assert tree(folder / "out" / "slurm") == tree(alone.output)
+    assert tree(corpora / "out" / "slurm") == tree(alone.output)
 
 
 def test_the_cluster_file_is_what_ray_takes_and_its_nodes_fit_the_recipe() -> None:
@@ -202,3 +279,168 @@ def test_the_cluster_file_is_what_ray_takes_and_its_nodes_fit_the_recipe() -> No
     mounted = recipe.scratch.rpartition("/")[0]
     assert any(f"mount /dev/nvme1n1 {mounted}" in line for line in cluster["worker_setup_commands"])
     assert set(cluster["available_node_types"]) == {"head", "worker"}
+
+
+def test_demo_builds_what_the_demo_does(folder: Path) -> None:
+    corpus = folder.parent / "shardkit-demo" / "corpus"
+    words = "# " + "one of the many functions that this library has kept " * 3
+    write_lines(
+        corpus / "source-0.jsonl.gz", [{"text": words, "kind": "source"}, {"text": "", "kind": "source"}]
+    )
+    write_lines(corpus / "source-1.jsonl.gz", [{"text": STORY, "kind": "source"}])
+    columns = {"text": [STORY, PAGE, "too short"], "id": ["a", "b", "c"], "kind": ["manual"] * 3}
+    pq.write_table(pa.table(columns), corpus / "documentation.parquet")
+    shutil.copy(folder / "tokenizer.json", corpus.parent)
+    result = run(folder, "demo")
+    assert dropped(result) == {"length/too_few_words": 2, "exact_duplicate": 1}
+    assert texts(result, folder) == sorted([words, STORY, PAGE])
+    (folder / "theirs.yaml").write_text(DEMO_RECIPE)
+    ours, theirs = (load_recipe(folder / name) for name in ("demo.yaml", "theirs.yaml"))
+    same_place = ours.model_dump_json().replace("../shardkit-demo/", "")
+    same_place = same_place.replace('"path":"again"', '"path":"mds"').replace('"work":null', '"work":"work"')
+    assert same_place == theirs.model_dump_json()
+
+
+def test_c4_cuts_lines_and_drops_pages(folder: Path) -> None:
+    (folder / "lists").mkdir()
+    (folder / "lists" / "bad_words_en.txt").write_text("frobnicate\n")
+    menu = "Home | About us | Frobnicate our company today\nEnable javascript to read this page of ours.\n"
+    pages = [
+        menu + NOTICE + STORY,
+        NOTICE + PAGE,
+        STORY + "They like to frobnicate on all of their days.\n",
+        PAGE + "Lorem ipsum dolor sit amet.\n",
+        PAGE + "It says {name} where there should be a name.\n",
+        DANISH,
+        "A page of one line is not enough for C4, is it?\n",
+        NOTICE + PAGE,
+    ]
+    write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": text} for text in pages])
+    result = run(folder, "c4")
+    assert dropped(result) == {
+        "bad_words/document_removed_with_badwords": 1,
+        "c4_quality/curly_bracket": 1,
+        "c4_quality/lorem_ipsum": 1,
+        "c4_quality/too_few_sentences": 1,
+        "exact_duplicate": 1,
+        "language/label": 1,
+    }
+    kept = "\n".join(texts(result, folder))
+    whole = [line for line in (NOTICE + STORY + PAGE).splitlines() if not line.endswith("ships")]
+    assert Counter(kept.splitlines()) == Counter(whole), "menu cut, the notice once"
+
+
+def test_gopher_drops_repetition_evaluations_and_near_duplicates(folder: Path) -> None:
+    questions = folder / "evaluations" / "questions.jsonl"
+    write_lines(questions, [{"question": ITEM, "answer": "None of them."}])
+    near = STORY.replace("one more name", "a new name")
+    pages = [
+        STORY,
+        near,
+        PAGE,
+        PROSE,
+        PAGE + ITEM.lower().replace(",", " "),
+        "To be or not to be, and that is it.",
+    ]
+    write_lines(folder / "data" / "web" / "a.jsonl.gz", [{"text": text} for text in pages])
+    result = run(folder, "gopher", "dedup.near.measure.planted=4")
+    assert dropped(result) == {
+        "gopher_quality/gopher_short_doc": 1,
+        "gopher_repetition/top_4_gram": 1,
+        "decontamination/overlap": 1,
+        "near_duplicate": 1,
+    }
+    assert texts(result, folder) == sorted([STORY, PAGE])
+
+
+def test_code_keeps_permitted_files_that_people_wrote(folder: Path) -> None:
+    shutil.copy(FOLDER / "code_rules.py", folder)
+
+    def record(content: str, *licenses: str) -> dict[str, Any]:
+        return {"content": content, "hexsha": "1", "licenses": licenses, "repository": "r", "path": "p"}
+
+    python = [
+        record(FUNCTION, "MIT"),
+        record(FUNCTION.replace("    ", "\t"), "MIT"),
+        record(FUNCTION + "\nx = 1\n", "MIT", "GPL-3.0"),
+        record(FUNCTION + "\ny = 2\n"),
+        record("# Generated code: DO NOT EDIT\n" + FUNCTION, "ISC"),
+        record(FUNCTION + f"names = {['name'] * 200}\n", "MIT"),
+        record(FUNCTION.replace("\n", " "), "MIT"),
+        record("\n".join(f"{n:#04x}, {n}," for n in range(100)), "MIT"),
+        record("pass\n", "MIT"),
+    ]
+    write_lines(folder / "data" / "python" / "a.jsonl.zst", python)
+    write_lines(
+        folder / "data" / "c" / "b.jsonl.zst",
+        [record(STRUCT, "MIT"), record(FUNCTION, "MIT"), record(STRUCT + "// ask anna@example.org", "MIT")],
+    )
+    result = run(folder, "code")
+    assert dropped(result) == {
+        "length/too_few_characters": 1,
+        "ratios/too_few_letters": 1,
+        "python/license": 2,
+        "python/generated": 1,
+        "python/long_line": 1,
+        "python/long_lines": 1,
+        "exact_duplicate": 1,
+        "near_duplicate": 2,
+    }
+    assert texts(result, folder) == sorted([FUNCTION, STRUCT + "// ask email@example.com"])
+    [kept] = [row for row in provenance(result) if row["record"] == 0]
+    assert json.loads(kept["metadata"]) == {"licenses": ["MIT"], "repository": "r", "path": "p"}
+
+
+def test_wikipedia_keeps_articles_without_their_boilerplate(folder: Path) -> None:
+    stub = "This article is a stub: you can help by expanding it with sources.\n"
+    articles = {
+        "Harbour": STORY.replace("\n", " ") + "\n" + stub,
+        "Bakery": PAGE.replace("\n", " ") + "\n" + stub * 2,
+        "Brothers": DANISH.replace("\n", " "),
+        "List": "See also\nBakery\nHarbour\n",
+    }
+    columns = {
+        "id": [str(n) for n in range(4)],
+        "url": ["https://example.org/" + name for name in articles],
+        "title": list(articles),
+        "text": list(articles.values()),
+    }
+    (folder / "data" / "dump").mkdir(parents=True)
+    pq.write_table(pa.table(columns), folder / "data" / "dump" / "a.parquet")
+    write_lines(
+        folder / "data" / "later" / "b.jsonl.gz", [{"id": "9", "title": "Bakery", "text": articles["Bakery"]}]
+    )
+    result = run(folder, "wikipedia")
+    assert dropped(result) == {
+        "c4_paragraph/too_few_paragraphs": 1,
+        "language/label": 1,
+        "exact_duplicate": 1,
+    }
+    assert "".join(texts(result, folder)).count(stub) == 1
+    expected = {
+        ("Harbour", "https://example.org/Harbour", "0"),
+        ("Bakery", "https://example.org/Bakery", "1"),
+    }
+    rows = provenance(result)
+    assert {(json.loads(row["metadata"])["title"], row["url"], row["id"]) for row in rows} == expected
+
+
+def test_continue_pretraining_keeps_what_is_new_to_the_model(folder: Path) -> None:
+    old = "data/pretraining/*.jsonl.gz"
+    write_lines(folder / "data" / "pretraining" / "a.jsonl.gz", [{"text": STORY}, {"text": PROSE}])
+    new = [PAGE, STORY.replace("one more name", "a new name"), PAGE, "short"]
+    write_lines(folder / "data" / "domain" / "b.jsonl.gz", [{"text": text} for text in new])
+    shutil.copy(FOLDER / "continue-pretraining.yaml", folder)
+    overrides = [f'inputs=[{{path: "{old}"}}]', "filters=[]", "dedup.near.against=[]"]
+    recipe = folder / "continue-pretraining.yaml"
+    build_dedup_index(
+        recipe, folder / "indexes" / "pretraining", workers=1, overrides=overrides, progress=False
+    )
+    result = run(folder, "continue-pretraining")
+    assert dropped(result) == {"length/too_few_words": 1, "exact_duplicate": 1, "near_duplicate": 1}
+    assert texts(result, folder) == [PAGE]
+    rehearsal = run(folder, "continue-pretraining", *overrides, "output.path=out/rehearsal")
+    assert texts(rehearsal, folder) == sorted([STORY, PROSE])
+    streams = [Stream(result.location, weight=19), Stream(rehearsal.location)]
+    with StreamingLoader(streams, batch_size=20, return_ids=True) as loader:
+        assert next(iter(loader))["stream_id"].sum() == 1

@@ -1,10 +1,16 @@
-"""The runner reports how far each stage is: kept documents, time left by weight, kernels being compiled."""
+"""A task is finished wholly or not at all, skipped only while it is exactly what is asked for, and reported.
+
+Reports say how far each stage is: kept documents, time left by weight, kernels being compiled.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +18,202 @@ from typing import Any
 
 import pytest
 
+from shardkit.errors import BuildError, ConservationError
 from shardkit.progress import make_listener
 from shardkit.writers.execution.engine import InlineEngine
 from shardkit.writers.execution.engine_local import LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import run_task
+from shardkit.writers.execution.work_local import COMMIT_NAME
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import StageProgress
 
-TASKS = """
+ONE_DOCUMENT = {"documents": 1, "bytes": 5}
+
+
+def write_two(folder: Path, text: str) -> dict[str, Any]:
+    (folder / "sub").mkdir()
+    (folder / "a.txt").write_text(text)
+    (folder / "sub" / "b.txt").write_text(text * 2)
+    return {"letters": 3 * len(text)}
+
+
+def fail_half_way(folder: Path) -> dict[str, Any]:
+    (folder / "a.txt").write_text("half")
+    raise BuildError("no")
+
+
+def lose_a_document(folder: Path) -> dict[str, Any]:
+    kept = {"documents": 0, "bytes": 0}
+    return {"ledger": {"read": ONE_DOCUMENT, "kept": kept, "dropped": {}, "quarantined": {}}}
+
+
+TASK = Task("stage", "task", {"key": 1}, write_two, ("text",))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "work") as journal:
+        yield journal
+
+
+def finish(journal: Journal, task: Task = TASK) -> None:
+    run_task(task, task.digest, journal.work)
+
+
+def find(journal: Journal, task: Task) -> Commit | None:
+    [commit] = journal.find([task])
+    return commit
+
+
+def folder_of(journal: Journal, task: Task = TASK) -> Path:
+    return journal.work.folder / task.key
+
+
+def test_a_finished_task_is_found_with_its_counts_and_outputs(journal: Journal) -> None:
+    assert find(journal, TASK) is None
+    made = run_task(TASK, TASK.digest, journal.work)
+    found = find(journal, TASK)
+    assert found is not None
+    assert found == replace(made, reused=True)
+    assert found.counts == {"letters": 12}
+    assert {name: output.bytes for name, output in found.outputs.items()} == {"a.txt": 4, "sub/b.txt": 8}
+    assert (found.folder / "sub" / "b.txt").read_text() == "texttext"
+    assert journal.work.damaged_output(found) is None
+
+
+@pytest.mark.parametrize("changed", [{"key": 2}, {}, {"key": 1, "more": None}])
+def test_another_spec_is_another_task(journal: Journal, changed: dict[str, Any]) -> None:
+    finish(journal)
+    assert find(journal, replace(TASK, config=changed)) is None
+
+
+def test_other_code_is_another_task(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(journal)
+    monkeypatch.setattr("shardkit.writers.execution.task.code_version", lambda: "newer")
+    assert find(journal, replace(TASK)) is None  # a fresh task, as digests are remembered
+
+
+def test_args_and_weight_do_not_decide(journal: Journal) -> None:
+    finish(journal)
+    assert find(journal, replace(TASK, args=("elsewhere",), weight=9)) is not None
+
+
+@pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", COMMIT_NAME])
+@pytest.mark.parametrize("harm", ["remove", "cut"])
+def test_a_task_that_lost_something_runs_again(journal: Journal, name: str, harm: str) -> None:
+    finish(journal)
+    path = folder_of(journal) / name
+    path.unlink() if harm == "remove" else path.write_bytes(path.read_bytes()[:-3])
+    assert find(journal, TASK) is None
+    finish(journal)
+    assert find(journal, TASK) is not None
+
+
+def test_changed_bytes_of_the_same_size_are_noticed_when_asked_for(journal: Journal) -> None:
+    finish(journal)
+    (folder_of(journal) / "sub" / "b.txt").write_text("texttexT")
+    found = find(journal, TASK)
+    assert found is not None
+    assert journal.work.damaged_output(found) == "sub/b.txt"
+
+
+def test_a_task_that_fails_leaves_nothing(journal: Journal) -> None:
+    task = replace(TASK, function=fail_half_way, args=())
+    with pytest.raises(BuildError, match="no"):
+        run_task(task, task.digest, journal.work)
+    assert [path for path in journal.work.folder.rglob("*.txt") if path.parent != journal.work.folder] == []
+    assert find(journal, task) is None
+
+
+def test_a_task_whose_documents_do_not_add_up_is_not_committed(journal: Journal) -> None:
+    task = replace(TASK, function=lose_a_document, args=())
+    with pytest.raises(ConservationError, match=r"stage/task: read 1 documents .* accounted for 0"):
+        run_task(task, task.digest, journal.work)
+    assert find(journal, task) is None
+
+
+def test_versions_of_a_task_lie_side_by_side(journal: Journal) -> None:
+    finish(journal)
+    newer = replace(TASK, config={"key": 2}, args=("x",))
+    finish(journal, newer)
+    assert (folder_of(journal) / "a.txt").read_text() == "text"
+    assert (folder_of(journal, newer) / "a.txt").read_text() == "x"
+    assert [find(journal, task) is None for task in (TASK, newer)] == [False, False]
+    assert [commit.config for _, commit in journal.work.commits("stage")] in (
+        [{"key": 1}, {"key": 2}],
+        [{"key": 2}, {"key": 1}],
+    )
+
+
+def test_a_task_done_by_two_is_the_first_ones(journal: Journal) -> None:
+    finish(journal)
+    file = folder_of(journal) / "a.txt"
+    before = file.stat()
+    finish(journal)
+    assert file.stat().st_ino == before.st_ino
+    assert list((journal.work.folder / "unfinished").rglob("*.txt")) == []
+
+
+def test_two_runs_of_a_task_that_differ_are_an_error(journal: Journal) -> None:
+    finish(journal)
+    with pytest.raises(
+        BuildError, match=r"stage/task: two runs of it gave different bytes \(a.txt, sub/b.txt\)"
+    ):
+        finish(journal, replace(TASK, args=("other",)))
+    assert (folder_of(journal) / "a.txt").read_text() == "text"
+
+
+def test_what_a_killed_build_left_is_cleared(tmp_path: Path) -> None:
+    with Journal(tmp_path / "work") as journal:
+        (journal.work.folder / "unfinished" / "stage.task.123").mkdir()
+        finish(journal)
+    with Journal(tmp_path / "work") as journal:
+        assert list((journal.work.folder / "unfinished").iterdir()) == []
+        assert find(journal, TASK) is not None
+
+
+def test_two_builds_cannot_share_a_work_folder(tmp_path: Path) -> None:
+    with Journal(tmp_path / "work"), pytest.raises(BuildError, match="another build uses"):
+        Journal(tmp_path / "work").__enter__()
+    with Journal(tmp_path / "work"):
+        pass  # free again
+
+
+def test_the_lock_of_a_killed_build_is_free(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from shardkit.writers.execution.runner import Journal\n"
+        "Journal(Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "work")], timeout=60)
+    assert done.returncode == -9
+    with Journal(tmp_path / "work") as journal:
+        finish(journal)
+
+
+def test_a_folder_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(BuildError, match=r"contains files that no build wrote \(thesis\.txt\)"):
+        Journal(tmp_path).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_removing_the_work_folder_removes_all_of_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "work") as journal:
+        finish(journal)
+        journal.remove()
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_work_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match=r"file/work: cannot be used as work folder"):
+        Journal(tmp_path / "file" / "work").__enter__()
+    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
+
+
+KERNEL_TASKS = """
 import numba
 
 @numba.njit
@@ -39,7 +232,7 @@ def compile(folder):
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    (tmp_path / "kernel_tasks.py").write_text(TASKS)
+    (tmp_path / "kernel_tasks.py").write_text(KERNEL_TASKS)
     monkeypatch.syspath_prepend(tmp_path)
     yield import_module("kernel_tasks")
     del sys.modules["kernel_tasks"]

@@ -1,9 +1,13 @@
-"""Processes that share a stage do every task, mostly once, whoever comes, goes or dies."""
+"""Processes that share a stage do every task, mostly once, whoever comes, goes or dies.
+
+Claims are leases by each observer's own clock: they save work, and no failure of them stops any.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +23,9 @@ from shardkit.writers.execution.scheduler import Claims, OwnQueue, SharedQueue, 
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import LocalWork
-from support.stores import fresh_memory
+from support.stores import FaultRule, FaultyStore, fresh_memory
 
+LEASE = 60.0
 RUNS: Counter[str] = Counter()
 
 
@@ -53,8 +58,114 @@ class Clock:
         return self.now
 
 
-def claims_of(store: Store, name: str, clock: Clock | None = None, lease: float = 1e9) -> Claims:
+@pytest.fixture
+def memory() -> MemoryStore:
+    return fresh_memory()
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def claims_of(store: Store, name: str, clock: Clock | None = None, lease: float = LEASE) -> Claims:
+    """They beat once, as they begin: what beats do later, tests do."""
     return Claims(store, name=name, lease_seconds=lease, beat_seconds=1e6, clock=clock or Clock())
+
+
+def keys(store: Store) -> list[str]:
+    return [info.key for info in store.list()]
+
+
+def test_what_one_has_another_does_not_get_until_it_is_released(
+    memory: MemoryStore, opened: ExitStack
+) -> None:
+    one = opened.enter_context(claims_of(memory, "one"))
+    two = opened.enter_context(claims_of(memory, "two"))
+    assert one.take("stage/a")
+    assert not two.take("stage/a"), "taken, though no look was taken at it yet"
+    assert two.holder("stage/a") == "another process"
+    two.refresh()
+    assert two.holder("stage/a") == "one"
+    assert two.take("stage/b")
+    one.release("stage/a")
+    two.refresh()
+    assert two.holder("stage/a") is None
+    assert two.take("stage/a")
+
+
+def test_a_session_that_says_nothing_for_a_lease_is_dead_and_leaves_nothing(
+    memory: MemoryStore, opened: ExitStack
+) -> None:
+    clock = Clock()
+    claims_of(memory, "dead").__enter__().take("stage/a")  # killed here
+    two = opened.enter_context(claims_of(memory, "two", clock))
+    two.refresh()
+    clock.now += LEASE - 1
+    two.refresh()
+    assert not two.take("stage/a")
+    clock.now += 1
+    two.refresh()
+    assert keys(memory) == ["sessions/two"]
+    assert two.take("stage/a")
+
+
+def test_a_session_that_goes_on_lives_whatever_its_clock_says(memory: MemoryStore, opened: ExitStack) -> None:
+    clock = Clock()
+    one = opened.enter_context(claims_of(memory, "one"))  # its clock stands still
+    two = opened.enter_context(claims_of(memory, "two", clock))
+    one.take("stage/a")
+    for number in range(1, 6):
+        two.refresh()
+        clock.now += LEASE - 1
+        one._beat(number)
+    two.refresh()
+    assert two.holder("stage/a") == "one"
+
+
+def test_one_that_was_asleep_does_not_let_go_of_what_another_took_over(
+    memory: MemoryStore, opened: ExitStack
+) -> None:
+    clock = Clock()
+    one = opened.enter_context(claims_of(memory, "one", clock))
+    two = opened.enter_context(claims_of(memory, "two", clock))
+    assert one.take("stage/a")
+    two.refresh()
+    clock.now += LEASE
+    two._beat(1)
+    two.refresh()
+    assert two.take("stage/a")
+    one._beat(1)  # it wakes up, beats, and ends its task
+    one.release("stage/a")
+    assert memory.get("claims/stage/a") == b"two"
+    two.release("stage/a")
+    assert "claims/stage/a" not in keys(memory)
+
+
+def test_the_last_one_leaves_nothing_behind(memory: MemoryStore) -> None:
+    memory.put("claims/stage/old", b"somebody who was killed long ago")
+    with claims_of(memory, "one") as one:
+        one.take("stage/a")
+        with claims_of(memory, "two") as two:
+            two.take("stage/b")
+        assert keys(memory) == ["claims/stage/a", "claims/stage/old", "sessions/one"]
+    assert keys(memory) == []
+
+
+@pytest.mark.parametrize("operation", ["put", "list", "get", "delete", "any"])
+def test_a_store_that_fails_stops_nobody(memory: MemoryStore, operation: str) -> None:
+    claims_of(memory, "dead").__enter__().take("stage/b")
+    store = FaultyStore(memory, [FaultRule(fault="deny", operation=operation)])  # type: ignore[arg-type]
+    clock = Clock()
+    with claims_of(store, "one", clock) as one:
+        one.refresh()
+        clock.now += LEASE
+        one.refresh()
+        assert one.take("stage/a")
+        assert one.holder("stage/a") is None
+        one.release("stage/a")
+    assert store.log
 
 
 def test_one_process_takes_heavy_tasks_first(work: LocalWork) -> None:
@@ -113,7 +224,7 @@ def test_the_task_of_one_that_was_killed_is_done_after_its_lease(work: LocalWork
         clock.now += 20
 
     done: list[Commit] = []
-    with claims_of(memory, "one", clock, lease=60.0) as claims:
+    with claims_of(memory, "one", clock) as claims:
         queue = SharedQueue(tasks, done.append, work, claims, None, waiting=waiting, clock=clock)
         InlineEngine().run(queue, work)
     assert [commit.name for commit in done] == ["t1", "t0"]
@@ -143,7 +254,7 @@ def test_waiting_ends_after_hours_and_names_who_hangs(work: LocalWork) -> None:
     with ExitStack() as stack:
         other = stack.enter_context(claims_of(memory, "node7"))
         other.take(task.key)
-        claims = stack.enter_context(claims_of(memory, "one", clock))
+        claims = stack.enter_context(claims_of(memory, "one", clock, lease=1e9))
         queue = SharedQueue([task], print, work, claims, None, clock=clock)
         assert queue.take() is None
         clock.now += module.WAIT_SECONDS + 1
@@ -188,7 +299,7 @@ def test_turns_are_taken_one_by_one_and_a_dead_ones_is_taken_over() -> None:
         waits.append(dict(holders))
 
     states: list[bool] = []
-    with claims_of(memory, "one", clock, lease=60.0) as claims:
+    with claims_of(memory, "one", clock) as claims:
         for expected in (True, False):
             with take_turn(
                 claims, "publish/x", lambda: bool(states), waiting, clock=clock, sleep=sleep
@@ -206,7 +317,7 @@ def test_a_turn_is_not_waited_for_for_ever() -> None:
 
     with ExitStack() as stack:
         stack.enter_context(claims_of(memory, "node7")).take("publish/x")
-        one = stack.enter_context(claims_of(memory, "one", clock))
+        one = stack.enter_context(claims_of(memory, "one", clock, lease=1e9))
         turn = take_turn(one, "publish/x", lambda: False, lambda holders: None, clock=clock, sleep=sleep)
         with pytest.raises(BuildError, match="24 hours for node7 to publish"):
             turn.__enter__()

@@ -1,4 +1,7 @@
-"""A build that would not fit is refused before it writes, by an estimate that is safe and not wild."""
+"""A build that would not fit is refused before it writes, by an estimate that is safe and not wild.
+
+A recipe may be measured on a part of its input: which part, and that what is measured is what a build does.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import random
 import shutil
 import uuid
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +23,17 @@ import zstandard
 
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
-from shardkit.writers import build, load_recipe
-from shardkit.writers import estimate as disk_budget
+from shardkit.tools.plan.build import measured_from_card
+from shardkit.tools.plan.sampling import measure_sample
+from shardkit.writers import build, estimate
 from shardkit.writers.estimate import (
     CERTAIN,
     Finished,
+    Piece,
     StageBytes,
     check_disk,
+    choose_pieces,
+    copy_start,
     disk_needs,
     finished_stages,
     rehearse,
@@ -34,7 +42,7 @@ from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.executors import Execution, work_of
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import Recipe
+from shardkit.writers.recipe import Recipe, load_recipe
 from shardkit.writers.stages.graph import BuildInputs
 from shardkit.writers.stages.tokenize import TokenizerFile
 from support.disk_meter import files_of, peak_bytes
@@ -80,7 +88,7 @@ def set_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders named fast/… and slow/… lie on file systems of their own."""
-    monkeypatch.setattr(disk_budget, "_device", lambda folder: "fast" in folder.parts)
+    monkeypatch.setattr(estimate, "_device", lambda folder: "fast" in folder.parts)
 
 
 @pytest.mark.usefixtures("devices")
@@ -158,7 +166,7 @@ def test_an_input_that_fits_many_times_over_is_not_measured(
 ) -> None:
     read = look(load_recipe(make_corpus(tmp_path, 40)))
     stored = sum(split.bytes for split in read[0].splits)
-    monkeypatch.setattr(disk_budget, "rehearse", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(estimate, "rehearse", lambda *_: pytest.fail("measured"))
     set_free(CERTAIN * stored)
     assert check_disk(*read, LocalWork(tmp_path / "work"), tmp_path / "out", Execution()) == []
 
@@ -224,12 +232,12 @@ def test_an_estimate_is_between_what_a_build_takes_and_half_as_much_again(
     places = [f"work={tmp_path / 'work'}", f"output.path={tmp_path / 'out'}"]
     recipe = load_recipe(texts_folder / "recipe.yaml", [*RECIPES[name], *places])
     stored = sum(split.bytes for split in look(recipe)[0].splits)
-    estimate = rehearse(*look(recipe), 1, sample_bytes=stored // 4)
+    found = rehearse(*look(recipe), 1, sample_bytes=stored // 4)
     with peak_bytes(tmp_path) as peak:
         build(recipe, workers=1, progress=False)
-    assert peak[0] <= estimate.work <= 1.5 * peak[0], (estimate, peak)
+    assert peak[0] <= found.work <= 1.5 * peak[0], (found, peak)
     published = sum(status.st_size for status in files_of(tmp_path / "out").values())
-    assert published * 0.95 <= estimate.output <= 1.5 * published, (estimate, published)
+    assert published * 0.95 <= found.output <= 1.5 * published, (found, published)
 
 
 @pytest.mark.extended
@@ -246,3 +254,73 @@ def test_scratch_of_a_work_folder_in_a_store_is_enough_for_a_worker(
     with peak_bytes(tmp_path / "scratch", tmp_path / "out") as peak:
         build(recipe, workers=1, progress=False)
     assert peak[0] <= need.bytes, (need, peak)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("sampling"), 400)
+
+
+@pytest.mark.extended  # four builds
+def test_a_sample_of_everything_measures_what_the_build_s_card_says(corpus: Path) -> None:
+    sample = measure_sample(corpus, share=Fraction(1), progress=False)
+    built = build(corpus, progress=False)
+    expected = measured_from_card(json.loads((built.output / "dataset.json").read_text()), "")
+    found = sample.measured
+    assert (found.read_bytes, found.kept_bytes) == (expected.read_bytes, expected.kept_bytes)
+    assert found.funnel.retention == expected.funnel.retention
+    assert {s.name for s in found.funnel.stages} == {s.name for s in expected.funnel.stages}
+    assert (found.tokens, found.stored_bytes) == (expected.tokens, expected.stored_bytes)
+    assert found.text_bytes_per_token == expected.text_bytes_per_token
+    assert sample.whole_text_bytes == expected.read_bytes
+    assert found.core_bytes_per_second is not None
+    assert found.core_bytes_per_second > 0
+    assert found.work_bytes_per_text_byte is not None
+    assert found.work_bytes_per_text_byte > 0
+    assert not (corpus.parent / "out.work").exists()
+
+
+def test_a_part_takes_of_every_source_its_share_and_always_the_same_files(corpus: Path) -> None:
+    splits = scan_inputs(load_recipe(corpus))
+    whole = sum(split.bytes for split in splits)
+    chosen = choose_pieces(splits, whole // 3)
+    assert chosen == choose_pieces(splits[::-1], whole // 3)
+    assert {piece.split.source for piece in chosen} == {split.source for split in splits}
+    everything = choose_pieces(splits, whole)
+    assert sum(piece.bytes for piece in everything) == whole
+    assert {piece.split.path for piece in everything} == {split.path for split in splits}
+
+
+@pytest.mark.parametrize("name", ["plain-0.jsonl", "lines.jsonl.gz"])
+def test_the_beginning_of_a_file_is_whole_lines(corpus: Path, tmp_path: Path, name: str) -> None:
+    [split] = [split for split in scan_inputs(load_recipe(corpus)) if split.file == name]
+    taken = copy_start(Piece(split, split.bytes // 2), tmp_path / "head", whole_lines=True)
+    lines = (tmp_path / "head").read_bytes().split(b"\n")
+    assert 0 < taken <= split.bytes
+    assert lines.pop() == b""
+    assert [json.loads(line)["number"] for line in lines]
+
+
+def test_the_command_plans_from_a_finished_dataset(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = build(corpus, progress=False)
+    assert main(["plan", "build", "--from", str(result.output), "--tokens", "1e9", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    kept, read = result.funnel.kept.bytes, result.funnel.read.bytes
+    assert plan["retention"] == pytest.approx(kept / read)
+    assert plan["raw_bytes"] == pytest.approx(1e9 * read / result.tokens)
+    assert plan["inputs"]["text_bytes_per_token"] == {
+        "value": pytest.approx(kept / result.tokens),
+        "origin": "measured",
+    }
+    assert plan["inputs"]["core_bytes_per_second"]["origin"] == "assumed"
+
+
+@pytest.mark.extended
+def test_the_command_measures_a_recipe(corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "build", str(corpus), "--sample-bytes", "20KB", "--quiet", "--json"]) == 0
+    out, err = capfd.readouterr()
+    plan = json.loads(out)
+    assert plan["inputs"]["core_bytes_per_second"]["origin"] == "measured"
+    assert plan["measured_on"]["stored_bytes"] > 0
+    assert err == ""
+    assert any("duplicates were found within the sample only" in note for note in plan["notes"])
