@@ -21,14 +21,14 @@ import contextlib
 import json
 import multiprocessing as mp
 import os
-import queue
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -179,34 +179,20 @@ def _bucket() -> Iterator[str]:
 def _run(plan: Plan, jobs: int) -> Iterator[Result]:
     """All cells of a plan that are not done, in any order, by so many processes."""
     context = mp.get_context("spawn")
-    results: mp.Queue[Any] = context.Queue()
-    turn = context.Value("q", 0)
-    processes = [
-        context.Process(target=_work, args=(plan, number, turn, results), daemon=False)
-        for number in range(jobs)
-    ]
-    for process in processes:
-        process.start()
-    start, ended, count = time.monotonic(), 0, 0
-    try:
-        while ended < jobs:
-            try:
-                todo, result = results.get(timeout=CELL_SECONDS)
-            except queue.Empty:
-                raise SystemExit(f"no cell ended in {CELL_SECONDS:.0f} s") from None
-            if isinstance(result, str):
-                raise SystemExit(result)
-            if result is None:
-                ended += 1
-                continue
-            count += 1
-            yield result
-            _say(count, todo, time.monotonic() - start, result)
-    finally:
-        for process in processes:
-            if ended < jobs:
-                process.terminate()
-            process.join()
+    numbers = context.Value("i", 0)
+    with ProcessPoolExecutor(jobs, context, _begin_job, (plan, numbers)) as pool:
+        keys = [key for key in pool.submit(_keys).result() if key not in plan.done]
+        waiting = {pool.submit(_do, key) for key in keys}
+        start = time.monotonic()
+        while waiting:
+            ended, waiting = wait(waiting, CELL_SECONDS, FIRST_COMPLETED)
+            if not ended:
+                for process in mp.active_children():
+                    process.kill()
+                raise SystemExit(f"no cell ended in {CELL_SECONDS:.0f} s")
+            for future in ended:
+                yield future.result()
+                _say(len(keys) - len(waiting), len(keys), time.monotonic() - start, future.result())
 
 
 def _say(count: int, total: int, seconds: float, result: Result) -> None:
@@ -218,31 +204,27 @@ def _say(count: int, total: int, seconds: float, result: Result) -> None:
     )
 
 
-def _work(plan: Plan, job: int, turn: Any, results: mp.Queue[Any]) -> None:
-    """A job: run the cell whose turn it is, until there is none.
+_cells: dict[Key, Callable[[], Any]] = {}
+"""Of the plan that this process works on."""
 
-    Puts (cells to run, what came of one), at the end (…, None), or (…, traceback) if the machinery breaks.
-    """
-    todo: Cells = []
-    try:
-        with _machinery(plan, plan.folder / f"job-{job}") as cells:
-            todo = [(key, do) for key, do in cells if key not in plan.done]
-            while True:
-                with turn.get_lock():
-                    number = turn.value
-                    turn.value += 1
-                if number >= len(todo):
-                    break
-                key, do = todo[number]
-                start = time.monotonic()
-                outcome = do()
-                seconds = time.monotonic() - start
-                looks = getattr(outcome, "looks", 0)
-                result = Result(key, outcome.struck, looks, outcome.problems, round(seconds, 3))
-                results.put((len(todo), result))
-        results.put((len(todo), None))
-    except BaseException:
-        results.put((len(todo), traceback.format_exc()))
+
+def _begin_job(plan: Plan, numbers: Any) -> None:
+    with numbers.get_lock():
+        job, numbers.value = numbers.value, numbers.value + 1
+    stack = contextlib.ExitStack()
+    Finalize(None, stack.close, exitpriority=0)  # a pool's process runs no atexit handlers
+    _cells.update(stack.enter_context(_machinery(plan, plan.folder / f"job-{job}")))
+
+
+def _keys() -> list[Key]:
+    return list(_cells)
+
+
+def _do(key: Key) -> Result:
+    start = time.monotonic()
+    outcome = _cells[key]()
+    looks, seconds = getattr(outcome, "looks", 0), round(time.monotonic() - start, 3)
+    return Result(key, outcome.struck, looks, outcome.problems, seconds)
 
 
 Named = tuple[tuple[str, str, str], Callable[[], Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,24 @@ ALL_STAGES = ["dedup={exact: {}, lines: {min_characters: 20}, near: {measure: {p
 pytestmark = pytest.mark.usefixtures("inline_builds")
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return make_corpus(tmp_path / "corpus", documents=120)
-
-
 def make(recipe: Path, *changes: str, output: str = "out") -> dict[str, str]:
     place = recipe.parent.parent / output
     build(recipe, output=place, overrides=[*WORK, *changes], progress=False)
     return tree(place)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, inline_builds: None) -> Path:
+    folder = tmp_path_factory.mktemp("explain")
+    make(make_corpus(folder / "corpus", documents=120))
+    return folder
+
+
+@pytest.fixture
+def recipe(built: Path, tmp_path: Path) -> Path:
+    """That of a finished build, whose work folder is kept."""
+    shutil.copytree(built, tmp_path / "built")
+    return tmp_path / "built" / "corpus" / "recipe.yaml"
 
 
 def explain(recipe: Path, *changes: str) -> Explanation:
@@ -47,8 +57,8 @@ def to_run(explanation: Explanation) -> dict[str, tuple[int, list[str]]]:
     }
 
 
-def test_before_the_first_build_everything_is_new(recipe: Path) -> None:
-    found = explain(recipe)
+def test_before_the_first_build_everything_is_new(tmp_path: Path) -> None:
+    found = explain(make_corpus(tmp_path / "corpus", documents=120))
     assert to_run(found) == {"tokenizer": (1, [NEW]), "clean": (4, [NEW])}
     assert list(found.later) == ["exact", "parity", "tokenize", "pack", "provenance"]
     assert not found.stale
@@ -58,7 +68,9 @@ def test_before_the_first_build_everything_is_new(recipe: Path) -> None:
 def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
     recipe: Path, changes: list[str]
 ) -> None:
-    make(recipe, *changes)
+    if changes:
+        shutil.rmtree(recipe.parent / "work")
+        make(recipe, *changes, output="more")
     found = explain(recipe, *changes)
     assert to_run(found) == {}
     assert not found.later
@@ -81,7 +93,6 @@ def test_after_a_build_nothing_has_to_run_and_every_stage_was_looked_up(
 def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_earlier_one(
     recipe: Path, change: str, stage: str, tasks: int | None, why: str
 ) -> None:
-    make(recipe)
     [(found, (count, reasons))] = to_run(explain(recipe, change)).items()
     assert found == stage
     assert reasons == [why]
@@ -92,7 +103,6 @@ def test_a_changed_key_is_named_at_the_first_stage_that_depends_on_it_and_no_ear
 
 
 def test_an_added_file_is_the_only_one_that_is_cleaned(recipe: Path) -> None:
-    make(recipe)
     lines = [json.dumps({"text": text_of(n), "number": n}) for n in range(900, 920)]
     (recipe.parent / "plain-7.jsonl").write_text("\n".join(lines) + "\n")
     assert to_run(explain(recipe)) == {"clean": (1, [NEW])}
@@ -101,7 +111,6 @@ def test_an_added_file_is_the_only_one_that_is_cleaned(recipe: Path) -> None:
 
 
 def test_a_changed_file_is_told_from_an_added_one(recipe: Path) -> None:
-    make(recipe)
     file = recipe.parent / "plain-1.jsonl"
     file.write_text(file.read_text() + "\n" + json.dumps({"text": text_of(999), "number": 1}) + "\n")
     [(stage, (count, reasons))] = to_run(explain(recipe)).items()
@@ -111,13 +120,11 @@ def test_a_changed_file_is_told_from_an_added_one(recipe: Path) -> None:
 
 
 def test_a_lost_output_is_named(recipe: Path) -> None:
-    make(recipe)
     next((recipe.parent / "work" / "tokenize").glob("some.parquet*/tokens.bin")).unlink()
     assert to_run(explain(recipe)) == {"tokenize": (1, [LOST])}
 
 
 def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(recipe)
     for module in ("execution.task", "maintenance"):
         monkeypatch.setattr(f"shardkit.writers.{module}.code_version", lambda: "newer")
     for count, reasons in to_run(explain(recipe)).values():
@@ -126,7 +133,6 @@ def test_other_code_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cleaning_keeps_what_the_recipe_uses_and_an_earlier_recipe_builds_again(recipe: Path) -> None:
-    first = make(recipe)
     other = ["pack.sequence_length=32", "dedup={}"]
     make(recipe, *other, output="second")
     stale = explain(recipe).stale
@@ -138,12 +144,11 @@ def test_cleaning_keeps_what_the_recipe_uses_and_an_earlier_recipe_builds_again(
     assert done.removed_bytes > 0
     assert not clean_work(recipe, overrides=WORK).removed
     assert to_run(explain(recipe)) == {}
-    assert make(recipe, output="third") == first
+    assert make(recipe, output="third") == tree(recipe.parent.parent / "out")
     assert "clean" not in to_run(explain(recipe, *other)), "both recipes use the cleaned splits"
 
 
 def test_cleaning_waits_for_nobody_and_harms_no_build(recipe: Path) -> None:
-    make(recipe)
     with (
         Journal(recipe.parent / "work"),
         pytest.raises(BuildError, match="another build uses this work folder"),
@@ -153,7 +158,6 @@ def test_cleaning_waits_for_nobody_and_harms_no_build(recipe: Path) -> None:
 
 
 def test_everything_may_be_removed_but_not_a_foreign_folder(recipe: Path) -> None:
-    make(recipe)
     report = clean_work(recipe, overrides=WORK, everything=True)
     assert len(report.removed) == 13
     assert not (recipe.parent / "work").exists()
