@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -18,19 +17,10 @@ import pytest
 from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.execution.engine_local import LocalEngine, default_workers
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Task
 from shardkit.writers.execution.work import Work
-from support import task_runs
-from support.task_runs import FAILURES, check_failure, run_all
+from support.task_runs import FAILURES, check_failure, end_napping, imported_tasks, make_task, run_all
 
-TASKS = (
-    task_runs.TASKS
-    + """
-def nap(folder, seconds):
-    (folder.parent.parent / f"napping-{os.getpid()}").touch()
-    time.sleep(seconds)
-    return {}
-
+MORE_TASKS = """
 def die(folder, number):
     os.kill(os.getpid(), number)
     time.sleep(60)
@@ -38,15 +28,12 @@ def die(folder, number):
 def leave(folder): os._exit(3)
 def exhaust(folder): raise MemoryError
 """
-)
 
 
 @pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    (tmp_path / "engine_tasks.py").write_text(TASKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("engine_tasks")
-    del sys.modules["engine_tasks"]
+def tasks(tmp_path: Path) -> Iterator[ModuleType]:
+    with imported_tasks(tmp_path / "engine_tasks.py", MORE_TASKS) as tasks:
+        yield tasks
 
 
 @pytest.fixture
@@ -55,12 +42,8 @@ def work(tmp_path: Path) -> Iterator[Work]:
         yield journal.work
 
 
-def task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
-    return Task("stage", f"{name}-{number}", {"args": list(args)}, getattr(tasks, name), args, weight)
-
-
 def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, work: Work) -> None:
-    planned = [task(tasks, "square", n, number=n, weight=n * 7 % 5) for n in range(9)]
+    planned = [make_task(tasks, "square", n, number=n, weight=n * 7 % 5) for n in range(9)]
     heard: list[str] = []
     with LocalEngine(3) as engine:
         commits = run_all(engine, planned, work, lambda commit: heard.append(commit.name))
@@ -75,7 +58,7 @@ def test_results_come_in_task_order_whatever_the_schedule(tasks: ModuleType, wor
 
 
 def test_the_heaviest_task_starts_first(tasks: ModuleType, work: Work) -> None:
-    planned = [task(tasks, "square", n, number=n, weight=n) for n in range(5)]
+    planned = [make_task(tasks, "square", n, number=n, weight=n) for n in range(5)]
     heard: list[str] = []
     with LocalEngine(1) as engine:
         run_all(engine, planned, work, lambda commit: heard.append(commit.name))
@@ -86,7 +69,7 @@ def test_workers_use_one_thread_and_leave_stdout_alone(
     tasks: ModuleType, work: Work, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with LocalEngine(1) as engine:
-        [commit] = run_all(engine, [task(tasks, "environment")], work)
+        [commit] = run_all(engine, [make_task(tasks, "environment")], work)
     assert commit.counts == {
         "OMP_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
@@ -96,8 +79,7 @@ def test_workers_use_one_thread_and_leave_stdout_alone(
     assert capfd.readouterr().out == ""  # stdout is for results
 
 
-def test_a_script_without_a_main_guard_builds_once(tmp_path: Path) -> None:
-    (tmp_path / "engine_tasks.py").write_text(TASKS)
+def test_a_script_without_a_main_guard_builds_once(tmp_path: Path, tasks: ModuleType) -> None:
     (tmp_path / "guard.py").write_text(
         "print('once')\n"
         "from pathlib import Path; import engine_tasks\n"
@@ -127,7 +109,7 @@ def test_errors_keep_their_type_and_say_which_task(
     tasks: ModuleType, work: Work, name: str, kind: type[Exception], message: str
 ) -> None:
     with LocalEngine(1) as engine, pytest.raises(kind, match=message) as caught:
-        run_all(engine, [task(tasks, name)], work)
+        run_all(engine, [make_task(tasks, name)], work)
     check_failure(caught, name, kind)
 
 
@@ -142,17 +124,17 @@ def test_a_killed_worker_is_named_with_its_task_and_signal(
     tasks: ModuleType, work: Work, number: int, message: str
 ) -> None:
     with LocalEngine(2) as engine, pytest.raises(BuildError, match=message):
-        run_all(engine, [task(tasks, "die", int(number))], work)
+        run_all(engine, [make_task(tasks, "die", int(number))], work)
 
 
 def test_a_worker_that_exits_is_named_with_its_status(tasks: ModuleType, work: Work) -> None:
     with LocalEngine(1) as engine, pytest.raises(BuildError, match=r"stage/leave-0: .* exit status 3"):
-        run_all(engine, [task(tasks, "leave")], work)
+        run_all(engine, [make_task(tasks, "leave")], work)
 
 
-def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work) -> None:
+def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work, tmp_path: Path) -> None:
     start = time.monotonic()
-    planned = [task(tasks, "nap", 600, weight=2), task(tasks, "refuse")]
+    planned = [make_task(tasks, "nap", tmp_path, 600, weight=2), make_task(tasks, "refuse")]
     with LocalEngine(2) as engine, pytest.raises(RecipeError):
         run_all(engine, planned, work)
     assert time.monotonic() - start < 300  # long before the nap ends
@@ -165,39 +147,18 @@ SLEEPER = (
     "from shardkit.writers.execution.runner import Journal\n"
     "from shardkit.writers.execution.task import Task\n"
     "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
-    "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (600,)) for n in range(2)]\n"
+    "    tasks = [Task('s', str(n), {}, engine_tasks.nap, (Path.cwd(), 600)) for n in range(2)]\n"
     "    engine.run(journal.queue(tasks, lambda commit: None), journal.work)\n"
 )
 
 
 @pytest.mark.usefixtures("heeded_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_workers_end_with_the_build(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "engine_tasks.py").write_text(TASKS)
+def test_workers_end_with_the_build(tmp_path: Path, tasks: ModuleType, number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
-    while len(napping := list((tmp_path / "work").rglob("napping-*"))) < 2:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    workers = [int(path.name.removeprefix("napping-")) for path in napping]
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)  # long before the naps end
-    assert process.returncode == -number  # Python ends an unhandled KeyboardInterrupt by SIGINT
-    assert errors.count("Traceback") == (number == signal.SIGINT)
-    deadline = time.monotonic() + 120
-    while any(psutil.pid_exists(pid) and _alive(pid) for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)  # nobody reaps them in a container
-    except psutil.NoSuchProcess:
-        return False
+    end_napping(process, tmp_path, number)
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1000])

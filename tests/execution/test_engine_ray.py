@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
@@ -18,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 
 from servers.bucket import RgwBucket
@@ -32,22 +30,22 @@ from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.pipeline import build
 from shardkit.writers.progress import StageProgress
-from support import task_runs
 from support.ray_cluster import NODE_MEMORY, RAY_ENVIRONMENT, RayCluster, can_hide_folders
 from support.small_build import RECIPE, make_corpus, tree
-from support.task_runs import FAILURES, check_failure, run_all
+from support.task_runs import (
+    FAILURES,
+    check_failure,
+    end_napping,
+    ends,
+    imported_tasks,
+    make_task,
+    run_all,
+)
 
 pytest_plugins = ["support.s3_rgw"]
 
 MEMORY = 1_000_000_000
-TASKS = (
-    task_runs.TASKS
-    + """
-def nap(folder, place, seconds):
-    (place / f"napping-{os.getpid()}").touch()
-    time.sleep(seconds)
-    return {}
-
+MORE_TASKS = """
 def die_until(folder, place, count):
     (place / f"death-{time.monotonic_ns()}").touch()
     if len(list(place.glob("death-*"))) <= count:
@@ -76,18 +74,13 @@ def refuse_beside(folder, place):
         time.sleep(0.02)
     raise RecipeError("pack.length: too long")
 """
-)
 extended = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    folder = tmp_path_factory.mktemp("tasks")
-    (folder / "ray_tasks.py").write_text(TASKS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield importlib.import_module("ray_tasks")
-    del sys.modules["ray_tasks"]
+    with imported_tasks(tmp_path_factory.mktemp("tasks") / "ray_tasks.py", MORE_TASKS) as tasks:
+        yield tasks
 
 
 @pytest.fixture
@@ -124,16 +117,8 @@ def engine(workers: int | None = None, memory_bytes: int = MEMORY) -> RayEngine:
     return RayEngine(workers, address=None, memory_bytes=memory_bytes)
 
 
-def task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
-    config = {"args": [str(arg) for arg in args]}
-    return Task("stage", f"{name}-{number}", config, getattr(tasks, name), args, weight)
-
-
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_ray, "FIRST_PAUSE_SECONDS", 0.1)
-
-
-# --- without a cluster ---
 
 
 def test_as_many_tasks_fit_as_cpus_and_memory_of_each_living_node_allow() -> None:
@@ -193,7 +178,7 @@ def test_a_node_that_does_not_fit_says_why_before_it_runs_anything(
 
 
 def test_a_node_that_fits_runs_the_task_and_the_check_leaves_nothing(tasks: ModuleType, work: Work) -> None:
-    planned = task(tasks, "square", 7)
+    planned = make_task(tasks, "square", 7)
     with check_of(work) as check:
         assert check.code == code_version()
         answer, _ = run_on_node(check, pickle.dumps((planned, planned.digest, work)))
@@ -203,17 +188,16 @@ def test_a_node_that_fits_runs_the_task_and_the_check_leaves_nothing(tasks: Modu
     assert not list((work.folder / "unfinished").rglob("ray.*"))
 
 
-# --- on a cluster ---
-
-
 @extended
 def test_results_come_in_task_order_from_all_nodes(
     tasks: ModuleType, work: Work, place: Path, connected: RayCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with engine() as ray:
-        run_all(ray, [task(tasks, "meet", place, n, 4, number=n) for n in range(4)], work)  # 2 nodes of 2
-        commits = run_all(ray, [task(tasks, "square", n, number=n) for n in range(9)], work)
-        [commit] = run_all(ray, [task(tasks, "environment")], work)
+        run_all(
+            ray, [make_task(tasks, "meet", place, n, 4, number=n) for n in range(4)], work
+        )  # 2 nodes of 2
+        commits = run_all(ray, [make_task(tasks, "square", n, number=n) for n in range(9)], work)
+        [commit] = run_all(ray, [make_task(tasks, "environment")], work)
     assert [(c.folder / "square.txt").read_text() for c in commits] == [str(n * n) for n in range(9)]
     assert set(commit.counts.values()) == {"1", "false"}  # one thread each
     assert capfd.readouterr() == ("", "")
@@ -226,7 +210,7 @@ def test_errors_keep_their_type_and_say_which_task(
     tasks: ModuleType, work: Work, connected: RayCluster, name: str, kind: type[Exception], message: str
 ) -> None:
     with engine() as ray, pytest.raises(kind, match=message) as caught:
-        run_all(ray, [task(tasks, name)], work)  # at once: another try would be a warning
+        run_all(ray, [make_task(tasks, name)], work)  # at once: another try would be a warning
     check_failure(caught, name, kind)
 
 
@@ -234,11 +218,11 @@ def test_errors_keep_their_type_and_say_which_task(
 def test_the_first_error_ends_what_runs(
     tasks: ModuleType, work: Work, place: Path, connected: RayCluster
 ) -> None:
-    planned = [task(tasks, "nap", place, 600), task(tasks, "refuse_beside", place)]
+    planned = [make_task(tasks, "nap", place, 600), make_task(tasks, "refuse_beside", place)]
     with engine() as ray, pytest.raises(RecipeError):
         run_all(ray, planned, work)
     [napping] = place.iterdir()
-    assert _ends(int(napping.name.removeprefix("napping-")))
+    assert ends(int(napping.name.removeprefix("napping-")))
 
 
 @extended
@@ -251,7 +235,10 @@ def test_a_killed_worker_costs_only_its_task_which_runs_again_and_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick_retries(monkeypatch)
-    planned = [task(tasks, "die_until", place, 2), *(task(tasks, "square", n, number=n) for n in range(5))]
+    planned = [
+        make_task(tasks, "die_until", place, 2),
+        *(make_task(tasks, "square", n, number=n) for n in range(5)),
+    ]
     with engine() as ray, pytest.warns(RuntimeWarning) as told:
         commits = run_all(ray, planned, work)
     assert len(commits) == 6
@@ -269,7 +256,7 @@ def test_a_task_that_kills_every_worker_ends_the_run(
     quick_retries(monkeypatch)
     monkeypatch.setattr(engine_ray, "RETRIES", 1)
     with engine() as ray, pytest.raises(BuildError, match=r"stage/die_until-0: its process died .* 2 times"):
-        run_all(ray, [task(tasks, "die_until", place, 100)], work)
+        run_all(ray, [make_task(tasks, "die_until", place, 100)], work)
     assert len(list(place.iterdir())) == 2
 
 
@@ -295,7 +282,7 @@ def test_tasks_in_flight_are_bounded(
     tasks: ModuleType, work: Work, place: Path, connected: RayCluster, workers: int | None, most: int
 ) -> None:
     commits: list[Commit] = []
-    queue = CountingQueue([task(tasks, "overlap", place, number=n) for n in range(20)], commits.append)
+    queue = CountingQueue([make_task(tasks, "overlap", place, number=n) for n in range(20)], commits.append)
     with engine(workers) as ray:
         ray.run(queue, work)
     assert queue.most == most  # twice the four CPUs, or what was said
@@ -307,7 +294,7 @@ def test_tasks_ask_for_the_memory_of_the_recipe(
     tasks: ModuleType, work: Work, place: Path, connected: RayCluster
 ) -> None:
     with engine(memory_bytes=NODE_MEMORY * 3 // 4) as ray:  # so one fits on a node, with its two CPUs
-        commits = run_all(ray, [task(tasks, "overlap", place, number=n) for n in range(10)], work)
+        commits = run_all(ray, [make_task(tasks, "overlap", place, number=n) for n in range(10)], work)
     for counts in (commit.counts for commit in commits):
         assert len([name for name in counts["seen"] if name.startswith(counts["node"])]) == 1
 
@@ -324,7 +311,7 @@ def test_what_fits_on_no_node_is_waited_for_and_then_said(
         pytest.warns(RuntimeWarning, match="waiting for one"),
         pytest.raises(BuildError, match=message),
     ):
-        run_all(ray, [task(tasks, "square", 2)], work)
+        run_all(ray, [make_task(tasks, "square", 2)], work)
 
 
 @extended
@@ -339,7 +326,9 @@ def test_a_killed_node_costs_only_its_tasks(
 ) -> None:
     quick_retries(monkeypatch)
     number = connected.add()
-    planned = [task(tasks, "meet", place, n, 7, number=n) for n in range(7)]  # six run at once, one waits
+    planned = [
+        make_task(tasks, "meet", place, n, 7, number=n) for n in range(7)
+    ]  # six run at once, one waits
 
     def kill() -> None:
         connected.kill(number)
@@ -426,17 +415,7 @@ def test_tasks_end_with_the_build(
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
     )
-    deadline = time.monotonic() + 120
-    while len(napping := list(place.glob("napping-*"))) < 2:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=120)  # long before the naps end
-    assert process.returncode == -number
-    assert output == ""
-    assert errors.count("Traceback") == (number == signal.SIGINT)
-    assert all(_ends(int(path.name.removeprefix("napping-"))) for path in napping)
+    assert end_napping(process, place, number) == ""
 
 
 @extended
@@ -470,16 +449,3 @@ def _when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.T
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
-
-
-def _ends(pid: int) -> bool:
-    """Whether a process that should end does."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False

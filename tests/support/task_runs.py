@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 
+import psutil
 import pytest
 
 from shardkit.errors import BuildError, RecipeError, ShardError
@@ -13,7 +22,18 @@ from shardkit.writers.execution.scheduler import OwnQueue
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 
-__all__ = ["FAILURES", "TASKS", "check_failure", "run_all"]
+__all__ = [
+    "FAILURES",
+    "TASKS",
+    "check_failure",
+    "end_napping",
+    "ends",
+    "imported_tasks",
+    "make_task",
+    "run_all",
+]
+
+_SECONDS = 120.0  # far above what anything takes that is waited for
 
 # Workers import tasks by name, so tests write these into a module of their own, with more of theirs.
 TASKS = """
@@ -34,6 +54,11 @@ class Stubborn(RecipeError):
 
 def unpicklable(folder): raise Stubborn(1, 2)
 
+def nap(folder, place, seconds):
+    (place / f"napping-{os.getpid()}").touch()
+    time.sleep(seconds)
+    return {}
+
 def environment(folder):
     print("to stdout")
     names = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NUMBA_NUM_THREADS", "TOKENIZERS_PARALLELISM")
@@ -47,6 +72,21 @@ FAILURES: tuple[tuple[str, type[Exception], str], ...] = (
     ("unpicklable", BuildError, r"task stage/unpicklable-0: Stubborn: 1 2"),
 )
 """Name of a task that fails, with what and which message any engine says so."""
+
+
+@contextmanager
+def imported_tasks(file: Path, more: str) -> Iterator[ModuleType]:
+    """`TASKS` and more of them as a module, in a new file that workers can import."""
+    file.write_text(TASKS + more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(file.parent)
+        yield importlib.import_module(file.stem)
+    del sys.modules[file.stem]
+
+
+def make_task(tasks: ModuleType, name: str, *args: object, number: int = 0, weight: int = 0) -> Task:
+    config = {"args": [str(arg) for arg in args]}
+    return Task("stage", f"{name}-{number}", config, getattr(tasks, name), args, weight)
 
 
 def check_failure(caught: pytest.ExceptionInfo[Exception], name: str, kind: type[Exception]) -> None:
@@ -68,3 +108,31 @@ def run_all(
 
     engine.run(OwnQueue(tasks, done), work)
     return [commits[task.key.partition("/")[2]] for task in tasks]
+
+
+def end_napping(process: subprocess.Popen[str], place: Path, number: signal.Signals) -> str:
+    """Signal a build, two tasks of which nap; they must end with it. Returns what it printed."""
+    deadline = time.monotonic() + _SECONDS
+    while len(napping := list(place.glob("napping-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=_SECONDS)  # long before the naps end
+    assert process.returncode == -number  # Python ends an unhandled KeyboardInterrupt by SIGINT
+    assert errors.count("Traceback") == (number == signal.SIGINT)
+    assert all(ends(int(path.name.removeprefix("napping-"))) for path in napping)
+    return output
+
+
+def ends(pid: int) -> bool:
+    """Whether a process that should end does; a zombie has ended, too: in a container nobody reaps it."""
+    deadline = time.monotonic() + _SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
