@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -202,62 +201,56 @@ def test_allowed_bad_records_are_kept_in_quarantine(tmp_path: Path) -> None:
     assert verify(result.output).ok
 
 
-def no_text_left(folder: Path) -> list[str]:
-    return ["filters=[{length: {min_words: 10000}}]"]
-
-
-def nothing_readable(folder: Path) -> list[str]:
-    (folder / "u.jsonl").write_bytes("{}\n{}\n{}".encode("utf-16"))
-    return ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"]
-
-
-def no_tokenizer(folder: Path) -> list[str]:
-    return ["tokenizer.path=missing.json"]
-
-
-def wrong_eos(folder: Path) -> list[str]:
-    return ["tokenizer.eos=<eos>"]
-
-
-def reads_its_output(folder: Path) -> list[str]:
-    (folder / "data").mkdir()
-    (folder / "data" / "a.jsonl").write_text('{"text": "a b c d"}\n')
-    return ["inputs=[{path: data}]", "output.path=data"]
-
-
-def unknown_work(folder: Path) -> list[str]:
-    (folder / "home").mkdir()
-    (folder / "home" / "letter.txt").touch()
-    return ["work=home"]
-
-
-def occupied(folder: Path) -> list[str]:
-    (folder / "out").mkdir()
-    (folder / "out" / "letter.txt").touch()
-    return []
-
-
 @pytest.mark.parametrize(
-    ("prepare", "kind", "message"),
+    ("files", "overrides", "kind", "message"),
     [
-        (no_text_left, BuildError, r"no document is left of 115 .* dropped: length/too_few_words 115$"),
         (
-            nothing_readable,
+            {},
+            ["filters=[{length: {min_words: 10000}}]"],
+            BuildError,
+            r"no document is left of 115 .* dropped: length/too_few_words 115$",
+        ),
+        (
+            {"u.jsonl": "{}\n{}\n{}".encode("utf-16")},
+            ["inputs=[{path: u.jsonl}]", "max_bad_fraction=1"],
             BuildError,
             r"left of 3 .*; quarantined: bad_json 2, bad_utf8 1 \(first: u\.jsonl: record 0 .*: bad_utf8: ",
         ),
-        (no_tokenizer, RecipeError, r"tokenizer\.path: .*missing\.json cannot be read"),
-        (wrong_eos, RecipeError, r"tokenizer\.eos: .* has no token '<eos>'"),
-        (reads_its_output, RecipeError, r"inputs\[0\]\.path: data/a\.jsonl lies in .*keep inputs"),
-        (unknown_work, BuildError, r"home: contains files that no build wrote \(letter\.txt\)"),
-        (occupied, BuildError, r"out: holds files that are no dataset \(first: letter\.txt\)"),
+        (
+            {},
+            ["tokenizer.path=missing.json"],
+            RecipeError,
+            r"tokenizer\.path: .*missing\.json cannot be read",
+        ),
+        ({}, ["tokenizer.eos=<eos>"], RecipeError, r"tokenizer\.eos: .* has no token '<eos>'"),
+        (
+            {"data/a.jsonl": b'{"text": "a b c d"}\n'},
+            ["inputs=[{path: data}]", "output.path=data"],
+            RecipeError,
+            r"inputs\[0\]\.path: data/a\.jsonl lies in .*keep inputs",
+        ),
+        (
+            {"home/letter.txt": b""},
+            ["work=home"],
+            BuildError,
+            r"home: contains files that no build wrote \(letter\.txt\)",
+        ),
+        (
+            {"out/letter.txt": b""},
+            [],
+            BuildError,
+            r"out: holds files that are no dataset \(first: letter\.txt\)",
+        ),
     ],
+    ids=["nothing left", "nothing readable", "no tokenizer", "no eos", "output is input", "work", "output"],
 )
 def test_impossible_builds_say_why_and_leave_no_dataset(
-    tmp_path: Path, prepare: Callable[[Path], list[str]], kind: type[Exception], message: str
+    tmp_path: Path, files: dict[str, bytes], overrides: list[str], kind: type[Exception], message: str
 ) -> None:
     recipe = make_corpus(tmp_path, 80)
-    overrides = prepare(tmp_path)
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
     with pytest.raises(kind, match=message):
         build(recipe, overrides=overrides, workers=1, progress=False)
     assert not list(tmp_path.rglob("index.json"))

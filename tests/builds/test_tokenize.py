@@ -23,6 +23,7 @@ from shardkit.writers.ledger import Count
 from shardkit.writers.stages import tokenize as module
 from shardkit.writers.stages.tokenize import (
     RUN_TOKENS,
+    Tokenized,
     choose_partitions,
     partition_of,
     run_tokens_for,
@@ -30,7 +31,7 @@ from shardkit.writers.stages.tokenize import (
 )
 from shardkit.writers.tokenizer import Encoder
 from support.documents import write_documents
-from support.small_build import EOS, train_bpe
+from support.small_build import EOS, train_bpe, tree
 
 TEXTS = [f"document {i} " + "word " * (i * 7 % 23) for i in range(60)]
 
@@ -43,10 +44,27 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return Encoder(path, EOS)
 
 
-def write_spilled(path: Path, texts: Sequence[str]) -> Path:
+def spilled(
+    folder: Path,
+    texts: Sequence[str],
+    encoder: Encoder,
+    removed: Removed | None = None,
+    *,
+    partitions: int = 1,
+    **settings: Any,
+) -> tuple[Tokenized, Path]:
+    """A split of these texts, tokenized: what is told of it, and the folder of the spill."""
     ids = [f"id-{i}" if i % 2 else None for i in range(len(texts))]
     metadata = [f'{{"n":{i}}}' for i in range(len(texts))]
-    return write_documents(path, texts, batch_rows=11, id=ids, metadata=metadata)
+    documents = write_documents(folder / "in.arrow", texts, batch_rows=11, id=ids, metadata=metadata)
+    spill = folder / f"spill-{len(list(folder.iterdir()))}"
+    spill.mkdir()
+    options = {"seed": 1} | settings
+    removed = removed or Removed()
+    return (
+        tokenize_split(Artifact(documents), removed, encoder, partitions=partitions, folder=spill, **options),
+        spill,
+    )
 
 
 def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict[str, Any]]]:
@@ -80,18 +98,8 @@ def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict
 def test_every_document_is_spilled_once_to_its_own_partition(
     encoder: Encoder, tmp_path: Path, run_tokens: int, partitions: int
 ) -> None:
-    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
-    (tmp_path / "spill").mkdir()
-    result = tokenize_split(
-        Artifact(documents),
-        Removed(),
-        encoder,
-        seed=5,
-        partitions=partitions,
-        folder=tmp_path / "spill",
-        run_tokens=run_tokens,
-    )
-    found = contents(tmp_path / "spill", np.uint16)
+    result, folder = spilled(tmp_path, TEXTS, encoder, partitions=partitions, seed=5, run_tokens=run_tokens)
+    found = contents(folder, np.uint16)
     ids = document_ids("a.jsonl", range(len(TEXTS)))
     expected = partition_of(keyed_hashes(ids, 5, "shuffle"), partitions)
     for i, document_id in enumerate(ids):
@@ -110,29 +118,23 @@ def test_a_run_is_bounded_in_documents_too(
     encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RUN_DOCUMENTS", 20)
-    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
-    (tmp_path / "spill").mkdir()
-    tokenize_split(Artifact(documents), Removed(), encoder, seed=5, partitions=1, folder=tmp_path / "spill")
+    _, folder = spilled(tmp_path, TEXTS, encoder)
     # Batches hold 11 documents, and a run closes after the batch that crosses its limit.
-    assert np.load(tmp_path / "spill" / "segments.npy")["documents"].tolist() == [22, 22, 16]
+    assert np.load(folder / "segments.npy")["documents"].tolist() == [22, 22, 16]
 
 
 def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tmp_path: Path) -> None:
     texts = ["keep é", "lose", "", "keep too", "lose also", ""]
-    documents = write_spilled(tmp_path / "documents.arrow", texts * 5)  # over several batches
     losers = np.array([k * 6 + j for k in range(5) for j in (1, 4)])
     exact, near = losers[losers != 16], losers[losers == 16]
     copied = np.array([0, 9, 15, 16])
     removed = Removed({"exact_duplicate": exact, "near_duplicate": near}, copied, np.array([3, 4, 5, 6]))
-    (tmp_path / "spill").mkdir()
-    result = tokenize_split(
-        Artifact(documents), removed, encoder, seed=1, partitions=2, folder=tmp_path / "spill"
-    )
+    result, folder = spilled(tmp_path, texts * 5, encoder, removed, partitions=2)  # over several batches
     assert result.ledger.read == Count(30, 5 * (7 + 4 + 8 + 9))
     assert result.ledger.kept == Count(10, 5 * (7 + 8))
     dropped = {"exact_duplicate": Count(9, 5 * 13 - 9), "near_duplicate": Count(1, 9), "empty": Count(10, 0)}
     assert result.ledger.dropped == dropped
-    kept = {line["record"]: line["copies"] for _, _, line in contents(tmp_path / "spill", np.uint16).values()}
+    kept = {line["record"]: line["copies"] for _, _, line in contents(folder, np.uint16).values()}
     assert kept == {k * 6 + j: 1 for k in range(5) for j in (0, 3)} | {0: 3, 9: 4, 15: 5}
 
 
@@ -142,11 +144,7 @@ def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path)
     made.normalizer = normalizers.Strip()
     made.save(str(tmp_path / "tokenizer.json"))
     stripping = Encoder(tmp_path / "tokenizer.json", EOS, engine="tokenizers")
-    documents = write_spilled(tmp_path / "documents.arrow", ["  \n ", "text"])
-    (tmp_path / "spill").mkdir()
-    result = tokenize_split(
-        Artifact(documents), Removed(), stripping, seed=1, partitions=1, folder=tmp_path / "spill"
-    )
+    result, _ = spilled(tmp_path, ["  \n ", "text"], stripping)
     assert result.ledger.dropped == {"empty": Count(1, 4)}
     assert result.ledger.kept == Count(1, 4)
 
@@ -155,34 +153,19 @@ def test_a_text_without_any_token_is_empty_too(encoder: Encoder, tmp_path: Path)
 def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
     encoder: Encoder, tmp_path: Path, texts: list[str]
 ) -> None:
-    documents = write_spilled(tmp_path / "documents.arrow", texts)
     losers = np.arange(len(texts)) if len(texts) == 2 else np.zeros(0, np.int64)
-    (tmp_path / "spill").mkdir()
-    removed = Removed({"exact_duplicate": losers})
-    result = tokenize_split(
-        Artifact(documents), removed, encoder, seed=1, partitions=3, folder=tmp_path / "spill"
-    )
-    assert contents(tmp_path / "spill", np.uint16) == {}
+    result, folder = spilled(tmp_path, texts, encoder, Removed({"exact_duplicate": losers}), partitions=3)
+    assert contents(folder, np.uint16) == {}
     assert (result.tokens, result.partition_tokens) == (0, [0, 0, 0])
 
 
 def test_the_same_split_gives_the_same_bytes(encoder: Encoder, tmp_path: Path) -> None:
-    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
-    names = ("tokens.bin", "documents.arrow", "segments.npy")
+    removed = Removed({"x": np.array([3])})
     written = []
-    for k in range(2):
-        folder = tmp_path / str(k)
-        folder.mkdir()
-        tokenize_split(
-            Artifact(documents),
-            Removed({"x": np.array([3])}),
-            encoder,
-            seed=1,
-            partitions=4,
-            folder=folder,
-            run_tokens=200,
-        )
-        written.append([(folder / name).read_bytes() for name in names])
+    for _ in range(2):
+        _, folder = spilled(tmp_path, TEXTS, encoder, removed, partitions=4, run_tokens=200)
+        written.append(tree(folder))
+    assert set(written[0]) == {"tokens.bin", "documents.arrow", "segments.npy"}
     assert written[0] == written[1]
 
 
@@ -202,17 +185,8 @@ def test_removed_rows_out_of_order_are_refused_rather_than_lost() -> None:
 
 @pytest.mark.parametrize("loser", [-1, 60])
 def test_a_loser_that_does_not_exist_stops_the_build(encoder: Encoder, tmp_path: Path, loser: int) -> None:
-    documents = write_spilled(tmp_path / "documents.arrow", TEXTS)
-    (tmp_path / "spill").mkdir()
     with pytest.raises(BuildError, match="does not exist; the file has 60 rows"):
-        tokenize_split(
-            Artifact(documents),
-            Removed({"x": np.array([loser])}),
-            encoder,
-            seed=1,
-            partitions=1,
-            folder=tmp_path / "spill",
-        )
+        spilled(tmp_path, TEXTS, encoder, Removed({"x": np.array([loser])}))
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50), st.integers(1, module.MAX_PARTITIONS))

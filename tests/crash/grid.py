@@ -16,7 +16,6 @@ __all__ = ["Entry", "grid", "sample"]
 
 MOMENTS: tuple[Moment, ...] = ("before", "uncommitted", "committed")
 SIGNALS: dict[str, Action] = {
-    "SIGKILL of the builder": "kill_builder",
     "SIGTERM of the builder": "terminate_builder",
     "Ctrl-C": "interrupt_builder",
 }
@@ -69,35 +68,17 @@ def _run(cell: Cell) -> Entry:
 def _points(engine: Engine) -> Iterator[Entry]:
     has_workers = engine in ("local", "s3-local", "ray")
     for stage in STAGES:
+        cell = partial(Cell, engine=engine, stage=stage)
         for moment in MOMENTS:
             what = "SIGKILL of a worker" if has_workers else "SIGKILL"
-            yield _run(Cell(fault=what, engine=engine, stage=stage, moment=moment))
-        if engine == "local":
-            for moment in MOMENTS:
-                yield _run(
-                    Cell(
-                        fault="SIGKILL of the builder",
-                        engine=engine,
-                        stage=stage,
-                        moment=moment,
-                        action="kill_builder",
-                    )
-                )
+            yield _run(cell(fault=what, moment=moment))
+            if engine == "local":
+                yield _run(cell(fault="SIGKILL of the builder", moment=moment, action="kill_builder"))
         if engine == "ray":
-            yield _run(
-                Cell(
-                    fault="SIGKILL of a node",
-                    engine=engine,
-                    stage=stage,
-                    moment="uncommitted",
-                    action="kill_node",
-                )
-            )
+            yield _run(cell(fault="SIGKILL of a node", moment="uncommitted", action="kill_node"))
         if engine in ("inline", "local"):
             for fault in ("SIGTERM of the builder", "Ctrl-C"):
-                yield _run(
-                    Cell(fault=fault, engine=engine, stage=stage, moment="uncommitted", action=SIGNALS[fault])
-                )
+                yield _run(cell(fault=fault, moment="uncommitted", action=SIGNALS[fault]))
 
 
 def _publishing(steps: int, stride: int) -> Iterator[Entry]:
