@@ -1,4 +1,4 @@
-"""Lets tests share helper modules: `import peers`. (pytest's importlib mode adds no folder to the path.)"""
+"""Fixtures of all tests. Helper modules become importable: importlib mode adds no folder to the path."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ os.environ.update(kernel_cache())  # before Numba is imported: kernels are compi
 
 
 @pytest.fixture
-def heeded_ctrl_c() -> Iterator[None]:
-    """What the test starts heeds SIGINT, even if this run does not: a script's `pytest &` ignores it, and so
-    does every process that inherits that."""
+def default_sigint() -> Iterator[None]:
+    """Child processes react to SIGINT even if this run ignores it, as `pytest &` in a script does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -27,10 +26,10 @@ def heeded_ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def inline_builds() -> Iterator[None]:
-    """Builds run their tasks in this process, which saves the start of workers, a second of CPU each.
+    """Builds run their tasks in this process, which saves a second of CPU for each worker.
 
-    For what does not depend on them: tests/builds/test_build_determinism.py holds any number to the same
-    bytes.
+    For tests that do not depend on workers: tests/builds/test_build_determinism.py shows that any number of
+    them makes the same bytes.
     """
     from shardkit.writers import executors
     from shardkit.writers.execution.engine import InlineEngine

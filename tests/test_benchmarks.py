@@ -1,4 +1,4 @@
-"""The benchmarks are listed; those that set tools side by side say who is missing and give their figures."""
+"""Benchmarks are listed in their README, report in one format, and leave out tools that are not installed."""
 
 from __future__ import annotations
 

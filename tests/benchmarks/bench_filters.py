@@ -1,4 +1,4 @@
-"""Filters, exact keys and tokenization: MB of UTF-8 per CPU second, shardkit beside released tools.
+"""Filters, exact keys and tokenization: MB of UTF-8 per CPU second, shardkit against released tools.
 
     python tests/benchmarks/bench_filters.py [--corpus FOLDER] [--tokenizer FILE] [--megabytes 8] [--runs 5]
                                              [--tasks …] [--venvs DIR] [--json | --markdown] [--png FILE]

@@ -1,4 +1,4 @@
-"""MinHash signatures from raw text: MB of UTF-8 per CPU second, shardkit beside released tools.
+"""MinHash signatures from raw text: MB of UTF-8 per CPU second, shardkit against released tools.
 
     python tests/benchmarks/bench_minhash.py [--corpus FOLDER] [--megabytes 100] [--runs 5] [--sides …]
                                              [--venvs DIR] [--no-scaling] [--json | --markdown] [--png FILE]

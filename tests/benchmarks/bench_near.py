@@ -1,4 +1,4 @@
-"""Near-duplicate removal end to end: CPU seconds and recall, shardkit beside daft and datasketch.
+"""Near-duplicate removal end to end: CPU seconds and recall, shardkit against daft and datasketch.
 
     python tests/benchmarks/bench_near.py [--corpus FOLDER] [--documents 100000] [--runs 3] [--sides …]
                                           [--work DIR] [--venvs DIR] [--json | --markdown] [--png FILE]

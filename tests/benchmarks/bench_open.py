@@ -4,7 +4,7 @@
 
 Writes the index only (no shard is read), then in a new process each run: opens the dataset, makes the
 loader of rank 3 of 2,048, plans the first batch, resumes in mid-epoch and plans that batch. Medians; memory
-is the process's peak, torch's import alone beside it. `--without-table` takes index.bin away.
+is the process's peak, and that of torch's import alone. `--without-table` removes index.bin.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def killed(folder: Path, proxy: FaultProxy, threads: int, stop_after: int) -> se
     process.send_signal(signal.SIGKILL)
     process.wait()
     before: set[str] = set()
-    while (now := there()) != before:  # what the server was told in full, it finishes
+    while (now := there()) != before:  # the server finishes requests that it has in full
         before = now
         time.sleep(0.5)
     return before

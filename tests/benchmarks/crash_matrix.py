@@ -3,16 +3,16 @@
     python tests/benchmarks/crash_matrix.py [--engines inline,local,slices,s3,s3-local,ray] [--no-stores]
                                             [--stride 1] [--only WORD] [--jobs N] [--log FILE] [--json]
 
-Builds of a small corpus that has work for all stages are killed, starved of disk, cut off from power, or meet
-damaged files and failing stores (tests/crash/builds.py and its neighbours say how). Each then runs once more:
-its output must have the names and SHA-256 of an undisturbed build's, with nothing beside it; the failed run
-must have said what happened, in bounded time; and a reader who looked at the output all the while must never
-have seen an index without all of its files. Prints a table as Markdown, and every cell that broke a promise.
-Points are numbers of operations, drawn from fixed seeds, never moments in time. Exit status 1 if any failed.
+Builds of a small corpus that gives every stage work are killed, starved of disk, cut off from power, or meet
+damaged files and failing stores (see tests/crash). Each then runs once more: its output must have the names
+and SHA-256 of an undisturbed build's files, and no others; the failed run must have said what happened, in
+bounded time; and a reader that polled the output must never have seen an index without all of its files.
+Prints a table as Markdown, and every cell that failed. Points are numbers of operations, drawn from fixed
+seeds, never moments in time. Exit status 1 if any cell failed.
 
-Cells are independent: so many jobs share them. With a log (JSON lines, a cell each) those that are in it
-already are not run again, so that a matrix which was ended goes on. Buckets are those of Ceph's gateway where
-it is installed (tests/servers/install_rgw.sh), else of moto.
+Cells are independent, and `--jobs` processes share them. With a log (JSON lines, one for each cell) an
+interrupted matrix continues: cells in the log are not run again. Buckets are those of Ceph's gateway if it is
+installed (tests/servers/install_rgw.sh), else of moto.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Key = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job has to know. `steps` and `all_steps` as in crash_grid; cells that are `done` are not run."""
+    """What a job needs. `steps` and `all_steps` as in `grid`; cells that are `done` are not run."""
 
     kind: Kind
     folder: Path
@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a cell."""
+    """Result of a cell."""
 
     key: Key
     struck: bool
@@ -84,7 +84,7 @@ class Result:
 
 @dataclass
 class Row:
-    """What came of the cells of one fault and engine."""
+    """Results of the cells of one fault and engine."""
 
     stages: set[str] = field(default_factory=set)
     cells: int = 0
@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def _logged(log: Path | None) -> list[Result]:
-    """The cells of an earlier run that kept their promises; the others are run again."""
+    """The cells of an earlier run that passed; the others are run again."""
     if log is None or not log.exists():
         return []
     cells = [json.loads(line) for line in log.read_text().splitlines()]
@@ -233,7 +233,7 @@ Cells = list[tuple[Key, Callable[[], Any]]]
 
 @contextlib.contextmanager
 def _machinery(plan: Plan, folder: Path) -> Iterator[Cells]:
-    """What runs a plan's cells, and the cells."""
+    """The cells of a plan, with the servers and folders that they need."""
     folder.mkdir()
     if plan.kind == "stores":
         yield _numbered(_store_cells(StoreCrashes(folder), plan), plan.only)
@@ -275,7 +275,7 @@ def _numbered(cells: list[Named], only: str) -> Cells:
 
 
 def show(results: Sequence[Result], seconds: float) -> None:
-    """The table, a row for each fault and engine, and what broke a promise."""
+    """Print a row for each fault and engine, and every problem."""
     rows: dict[tuple[str, str], Row] = {}
     for result in results:
         row = rows.setdefault(result.key[:2], Row())

@@ -117,7 +117,7 @@ def give(
     unit: str = "",
     runs: str = "runs",
 ) -> None:
-    """What was asked for of `rows`; `runs` is the key of all runs' figures, which a picture shows."""
+    """Print rows as a table or JSON, and draw them if asked; `runs` is the key of all runs' figures."""
     if getattr(arguments, "png", None) and rows:
         _draw(arguments.png, rows, runs, title, unit)
     if arguments.json:
@@ -139,7 +139,7 @@ def give(
 
 
 def _draw(file: Path, rows: Sequence[Row], runs: str, title: str, unit: str) -> None:
-    """A bar a row: its median, the range of its runs, the figure beside it."""
+    """One bar for each row: median, range of the runs, and the figure."""
     import matplotlib as mpl
 
     mpl.use("Agg")

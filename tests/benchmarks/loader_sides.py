@@ -49,7 +49,7 @@ def shardkit_loader(folder: Path, kind: str = "mds", **options: Any) -> Epoch:
 
 
 def shardkit_thread(folder: Path) -> Epoch:
-    """Every batch made by the background thread, as beside a loop that trains."""
+    """Every batch is made by the background thread, as during training."""
     from shardkit.loaders import producer
 
     vars(producer)["BUSY_SECONDS"] = -1.0
@@ -184,7 +184,7 @@ def timed(epoch: Epoch, most_seconds: float) -> dict[str, float]:
             break
     seconds = time.perf_counter() - began
     first, rest = waits[0], waits[1:]
-    steady = sum(rest)  # what a worker or a plan costs before the first batch is told apart
+    steady = sum(rest)  # the start of workers and the first plan are reported apart
     return {
         "samples_per_s": BATCH * len(rest) / steady,
         "first_batch_s": first,

@@ -12,7 +12,7 @@ they meet in very large buckets.
 In the command, RECIPE, INDEX and FOLDER stand for the recipe (exact and near), a folder to write to and the
 folder of both. Memory is of the whole process tree, every 50 ms: RSS summed over processes (shared pages as
 often as they are shared) and, once a second, PSS (shared pages once). Disk is of the work folder and INDEX.
-Stages are told from the commits in the work folder: a stage ends with its last task.
+Stages are taken from the commits in the work folder: a stage ends with its last task.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def spilled(
     partitions: int = 1,
     **settings: Any,
 ) -> tuple[Tokenized, Path]:
-    """A split of these texts, tokenized: what is told of it, and the folder of the spill."""
+    """Tokenize a split of these texts; returns the counts and the folder of the spill."""
     ids = [f"id-{i}" if i % 2 else None for i in range(len(texts))]
     metadata = [f'{{"n":{i}}}' for i in range(len(texts))]
     documents = write_documents(folder / "in.arrow", texts, batch_rows=11, id=ids, metadata=metadata)

@@ -1,12 +1,12 @@
-"""Builds that meet a fault, and the same command again: what came of it, compared with a build left alone.
+"""Build with a fault injected, run the same command again, and compare with an undisturbed build.
 
     with Crashes(folder) as crashes:
         outcome = crashes.run(Cell(fault="kill worker", engine="local", stage="clean", moment="before"))
         assert outcome.problems == []
 
-After every fault: the error of the faulty run was clear, nothing hung, the same command brought the very
-bytes of an undisturbed build, with nothing beside them, the default work folder is gone, and a process that
-looked at the output all the time never saw an index without its files.
+After every fault: the error of the faulty run was clear, nothing hung, the same command produced exactly the
+files of an undisturbed build, the default work folder is gone, and a process that polled the output never saw
+an index without its files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.small_build import make_corpus, tree
 
 __all__ = ["POINT_NAME", "STAGES", "Cell", "Crashes", "Outcome"]
 
-# In the order of the build; tests/execution/test_crash_matrix.py holds that these are all.
+# In the order of the build; tests/execution/test_crash_matrix.py checks that these are all.
 STAGES = (
     *("tokenizer", "clean", "exact", "line_keys", "line_losers", "lines", "signatures", "planted", "equal"),
     *("equal_mask", "candidates", "shingles", "verify", "near", "measure", "parity", "tokenize", "pack"),
@@ -55,7 +55,7 @@ _NAMES = re.compile(r"shardkit: (error|warning|interrupted).*", re.DOTALL)
 
 
 def make_recipe(folder: Path) -> Path:
-    """A corpus that all stages have something to do with, and its recipe."""
+    """Write a corpus that gives every stage something to do, and its recipe."""
     recipe = make_corpus(folder, 4, RECIPE)
     for file in range(2):
         texts: list[str] = []
@@ -73,7 +73,7 @@ def make_recipe(folder: Path) -> Path:
 
 
 Engine = Literal["inline", "local", "slices", "s3", "s3-local", "ray"]
-"""Who runs tasks: inline and s3: the builder itself; local and s3-local: a worker; slices: two builders."""
+"""Where tasks run: inline, s3: in the builder; local, s3-local: in a worker; slices: in two builders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Cell:
 
 @dataclass
 class Outcome:
-    """What came of a cell. `struck`: whether the fault happened; `error` is what the faulty run said."""
+    """Result of a cell. `struck`: whether the fault happened; `error`: the message of the faulty run."""
 
     cell: Cell
     struck: bool = False
@@ -111,10 +111,10 @@ class Outcome:
 
 
 class Crashes:
-    """The matrix' machinery, as a context manager; all files lie below `folder`.
+    """Runs cells of the matrix, as a context manager; all files lie below `folder`.
 
-    For the engines "s3" and "s3-local" the environment leads to an S3 server with a `bucket`. For "ray" there
-    is a cluster, started in the environment that crash_points makes for the file `POINT_NAME` in `folder`.
+    The engines "s3" and "s3-local" need an environment that leads to an S3 server with a `bucket`. "ray"
+    needs a cluster that was started with `points.environment` for the file `POINT_NAME` in `folder`.
     """
 
     def __init__(self, folder: Path, *, bucket: str = "", ray: RayCluster | None = None) -> None:
@@ -142,7 +142,7 @@ class Crashes:
         self.victims.__exit__(kind, error, trace)
 
     def run(self, cell: Cell) -> Outcome:
-        """Do it, and look at everything."""
+        """Inject the fault, run again, and check everything."""
         outcome = Outcome(cell)
         base = self.fresh(with_old=cell.replace)
         with self.watching(outcome, base):
@@ -151,7 +151,7 @@ class Crashes:
         return outcome
 
     def point(self, cell: Cell, base: Path) -> Point:
-        """The cell's point for a build in `base`."""
+        """The point at which the cell strikes a build in `base`."""
         return Point(
             moment=cell.moment,
             folder=str(base / (cell.area if cell.moment == "step" else "out.work")),
@@ -163,7 +163,7 @@ class Crashes:
         )
 
     def strike(self, outcome: Outcome, base: Path) -> None:
-        """The faulty run. Of several slices one meets the fault, and the others must not mind."""
+        """The faulty run. Of several slices one is struck; the others must succeed."""
         cell = outcome.cell
         point = self.point(cell, base)
         in_workers = cell.engine == "ray"
@@ -186,7 +186,7 @@ class Crashes:
                 outcome.problems.append(f"another slice: status {ended.status}: {said(ended)}")
 
     def finish(self, outcome: Outcome, base: Path) -> None:
-        """The same command again, and what then lies there."""
+        """Run the same command again and check the files."""
         cell = outcome.cell
         for command in self.commands(cell, base):
             ended = self.victims.run(command, cwd=base, engine=cell.engine)
@@ -196,7 +196,7 @@ class Crashes:
         outcome.problems += self.compare(cell, base)
 
     def commands(self, cell: Cell, base: Path) -> list[list[str]]:
-        """The command line of a cell's build; of an engine "slices", those of all processes."""
+        """The command of a cell's build; with the engine "slices", one for each process."""
         command = ["build", "recipe.yaml", "--quiet", "--workers", "1", *(["--replace"] * cell.replace)]
         if cell.engine == "ray":
             assert self._ray is not None
@@ -211,7 +211,7 @@ class Crashes:
 
     @contextmanager
     def watching(self, outcome: Outcome, base: Path) -> Iterator[None]:
-        """A reader looks at the output meanwhile. What is all right is removed at the end."""
+        """Poll the output as a reader in the meantime; remove `base` at the end if all is right."""
         watch = self.victims.watch(base / "out")
         yield
         seen = watch.stop()
@@ -221,7 +221,7 @@ class Crashes:
             shutil.rmtree(base, ignore_errors=True)  # it may be the root of a file system
 
     def steps(self, area: str) -> int:
-        """How many operations on files of an area a build takes that nothing disturbs."""
+        """Number of file operations in an area that an undisturbed build makes."""
         base = self.fresh()
         point = self.point(Cell(fault="none", step=1 << 30, area=area), base)
         ended = self.victims.run(self.commands(Cell(fault="none"), base)[0], cwd=base, point=point)
@@ -230,7 +230,7 @@ class Crashes:
         return int(Path(f"{point.struck}.steps").read_text())
 
     def fresh(self, *, with_old: bool = False) -> Path:
-        """A folder with the corpus, where nothing was built yet, or another dataset."""
+        """A new folder with the corpus; `with_old`: and with another dataset as its output."""
         self._count += 1
         base = self._folder / f"cell-{self._count:05d}"
         self.lay_out(base)
@@ -239,11 +239,11 @@ class Crashes:
         return base
 
     def lay_out(self, base: Path) -> None:
-        """The corpus and the recipe, into a folder that may be there."""
+        """Copy corpus and recipe into a folder that may exist."""
         shutil.copytree(self._template, base, dirs_exist_ok=True)
 
     def compare(self, cell: Cell, base: Path) -> list[str]:
-        """What is different in a folder from that of a build that nothing disturbed."""
+        """Differences from the folder of an undisturbed build."""
         problems = differences(tree(base / "out"), self.expected)
         before = {path.name for path in self._template.iterdir()} | {"out"}
         left = {path.name for path in base.iterdir()} - before
@@ -262,7 +262,7 @@ class Crashes:
 
 
 def differences(made: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """What is wrong with the files `made`, {name: hash}."""
+    """Problems of the files `made`, {name: hash}."""
     missing = [f"{name}: missing" for name in sorted(expected.keys() - made.keys())]
     more = [f"{name}: left over" for name in sorted(made.keys() - expected.keys())]
     both = sorted(made.keys() & expected.keys())
@@ -270,13 +270,13 @@ def differences(made: Mapping[str, str], expected: Mapping[str, str]) -> list[st
 
 
 def said(ended: Ended) -> str:
-    """The message of a command, without warnings of other libraries."""
+    """The message of a command on stderr, without warnings of other libraries."""
     found = _NAMES.search(ended.errors)
     return found[0].strip() if found else ended.errors.strip()[-500:]
 
 
 def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool) -> list[str]:
-    """What is wrong with how a faulty run ended: it was killed as told, or explains what happened."""
+    """Problems of how a faulty run ended: it must be killed as requested, or explain what happened."""
     if ended.hung:
         return [f"hung: {said(ended)}"]
     if not struck:
@@ -292,7 +292,7 @@ def wrong_end(action: Action | Literal["endure"], ended: Ended, *, struck: bool)
         wanted = [0]
     elif action == "fill":
         wanted = [1, 0]
-    else:  # a worker that was killed is told of; a builder that is its own worker is killed itself
+    else:  # the death of a worker is reported; a builder that is its own worker dies itself
         wanted = [-signal.SIGKILL, 1]
     problems = []
     if ended.status not in wanted:

@@ -1,6 +1,6 @@
 """Faults that take more than one signal: full disks, damaged files, many kills in a row.
 
-Each function runs one build through it, by the machinery of crashes.py, and gives the same `Outcome`.
+Each function runs one build by the means of builds.py and returns an `Outcome`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_KILLS = 40
 
 @contextmanager
 def mounted(folder: Path) -> Iterator[Path]:
-    """A small file system of its own at `folder`."""
+    """Mount a small file system at `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     options = f"size={_DISK_BYTES}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, capture_output=True)
@@ -37,7 +37,7 @@ def mounted(folder: Path) -> Iterator[Path]:
 
 @cache
 def can_mount() -> bool:
-    """Whether this process may mount a file system: root may, outside of most containers."""
+    """Whether this process may mount a file system: root may, except in most containers."""
     import tempfile
 
     try:
@@ -48,9 +48,9 @@ def can_mount() -> bool:
 
 
 def fill_disk(crashes: Crashes, cell: Cell, *, spare: int, only_output: bool = False) -> Outcome:
-    """At the cell's moment the disk of all files, or of the output only, is filled but for `spare` pages.
+    """At the cell's moment, fill the disk of all files, or of the output only, except for `spare` pages.
 
-    A real file system is really full. Its error comes where the build next needs a page, or not at all.
+    The file system is real. Its error comes where the build next needs a page, or not at all.
     """
     outcome = Outcome(cell)
     base = crashes.fresh(with_old=False)
@@ -75,7 +75,7 @@ def fill_disk(crashes: Crashes, cell: Cell, *, spare: int, only_output: bool = F
 
 
 def limit_files(crashes: Crashes, file_bytes: int) -> Outcome:
-    """No file may grow above `file_bytes` (RLIMIT_FSIZE, a quota of sorts) in the first run."""
+    """In the first run no file may grow above `file_bytes` (RLIMIT_FSIZE)."""
     cell = Cell(fault=f"no file above {file_bytes} bytes", engine="local")
     outcome = Outcome(cell, struck=True)
     base = crashes.fresh()
@@ -90,7 +90,7 @@ def limit_files(crashes: Crashes, file_bytes: int) -> Outcome:
 
 
 def kill_often(crashes: Crashes, seed: int, *, replacing: bool = False) -> Outcome:
-    """Kill, at operations on any file that a seed draws, until a run comes to its end before that."""
+    """Kill run after run at file operations drawn from a seed, until a run finishes first."""
     cell = Cell(fault=f"kills in a row, seed {seed}", stage="any", area=".", replace=replacing)
     outcome = Outcome(cell)
     drawn = random.Random(seed)
@@ -112,7 +112,7 @@ def kill_often(crashes: Crashes, seed: int, *, replacing: bool = False) -> Outco
 
 
 def cut_power(crashes: Crashes, cell: Cell) -> Outcome:
-    """At the cell's moment everything that was not synced is lost (power_cut.py)."""
+    """At the cell's moment, lose everything that was not synced (power_cut.py)."""
     outcome = Outcome(cell)
     base = crashes.fresh(with_old=cell.replace)
     crashes.strike(outcome, base)
@@ -128,7 +128,7 @@ def cut_power(crashes: Crashes, cell: Cell) -> Outcome:
 
 
 def _lost(work: Path, stage: str) -> list[str]:
-    """Stages before one of which nothing is left."""
+    """Stages before `stage` that have no finished task left."""
     before = STAGES[: STAGES.index(stage)]
     return [name for name in before if not list(work.glob(f"{name}/*/commit.json"))]
 
@@ -167,7 +167,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def damage(crashes: Crashes, cell: Cell, kind: str, file: str) -> Outcome:
-    """The build is killed at the cell's moment; `file`, a glob in the work folder, is then damaged."""
+    """Kill the build at the cell's moment, then damage the files of a glob in the work folder."""
     outcome = Outcome(cell)
     base = crashes.fresh()
     with crashes.watching(outcome, base):

@@ -1,4 +1,4 @@
-"""The crash matrix: every fault, engine and stage, as rows of things to do."""
+"""The crash matrix: every fault, engine and stage, as a list of entries to run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SIGNALS: dict[str, Action] = {
     "SIGTERM of the builder": "terminate_builder",
     "Ctrl-C": "interrupt_builder",
 }
-# Who reads what a stage wrote: a build is killed before it, so that damage would be read.
+# The stage that reads what a stage wrote: the build is killed before it, so that it would read the damage.
 READERS = dict(pairwise(STAGES)) | {"signatures": "equal", "provenance": "publish"}
-WRITES_NOTHING = ("tokenizer", "measure", "parity")  # but their records
+WRITES_NOTHING = ("tokenizer", "measure", "parity")  # except their records
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing to do: its fault, engine and stage, and how."""
+    """One cell: its fault, engine and stage, and how to run it."""
 
     fault: str
     engine: str
@@ -35,8 +35,8 @@ class Entry:
 
 
 def grid(engines: Sequence[Engine], *, steps: int, all_steps: int, stride: int = 1) -> Iterator[Entry]:
-    """All of it. `steps` are the operations of a publication, `all_steps` of a build, on files; of the
-    latter, and of signals while publishing, each `stride`-th is taken."""
+    """All entries. `steps`: file operations of a publication, `all_steps`: of a build; of the latter, and of
+    signals during publication, each `stride`-th is taken."""
     for engine in engines:
         yield from _points(engine)
     if "inline" in engines:
@@ -50,7 +50,7 @@ def grid(engines: Sequence[Engine], *, steps: int, all_steps: int, stride: int =
 
 
 def sample(entries: Sequence[Entry], seed: int, *, faults_each: int) -> list[Entry]:
-    """Some of each fault, with every stage at least once, as a seed draws them."""
+    """Entries drawn from a seed: `faults_each` of each fault, and each stage at least once."""
     drawn = random.Random(seed)
     entries = drawn.sample(entries, len(entries))
     taken: list[Entry] = []

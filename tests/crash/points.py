@@ -1,18 +1,18 @@
-"""Ends or hurts a process at an exact point of a build: what stands between a crash test and luck.
+"""Strike a process at an exact point of a build, so that crash tests do not depend on timing.
 
-Every process of a build that is to be hurt has this module's audit hook (PEP 578): Python tells it of each
-file that is about to be opened, renamed, linked or removed, and of each HTTP request, before that happens. So
-points are reached without waiting and without a line of the package being changed:
+Every process of such a build has this module's audit hook (PEP 578): Python calls it before each file is
+opened, renamed, linked or removed, and before each HTTP request. So points are reached without waiting and
+without changes to the package:
 
     before       a task of a stage is about to make its folder
-    uncommitted  its outputs lie there, and the commit is about to be made (a rename, or a PUT)
-    committed    the commit is made, and nobody has heard of it yet
+    uncommitted  its outputs are written, and the commit is about to be made (a rename, or a PUT)
+    committed    the commit is made, and nobody knows of it yet
     index        the index of a dataset is about to get its name, by a hard link or a PUT
     step         operation number `step` (from 1) on files below a folder
 
-A process has the hook because `arm` was called in it, or because it found a `Point` in its environment while
-it started (`sitecustomize`): so do processes that others start, such as workers. A point strikes once, in
-whoever comes to it first; the file `struck` tells that it did.
+A process gets the hook by calling `arm`, or from a `Point` in its environment when it starts
+(`sitecustomize`), which covers processes that others start, such as workers. A point strikes once, in the
+process that reaches it first, which makes the file `struck`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PAGE = 4096
 _ANY = -1
 
 disks: list[Disk] = []
-"""That of this process, if it hears of its syncs."""
+"""The disk of this process, if its syncs are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,15 @@ class Point:
 
 
 def environment(point: Point | Path) -> dict[str, str]:
-    """What a process needs in its environment to be armed as it starts: with a point, or by a file."""
+    """Variables that arm a process as it starts: with a point, or with the point in a file."""
     text = f"@{point}" if isinstance(point, Path) else json.dumps(asdict(point))
     path = [str(Path(__file__).parent / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {VARIABLE: text, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def install() -> None:
-    """Arm this process if its environment says so: by a point, or by the name of a file that has one. Its
-    builder is its parent."""
+    """Arm this process if its environment has a point, or the name of a file with one. Its builder is its
+    parent."""
     text = os.environ.get(VARIABLE, "")
     if text.startswith("@"):
         sys.addaudithook(_FromFile(text[1:]))
@@ -169,7 +169,7 @@ class Trigger:
 
 
 class _FromFile:
-    """The trigger of the point that is in a file now: processes that serve many builds outlive a point."""
+    """Follows the point in a file, which changes: processes that serve many builds outlive a point."""
 
     def __init__(self, name: str) -> None:
         self._name, self._text = name, ""
@@ -205,7 +205,7 @@ def _paths(event: str, arguments: tuple[Any, ...]) -> list[str]:
 
 
 def _first(struck: str) -> bool:
-    """Whether no process was here before."""
+    """Whether this process is the first to reach the point."""
     try:
         os.close(os.open(struck, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -238,7 +238,7 @@ def _signal_builder(number: signal.Signals) -> Any:
 
 
 def _fill(point: Point, builder: int | None) -> None:
-    """Leave room for `spare` pages, with a file beside `struck` that says so for as long as it is there."""
+    """Fill the file system except for `spare` pages, by one large file."""
     filler = Path(point.filled) / ".filler"
     zeros = bytes(_PAGE)
     descriptor = os.open(filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,14 +1,12 @@
-"""What a power cut leaves of the files of a process that does all by itself: nothing that was not synced.
+"""Simulate a power cut for the files of one process: what was not synced is lost.
 
-A stand-in for pulling the plug of a machine. It knows what was synced, as it hears of every `os.fsync`, and
-at the cut it undoes the rest, in one of three ways; what was not synced,
+It records every `os.fsync` and, at the cut, undoes the rest in one of three ways. What was not synced
 
     all     is lost: names are as of the last sync of their folder, contents as of that of the file
     some    is lost or not, name by name, as a seed draws (POSIX promises no order)
     data    is lost of files, which are empty; names are as they were (the known trap of renames)
 
-The folder itself and what lies in it at the start are taken to be safe. Folders that were removed do not come
-back.
+The folder itself and its content at the start count as synced. Removed folders do not come back.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Disk:
         self._fsync = os.fsync
 
     def install(self) -> None:
-        """Hear of every sync of this process from now on."""
+        """Record every sync of this process from now on."""
         self._kept.mkdir()
         for top in self._folders:
             for path in [top, *top.rglob("*")] if top.exists() else []:

@@ -1,4 +1,4 @@
-"""What a reader sees of a dataset at one moment: no index, or one whose files are all there, whole."""
+"""Check what a reader sees of a dataset at one moment: no index, or one whose files are all complete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INDEX, CARD = "index.json", "dataset.json"
 
 
 def look(output: Path) -> tuple[bool, str | None]:
-    """Whether there is an index, and what is wrong with what it names. Does without the package's own reader.
+    """Whether there is an index, and what is wrong with its files. Does not use the package's own reader.
 
-    An index that went away while its files were looked at says nothing about them.
+    If the index disappears during the check, nothing follows about its files.
     """
     before = _identity(output / INDEX)
     if before is None:

@@ -1,9 +1,9 @@
-"""Processes for crash tests: real ones, each ended by real signals, that start in milliseconds.
+"""Processes for crash tests: real ones, ended by real signals, that start in milliseconds.
 
-A server process imports everything, loads all compiled kernels by most of a build, and then forks a process
-for each command: a build then costs a quarter of a second instead of three. (The build that warms it stops
-before it encodes anything, as the threads of an encoder do not live on in a fork.) Workers are not forked:
-those are the fresh interpreters that any build starts.
+A server process imports everything, loads all compiled kernels by running most of a build, and then forks a
+process for each command, so that a build costs a quarter of a second instead of three. (The build that warms
+it stops before it encodes anything, because the threads of an encoder do not survive a fork.) Workers are not
+forked: they are fresh interpreters, as in any build.
 
     with Victims(folder) as victims:
         ended = victims.run(["build", "recipe.yaml"], cwd=…, engine="inline", point=Point(…))
@@ -46,7 +46,7 @@ _ENGINE = "shardkit.writers.executors.LocalEngine"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: exit status (below 0: the signal), and what it said on stderr."""
+    """How a process ended: exit status (negative: the signal; None: it hung), and its stderr."""
 
     status: int | None
     errors: str
@@ -104,12 +104,12 @@ class Victims:
         return Process(self, self._ask(request), errors)
 
     def watch(self, output: Path | str) -> Watch:
-        """A process that looks at `output` as a reader does, again and again, until it is stopped."""
+        """Start a process that checks `output` as a reader, again and again, until it is stopped."""
         report = self._folder / f"watch-{self._next()}.json"
         return Watch(Process(self, self._ask({"watch": str(output), "report": str(report)}), report), report)
 
     def run(self, argv: Sequence[str], **settings: Any) -> Ended:
-        """`start`, and wait for its end."""
+        """`start`, and wait for the end."""
         return self.start(argv, **settings).wait()
 
     def _next(self) -> int:
@@ -131,14 +131,14 @@ class Victims:
 
 @dataclass
 class Process:
-    """One that was started."""
+    """A running command."""
 
     victims: Victims
     pid: int
     errors: Path
 
     def wait(self, seconds: float = SECONDS) -> Ended:
-        """Wait for its end; one that takes longer is killed, and hung."""
+        """Wait for its end; after `seconds` it is killed and counts as hung."""
         status = self.victims._ask({"wait": self.pid, "seconds": seconds}, seconds + 30.0)
         return Ended(status, self.errors.read_text() if self.errors.exists() else "")
 
@@ -155,7 +155,7 @@ class Process:
 
 @dataclass
 class Watch:
-    """A reader at work. `looks` are how often it looked, `seen` how often there was an index."""
+    """A polling reader. `looks`: number of checks; `seen`: how many of them found an index."""
 
     process: Process
     report: Path
@@ -164,7 +164,7 @@ class Watch:
     problems: list[str] = field(default_factory=list)
 
     def stop(self) -> Watch:
-        """End it, and read what it saw."""
+        """Stop it and read its report."""
         os.kill(self.process.pid, signal.SIGTERM)
         ended = self.process.wait()
         assert ended.status == 0, (ended.status, self.report.read_text() if self.report.exists() else "")
@@ -173,7 +173,7 @@ class Watch:
 
 
 class _WarmError(BaseException):
-    """Everything is loaded."""
+    """Ends the build that warms the server."""
 
 
 def _serve(recipe: Path) -> None:
@@ -277,7 +277,7 @@ def _child(request: Mapping[str, Any]) -> int:
 
 
 def _have_disk(base: Path) -> None:
-    """Hear of every sync, and change files in one thread only."""
+    """Record every sync, and change files in one thread only."""
     disk = Disk([base / "out", base / "out.work"], base.with_suffix(".kept"))
     disk.install()
     crash_points.disks.append(disk)
@@ -285,7 +285,7 @@ def _have_disk(base: Path) -> None:
 
 
 def _guarded_engine() -> Any:
-    """Tasks run in this process, with errors as those of workers."""
+    """Runs tasks in this process, with the error handling of workers."""
     from shardkit.writers.execution import engine as engine_inline
     from shardkit.writers.execution.engine_local import run_guarded
 
@@ -302,7 +302,7 @@ def _set_limits(limits: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def share_quickly() -> Iterator[None]:
-    """Claims of the dead are free after a second, not after a minute: nothing but time depends on it."""
+    """Leases of dead processes end after a second, not after a minute; only the duration depends on it."""
     from shardkit.writers.execution import scheduler
     from shardkit.writers.execution.scheduler import Claims
 
@@ -334,7 +334,7 @@ def _watch(output: str, report: Path) -> int:
         if problem and len(problems) < 10:
             problems.append(problem)
         if not found:
-            time.sleep(0.0005)  # readers do not take the core that builds
+            time.sleep(0.0005)  # leave the core to the build
     report.write_text(json.dumps({"looks": looks, "seen": seen, "problems": problems}))
     return 0
 

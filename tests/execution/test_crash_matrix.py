@@ -1,6 +1,6 @@
-"""Kill, starve or damage a build anywhere, run the same command again: the same bytes, and no false index.
+"""A build that is killed, starved or damaged anywhere and run again gives the same bytes, and no false index.
 
-This holds a part of the matrix; `python tests/benchmarks/crash_matrix.py` runs the whole of it.
+This runs a part of the crash matrix; `python tests/benchmarks/crash_matrix.py` runs all of it.
 """
 
 from __future__ import annotations
@@ -121,4 +121,4 @@ def check_all(crashes: Crashes, entries: list[Entry]) -> None:
         outcome = entry.do(crashes)
         assert outcome.problems == [], entry
         missed += not outcome.struck
-    assert missed <= len(entries) // 10, "the last steps of a build may not be reached"
+    assert missed <= len(entries) // 10, "only the last steps of a build may not be reached"

@@ -1,4 +1,4 @@
-"""Workers: results in task order, errors as they were raised, deaths explained, nobody left behind."""
+"""Workers: results in task order, errors as raised, deaths explained, no process left behind."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ SLEEPER = (
 )
 
 
-@pytest.mark.usefixtures("heeded_ctrl_c")
+@pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_build(tmp_path: Path, tasks: ModuleType, number: signal.Signals) -> None:
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Ray: the same results as processes of this machine; lost processes and nodes are made up for, and told."""
+"""Ray: the same results as local processes; lost processes and nodes are replaced and reported."""
 
 from __future__ import annotations
 
@@ -401,7 +401,7 @@ with Journal(Path("work").absolute()) as journal, RayEngine(2, address=address, 
 
 
 @extended
-@pytest.mark.usefixtures("heeded_ctrl_c")
+@pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_tasks_end_with_the_build(
     tmp_path: Path, tasks: ModuleType, place: Path, cluster: RayCluster, number: signal.Signals

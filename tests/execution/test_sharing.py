@@ -1,4 +1,4 @@
-"""Several processes run one build: the same bytes, whoever is killed, asleep or never comes."""
+"""Several processes share a build: the same bytes, whichever of them is killed, stopped or never started."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_of_two_processes_with_different_datasets_one_wins_on_a_real_server(
     assert bytes_in(client, rgw_bucket.name, "contested/") == files_of(winner)
 
 
-@pytest.mark.usefixtures("heeded_ctrl_c")
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_ends_an_upload_at_once_even_if_the_server_hangs(
     server: S3Server, bucket: str, made: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What files take on a disk while others write, rename and remove them."""
+"""Disk space of files while other processes write, rename and remove them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["disk_bytes", "files_of", "peak_bytes"]
 
 
 def files_of(folder: Path) -> dict[int, os.stat_result]:
-    """All files below a folder by inode: those of several names once. What goes meanwhile is left out."""
+    """All files below a folder by inode: hard links once. Files that disappear meanwhile are left out."""
     found = {}
-    for parent, _, names in os.walk(folder):  # of a folder that has gone it knows nothing, and says nothing
+    for parent, _, names in os.walk(folder):  # silent about a folder that is gone
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 (20 times a second)
@@ -23,7 +23,7 @@ def files_of(folder: Path) -> dict[int, os.stat_result]:
 
 
 def disk_bytes(*folders: Path) -> int:
-    """What files take, in whole blocks, each once."""
+    """Size of all files in whole blocks, each once."""
     files: dict[int, os.stat_result] = {}
     for folder in folders:
         files |= files_of(folder)
@@ -32,7 +32,7 @@ def disk_bytes(*folders: Path) -> int:
 
 @contextlib.contextmanager
 def peak_bytes(*folders: Path, seconds: float = 0.05) -> Iterator[list[int]]:
-    """The most that files below `folders` take together, in the list's one place."""
+    """Peak of `disk_bytes` during the block, as the only item of a list."""
     peak, ended = [0], threading.Event()
 
     def watch() -> None:

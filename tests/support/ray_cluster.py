@@ -4,8 +4,8 @@
         build(recipe, engine="ray", ray_address=cluster.address)
         cluster.kill(0)
 
-The head runs no tasks: drivers attach to it, and no test kills it. Nodes die as machines do: their processes
-get SIGKILL, so that nothing says goodbye.
+The head runs no tasks: drivers attach to it, and no test kills it. Nodes die as machines do: all their
+processes get SIGKILL.
 """
 
 from __future__ import annotations
