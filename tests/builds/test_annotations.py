@@ -165,10 +165,3 @@ def test_a_rule_whose_values_change_their_kind_is_named(tmp_path: Path) -> None:
                 continue
             with pytest.raises(BuildError, match="user/score: double, user/score: string: a rule"):
                 file.write(batch, filtered)
-
-
-def test_equal_documents_make_equal_files(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        annotate(tmp_path / name, STEPS, documents(50), documents(50, 50))
-    one, two = (tmp_path / name / "annotations" / "part-00000.parquet" for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()

@@ -44,13 +44,15 @@ def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("many_tasks")
 def test_all_files_are_the_same_for_any_workers_and_folder(tmp_path: Path, variant: str) -> None:
-    trees = []
+    trees, works = [], []
     for workers, place in zip(WORKERS[variant], ("a", "some/where/else"), strict=True):
         recipe = make_corpus(tmp_path / place)
-        result = build(recipe, workers=workers, overrides=VARIANTS[variant], progress=False)
+        result = build(recipe, workers=workers, overrides=[*VARIANTS[variant], "work=work"], progress=False)
         assert result.tasks > 30
         trees.append(tree(result.output))
-    assert all(other == trees[0] for other in trees[1:])
+        works.append(outputs_of_tasks(recipe.parent / "work"))
+    assert trees[0] == trees[1]
+    assert works[0] == works[1]
     names = set(trees[0])
     assert {"dataset.json", "report.html", "provenance/part-00002.parquet"} <= names
     assert ("annotations/part-00003.parquet" in names) == (variant == "mds best_fit")
@@ -62,3 +64,9 @@ def test_all_files_are_the_same_for_any_workers_and_folder(tmp_path: Path, varia
     assert verify(result.output).ok
     everything = b"".join(path.read_bytes() for path in result.output.rglob("*.json"))
     assert str(tmp_path).encode() not in everything
+
+
+def outputs_of_tasks(work: Path) -> list[tuple[str, str, str]]:
+    """(stage, name, SHA-256) of what tasks wrote. Their folders and commits name states of input files."""
+    files = [(Path(name), digest) for name, digest in tree(work).items()]
+    return sorted((path.parts[0], path.name, digest) for path, digest in files if path.name != "commit.json")

@@ -113,18 +113,6 @@ def test_drops_are_booked_by_filter_and_rule(tmp_path: Path) -> None:
     }
 
 
-def test_equal_inputs_make_equal_files(tmp_path: Path) -> None:
-    data = b"\n".join(orjson.dumps({"text": f"the text of number {i}", "id": i}) for i in range(9000))
-    outputs = []
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        clean(folder, data)
-        outputs.append({path.name: path.read_bytes() for path in (folder / "task").iterdir()})
-    assert outputs[0] == outputs[1]
-    assert set(outputs[0]) == {"documents.arrow", "keys.npy", "quarantine.jsonl"}
-
-
 def test_too_many_unreadable_records_stop_the_build(tmp_path: Path) -> None:
     data = b'{"text": "the end of the house and that"}\n' * 9 + b"{\n"
     _, _, ledger = clean(tmp_path, data, max_bad_fraction=0.1)

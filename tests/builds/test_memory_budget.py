@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import zstandard
 
 from shardkit.writers import build
-from shardkit.writers.progress import StageProgress
 from support.rss_meter import RssMeter
 from support.small_build import make_corpus
 
@@ -44,26 +42,6 @@ memory: 256MiB
 """
 
 
-def test_the_meter_sees_what_a_process_below_takes() -> None:
-    program = "held = bytearray(b'x') * 100_000_000; print(flush=True); input()"
-    with RssMeter(0.005) as meter:
-        meter.progress(StageProgress("held", 0, 1, 0, 0, 0, 0.0))
-        with subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            samples = meter.peak.samples
-            while meter.peak.samples < samples + 12:  # one in ten looks at PSS
-                pass
-            process.communicate(b"\n")
-        meter.progress(StageProgress("held", 1, 1, 0, 0, 0, 0.0))
-    peak = meter.stages["held"]
-    assert 100_000_000 <= peak.rss < 150_000_000
-    assert 100_000_000 <= peak.pss <= peak.rss
-    assert peak.tree > peak.rss
-
-
 @pytest.mark.extended
 def test_no_stage_holds_more_than_memory_and_libraries(tmp_path: Path) -> None:
     shutil.copy(make_corpus(tmp_path / "small", 20).parent / "tokenizer.json", tmp_path)
@@ -85,5 +63,6 @@ def test_no_stage_holds_more_than_memory_and_libraries(tmp_path: Path) -> None:
     held = sum(file.stat().st_size for file in (tmp_path / "work").rglob("*"))
     assert held > 1.3 * MEMORY  # so that who held it all would be seen
     assert {"clean", "exact", "lines", "signatures", "tokenize"} <= meter.stages.keys()  # long enough to see
+    assert min(meter.stages[stage].rss for stage in ("clean", "lines", "tokenize")) > 64 << 20  # it measures
     bounds = {stage: LIBRARIES + (MEMORY if stage in LARGE else TASK) for stage in meter.stages}
     assert {stage: peak for stage, peak in meter.stages.items() if peak.rss > bounds[stage]} == {}

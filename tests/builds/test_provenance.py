@@ -126,12 +126,6 @@ def test_a_partition_without_documents_has_an_empty_table(tmp_path: Path) -> Non
     assert pq.read_table(tmp_path / "b").num_rows == 0
 
 
-def test_the_same_partition_gives_the_same_bytes(tmp_path: Path) -> None:
-    for name in "ab":
-        write_provenance(tmp_path / name, *part("x.jsonl", 300, 2), seed=SEED)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_a_foreign_table_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"shard": [1]}), tmp_path / "a")
     with pytest.raises(BuildError, match="not those of a provenance table"):

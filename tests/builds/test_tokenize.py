@@ -31,7 +31,7 @@ from shardkit.writers.stages.tokenize import (
 )
 from shardkit.writers.tokenizer import Encoder
 from support.documents import write_documents
-from support.small_build import EOS, train_bpe, tree
+from support.small_build import EOS, train_bpe
 
 TEXTS = [f"document {i} " + "word " * (i * 7 % 23) for i in range(60)]
 
@@ -157,16 +157,6 @@ def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
     result, folder = spilled(tmp_path, texts, encoder, Removed({"exact_duplicate": losers}), partitions=3)
     assert contents(folder, np.uint16) == {}
     assert (result.tokens, result.partition_tokens) == (0, [0, 0, 0])
-
-
-def test_the_same_split_gives_the_same_bytes(encoder: Encoder, tmp_path: Path) -> None:
-    removed = Removed({"x": np.array([3])})
-    written = []
-    for _ in range(2):
-        _, folder = spilled(tmp_path, TEXTS, encoder, removed, partitions=4, run_tokens=200)
-        written.append(tree(folder))
-    assert set(written[0]) == {"tokens.bin", "documents.arrow", "segments.npy"}
-    assert written[0] == written[1]
 
 
 def test_the_removed_rows_of_a_batch_are_found_without_a_scan_of_the_splits() -> None:
