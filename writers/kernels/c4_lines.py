@@ -14,13 +14,24 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt16s, UInt64s, kernel
-from shardkit.writers.kernels.sentences import character_at, count_sentences, sentence_tables
-from shardkit.writers.kernels.utf8 import LINE_END, SPACE, character_flags, characters_with, strip_space
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
+from shardkit.writers.kernels.sentences import SentenceTables, count_sentences, sentence_tables
+from shardkit.writers.kernels.utf8 import (
+    LINE_END,
+    SPACE,
+    character_at,
+    character_flags,
+    characters_with,
+    first_bytes,
+    same_runs,
+    strip_space,
+)
 
 __all__ = ["LineCounts", "edit_lines"]
 
 _LOREM, _JAVASCRIPT, _CURLY, _POLICY = 1, 2, 4, 8
+# The characters by which phrases are found; few letters of a text are such. A Kelvin sign in lower case is k.
+_ANCHORS = "vVpPfFkK{\N{KELVIN SIGN}"
 # Rows of the kernel's counts: bytes of the lines cut by each of five rules, then these.
 _CITATIONS, _LOREM_AT, _CURLY_AT, _SENTENCES = range(5, 9)
 
@@ -51,8 +62,9 @@ def edit_lines(
     edited = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
     ends = np.zeros(size + 1, np.int64)
     counts = np.zeros((_SENTENCES + 1, size), np.int64)
-    tables = (character_flags(), _anchors(), _line_marks(), _decimals(), sentence_tables())
-    _edit(data, offsets, wanted, switches, limits, tables, edited, ends, counts)
+    anchors, marks = first_bytes(_ANCHORS), first_bytes(characters_with(LINE_END))
+    tables = (character_flags(), anchors, marks, _decimals(), sentence_tables())
+    _edit(data, offsets, wanted, (switches, limits, tables), edited, ends, counts)
     texts = pa.LargeStringArray.from_buffers(size, pa.py_buffer(ends), pa.py_buffer(edited))
     found = LineCounts(counts[: _CITATIONS + 1], counts[_LOREM_AT], counts[_CURLY_AT], counts[_SENTENCES])
     return texts, np.diff(ends), found
@@ -64,64 +76,36 @@ def _decimals() -> Bools:
     return np.fromiter((chr(code).isdecimal() for code in range(0x20000)), np.bool_, 0x20000)
 
 
-@cache
-def _line_marks() -> Bools:
-    """bool[256]: first bytes of line ends."""
-    marks = np.zeros(256, np.bool_)
-    marks[[character.encode()[0] for character in characters_with(LINE_END)]] = True
-    return marks
-
-
-@cache
-def _anchors() -> Bools:
-    """bool[256]: first bytes of the characters by which phrases are found; few letters of a text are such."""
-    anchors = np.zeros(256, np.bool_)
-    anchors[[ord(character) for character in "vVpPfFkK{"]] = True
-    anchors["\N{KELVIN SIGN}".encode()[0]] = True  # its lower case is k
-    return anchors
-
-
 def _letters(text: str) -> UInt8s:
     return np.frombuffer(text.encode(), np.uint8)
 
 
 _JA, _ASCRIPT, _LOREM_IPSUM, _SUM = _letters("ja"), _letters("ascript"), _letters("lorem i"), _letters("sum")
 _TERMS, _PRIVACY, _ACY_POLICY = _letters("terms o"), _letters("pri"), _letters("acy policy")
-_USE, _USES, _USE_OF, _COO = (
-    _letters("use coo"),
-    _letters("uses coo"),
-    _letters("use of coo"),
-    _letters("coo"),
-)
-_IE_POLICY, _IES = _letters("ie policy"), _letters("ies")
+_COO, _USE, _USES = _letters("coo"), _letters("use coo"), _letters("uses coo")
+_USE_OF, _IE_POLICY, _IES = _letters("use of coo"), _letters("ie policy"), _letters("ies")
 _SPACE_USE = _letters(" use")
 _CITED = (_letters("edit]"), _letters("citation needed]"))
 
 
 # Character flags, anchors of phrases, line marks, decimal digits, tables of sentences.
-_Tables = tuple[UInt8s, Bools, Bools, Bools, tuple[UInt16s, Bools, UInt64s]]
+_Tables = tuple[UInt8s, Bools, Bools, Bools, SentenceTables]
+# Switches, limits, tables.
+_Rules = tuple[tuple[bool, ...], tuple[int, int, int], _Tables]
 
 
 @kernel
 def _edit(
-    data: UInt8s,
-    offsets: Int64s,
-    wanted: Bools,
-    switches: tuple[bool, ...],
-    limits: tuple[int, int, int],
-    tables: _Tables,
-    edited: UInt8s,
-    ends: Int64s,
-    counts: Int64s,
+    data: UInt8s, offsets: Int64s, wanted: Bools, rules: _Rules, edited: UInt8s, ends: Int64s, counts: Int64s
 ) -> None:
-    flags = tables[0]
+    least_sentences, flags = rules[1][0], rules[2][0]
     to = ends[0]  # 0; a literal would compile everything twice
     for document in range(len(wanted)):
         begin, end, start, out = offsets[document], offsets[document + 1], to, counts[:, document]
         dropped = True
         if wanted[document]:
-            to = _document(data, begin, end, switches, limits, tables, edited, start, out)
-            few = limits[0] > -1 and out[_SENTENCES] < limits[0]
+            to = _document(data, begin, end, rules, edited, start, out)
+            few = least_sentences > -1 and out[_SENTENCES] < least_sentences
             dropped = out[_LOREM_AT] > 0 or out[_CURLY_AT] > 0 or few
         if dropped:
             to = start
@@ -136,18 +120,10 @@ def _edit(
 
 @kernel
 def _document(
-    data: UInt8s,
-    begin: int,
-    end: int,
-    switches: tuple[bool, ...],
-    limits: tuple[int, int, int],
-    tables: _Tables,
-    edited: UInt8s,
-    start: int,
-    out: Int64s,
+    data: UInt8s, begin: int, end: int, rules: _Rules, edited: UInt8s, start: int, out: Int64s
 ) -> int:
     """Write the lines that stay to `edited` from `start` on, each with a newline; where they end."""
-    flags, marks = tables[0], tables[2]
+    flags, _, marks, _, _ = rules[2]
     to, at, lines = start, begin, 0
     while at < end:
         line_begin = line_end = at
@@ -164,7 +140,7 @@ def _document(
             line_end = end
         lines += 1
         first, last = strip_space(data, line_begin, line_end, flags)
-        to = _line(data, first, last, lines, switches, limits, tables, edited, to, out)
+        to = _line(data, first, last, lines, rules, edited, to, out)
         if to < 0:
             to = -to - 1
         elif line_end < end:
@@ -179,17 +155,15 @@ def _line(
     first: int,
     last: int,
     number: int,
-    switches: tuple[bool, ...],
-    limits: tuple[int, int, int],
-    tables: _Tables,
+    rules: _Rules,
     edited: UInt8s,
     start: int,
     out: Int64s,
 ) -> int:
     """Where the line ends in `edited` if it stays, else -1 - start."""
-    citations, terminal, lorem, javascript, curly, policy = switches
-    minimum, least_words, longest_word = limits
-    flags, anchors, _, decimals, sentence = tables
+    citations, terminal, lorem, javascript, curly, policy = rules[0]
+    minimum, least_words, longest_word = rules[1]
+    flags, anchors, _, decimals, sentence = rules[2]
     rule = -1
     words, longest = _words(data, first, last, flags)
     if longest_word != -1 and longest > longest_word:
@@ -268,12 +242,8 @@ def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
     if at < end and data[at] == 93:
         return at + 1
     for text in _CITED:
-        if end - begin >= len(text):
-            same = True
-            for index in range(len(text)):
-                same &= data[begin + index] == text[index]
-            if same:
-                return begin + len(text)
+        if end - begin >= len(text) and same_runs(data, begin, text, 0, len(text)):
+            return begin + len(text)
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
-from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, next_character
+from shardkit.writers.kernels.utf8 import ALPHA, SPACE, character_flags, find_run, join_runs, next_character
 
 __all__ = ["LONGEST", "DolmaStatistics", "dolma_statistics"]
 
@@ -38,10 +38,8 @@ def dolma_statistics(
 ) -> DolmaStatistics:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(DolmaStatistics._fields), len(wanted)), np.int64)
-    words = [word.encode() for word in dict.fromkeys(required) if word]
-    listed = np.frombuffer(b"".join(words) or b"\0", np.uint8)
-    edges = np.cumsum([0, *map(len, words)], dtype=np.int64)
-    _count(data, offsets, wanted, (character_flags(), listed, edges), counts)
+    listed = join_runs([word.encode() for word in dict.fromkeys(required) if word])
+    _count(data, offsets, wanted, (character_flags(), *listed), counts)
     return DolmaStatistics(*counts)
 
 
@@ -83,23 +81,10 @@ def _count_words(data: UInt8s, begin: int, end: int, tables: _Tables, lengths: I
             length = min(length, LONGEST)
             lengths[length] += 1
             longest = max(longest, length)
-            required += _is_listed(data, start, at, listed, edges)
+            required += find_run(data, start, at, listed, edges) >= 0
         at = after
     out[0], out[1], out[2], out[3], out[4] = words, _median_twice(lengths, words), symbols, letters, required
     lengths[: longest + 1] = 0
-
-
-@kernel
-def _is_listed(data: UInt8s, begin: int, end: int, listed: UInt8s, edges: Int64s) -> bool:
-    for word in range(len(edges) - 1):
-        size = edges[word + 1] - edges[word]
-        if size == end - begin and data[begin] == listed[edges[word]]:
-            same = True
-            for byte in range(1, size):
-                same &= data[begin + byte] == listed[edges[word] + byte]
-            if same:
-                return True
-    return False
 
 
 @kernel

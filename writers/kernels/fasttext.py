@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,15 +30,26 @@ from shardkit.writers.kernels.numba_support import (
     kernel,
 )
 from shardkit.writers.kernels.simd import load_8_bytes
-from shardkit.writers.kernels.utf8 import next_character
+from shardkit.writers.kernels.utf8 import next_character, pack_bytes, same_runs
 
 __all__ = ["FastTextScorer", "activate", "descend"]
 
 _EPSILON = 1e-5  # fastText adds it to every probability before its logarithm
 
 
-# Numbers, word slots, words, their offsets, pruned buckets, input rows, separators, label prefix.
-_Arguments = tuple[tuple[int, int, int, int], Int32s, UInt8s, Int64s, UInt64s, Float32s, Bools, UInt8s]
+class _Tables(NamedTuple):
+    """What vectors of tokens are made from, as in FastTextModel but for the slots and the separators."""
+
+    buckets: int
+    min_ngram: int
+    max_ngram: int
+    word_ngrams: int
+    slots: Int32s  # a hash table of the words: word number or -1, at its hash or at the next free slot
+    words: UInt8s
+    word_offsets: Int64s
+    pruned: UInt64s
+    inputs: Float32s
+    separators: Bools  # bool[256]: bytes between tokens
 
 
 @kernel(inline=True)
@@ -98,6 +110,8 @@ def _table_sigmoid(value: float) -> float:
 _BASIS_64, _PRIME_64, _MASK_64, _NEXT_64 = map(np.uint64, (2166136261, 16777619, 0xFFFFFFFF, 116049371))
 _SIGNED = np.uint64(0xFFFFFF00)  # bytes of 128 and above are negative to fastText's hash
 _OPEN, _CLOSE = 60, 62  # < and > around a token
+_END = np.frombuffer(b"</s>", np.uint8)
+_PREFIX = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
 _KEY_BYTES = 32  # longer tokens are summed again each time
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _KEPT_BYTES = 2 << 20  # of vectors kept: more would leave the processor's cache
@@ -108,15 +122,15 @@ class FastTextScorer:
 
     def __init__(self, model: FastTextModel) -> None:
         self.model = model
-        slots = _word_slots(model)
+        slots = np.full(1 << max(4, (2 * len(model.word_offsets) - 2).bit_length()), -1, np.int32)
+        _fill_slots(model.words, model.word_offsets, slots)
         separators = np.zeros(256, np.bool_)
         separators[list(b" \n\r\t\v\f\0")] = True
         dim = model.dimensions
         kept = 1 << max(6, (_KEPT_BYTES // (4 * dim)).bit_length() - 1)
-        prefix = np.frombuffer(LABEL_PREFIX.encode(), np.uint8)
-        numbers = (model.buckets, model.min_ngram, model.max_ngram, model.word_ngrams)
-        self._arguments = (
-            numbers, slots, model.words, model.word_offsets, model.pruned, model.inputs, separators, prefix,
+        self._tables = _Tables(
+            model.buckets, model.min_ngram, model.max_ngram, model.word_ngrams, slots, model.words,
+            model.word_offsets, model.pruned, model.inputs, separators,
         )  # fmt: skip
         self._kept = (
             aligned((kept + 1, 8), np.uint64),  # the token's bytes in four, rows, hash
@@ -135,18 +149,10 @@ class FastTextScorer:
         limit = -1 if characters is None else characters
         with self._lock:
             _score(
-                data, offsets, wanted, limit, self._arguments, self._kept, self.model.outputs,
+                data, offsets, wanted, limit, self._tables, self._kept, self.model.outputs,
                 self.model.tree, loss, scores,
             )  # fmt: skip
         return scores
-
-
-def _word_slots(model: FastTextModel) -> Int32s:
-    """A hash table of the words: word number or -1, at its hash or at the next free slot."""
-    count = len(model.word_offsets) - 1
-    slots = np.full(1 << max(4, (2 * count).bit_length()), -1, np.int32)
-    _fill_slots(model.words, model.word_offsets, slots)
-    return slots
 
 
 @kernel
@@ -185,14 +191,8 @@ def _find_word(
     while slots[at] >= 0:
         word: int = slots[at]
         start = offsets[word]
-        if offsets[word + 1] - start == end - begin:
-            same = True
-            for i in range(end - begin):
-                if words[start + i] != data[begin + i]:
-                    same = False
-                    break
-            if same:
-                return word
+        if offsets[word + 1] - start == end - begin and same_runs(data, begin, words, start, end - begin):
+            return word
         at = (at + np.uint64(1)) & mask
     return -1
 
@@ -226,35 +226,35 @@ def _count_bits(value: np.uint64) -> int:
 
 @kernel
 def _token_vector(
-    data: UInt8s, begin: int, end: int, arguments: _Arguments, out: Float32s, place: int
+    data: UInt8s, begin: int, end: int, tables: _Tables, out: Float32s, place: int
 ) -> tuple[int, np.uint64]:
     """Sum of the rows of the token data[begin:end] into out[place]: (rows, hash); rows -1 for a label."""
-    numbers, slots, words, offsets, _, rows, _, prefix = arguments
     out[place] = 0
     value = _hash(data, begin, end)
-    word = _find_word(data, begin, end, value, slots, words, offsets)
-    if word < 0 and _starts_with(data, begin, end, prefix):
+    word = _find_word(data, begin, end, value, tables.slots, tables.words, tables.word_offsets)
+    size = end - begin
+    if word < 0 and size >= len(_PREFIX) and same_runs(data, begin, _PREFIX, 0, len(_PREFIX)):
         return -1, value
     count = 0
     if word >= 0:
-        _add_row(rows, word, out, place)
+        _add_row(tables.inputs, word, out, place)
         count = 1
-    if numbers[2] > 0 and not _is_end(data, begin, end):
-        count += _add_ngrams(data, begin, end, arguments, out, place)
+    is_end = size == len(_END) and same_runs(data, begin, _END, 0, size)
+    if tables.max_ngram > 0 and not is_end:
+        count += _add_ngrams(data, begin, end, tables, out, place)
     return count, value
 
 
 @kernel
-def _add_ngrams(data: UInt8s, begin: int, end: int, arguments: _Arguments, out: Float32s, place: int) -> int:
+def _add_ngrams(data: UInt8s, begin: int, end: int, tables: _Tables, out: Float32s, place: int) -> int:
     """Add the rows of the character n-grams of <token> to out[place]: how many these are."""
-    buckets, least, most, _ = arguments[0]
-    first, pruned, rows = len(arguments[3]) - 1, arguments[4], arguments[5]
+    first, least = len(tables.word_offsets) - 1, tables.min_ngram
     count = 0
     for start in range(begin - 1, end + 1):
         if begin <= start < end and data[start] & 0xC0 == 0x80:
             continue
         value, at = _BASIS_64, start
-        for length in range(1, most + 1):
+        for length in range(1, tables.max_ngram + 1):
             if at > end:
                 break
             if at < begin:
@@ -270,36 +270,15 @@ def _add_ngrams(data: UInt8s, begin: int, end: int, arguments: _Arguments, out: 
                     value = _add_byte(value, data[at])
                     at += 1
             if length >= least and not (length == 1 and (start < begin or start == end)):
-                row = _row_of(value, buckets, pruned)
+                row = _row_of(value, tables.buckets, tables.pruned)
                 if row >= 0:
-                    _add_row(rows, first + row, out, place)
+                    _add_row(tables.inputs, first + row, out, place)
                     count += 1
     return count
 
 
 @kernel
-def _starts_with(data: UInt8s, begin: int, end: int, prefix: UInt8s) -> bool:
-    if end - begin < len(prefix):
-        return False
-    same = True
-    for i in range(len(prefix)):
-        same &= data[begin + i] == prefix[i]
-    return same
-
-
-@kernel
-def _is_end(data: UInt8s, begin: int, end: int) -> bool:
-    """Whether data[begin:end] is </s>."""
-    if end - begin != 4 or data[begin] != 60:
-        return False
-    slash: bool = data[begin + 1] == 47
-    return slash and data[begin + 2] == 115 and data[begin + 3] == 62
-
-
-@kernel
-def _kept_token(
-    data: UInt8s, begin: int, end: int, arguments: _Arguments, kept: tuple[UInt64s, Float32s]
-) -> int:
+def _kept_token(data: UInt8s, begin: int, end: int, tables: _Tables, kept: tuple[UInt64s, Float32s]) -> int:
     """Place in `kept` of a token of up to _KEY_BYTES bytes, whose vector is summed if it is not there."""
     facts, vectors = kept
     size = end - begin
@@ -311,17 +290,17 @@ def _kept_token(
         parts = (first, second, third, _masked(load_8_bytes(data, begin + 24), size - 24))
     else:
         parts = (
-            _gathered(data, begin, min(end, begin + 8)),
-            _gathered(data, begin + 8, min(end, begin + 16)),
-            _gathered(data, begin + 16, min(end, begin + 24)),
-            _gathered(data, begin + 24, end),
+            pack_bytes(data, begin, min(end, begin + 8)),
+            pack_bytes(data, begin + 8, min(end, begin + 16)),
+            pack_bytes(data, begin + 16, min(end, begin + 24)),
+            pack_bytes(data, begin + 24, end),
         )
     mixed = ((parts[0] * _MIX ^ parts[1]) * _MIX ^ parts[2]) * _MIX ^ parts[3]
     mixed *= _MIX
     place = int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(len(facts) - 2))
     same = facts[place, 0] == parts[0] and facts[place, 1] == parts[1]
     if not same or facts[place, 2] != parts[2] or facts[place, 3] != parts[3]:
-        count, value = _token_vector(data, begin, end, arguments, vectors, place)
+        count, value = _token_vector(data, begin, end, tables, vectors, place)
         facts[place, 0], facts[place, 1], facts[place, 2], facts[place, 3] = parts
         facts[place, 4], facts[place, 5] = np.uint64(count), value
     return place
@@ -335,14 +314,6 @@ def _masked(value: np.uint64, size: int) -> np.uint64:
     if size <= 0:
         return np.uint64(0)
     return value & ((np.uint64(1) << np.uint64(8 * size)) - np.uint64(1))
-
-
-@kernel
-def _gathered(data: UInt8s, begin: int, end: int) -> np.uint64:
-    value = np.uint64(0)
-    for at in range(begin, end):
-        value |= np.uint64(data[at]) << np.uint64(8 * (at - begin))
-    return value
 
 
 @kernel
@@ -363,27 +334,26 @@ def _score(
     offsets: Int64s,
     wanted: Bools,
     limit: int,
-    arguments: _Arguments,
+    tables: _Tables,
     kept: tuple[UInt64s, Float32s],
     outputs: Float32s,
     tree: Int32s,
     loss: int,
     scores: Float32s,
 ) -> None:
-    end_mark = np.array([60, 47, 115, 62], np.uint8)
     dim, vectors = outputs.shape[1], kept[1]
     spare = len(vectors) - 1
     total, nodes = np.zeros(dim, np.float64), np.zeros(2 * len(outputs), np.float64)
-    runs = np.zeros(max(1, arguments[0][3]), np.uint64)
+    runs = np.zeros(max(1, tables.word_ngrams), np.uint64)
     for text in range(len(wanted)):
         if not wanted[text]:
             continue
         total[:] = 0
         end = _cut(data, offsets[text], offsets[text + 1], limit)
-        count, seen = _add_text(data, offsets[text], end, arguments, kept, total, runs)
-        rows, value = _token_vector(end_mark, 0, 4, arguments, vectors, spare)
+        count, seen = _add_text(data, offsets[text], end, tables, kept, total, runs)
+        rows, value = _token_vector(_END, 0, len(_END), tables, vectors, spare)
         _add_vector(vectors, spare, total)
-        count += rows + _add_runs(value, seen, runs, arguments, vectors, total)
+        count += rows + _add_runs(value, seen, runs, tables, vectors, total)
         if count:
             for i in range(dim):
                 total[i] /= count
@@ -404,13 +374,13 @@ def _add_text(
     data: UInt8s,
     begin: int,
     end: int,
-    arguments: _Arguments,
+    tables: _Tables,
     kept: tuple[UInt64s, Float32s],
     total: Float64s,
     runs: UInt64s,
 ) -> tuple[int, int]:
     """Add the vectors of the tokens of data[begin:end] to `total`: (rows, tokens)."""
-    separators, word_ngrams = arguments[6], arguments[0][3]
+    separators = tables.separators
     facts, vectors = kept
     count, seen = int64(0), 0
     at = begin
@@ -423,30 +393,30 @@ def _add_text(
             at += 1
         place = len(vectors) - 1
         if at - start <= _KEY_BYTES:
-            place = _kept_token(data, start, at, arguments, kept)
+            place = _kept_token(data, start, at, tables, kept)
         else:
-            rows, value = _token_vector(data, start, at, arguments, vectors, place)
+            rows, value = _token_vector(data, start, at, tables, vectors, place)
             facts[place, 4], facts[place, 5] = np.uint64(rows), value
         found = int64(facts[place, 4])
         if found < 0:
             continue
         count += found
         _add_vector(vectors, place, total)
-        if word_ngrams > 1:
-            count += _add_runs(facts[place, 5], seen, runs, arguments, vectors, total)
+        if tables.word_ngrams > 1:
+            count += _add_runs(facts[place, 5], seen, runs, tables, vectors, total)
         seen += 1
     return count, seen
 
 
 @kernel
 def _add_runs(
-    value: np.uint64, seen: int, runs: UInt64s, arguments: _Arguments, vectors: Float32s, total: Float64s
+    value: np.uint64, seen: int, runs: UInt64s, tables: _Tables, vectors: Float32s, total: Float64s
 ) -> int:
     """Add the n-grams of tokens that end in the one with hash `value`, after `seen` others: how many rows.
 
     runs[n - 1] is the chained hash of the last n tokens. The last of `vectors` is there to work in.
     """
-    most, first, spare = arguments[0][3], len(arguments[3]) - 1, len(vectors) - 1
+    most, first, spare = tables.word_ngrams, len(tables.word_offsets) - 1, len(vectors) - 1
     if most <= 1:
         return 0
     if value >= np.uint64(1) << np.uint64(31):
@@ -455,9 +425,9 @@ def _add_runs(
     vectors[spare] = 0
     for length in range(min(most, seen + 1), 1, -1):
         runs[length - 1] = runs[length - 2] * _NEXT_64 + value
-        row = _row_of(runs[length - 1], arguments[0][0], arguments[4])
+        row = _row_of(runs[length - 1], tables.buckets, tables.pruned)
         if row >= 0:
-            _add_row(arguments[5], first + row, vectors, spare)
+            _add_row(tables.inputs, first + row, vectors, spare)
             count += 1
     runs[0] = value
     _add_vector(vectors, spare, total)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import RecipeError
+from shardkit.writers.kernels.utf8 import join_runs
 
 __all__ = ["LABEL_PREFIX", "FastTextModel", "aligned", "load_fasttext"]
 
@@ -198,7 +199,7 @@ def _parse(file: _File) -> FastTextModel:
     if outputs.shape != (label_count, dim):
         _refuse(f"an output matrix of {outputs.shape} for {label_count:,} labels of {dim}")
     inputs.flags.writeable = outputs.flags.writeable = False  # as mapped ones are: kernels are compiled once
-    offsets = np.cumsum([0, *(len(word) for word, _, _ in words)], dtype=np.int64)
+    joined, offsets = join_runs([word for word, _, _ in words])
     return FastTextModel(
         labels=tuple(label.decode().removeprefix(LABEL_PREFIX) for label, _, _ in labels),
         loss=loss,
@@ -206,7 +207,7 @@ def _parse(file: _File) -> FastTextModel:
         buckets=arguments["bucket"],
         min_ngram=arguments["minn"],
         max_ngram=arguments["maxn"],
-        words=np.frombuffer(b"".join(word for word, _, _ in words) or b"\0", np.uint8),
+        words=joined,
         word_offsets=offsets,
         pruned=np.zeros((0, 2), np.uint64) if pairs is None else _ranks(pairs[:, 0], arguments["bucket"]),
         inputs=inputs,

@@ -12,9 +12,18 @@ import numpy as np
 
 from shardkit.writers.kernels.numba_support import Float64s, Int64s, UInt64s, int64, kernel
 
-__all__ = ["fill_places", "fill_values", "find_matches", "mean_values"]
+__all__ = ["fill_places", "fill_values", "find_matches", "mean_values", "table_slots"]
 
 _BLOCK, _FIRST_ROOM = 1024, 256  # hashes tested at once; rows of the first result
+
+
+@kernel
+def table_slots(least: int) -> int:
+    """The size of a table with at least so many slots: a power of two, from 16 on."""
+    slots = 16
+    while slots < least:
+        slots *= 2
+    return slots
 
 
 @kernel

@@ -16,7 +16,13 @@ import pyarrow as pa
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import SPACE, character_flags, next_character, strip_space
+from shardkit.writers.kernels.utf8 import (
+    character_flags,
+    count_characters,
+    pack_bytes,
+    skip_space,
+    strip_space,
+)
 
 __all__ = [
     "UnitSettings",
@@ -25,11 +31,8 @@ __all__ = [
     "find_units",
 ]
 
-_MASK = (1 << 64) - 1
-_FACTORS = (0x87C37B91114253D5, 0x4CF5AD432745937F)
-_MIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
-_C1, _C2 = map(np.uint64, _FACTORS)
-_MIX_1, _MIX_2 = map(np.uint64, _MIX)
+_C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
+_MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _A, _B, _FIVE = np.uint64(0x52DCE729), np.uint64(0x38495AB5), np.uint64(5)
 _64, _27, _31, _33 = np.uint64(64), np.uint64(27), np.uint64(31), np.uint64(33)
 
@@ -153,7 +156,7 @@ def _cut(
                 unit += 1
             size = _copy_lines(data, kept, end + 1, end, out, size)
             size -= size > start
-            blank[document] = _skip_space(data=out, at=start, end=size, flags=flags) == size
+            blank[document] = skip_space(out, start, size, flags) == size
         ends[document + 1] = size
     return cut
 
@@ -168,7 +171,7 @@ def _next_unit(data: UInt8s, at: int, end: int, flags: UInt8s, paragraphs: bool)
     after = begin
     while after <= end:
         line_end = _line_end(data, after, end)
-        if _skip_space(data, after, line_end, flags) == line_end:
+        if skip_space(data, after, line_end, flags) == line_end:
             break
         stop = line_end
         after = line_end + 1
@@ -180,7 +183,7 @@ def _skip_blank(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
     """Where the first line that is not blank begins, from the line at `at`; end + 1 if there is none."""
     while at <= end:
         stop = _line_end(data, at, end)
-        if _skip_space(data, at, stop, flags) < stop:
+        if skip_space(data, at, stop, flags) < stop:
             return at
         at = stop + 1
     return at
@@ -194,23 +197,10 @@ def _line_end(data: UInt8s, at: int, end: int) -> int:
 
 
 @kernel
-def _skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
-    while at < end:
-        code, after = next_character(data, at)
-        if not flags[code] & SPACE:
-            return at
-        at = after
-    return at
-
-
-@kernel
 def _has_characters(data: UInt8s, begin: int, end: int, least: int) -> bool:
     if end - begin < least or end - begin >= 4 * least:
         return end - begin >= least
-    count = 0
-    for at in range(begin, end):
-        count += data[at] & 0xC0 != 0x80
-    return count >= least
+    return count_characters(data, begin, end) >= least
 
 
 @kernel
@@ -241,8 +231,8 @@ def _hash(data: UInt8s, begin: int, end: int) -> tuple[np.uint64, np.uint64]:
         two ^= _rotate(load_8_bytes(data, at + 8) * _C2, _33) * _C1
         two = (_rotate(two, _31) + one) * _FIVE + _B
         at += 16
-    one ^= _rotate(_last_bytes(data, at, min(at + 8, end)) * _C1, _31) * _C2
-    two ^= _rotate(_last_bytes(data, at + 8, end) * _C2, _33) * _C1
+    one ^= _rotate(pack_bytes(data, at, min(at + 8, end)) * _C1, _31) * _C2
+    two ^= _rotate(pack_bytes(data, at + 8, end) * _C2, _33) * _C1
     length = np.uint64(end - begin)
     one ^= length
     two ^= length
@@ -251,15 +241,6 @@ def _hash(data: UInt8s, begin: int, end: int) -> tuple[np.uint64, np.uint64]:
     one, two = _finish(one), _finish(two)
     one += two
     return one, two + one
-
-
-@kernel
-def _last_bytes(data: UInt8s, begin: int, end: int) -> np.uint64:
-    """Less than nine bytes as a number, the first one lowest; 0 if there are none."""
-    value = np.uint64(0)
-    for at in range(end - 1, begin - 1, -1):
-        value = value << np.uint64(8) | np.uint64(data[at])
-    return value
 
 
 @kernel

@@ -21,15 +21,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.writers.kernels.hash_tables import table_slots
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.utf8 import (
-    SPACE,
     TERMINAL,
+    character_before,
     character_flags,
     count_characters,
     hash_run,
-    next_character,
     same_runs,
+    skip_space,
     strip_space,
 )
 
@@ -74,9 +75,7 @@ def _count(data: UInt8s, offsets: Int64s, wanted: Bools, flags: UInt8s, short: i
         newlines = 0
         for at in range(begin, end):
             newlines += data[at] == 10
-        size = 16
-        while size < 2 * (newlines + 1):
-            size *= 2
+        size = table_slots(2 * (newlines + 1))
         if size > len(table):
             table = np.zeros(size, np.int32)
         else:
@@ -94,15 +93,10 @@ def _count_one(
         line_end = line_begin
         while line_end < end and data[line_end] != 10:
             line_end += 1
-        if _visible(data, line_begin, line_end, flags):
-            characters = 0
-            for at in range(line_begin, line_end):
-                characters += (data[at] & 0xC0) != 0x80
-            last = line_end - 1
-            while data[last] & 0xC0 == 0x80:
-                last -= 1
+        if skip_space(data, line_begin, line_end, flags) < line_end:
+            characters = count_characters(data, line_begin, line_end)
             lines += 1
-            terminal += (flags[next_character(data, last)[0]] & TERMINAL) != 0
+            terminal += (flags[character_before(data, line_end)[0]] & TERMINAL) != 0
             shorts += characters <= short
             if _seen(data, begin, line_begin, line_end, table):
                 repeated += characters
@@ -111,51 +105,16 @@ def _count_one(
 
 
 @kernel
-def _visible(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
-    at = begin
-    while at < end:
-        code, at = next_character(data, at)
-        if not flags[code] & SPACE:
-            return True
-    return False
-
-
-@kernel
-def _hash(data: UInt8s, begin: int, end: int) -> np.uint64:
-    """64 bits of a line: eight bytes a step, multiplied and folded."""
-    hashed = np.uint64(end - begin)
-    at = begin
-    while at + 8 <= end:
-        word = np.uint64(0)
-        for byte in range(8):
-            word |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
-        hashed = (hashed ^ word) * np.uint64(0x9E3779B97F4A7C15)
-        hashed ^= hashed >> np.uint64(32)
-        at += 8
-    while at < end:
-        hashed = (hashed ^ np.uint64(data[at])) * np.uint64(0x9E3779B97F4A7C15)
-        hashed ^= hashed >> np.uint64(32)
-        at += 1
-    return hashed
-
-
-@kernel
 def _seen(data: UInt8s, begin: int, line_begin: int, line_end: int, table: Int32s) -> bool:
     """Whether the line is in the table, where it is put otherwise (as 1 + its start in the document)."""
     mask = len(table) - 1
-    slot = int64(_hash(data, line_begin, line_end) >> np.uint64(8)) & mask
+    slot = int64(hash_run(data, line_begin, line_end) >> np.uint64(20)) & mask
     length = line_end - line_begin
     while table[slot]:
         other = begin + table[slot] - 1
         # Earlier lines end in a newline; this one is as long and within the data.
-        if data[other + length] == 10:
-            same = True
-            for at in range(length):
-                if data[other + at] != data[line_begin + at]:
-                    same = False
-                    break
-            if same:
-                return True
+        if data[other + length] == 10 and same_runs(data, other, data, line_begin, length):
+            return True
         slot = (slot + 1) & mask
     table[slot] = line_begin - begin + 1
     return False
@@ -226,11 +185,10 @@ def _count_repeated(
             copies = np.empty(room, np.int32)
             table = np.empty(2 * room, np.int32)
         elements = _cut(data, begin, end, kind, begins, ends)
-        slots = 16
-        while slots < 2 * elements:
-            slots *= 2
         found = (data, begins[:elements], ends[:elements])
-        repeated, characters = _find_repeated(found, copies, table[:slots], kind == ALL_LINES)
+        repeated, characters = _find_repeated(
+            found, copies, table[: table_slots(2 * elements)], kind == ALL_LINES
+        )
         counts[0][document], counts[1][document], counts[2][document] = elements, repeated, characters
 
 
@@ -271,7 +229,7 @@ def _find_repeated(
         slot = int64(hash_run(data, begin, begin + length) >> np.uint64(20)) & mask
         while table[slot]:
             other = table[slot] - 1
-            if ends[other] - begins[other] == length and same_runs(data, begin, begins[other], length):
+            if ends[other] - begins[other] == length and same_runs(data, begin, data, begins[other], length):
                 times = 2 if every and copies[other] == 1 else 1
                 copies[other] += 1
                 repeated += times

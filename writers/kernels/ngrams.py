@@ -1,11 +1,11 @@
 """How much of a text is repeated n-grams of words, straight from the UTF-8 bytes of a batch.
 
-Words are those of `str.split()`. There are three ways to count, each after its user:
+Words are those of `str.split()`. There are three ways to count, each named for what it counts:
 
-top       the most frequent n-gram, the first one of equals: occurrences, and characters without spaces excess
-going from word to word, an n-gram that occurred before counts and is skipped (datatrove; n-grams are compared
-as joined words, so "ab c" equals "a bc") copies    every occurrence of an n-gram that occurs twice or more,
-overlapping ones too (dolma)
+- TOP: the most frequent n-gram, the first one of equals: occurrences, and characters without spaces;
+- EXCESS: going from word to word, an n-gram that occurred before counts and is skipped (datatrove; n-grams
+  are compared as joined words, so "ab c" equals "a bc");
+- COPIES: every occurrence of an n-gram that occurs twice or more, overlapping ones too (dolma).
 
 A document's words are concatenated without the spaces; a polynomial hash of every prefix gives the hash of
 any n-gram. Two bits for each n-gram, in a table of 16 slots per n-gram, select those that may occur twice;
@@ -23,9 +23,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.writers.kernels.hash_tables import table_slots
 from shardkit.writers.kernels.numba_support import Bools, Int32s, Int64s, UInt8s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
-from shardkit.writers.kernels.utf8 import SPACE, character_flags, characters_with, next_character, same_runs
+from shardkit.writers.kernels.utf8 import (
+    SPACE,
+    character_flags,
+    characters_with,
+    first_bytes,
+    next_character,
+    same_runs,
+)
 
 __all__ = ["COPIES", "EXCESS", "TOP", "NgramCounts", "ngram_statistics"]
 
@@ -92,16 +100,13 @@ def ngram_statistics(
     if longest:
         order = sorted(range(len(jobs)), key=lambda number: jobs[number][0])
         plan = np.array([(*jobs[number], number) for number in order], np.int64).reshape(-1, 3)
-        _count(data, offsets, wanted, plan, longest, character_flags(), _byte_classes(), tuple(counts))
+        tables = (character_flags(), first_bytes(characters_with(SPACE)))
+        _count(data, offsets, wanted, plan, longest, tables, tuple(counts))
     return counts
 
 
-def _byte_classes() -> UInt8s:
-    """uint8[256]: 1 for bytes that may begin a white-space character."""
-    classes = np.zeros(256, np.uint8)
-    for space in characters_with(SPACE):
-        classes[space.encode()[0]] = 1
-    return classes
+# Character flags, first bytes of white space.
+_Tables = tuple[UInt8s, Bools]
 
 
 @kernel
@@ -111,8 +116,7 @@ def _count(
     wanted: Bools,
     plan: Int64s,
     longest: int,
-    flags: UInt8s,
-    classes: UInt8s,
+    tables: _Tables,
     counts: tuple[Int64s, ...],
 ) -> None:
     characters, word_characters, first, second = counts
@@ -126,18 +130,18 @@ def _count(
     prefixes = np.empty(most + 1, np.uint64)
     scratch = _Scratch(
         np.empty(most, np.uint64),
-        np.empty(_slots(16 * most) // 4, np.uint8),
+        np.empty(table_slots(16 * most) // 4, np.uint8),
         np.empty(most, np.int32),
         np.empty(most, np.int32),
         np.empty(most, np.int32),
-        np.empty(_slots(2 * most), np.int32),
+        np.empty(table_slots(2 * most), np.int32),
     )
     of_words, of_joined = np.empty(most, np.int32), np.empty(most, np.int32)
     for document in range(len(wanted)):
         if not wanted[document]:
             continue
-        text = (data, offsets[document], offsets[document + 1], flags, classes)
-        found, spaces = _split(text, joined, starts, edges, prefixes)
+        begin, end = offsets[document], offsets[document + 1]
+        found, spaces = _split(data, begin, end, tables, joined, starts, edges, prefixes)
         characters[document], word_characters[document] = edges[found] + spaces, edges[found]
         words = _Words(joined, starts, edges, prefixes, powers)
         # How many of the words' and of the joined n-grams may occur twice; -1: not known.
@@ -168,29 +172,24 @@ def _count(
 
 
 @kernel
-def _slots(least: int) -> int:
-    slots = 16
-    while slots < least:
-        slots *= 2
-    return slots
-
-
-@kernel
 def _split(
-    text: tuple[UInt8s, int, int, UInt8s, UInt8s],
+    data: UInt8s,
+    at: int,
+    end: int,
+    tables: _Tables,
     joined: UInt8s,
     starts: Int32s,
     edges: Int32s,
     prefixes: UInt64s,
 ) -> tuple[int, int]:
     """Fill what _Words holds, for (number of words, white-space characters)."""
-    data, at, end, flags, classes = text
+    flags, spaces_begin = tables
     words = spaces = filled = characters = 0
     starts[0] = edges[0] = 0
     prefixes[0] = hashed = np.uint64(0)
     while at < end:
         byte = data[at]
-        if classes[byte]:
+        if spaces_begin[byte]:
             code, after = next_character(data, at)
             if flags[code] & SPACE:
                 if filled > starts[words]:
@@ -266,7 +265,7 @@ def _power(exponent: int) -> np.uint64:
 @kernel
 def _mark(hashes: UInt64s, marks: UInt8s) -> np.uint64:
     """Set a slot's two bits to 1 when a hash meets it, to 3 when another one does; the shift to slots."""
-    slots = _slots(16 * len(hashes))
+    slots = table_slots(16 * len(hashes))
     marks[: slots >> 2] = 0
     shift = np.uint64(64)
     while slots > 1:
@@ -290,7 +289,7 @@ def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     """Characters of n-grams met before, jumping over each."""
     joined, starts, edges = words.joined, words.starts, words.edges
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
-    slots = _slots(2 * count)
+    slots = table_slots(2 * count)
     table[:slots] = 0
     repeated = after = 0
     for index in range(count):
@@ -305,7 +304,7 @@ def _excess(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
             if (
                 hashes[other] == hashed
                 and starts[chosen[other] + n] - start == length
-                and same_runs(joined, starts[at], start, length)
+                and same_runs(joined, starts[at], joined, start, length)
             ):
                 repeated += edges[at + n] - edges[at]
                 after = at + n
@@ -321,7 +320,7 @@ def _tally(words: _Words, n: int, count: int, scratch: _Scratch) -> int:
     """How many kinds of n-grams there are; `firsts` and `numbers`: where each stands first, and how often."""
     hashes, chosen, table = scratch.hashes, scratch.chosen, scratch.table
     firsts, numbers = scratch.firsts, scratch.numbers
-    slots = _slots(2 * count)
+    slots = table_slots(2 * count)
     table[:slots] = 0
     kinds = 0
     for index in range(count):
@@ -348,7 +347,8 @@ def _same_words(words: _Words, one: int, other: int, n: int) -> bool:
     for word in range(1, n + 1):
         if starts[other + word] - starts[one + word] != shift:
             return False
-    return same_runs(words.joined, starts[one], starts[other], starts[one + n] - starts[one])
+    joined = words.joined
+    return same_runs(joined, starts[one], joined, starts[other], starts[one + n] - starts[one])
 
 
 @kernel

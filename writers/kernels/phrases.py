@@ -10,7 +10,6 @@ ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,8 @@ import pyarrow.compute as pc
 
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, int64, kernel
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import next_character
+from shardkit.writers.kernels.utf8 import join_runs, next_character, same_runs
+from shardkit.writers.kernels.words import WORD, character_tables
 
 __all__ = ["Phrases", "lower"]
 
@@ -34,15 +34,14 @@ class Phrases:
         encoded = sorted((phrase.encode() for phrase in lowered), key=lambda phrase: (phrase + b"\0")[:2])
         first = [(phrase + b"\0")[0] << 8 | (phrase + b"\0")[1] for phrase in encoded]
         self._buckets = np.searchsorted(np.array(first, np.int64), np.arange((1 << 16) + 1))
-        self._data = np.frombuffer(b"".join(encoded) or b"\0", np.uint8).copy()
-        self._offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        self._data, self._offsets = join_runs(encoded)
         self._separated = separated
 
     def count(self, lowered: pa.LargeStringArray, wanted: Bools) -> Int64s:
         """int64[n]: occurrences in each of the wanted texts, which are in lower case; 0 in the others."""
         counts = np.zeros(len(lowered), np.int64)
         if len(self._offsets) > 1:
-            tables = (_word_characters(), self._buckets, self._data, self._offsets)
+            tables = (character_tables().flags, self._buckets, self._data, self._offsets)
             _count(text_bytes(lowered), text_offsets(lowered), wanted, tables, self._separated, counts)
         return counts
 
@@ -52,24 +51,15 @@ def lower(texts: pa.LargeStringArray) -> pa.LargeStringArray:
     return pc.utf8_lower(texts)
 
 
-@cache
-def _word_characters() -> Bools:
-    """bool[1,114,112]: what regular expressions call a word character."""
-    found = np.zeros(0x110000, np.bool_)
-    found[:0x40000] = [chr(code).isalnum() for code in range(0x40000)]
-    found[ord("_")] = True
-    return found
-
-
-# Word characters, buckets by first two bytes, phrases, their offsets.
-_Tables = tuple[Bools, Int64s, UInt8s, Int64s]
+# Flags of characters, buckets by first two bytes, phrases, their offsets.
+_Tables = tuple[UInt8s, Int64s, UInt8s, Int64s]
 
 
 @kernel
 def _count(
     data: UInt8s, offsets: Int64s, wanted: Bools, tables: _Tables, separated: bool, counts: Int64s
 ) -> None:
-    words, buckets = tables[0], tables[1]
+    flags, buckets = tables[0], tables[1]
     for document in range(len(wanted)):
         if not wanted[document]:
             continue
@@ -84,24 +74,19 @@ def _count(
                 if not found and buckets[one] < buckets[one + 1]:
                     found = _any(data, at, end, one, tables, separated)
                 counts[document] += found
-            inside = words[code]
+            inside = (flags[code] & WORD) != 0
             at = after
 
 
 @kernel
 def _any(data: UInt8s, at: int, end: int, key: int, tables: _Tables, separated: bool) -> bool:
     """Whether a phrase of the bucket stands at `at`."""
-    words, buckets, phrases, offsets = tables
+    flags, buckets, phrases, offsets = tables
     for phrase in range(buckets[key], buckets[key + 1]):
         begin, size = offsets[phrase], offsets[phrase + 1] - offsets[phrase]
-        if size > end - at:
+        if size > end - at or not same_runs(data, at, phrases, begin, size):
             continue
-        same = True
-        for place in range(size):
-            if data[at + place] != phrases[begin + place]:
-                same = False
-                break
         after = at + size
-        if same and (not separated or after == end or not words[next_character(data, after)[0]]):
+        if not separated or after == end or not flags[next_character(data, after)[0]] & WORD:
             return True
     return False

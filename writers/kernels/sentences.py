@@ -18,9 +18,18 @@ from functools import cache
 import numpy as np
 
 from shardkit.writers.kernels.numba_support import Bools, UInt8s, UInt16s, UInt64s, boolean, int64, kernel
-from shardkit.writers.kernels.utf8 import TERMINAL, characters_with, next_character
+from shardkit.writers.kernels.utf8 import (
+    ASSIGNED,
+    CODE_POINTS,
+    TERMINAL,
+    character_at,
+    character_before,
+    characters_with,
+    first_bytes,
+    pack_bytes,
+)
 
-__all__ = ["character_at", "count_sentences", "sentence_tables"]
+__all__ = ["SentenceTables", "count_sentences", "sentence_tables"]
 
 _SPACE, _END, _PUNCTUATION, _AFFIX, _PREFIX, _BEFORE_STOP, _LOWER, _UPPER, _QUOTE = (
     1 << bit for bit in range(9)
@@ -51,8 +60,8 @@ def _abbreviations() -> frozenset[str]:
 @cache
 def _flags() -> UInt16s:
     """uint16[1,114,112]: what each code point is, of the flags above."""
-    flags = np.zeros(0x110000, np.uint16)
-    for code in range(0x40000):  # the other planes are empty, private or tags
+    flags = np.zeros(CODE_POINTS, np.uint16)
+    for code in range(ASSIGNED):
         character = chr(code)
         category = unicodedata.category(character)
         if character.isspace():
@@ -78,27 +87,23 @@ def _flags() -> UInt16s:
     return flags
 
 
+# Flags, bytes that may begin an end of a sentence, packed abbreviations.
+SentenceTables = tuple[UInt16s, Bools, UInt64s]
+
+
 @cache
-def sentence_tables() -> tuple[UInt16s, Bools, UInt64s]:
-    """What the kernel reads: flags, bytes that may begin an end of a sentence, packed abbreviations."""
-    marks = np.zeros(256, np.bool_)
-    marks[[character.encode()[0] for character in characters_with(TERMINAL)]] = True
+def sentence_tables() -> SentenceTables:
+    """What the kernel reads."""
     packed = [int.from_bytes(word.encode(), "little") for word in sorted(_abbreviations())]
-    return _flags(), marks, np.array(packed, np.uint64)
+    return _flags(), first_bytes(characters_with(TERMINAL)), np.array(packed, np.uint64)
 
 
 @kernel
-def character_at(data: UInt8s, at: int) -> tuple[int, int]:
-    """next_character as a function of its own: kernels that use it often compile in a third of the time."""
-    return next_character(data, at)
-
-
-@kernel
-def count_sentences(data: UInt8s, begin: int, end: int, tables: tuple[UInt16s, Bools, UInt64s]) -> int:
+def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) -> int:
     """Sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables` are sentence_tables()."""
     flags, marks, abbreviations = tables
-    while end > begin and flags[_last(data, begin, end)[0]] & _SPACE:
-        end = _last(data, begin, end)[1]
+    while end > begin and flags[character_before(data, end)[0]] & _SPACE:
+        end = character_before(data, end)[1]
     if begin == end:
         return 0
     count, at, done = 1, begin, begin
@@ -122,8 +127,8 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: tuple[UInt16s, B
                 at = after
                 continue
             first = at
-            while first > done and not flags[_last(data, done, first)[0]] & _SPACE:
-                first = _last(data, done, first)[1]
+            while first > done and not flags[character_before(data, first)[0]] & _SPACE:
+                first = character_before(data, first)[1]
         while at < end:
             code, after = character_at(data, at)
             if flags[code] & _SPACE:
@@ -133,15 +138,6 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: tuple[UInt16s, B
         breaks, pending = _word(data, first, at, flags, abbreviations, pending)
         count += breaks
     return count
-
-
-@kernel
-def _last(data: UInt8s, begin: int, end: int) -> tuple[int, int]:
-    """(code point, index) of the character that ends at `end` > begin."""
-    at = end - 1
-    while data[at] & 0xC0 == 0x80:
-        at -= 1
-    return character_at(data, at)[0], at
 
 
 @kernel
@@ -156,7 +152,7 @@ def _word(
         for at in range(first + 1, last - 1):
             if data[at] != 46:
                 continue
-            before = flags[_last(data, piece, at)[0]] if at > piece else 0
+            before = flags[character_before(data, at)[0]] if at > piece else 0
             if before & (_LOWER | _QUOTE) and flags[character_at(data, at + 1)[0]] & (_UPPER | _QUOTE):
                 breaks, pending = _token(data, piece, at, flags, breaks, pending)
                 pending, piece = True, at + 1
@@ -179,7 +175,7 @@ def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UI
             first = after
         if first == last or _abbreviated(data, first, last, abbreviations):
             break
-        code, at = _last(data, first, last)
+        code, at = character_before(data, last)
         if code == 46:
             while at > first and data[at - 1] == 46:
                 at -= 1
@@ -197,10 +193,10 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
     """Whether the dot at `stop` is a token, by what stands before it in the word."""
     if stop == begin:
         return False
-    code, at = _last(data, begin, stop)
+    code, at = character_before(data, stop)
     if flags[code] & _BEFORE_STOP:
         return True
-    return at > begin and (flags[code] & flags[_last(data, begin, at)[0]] & _UPPER) != 0
+    return at > begin and (flags[code] & flags[character_before(data, at)[0]] & _UPPER) != 0
 
 
 @kernel
@@ -239,9 +235,7 @@ def _token(
 def _abbreviated(data: UInt8s, begin: int, end: int, abbreviations: UInt64s) -> bool:
     if end - begin > 8 or begin == end or data[end - 1] != 46:
         return False
-    packed = np.uint64(0)
-    for at in range(begin, end):
-        packed |= np.uint64(data[at]) << np.uint64(8 * (at - begin))
+    packed = pack_bytes(data, begin, end)
     for word in abbreviations:  # noqa: SIM110
         if word == packed:
             return True

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from shardkit.writers.kernels.numba_support import Int64s, UInt8s, UInt64s, kernel
 from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import next_character
+from shardkit.writers.kernels.utf8 import character_before, next_character
 from shardkit.writers.kernels.words import (
     SCRATCH_WORDS,
     SEGMENT_BYTES,
@@ -41,10 +41,8 @@ __all__ = [
     "text_units",
 ]
 
-_BASE, _SCATTER = 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD
-_CHARACTER = 0xC2B2AE3D27D4EB4F
-_BASE_64, _SCATTER_64, _CHARACTER_64 = np.uint64(_BASE), np.uint64(_SCATTER), np.uint64(_CHARACTER)
-_MASK = (1 << 64) - 1
+_BASE, _SCATTER = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xFF51AFD7ED558CCD)
+_CHARACTER = np.uint64(0xC2B2AE3D27D4EB4F)
 _U29, _U32 = np.uint64(29), np.uint64(32)
 _SPACE = 32
 _OPEN_BYTES = 4 << 20  # texts of so many bytes get room for the most n-grams they can have without counting
@@ -145,11 +143,11 @@ def _hash_shingles(units: UInt64s, count: int, ngram: int, hashes: UInt64s) -> N
     for further in range(1, ngram):
         shifted = units[further:]  # a view, indexed from 0, as vector instructions need it
         for i in range(count):
-            hashes[i] = hashes[i] * _BASE_64 + shifted[i]
+            hashes[i] = hashes[i] * _BASE + shifted[i]
     for i in range(count):
         value = hashes[i]
         value ^= value >> _U32
-        value *= _SCATTER_64
+        value *= _SCATTER
         hashes[i] = value ^ value >> _U29
 
 
@@ -176,7 +174,7 @@ def _next_characters(
     """As `next_words` with characters as units, a space between two words being one."""
     flags, lower = tables
     limit = count + 2 * SEGMENT_BYTES - 2
-    between = begun and not (flags[_character_before(data, at)] & WORD)
+    between = begun and not (flags[character_before(data, at)[0]] & WORD)
     while at < stop and count < limit:
         code, after = next_character(data, at)
         if not flags[code] & WORD:
@@ -194,16 +192,8 @@ def _next_characters(
 
 
 @kernel
-def _character_before(data: UInt8s, at: int) -> int:
-    at -= 1
-    while data[at] & 0xC0 == 0x80:
-        at -= 1
-    return next_character(data, at)[0]
-
-
-@kernel
 def _hash_character(code: int) -> np.uint64:
-    value = np.uint64(code + 1) * _CHARACTER_64
+    value = np.uint64(code + 1) * _CHARACTER
     return value ^ value >> _U32
 
 

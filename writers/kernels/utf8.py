@@ -5,13 +5,14 @@
 the two punctuation sets are datatrove's, listed here. `count_kinds` counts characters by kind, again
 Python's.
 
-Runs of bytes can be hashed, compared, stripped and counted in characters. Kernels do not check bounds: the
-caller passes valid UTF-8, and nothing outside a run is read.
+Runs of bytes can be hashed, compared, looked up, stripped and counted in characters. Kernels do not check
+bounds: the caller passes valid UTF-8, and nothing outside a run is read.
 """
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -22,18 +23,28 @@ from shardkit.writers.kernels.simd import load_8_bytes
 
 __all__ = [
     "ALPHA",
+    "ASSIGNED",
+    "CODE_POINTS",
     "LINE_END",
     "PUNCTUATION",
     "SPACE",
     "TERMINAL",
     "KindCounts",
+    "character_at",
+    "character_before",
     "character_flags",
     "characters_with",
     "count_characters",
     "count_kinds",
+    "find_run",
+    "first_bytes",
     "hash_run",
+    "join_runs",
+    "mix",
     "next_character",
+    "pack_bytes",
     "same_runs",
+    "skip_space",
     "strip_space",
     "utf8_bytes",
 ]
@@ -46,9 +57,8 @@ LINE_END = 16
 _KINDS = tuple(1 << bit for bit in range(5))
 _SYMBOL, _DIGIT, _UPPER, _SPACE, _ALPHA = _KINDS
 
-# Letters are assigned in planes 0 to 3 only; the other planes hold tags, private use and nothing.
-_ASSIGNED = 0x40000
-_CODE_POINTS = 0x110000
+CODE_POINTS = 0x110000
+ASSIGNED = 0x40000  # letters are below; the other planes hold tags, private use and nothing
 
 # datatrove.utils.text.TERMINAL_PUNCTUATION: Unicode's sentence terminals with a few more full stops.
 _TERMINAL = (
@@ -72,10 +82,10 @@ _LINE_ENDS = "A-D 1C-1E 85 2028-2029"
 @cache
 def character_flags() -> UInt8s:
     """uint8[1,114,112]: the flags of every code point, read-only."""
-    flags = np.zeros(_CODE_POINTS, np.uint8)
-    every = [chr(code) for code in range(_ASSIGNED)]
-    flags[:_ASSIGNED] |= np.fromiter(map(str.isspace, every), np.uint8, _ASSIGNED) * np.uint8(SPACE)
-    flags[:_ASSIGNED] |= np.fromiter(map(str.isalpha, every), np.uint8, _ASSIGNED) * np.uint8(ALPHA)
+    flags = np.zeros(CODE_POINTS, np.uint8)
+    every = [chr(code) for code in range(ASSIGNED)]
+    flags[:ASSIGNED] |= np.fromiter(map(str.isspace, every), np.uint8, ASSIGNED) * np.uint8(SPACE)
+    flags[:ASSIGNED] |= np.fromiter(map(str.isalpha, every), np.uint8, ASSIGNED) * np.uint8(ALPHA)
     for ranges, flag in (
         (_OTHER_PUNCTUATION, PUNCTUATION),
         (_TERMINAL, PUNCTUATION | TERMINAL),
@@ -91,6 +101,13 @@ def character_flags() -> UInt8s:
 def characters_with(flag: int) -> frozenset[str]:
     """The characters that have a flag."""
     return frozenset(map(chr, np.flatnonzero(character_flags() & flag).tolist()))
+
+
+def first_bytes(texts: Iterable[str]) -> Bools:
+    """bool[256]: the bytes that these texts, in UTF-8, begin with. Kernels skip all others at once."""
+    found = np.zeros(256, np.bool_)
+    found[[text.encode()[0] for text in texts]] = True
+    return found
 
 
 def _ranges(text: str) -> list[tuple[int, int]]:
@@ -110,6 +127,21 @@ def next_character(data: UInt8s, at: int) -> tuple[int, int]:
         return (byte & 0x0F) << 12 | (data[at + 1] & 0x3F) << 6 | (data[at + 2] & 0x3F), at + 3
     high = (byte & 0x07) << 18 | (data[at + 1] & 0x3F) << 12
     return high | (data[at + 2] & 0x3F) << 6 | (data[at + 3] & 0x3F), at + 4
+
+
+@kernel
+def character_at(data: UInt8s, at: int) -> tuple[int, int]:
+    """next_character as a function of its own: kernels that use it often compile in a third of the time."""
+    return next_character(data, at)
+
+
+@kernel
+def character_before(data: UInt8s, end: int) -> tuple[int, int]:
+    """(code point, its index) of the character that ends at `end`."""
+    at = end - 1
+    while data[at] & 0xC0 == 0x80:
+        at -= 1
+    return next_character(data, at)[0], at
 
 
 class KindCounts(NamedTuple):
@@ -134,8 +166,8 @@ def count_kinds(data: UInt8s, offsets: Int64s, wanted: Bools) -> KindCounts:
 @cache
 def _kinds() -> UInt8s:
     """uint8[1,114,112]: the kinds of every code point; none in planes that are empty or private."""
-    kinds = np.zeros(_CODE_POINTS, np.uint8)
-    for code in range(_ASSIGNED):
+    kinds = np.zeros(CODE_POINTS, np.uint8)
+    for code in range(ASSIGNED):
         character = chr(code)
         if character.isalpha():
             kinds[code] = _ALPHA | _UPPER * character.isupper()
@@ -179,18 +211,23 @@ def utf8_bytes(code: int) -> tuple[np.uint64, int]:
 
 
 @kernel
-def strip_space(data: UInt8s, begin: int, end: int, flags: UInt8s) -> tuple[int, int]:
-    """(begin, end) of data[begin:end] without white space at both ends; `flags` as `character_flags`."""
-    while begin < end:
-        code, after = next_character(data, begin)
+def skip_space(data: UInt8s, at: int, end: int, flags: UInt8s) -> int:
+    """Where white space from `at` on ends; `flags` are character_flags()."""
+    while at < end:
+        code, after = next_character(data, at)
         if not flags[code] & SPACE:
             break
-        begin = after
+        at = after
+    return at
+
+
+@kernel
+def strip_space(data: UInt8s, begin: int, end: int, flags: UInt8s) -> tuple[int, int]:
+    """(begin, end) of data[begin:end] without white space at both ends; `flags` are character_flags()."""
+    begin = skip_space(data, begin, end, flags)
     while begin < end:
-        last = end - 1
-        while data[last] & 0xC0 == 0x80:
-            last -= 1
-        if not flags[next_character(data, last)[0]] & SPACE:
+        code, last = character_before(data, end)
+        if not flags[code] & SPACE:
             break
         end = last
     return begin, end
@@ -200,35 +237,64 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
 
+@kernel(inline=True)
+def mix(hashed: np.uint64, eight: np.uint64) -> np.uint64:
+    """A hash with eight more bytes: multiplied and folded."""
+    hashed = (hashed ^ eight) * _FACTOR
+    return hashed ^ hashed >> _HALF
+
+
 @kernel
 def hash_run(data: UInt8s, begin: int, end: int) -> np.uint64:
-    """uint64: eight bytes a step, multiplied and folded. A hash for tables whose hits are compared."""
+    """A hash for tables whose hits are compared, eight bytes a step."""
     hashed = np.uint64(end - begin)
     at = begin
     while at + 8 <= end:
-        hashed = (hashed ^ load_8_bytes(data, at)) * _FACTOR
-        hashed ^= hashed >> _HALF
+        hashed = mix(hashed, load_8_bytes(data, at))
         at += 8
     while at < end:
-        hashed = (hashed ^ np.uint64(data[at])) * _FACTOR
-        hashed ^= hashed >> _HALF
+        hashed = mix(hashed, np.uint64(data[at]))
         at += 1
     return hashed
 
 
 @kernel
-def same_runs(data: UInt8s, one: int, other: int, length: int) -> bool:
-    """Whether data[one:one + length] and data[other:other + length] are the same bytes."""
+def pack_bytes(data: UInt8s, begin: int, end: int) -> np.uint64:
+    """Up to eight bytes as a number, the first one lowest; 0 if there are none."""
+    value = np.uint64(0)
+    for at in range(end - 1, begin - 1, -1):
+        value = value << np.uint64(8) | np.uint64(data[at])
+    return value
+
+
+@kernel
+def same_runs(data: UInt8s, begin: int, other: UInt8s, other_begin: int, length: int) -> bool:
+    """Whether data[begin:begin + length] and other[other_begin:other_begin + length] are the same bytes."""
     at = 0
     while at + 8 <= length:
-        if load_8_bytes(data, one + at) != load_8_bytes(data, other + at):
+        if load_8_bytes(data, begin + at) != load_8_bytes(other, other_begin + at):
             return False
         at += 8
     while at < length:
-        if data[one + at] != data[other + at]:
+        if data[begin + at] != other[other_begin + at]:
             return False
         at += 1
     return True
+
+
+def join_runs(runs: Sequence[bytes]) -> tuple[UInt8s, Int64s]:
+    """(all bytes, offsets): run i is bytes[offsets[i]:offsets[i + 1]]. The bytes are never empty."""
+    return np.frombuffer(b"".join(runs) or b"\0", np.uint8), np.cumsum([0, *map(len, runs)], dtype=np.int64)
+
+
+@kernel
+def find_run(data: UInt8s, begin: int, end: int, runs: UInt8s, offsets: Int64s) -> int:
+    """Index of the first of the joined runs that equals data[begin:end]; -1 if there is none."""
+    for index in range(len(offsets) - 1):
+        start = offsets[index]
+        if offsets[index + 1] - start == end - begin and same_runs(data, begin, runs, start, end - begin):
+            return index
+    return -1
 
 
 @kernel

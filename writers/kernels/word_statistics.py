@@ -16,9 +16,14 @@ from shardkit.writers.kernels.utf8 import (
     LINE_END,
     PUNCTUATION,
     SPACE,
+    character_before,
     character_flags,
     characters_with,
+    find_run,
+    first_bytes,
+    join_runs,
     next_character,
+    skip_space,
 )
 
 __all__ = ["WordStatistics", "word_statistics"]
@@ -50,54 +55,37 @@ def word_statistics(
 ) -> WordStatistics:
     """Counts of the documents data[offsets[i]:offsets[i + 1]], valid UTF-8; zeros where not `wanted`."""
     counts = np.zeros((len(fields(WordStatistics)), len(wanted)), np.int64)
-    stops = [word.encode() for word in dict.fromkeys(stop_words) if word]
+    stops = [word for word in dict.fromkeys(stop_words) if word]
     if len(stops) > 64:
         raise ValueError(f"{len(stops)} stop words; at most 64 fit in the kernel's bit mask")
-    stop_data = np.frombuffer(b"".join(stops) or b"\0", np.uint8)
-    stop_offsets = np.cumsum([0, *map(len, stops)], dtype=np.int64)
-    starts = np.zeros(256, np.bool_)
-    starts[[word[0] for word in stops]] = True
+    listed = (*join_runs([word.encode() for word in stops]), first_bytes(stops))
     letters = np.zeros(256, np.bool_)
     letters[:128] = character_flags()[:128] == ALPHA
-    tables = (character_flags(), letters, _line_marks(), stop_data, stop_offsets, starts)
-    _count(data, offsets, wanted, tables, counts)
+    # All bytes that begin no line end, dot or ellipsis can be skipped.
+    marks = first_bytes(characters_with(LINE_END) | {".", chr(_ELLIPSIS)})
+    _count(data, offsets, wanted, (character_flags(), letters, marks, listed), counts)
     return WordStatistics(*counts)
 
 
-def _line_marks() -> Bools:
-    """bool[256]: bytes that begin a line end, a dot or an ellipsis; all others can be passed over."""
-    marks = np.zeros(256, np.bool_)
-    for character in characters_with(LINE_END) | {".", chr(_ELLIPSIS)}:
-        marks[character.encode()[0]] = True
-    return marks
-
-
-# Character flags, ASCII letters, line marks, stop words, their offsets, their first bytes.
-_Tables = tuple[UInt8s, Bools, Bools, UInt8s, Int64s, Bools]
+_StopWords = tuple[UInt8s, Int64s, Bools]  # as from join_runs, and their first bytes
+_Tables = tuple[UInt8s, Bools, Bools, _StopWords]  # character flags, ASCII letters, line marks, stop words
 
 
 @kernel
 def _count(data: UInt8s, offsets: Int64s, wanted: Bools, tables: _Tables, counts: Int64s) -> None:
-    flags, letters, marks, stop_data, stop_offsets, starts = tables
+    flags, letters, marks, stop_words = tables
     for document in range(len(wanted)):
         if wanted[document]:
             begin, end, out = offsets[document], offsets[document + 1], counts[:, document]
-            _count_words(data, begin, end, flags, letters, stop_data, stop_offsets, starts, out)
+            _count_words(data, begin, end, flags, letters, stop_words, out)
             _count_lines(data, begin, end, flags, marks, out)
 
 
 @kernel
 def _count_words(
-    data: UInt8s,
-    begin: int,
-    end: int,
-    flags: UInt8s,
-    letters: Bools,
-    stop_data: UInt8s,
-    stop_offsets: Int64s,
-    starts: Bools,
-    out: Int64s,
+    data: UInt8s, begin: int, end: int, flags: UInt8s, letters: Bools, stop_words: _StopWords, out: Int64s
 ) -> None:
+    stop_data, stop_offsets, starts = stop_words
     characters = words = plain_words = plain_characters = letter_words = hashes = newlines = 0
     stops = np.uint64(0)
     at = begin
@@ -133,7 +121,9 @@ def _count_words(
             plain_words += 1
             plain_characters += length
         if starts[data[word_begin]]:
-            stops |= _stop_bit(data, word_begin, at, stop_data, stop_offsets)
+            found = find_run(data, word_begin, at, stop_data, stop_offsets)
+            if found >= 0:
+                stops |= np.uint64(1) << np.uint64(found)
     out[0], out[1], out[2], out[3], out[4] = characters, words, plain_words, plain_characters, letter_words
     out[5], out[7], out[11] = hashes, newlines, _bits(stops)
 
@@ -169,41 +159,19 @@ def _count_lines(data: UInt8s, begin: int, end: int, flags: UInt8s, marks: Bools
 
 @kernel
 def _begins_with_bullet(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
-    at = begin
-    while at < end:
-        code, at = next_character(data, at)
-        if not flags[code] & SPACE:
-            return code == _BULLET or code == 45
-    return False
+    at = skip_space(data, begin, end, flags)
+    return at < end and (data[at] == 45 or next_character(data, at)[0] == _BULLET)
 
 
 @kernel
 def _ends_with_ellipsis(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
-    at = end
-    while at > begin:
-        at -= 1
-        while data[at] & 0xC0 == 0x80:
-            at -= 1
-        code, after = next_character(data, at)
+    while end > begin:
+        code, at = character_before(data, end)
         if not flags[code] & SPACE:
-            dots = after - begin >= 3 and data[after - 1] == data[after - 2] == data[after - 3] == 46
+            dots = end - begin >= 3 and data[end - 1] == data[end - 2] == data[end - 3] == 46
             return code == _ELLIPSIS or dots
+        end = at
     return False
-
-
-@kernel
-def _stop_bit(data: UInt8s, begin: int, end: int, stop_data: UInt8s, stop_offsets: Int64s) -> np.uint64:
-    for word in range(len(stop_offsets) - 1):
-        start = stop_offsets[word]
-        if stop_offsets[word + 1] - start == end - begin:
-            same = True
-            for at in range(end - begin):
-                if data[begin + at] != stop_data[start + at]:
-                    same = False
-                    break
-            if same:
-                return np.uint64(1) << np.uint64(word)
-    return np.uint64(0)
 
 
 @kernel

@@ -7,8 +7,8 @@ count; digits and accents do. Lower case is `str.lower` character by character, 
 plain i. Letters and forms are those of the running Python's Unicode version.
 
 A word's hash is made of its lower-case UTF-8 bytes, eight at a time as little-endian numbers, the last ones
-padded with zeros: h = _SEED; for each eight: h = (h ^ eight) * _FACTOR; h ^= h >> 32, modulo 2**64. Words of
-up to eight bytes never share a hash.
+padded with zeros: h = _SEED; for each eight: h = mix(h, eight) (`utf8.py`). Words of up to eight bytes never
+share a hash.
 
 `next_words` works on segments of 4,096 bytes: 64 bytes at a time become a bit mask of word bytes, and its
 changes from 0 to 1 and back are the runs. A run of ASCII is a word, which costs a load and a multiplication
@@ -28,7 +28,7 @@ import pyarrow as pa
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt32s, UInt64s, int64, kernel
 from shardkit.writers.kernels.simd import load_8_bytes, trailing_zeros, word_mask
 from shardkit.writers.kernels.text_arrays import replace_texts, text_bytes, text_offsets
-from shardkit.writers.kernels.utf8 import next_character, utf8_bytes
+from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, mix, next_character, utf8_bytes
 
 __all__ = [
     "NORMALIZATION",
@@ -50,8 +50,6 @@ WORD = 1
 CHANGING = 2  # form C writes it differently
 LEADING = 4  # form C may make one of it and a JOINING character after it
 JOINING = 8
-_ASSIGNED = 0x40000  # planes above hold tags, private use and nothing
-_CODE_POINTS = 0x110000
 _SPECIAL_LOWER = {0x0130: 0x69, 0x03C2: 0x03C3}  # dotted capital I, final sigma
 _HANGUL_INITIALS, _HANGUL_SYLLABLES = range(0x1100, 0x1113), range(0xAC00, 0xD7A4)
 _HANGUL_VOWELS, _HANGUL_FINALS = range(0x1161, 0x1176), range(0x11A8, 0x11C3)
@@ -69,8 +67,8 @@ class CharacterTables(NamedTuple):
 @cache
 def combining_classes() -> UInt8s:
     """uint8[1,114,112]: canonical combining class of every code point."""
-    classes = np.zeros(_CODE_POINTS, np.uint8)
-    for code in range(_ASSIGNED):
+    classes = np.zeros(CODE_POINTS, np.uint8)
+    for code in range(ASSIGNED):
         classes[code] = unicodedata.combining(chr(code))
     return classes
 
@@ -83,9 +81,9 @@ def normalization_version() -> str:
 @cache
 def character_tables() -> CharacterTables:
     """Made once a process, in a fifth of a second."""
-    flags, lower = np.zeros(_CODE_POINTS, np.uint8), np.arange(_CODE_POINTS, dtype=np.uint32)
-    every = [chr(code) for code in range(_ASSIGNED)]
-    flags[:_ASSIGNED] |= np.fromiter(map(str.isalnum, every), np.uint8, _ASSIGNED) * np.uint8(WORD)
+    flags, lower = np.zeros(CODE_POINTS, np.uint8), np.arange(CODE_POINTS, dtype=np.uint32)
+    every = [chr(code) for code in range(ASSIGNED)]
+    flags[:ASSIGNED] |= np.fromiter(map(str.isalnum, every), np.uint8, ASSIGNED) * np.uint8(WORD)
     flags[ord("_")] |= WORD
     for code, character in enumerate(every):
         low = character.lower()
@@ -172,11 +170,9 @@ def normalized_words(text: str) -> list[str]:
 
 SEGMENT_BYTES = 4096
 SCRATCH_WORDS = 2 * SEGMENT_BYTES  # a call finds at most SEGMENT_BYTES words
-_SEED = 0x243F6A8885A308D3
-_FACTOR = 0x9E3779B97F4A7C15
-_SEED_64, _FACTOR_64 = np.uint64(_SEED), np.uint64(_FACTOR)
+_SEED = np.uint64(0x243F6A8885A308D3)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-_ONE, _HALF, _TOP = np.uint64(1), np.uint64(32), np.uint64(63)
+_ONE, _TOP = np.uint64(1), np.uint64(63)
 
 
 @kernel
@@ -219,8 +215,7 @@ def next_words(
         eight = load_8_bytes(lower, begin)
         if length <= 8:
             eight &= _ALL >> np.uint64(64 - 8 * length)
-            value = (_SEED_64 ^ eight) * _FACTOR_64
-            value ^= value >> _HALF
+            value = mix(_SEED, eight)
             other = eight & _BEYOND_ASCII
         else:
             value, other = _hash_long(lower, begin, length)
@@ -251,14 +246,13 @@ def _find_edges(segment: UInt8s, size: int, lower: UInt8s, edges: Int64s) -> int
 @kernel
 def _hash_long(lower: UInt8s, begin: int, length: int) -> tuple[np.uint64, np.uint64]:
     """Hash of a run of more than eight bytes, and bits that are set where a byte is not ASCII."""
-    value, other = _SEED_64, np.uint64(0)
+    value, other = _SEED, np.uint64(0)
     while length > 0:
         eight = load_8_bytes(lower, begin)
         if length < 8:
             eight &= _ALL >> np.uint64(64 - 8 * length)
         other |= eight & _BEYOND_ASCII
-        value = (value ^ eight) * _FACTOR_64
-        value ^= value >> _HALF
+        value = mix(value, eight)
         begin += 8
         length -= 8
     return value, other
@@ -277,15 +271,15 @@ def _hash_run(
 ) -> tuple[int, int]:
     """As `next_words`, one by one, to `stop`; with an open end to ASCII that is no word's or enough words."""
     limit = count + SEGMENT_BYTES
-    value, eight, filled = _SEED_64, np.uint64(0), 0
+    value, eight, filled = _SEED, np.uint64(0), 0
     inside = False
     while at < stop:
         code, after = next_character(data, at)
         if not flags[code] & WORD:
             if inside:
-                out[count] = _finish(value, eight, filled)
+                out[count] = mix(value, eight) if filled else value
                 count += 1
-                value, eight, filled, inside = _SEED_64, np.uint64(0), 0, False
+                value, eight, filled, inside = _SEED, np.uint64(0), 0, False
             if open_end and (code < 0x80 or count >= limit):
                 return count, at if code < 0x80 else after
             at = after
@@ -298,18 +292,9 @@ def _hash_run(
             utf8 >>= np.uint64(8)
             filled += 1
             if filled == 8:
-                value = (value ^ eight) * _FACTOR_64
-                value ^= value >> _HALF
+                value = mix(value, eight)
                 eight, filled = np.uint64(0), 0
     if inside:
-        out[count] = _finish(value, eight, filled)
+        out[count] = mix(value, eight) if filled else value
         count += 1
     return count, at
-
-
-@kernel
-def _finish(value: np.uint64, eight: np.uint64, filled: int) -> np.uint64:
-    if filled:
-        value = (value ^ eight) * _FACTOR_64
-        value ^= value >> _HALF
-    return value
