@@ -12,18 +12,18 @@ import pytest
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.writers.annotations import AnnotationFile, Bounds, thresholds
 from shardkit.writers.filters.base import FilterSettings
-from shardkit.writers.filters.bounds import LengthConfig
-from shardkit.writers.filters.c4 import C4QualityConfig
+from shardkit.writers.filters.bounds import LengthFilter
+from shardkit.writers.filters.c4 import C4QualityEditor
 from shardkit.writers.filters.chain import FilterChain, Filtered
-from shardkit.writers.filters.gopher import GopherQualityConfig
+from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.ledger import Count
 from support.documents import document_batch
 
 WORDS = ["house. Then", "river.", "the", "of", "and", "with", "house", "garden", "#", "...", "1234", "•"]
 WORDS += ["wonderfully", "\n", "- "]
 STEPS: list[tuple[str, FilterSettings]] = [
-    ("length", LengthConfig(min_words=5, max_chars=200)),
-    ("gopher_quality", GopherQualityConfig(min_doc_words=8, max_symbol_word_ratio=0.2)),
+    ("length", LengthFilter(min_words=5, max_chars=200)),
+    ("gopher_quality", GopherQualityFilter(min_doc_words=8, max_symbol_word_ratio=0.2)),
 ]
 
 
@@ -94,7 +94,7 @@ def test_other_thresholds_keep_what_a_build_with_them_keeps(
     annotate(tmp_path, STEPS, batches[0])
     annotate(tmp_path, STEPS, batches[1])
     annotate(tmp_path, STEPS)  # a split without documents
-    config = GopherQualityConfig(min_doc_words=least_words, max_symbol_word_ratio=symbols)
+    config = GopherQualityFilter(min_doc_words=least_words, max_symbol_word_ratio=symbols)
     names = "gopher_short_doc", "gopher_too_many_hashes", "gopher_too_many_ellipsis"
     limits = (least_words, None), (None, symbols), (None, symbols)
     bounds = {f"gopher_quality/{name}": limit for name, limit in zip(names, limits, strict=True)}
@@ -107,9 +107,9 @@ def test_other_thresholds_keep_what_a_build_with_them_keeps(
 
 def test_texts_are_judged_as_editors_leave_them_also_those_dropped_before(tmp_path: Path) -> None:
     def steps(length: int, words: int) -> list[tuple[str, FilterSettings]]:
-        c4 = C4QualityConfig(min_words_per_line=4, min_num_sentences=2, filter_no_terminal_punct=False)
-        gopher = GopherQualityConfig(min_doc_words=words, max_symbol_word_ratio=None, min_stop_words=None)
-        return [("length", LengthConfig(min_words=length)), ("c4_quality", c4), ("gopher_quality", gopher)]
+        c4 = C4QualityEditor(min_words_per_line=4, min_num_sentences=2, filter_no_terminal_punct=False)
+        gopher = GopherQualityFilter(min_doc_words=words, max_symbol_word_ratio=None, min_stop_words=None)
+        return [("length", LengthFilter(min_words=length)), ("c4_quality", c4), ("gopher_quality", gopher)]
 
     batch = documents(300)
     [filtered] = annotate(tmp_path, steps(25, 20), batch)

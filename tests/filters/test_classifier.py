@@ -7,16 +7,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from reference.fasttext import reference_scores
 from shardkit.cli.main import main
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.filters.fasttext import ClassifierConfig, ClassifierFilter
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.fasttext import ClassifierConfig
 from shardkit.writers.kernels.fasttext_model import load_fasttext
 from shardkit.writers.train_classifier import TrainingSettings, train_classifier
+from support import filter_runs
+from support.filter_runs import judge, text_batch, values
 
 pytest.importorskip("floret", reason="it trains")
 
@@ -88,28 +88,23 @@ def test_documents_with_the_label_are_kept_or_removed(
     model: Path, label: str, action: str, fails: list[bool]
 ) -> None:
     config = ClassifierConfig.model_validate({"model": model.name, "label": label, "action": action})
-    assert config.files() == ("model.bin",)
-    batch = TextBatch(pa.array([GOOD, BAD], pa.large_string()))
-    [rule] = ClassifierFilter(config, model.parent).judge(batch)
-    assert rule.fails is not None
-    assert rule.fails.tolist() == fails
+    [rule] = judge(config, text_batch([GOOD, BAD]), model.parent)
+    assert filter_runs.fails(rule) == fails
 
 
 def test_a_score_at_the_threshold_has_the_label(model: Path) -> None:
-    batch = TextBatch(pa.array(["the article"], pa.large_string()))
+    batch = text_batch(["the article"])
     config = ClassifierConfig(model=str(model), label="good")
-    score = float(ClassifierFilter(config, model.parent).judge(batch)[0].values[0])  # type: ignore[index]
+    [score] = values(judge(config, batch)[0])
     assert 0 < score < 1
     for threshold, fails in ((score, False), (score + 1e-9, True)):
         at = config.model_copy(update={"threshold": threshold})
-        assert ClassifierFilter(at, model.parent).judge(batch)[0].fails.tolist() == [fails]  # type: ignore[union-attr]
+        assert filter_runs.fails(judge(at, batch)[0]) == [fails]
 
 
-def test_a_label_or_a_file_that_is_not_there_is_a_recipe_error(model: Path) -> None:
+def test_a_label_that_the_model_does_not_have_is_a_recipe_error(model: Path) -> None:
     with pytest.raises(RecipeError, match=r"has no label 'fine'; it has (good, bad|bad, good)"):
-        ClassifierFilter(ClassifierConfig(model=str(model), label="fine"), model.parent)
-    with pytest.raises(RecipeError, match="No such file"):
-        ClassifierFilter(ClassifierConfig(model="none.bin", label="good"), model.parent)
+        ClassifierConfig(model=str(model), label="fine").build(model.parent)
 
 
 @pytest.mark.parametrize(

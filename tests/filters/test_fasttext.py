@@ -7,58 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.fasttext import reference_scores
 from shardkit.errors import RecipeError
-from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels.fasttext import FastTextScorer
 from shardkit.writers.kernels.fasttext_model import FastTextModel, load_fasttext
-
-WORDS = [b"</s>", b"the", b"of", "größe".encode(), b"a", b"__label__", "中".encode()]
-LABELS = [b"__label__good", b"__label__bad", "__label__übel".encode()]
-LOSSES = {"hs": 1, "ns": 2, "softmax": 3, "ova": 4}
-DIMENSIONS = 5
-
-
-def quantised(rows: int, columns: int, rng: np.random.Generator, width: int, norms: bool) -> bytes:
-    parts = -(-columns // width)
-    codes = rng.integers(0, 256, rows * parts, np.uint8).tobytes()
-    last = columns - (parts - 1) * width
-    data = struct.pack("<?qqi", norms, rows, columns, rows * parts) + codes
-    data += struct.pack("<4i", columns, parts, width, last)
-    data += rng.normal(size=columns * 256).astype(np.float32).tobytes()
-    if norms:
-        data += rng.integers(0, 256, rows, np.uint8).tobytes() + struct.pack("<4i", 1, 1, 1, 1)
-        data += rng.normal(size=256).astype(np.float32).tobytes()
-    return data
-
-
-def model_bytes(
-    loss: str = "softmax", *, ngrams: tuple[int, int, int] = (1, 2, 4), pruned: bool = False, seed: int = 1
-) -> bytes:
-    """A model as fastText writes it: random numbers, of 97 buckets all or 40 (then quantised)."""
-    rng, buckets = np.random.default_rng(seed), 97
-    word_ngrams, least, most = ngrams
-    numbers = (DIMENSIONS, 5, 5, 1, 5, word_ngrams, LOSSES[loss], 3, buckets, least, most, 100, 1e-4)
-    kept = rng.permutation(buckets)[:40] if pruned else None
-    data = struct.pack("<2i12id", 793712314, 12, *numbers)
-    data += struct.pack("<3iqq", len(WORDS) + len(LABELS), len(WORDS), len(LABELS), 99, 40 if pruned else -1)
-    for kind, names in enumerate((WORDS, LABELS)):
-        for count, name in enumerate(names):
-            data += name + b"\0" + struct.pack("<qb", 50 - 7 * count, kind)
-    if kept is not None:
-        data += bytes(np.stack([kept, rng.permutation(40)], axis=1).astype(np.int32).data)
-        data += b"\1" + quantised(len(WORDS) + 40, DIMENSIONS, rng, 2, norms=True)
-        return data + b"\1" + quantised(len(LABELS), DIMENSIONS, rng, 3, norms=False)
-    for rows in (len(WORDS) + buckets, len(LABELS)):
-        values = rng.normal(size=rows * DIMENSIONS).astype(np.float32).tobytes()
-        data += b"\0" + struct.pack("<qq", rows, DIMENSIONS) + values
-    return data
-
+from support.filter_runs import text_batch
+from support.small_models import LOSSES, WORDS, model_bytes
 
 VARIANTS = [
     *((loss, (1, 2, 4), False) for loss in LOSSES),
@@ -78,7 +36,7 @@ def model_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def scores(model: FastTextModel, texts: list[str], characters: int | None = None) -> list[list[float]]:
-    batch = TextBatch(pa.array(texts, pa.large_string()))
+    batch = text_batch(texts)
     found = FastTextScorer(model).scores(batch.data, batch.offsets, batch.wanted, characters)
     return [[float(value) for value in row] for row in found]
 
@@ -128,7 +86,7 @@ def test_what_was_looked_at_before_changes_no_bit(tmp_path: Path) -> None:
     scorer = FastTextScorer(load_fasttext(tmp_path / "model"))
     rng = np.random.default_rng(3)
     texts = [" ".join(map(str, rng.integers(0, 300_000, 4000))) for _ in range(20)]
-    batch = TextBatch(pa.array(texts, pa.large_string()))
+    batch = text_batch(texts)
     together = scorer.scores(batch.data, batch.offsets, batch.wanted)
     only = np.arange(20) == 7
     alone = FastTextScorer(load_fasttext(tmp_path / "model")).scores(batch.data, batch.offsets, only)

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 
 from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
-from shardkit.writers.filters.bounds import LengthConfig
+from shardkit.writers.filters.bounds import LengthFilter
 from shardkit.writers.filters.chain import FilterChain, Filtered
-from shardkit.writers.filters.gopher import GopherQualityConfig
+from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.funnel import FilterCounts, filters_card
 from shardkit.writers.report.page import render_filters
 
-STEPS = [("length", LengthConfig(min_words=3, max_words=6)), ("gopher_quality", GopherQualityConfig())]
+STEPS = [("length", LengthFilter(min_words=3, max_words=6)), ("gopher_quality", GopherQualityFilter())]
 
 
 def documents(records: range) -> pa.RecordBatch:
@@ -64,7 +64,7 @@ def test_excerpts_are_the_beginnings_of_texts() -> None:
     batch = documents(range(1))
     long = pa.array(["𝄞" * 500], pa.large_string())
     batch = batch.set_column(4, DOCUMENT_SCHEMA.field("text"), long)
-    filtered = FilterChain([("length", LengthConfig(max_chars=10))]).apply(batch)
+    filtered = FilterChain([("length", LengthFilter(max_chars=10))]).apply(batch)
     [[excerpt]] = filtered.excerpts.values()
     assert excerpt.text == "𝄞" * 120
 

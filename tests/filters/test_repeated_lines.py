@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.lines import reference_repeated_lines
-from shardkit.writers.filters.base import Edit
-from shardkit.writers.filters.repeated_lines import RepeatedLinesConfig, RepeatedLinesEditor
-from shardkit.writers.filters.text_batch import TextBatch
+from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor
+from support.filter_runs import edit, fails, text_batch, values
 
 PARTS = st.sampled_from(
     ["a", "b", "ab", "é", " ", "\n", "\n", "\n\n", "\r\n", "\t", "\u2028", "\u0301", "a\n"]
 )
 CONFIGS = (
-    RepeatedLinesConfig(),
-    RepeatedLinesConfig(min_characters=2),
-    RepeatedLinesConfig(unit="paragraph"),
+    RepeatedLinesEditor(),
+    RepeatedLinesEditor(min_characters=2),
+    RepeatedLinesEditor(unit="paragraph"),
 )
-
-
-def edit(texts: list[str], config: RepeatedLinesConfig, wanted: list[bool] | None = None) -> Edit:
-    batch = TextBatch(pa.array(["a", *texts], pa.large_string()).slice(1))
-    batch.wanted = np.array(wanted or [True] * len(texts), np.bool_)
-    return RepeatedLinesEditor(config).edit(batch)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(PARTS, max_size=20).map("".join), max_size=4))
 @example(["a\na", "a\na\n", "a\r\na\n a \nb", "a\n\na\n\n\nb\n\na", "x" * (1 << 20) + "\n" + "x" * (1 << 20)])
-def test_texts_are_those_of_plain_python_and_every_byte_is_booked(texts: list[str]) -> None:
+def test_texts_are_those_of_plain_python(texts: list[str]) -> None:
     for config in CONFIGS:
-        found = edit(texts, config)
-        expected = [reference_repeated_lines(text, config) for text in texts]
-        assert found.texts.to_pylist() == expected
-        before, after = ([len(text.encode()) for text in some] for some in (texts, expected))
-        assert found.cut["repeated"].tolist() == [b - a for b, a in zip(before, after, strict=True)]
+        found = edit(config, text_batch(texts))
+        assert found.texts.to_pylist() == [reference_repeated_lines(text, config) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -50,16 +38,13 @@ def test_texts_are_those_of_plain_python_and_every_byte_is_booked(texts: list[st
         ("a\nb\n\nc\n\na\nb\n\n\nc", CONFIGS[2], "a\nb\n\nc\n"),
     ],
 )
-def test_the_first_copy_stays(text: str, config: RepeatedLinesConfig, expected: str) -> None:
-    assert edit([text], config).texts.to_pylist() == [expected]
+def test_the_first_copy_stays(text: str, config: RepeatedLinesEditor, expected: str) -> None:
+    assert edit(config, text_batch([text])).texts.to_pylist() == [expected]
 
 
-def test_documents_of_mostly_repetition_are_dropped_and_unwanted_ones_left() -> None:
-    found = edit(["a\na\na", "a\nb", "a\na"], RepeatedLinesConfig(max_cut_fraction=0.5), [True, True, False])
+def test_documents_of_mostly_repetition_are_dropped() -> None:
+    found = edit(RepeatedLinesEditor(max_cut_fraction=0.5), text_batch(["a\na\na", "a\nb"]))
     [rule] = found.rules
-    assert rule.fails is not None
-    assert rule.values is not None
-    assert rule.fails.tolist() == [True, False, False]
-    assert rule.values.tolist() == [0.8, 0.0, 0.0]
-    assert found.counts["repeated"].tolist() == [2, 0, 0]
-    assert found.texts.to_pylist() == ["a", "a\nb", "a\na"]
+    assert (fails(rule), values(rule)) == ([True, False], [0.8, 0.0])
+    assert found.counts["repeated"].tolist() == [2, 0]
+    assert found.texts.to_pylist() == ["a", "a\nb"]

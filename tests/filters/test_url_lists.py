@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from shardkit.writers.filters.base import first_failing
-from shardkit.writers.filters.text_batch import TextBatch
-from shardkit.writers.filters.url_lists import UrlListsConfig, UrlListsFilter, plain_url, url_host
+from shardkit.writers.filters.url_lists import UrlListsConfig, plain_url, url_host
+from support.filter_runs import decide, fails, judge, text_batch
 
 
 @pytest.fixture
@@ -29,22 +26,14 @@ def lists(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reason(folder: Path, url: str | None) -> str | None:
-    work = UrlListsFilter(
-        UrlListsConfig(
-            domains=("domains",),
-            hosts=("hosts",),
-            urls=("urls",),
-            banned_words=("words",),
-            soft_banned_words=("soft",),
-            banned_subwords=("subwords",),
-        ),
-        folder,
-    )
-    columns = pa.RecordBatch.from_pydict({"text": pa.array(["x"]), "url": pa.array([url], pa.string())})
-    batch = TextBatch(pa.array(["x"], pa.large_string()), columns=columns)
-    code = int(first_failing(work.judge(batch), 1)[0])
-    return work.reasons[code - 1] if code else None
+EVERY_LIST = UrlListsConfig(
+    domains=("domains",),
+    hosts=("hosts",),
+    urls=("urls",),
+    banned_words=("words",),
+    soft_banned_words=("soft",),
+    banned_subwords=("subwords",),
+)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +64,7 @@ def reason(folder: Path, url: str | None) -> str | None:
     ],
 )
 def test_each_list_matches_what_it_says(lists: Path, url: str | None, expected: str | None) -> None:
-    assert reason(lists, url) == expected
+    assert decide(EVERY_LIST, ["x"], [url], folder=lists) == [expected]
 
 
 LABELS = st.lists(st.sampled_from(["a", "b", "www", "co"]), min_size=1, max_size=4).map(".".join)
@@ -89,12 +78,9 @@ def test_a_domain_matches_itself_and_all_below(
     folder = tmp_path_factory.mktemp("lists")
     (folder / "domains").write_text("\n".join(listed))
     urls = [f"https://{host}/x" for host in hosts]
-    columns = pa.RecordBatch.from_pydict({"url": pa.array(urls, pa.string())})
-    batch = TextBatch(pa.array(urls, pa.large_string()), columns=columns)
-    rule = UrlListsFilter(UrlListsConfig(domains=("domains",)), folder).judge(batch)[0]
-    assert rule.fails is not None
+    rule = judge(UrlListsConfig(domains=("domains",)), text_batch(urls, urls), folder)[0]
     expected = [any(host == name or host.endswith("." + name) for name in listed) for host in hosts]
-    assert rule.fails.tolist() == expected
+    assert fails(rule) == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -107,8 +93,3 @@ def test_no_text_is_too_odd_for_a_url(text: str) -> None:
     host = url_host(text)
     assert host == url_host(host)
     assert plain_url(text).startswith(host)
-
-
-def test_a_filter_without_lists_is_refused() -> None:
-    with pytest.raises(ValidationError, match="url_lists needs a file"):
-        UrlListsConfig()

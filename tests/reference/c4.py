@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardkit.writers.filters.c4 import C4QualityConfig
+from shardkit.writers.filters.c4 import C4QualityEditor
 from shardkit.writers.kernels.sentences import (
     _AFFIX,
     _BEFORE_STOP,
@@ -82,7 +82,7 @@ def _reference_infixes(core: str) -> list[str]:
     return pieces
 
 
-def reference_c4(text: str, config: C4QualityConfig) -> tuple[str | None, str]:
+def reference_c4(text: str, config: C4QualityEditor) -> tuple[str | None, str]:
     """(the reason it is dropped, or None; the text that stays), in plain Python."""
     sentences, kept = 0, []
     for line in map(str.strip, text.splitlines()):

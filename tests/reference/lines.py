@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.filters.repeated_lines import RepeatedLinesConfig
+from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor
 
 _MASK = (1 << 64) - 1
 _FACTORS = (0x87C37B91114253D5, 0x4CF5AD432745937F)
@@ -72,7 +72,7 @@ def reference_hash(data: bytes) -> int:
     return one << 64 | (two + one) & _MASK
 
 
-def reference_repeated_lines(text: str, config: RepeatedLinesConfig) -> str:
+def reference_repeated_lines(text: str, config: RepeatedLinesEditor) -> str:
     """The text without repeated units, in plain Python."""
     units = LinesDedupConfig(unit=config.unit, min_characters=config.min_characters)
     seen: set[str] = set()

@@ -1,8 +1,9 @@
 """The contract of a filter: its settings, the rules that it judges by, and the edits that it makes.
 
-A filter is one module. It holds a FilterSettings model, which is what a recipe says, and a class that judges
-batches (`Filter`) or rewrites them (`Editor`), which `FilterSettings.build` makes. To add a filter, write
-that module and add one field to `config.FilterEntry`.
+A filter is a FilterSettings model, whose fields are what a recipe says, with a method that judges batches
+(`Filter`) or rewrites them (`Editor`). Where that takes a model or a list of words, the method belongs to a
+class of its own, which `FilterSettings.build` loads. To add a filter, write its module and add one field to
+`config.FilterEntry`.
 
 A rule reports, for each document of a batch, whether the document fails and the value that was compared, so
 that values can be written out and thresholds changed later. Rules are tried in a fixed order; the first one
@@ -14,7 +15,6 @@ them, and kernels live in writers/kernels/.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -39,6 +39,8 @@ __all__ = [
     "FilterSettings",
     "Rule",
     "SideOutput",
+    "above",
+    "below",
     "file_version",
     "first_failing",
     "load_list",
@@ -51,9 +53,10 @@ _Loaded = TypeVar("_Loaded")
 class FilterSettings(StrictModel):
     """The settings of one filter."""
 
-    @abstractmethod
     def build(self, folder: Path) -> Filter | Editor:
-        """Make the filter or editor. `folder` is the base of the relative paths in the settings."""
+        """Load what the filter needs. `folder` is the base of the relative paths in the settings."""
+        assert isinstance(self, Filter | Editor), "settings without a judge or edit method override build"
+        return self
 
     def files(self) -> tuple[str, ...]:
         """Paths, relative to the recipe's folder, of the lists and models that the filter uses."""
@@ -73,6 +76,7 @@ class Rule:
     values: npt.NDArray[Any] | None = None
 
 
+@runtime_checkable
 class Filter(Protocol):
     """A step that judges documents and leaves their texts unchanged."""
 
@@ -132,6 +136,16 @@ def ratio(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.flo
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole != 0)
 
 
+def below(name: str, values: npt.NDArray[Any], least: float | None) -> Rule:
+    """The rule that values reach `least`; None: switched off."""
+    return Rule(name, None if least is None else values < least, values)
+
+
+def above(name: str, values: npt.NDArray[Any], most: float | None) -> Rule:
+    """The rule that values do not exceed `most`; None: switched off."""
+    return Rule(name, None if most is None else values > most, values)
+
+
 def first_failing(rules: Sequence[Rule], count: int) -> npt.NDArray[np.int64]:
     """int64[count]: 0 where a document passes, else 1 + the index of the first rule that it fails."""
     codes = np.zeros(count, np.int64)
@@ -151,21 +165,17 @@ def file_version(path: Path, key: str) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def load_list(folder: Path, paths: Iterable[str], make: Callable[[Iterator[str]], _Loaded]) -> _Loaded:
+def load_list(
+    key: str, folder: Path, paths: Iterable[str], make: Callable[[Iterator[str]], _Loaded]
+) -> _Loaded:
     """Call `make` with the entries of list files, and cache its result for the life of the process.
 
     A file has one entry per line; blank lines and lines that start with # are skipped. Entries are streamed.
     `make` must be a module-level function, because it is part of the cache key. A file whose size or mtime
-    changes is read again. Raises RecipeError for a file that cannot be read.
+    changes is read again. A RecipeError names the recipe's `key` if a file cannot be read.
     """
-    files = []
-    for path in paths:
-        try:
-            state = (folder / path).stat()
-        except OSError as error:
-            raise RecipeError(f"{path}: {error.strerror or error}") from None
-        files.append((folder / path, state.st_mtime_ns, state.st_size))
-    loaded: _Loaded = _load(make, tuple(files))
+    files = tuple((folder / path, *file_version(folder / path, key)) for path in paths)
+    loaded: _Loaded = _load(make, files)
     return loaded
 
 

@@ -8,61 +8,50 @@ none. A ratio without a denominator is 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from shardkit.writers.filters.base import FilterSettings, Rule, ratio
+from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
 from shardkit.writers.settings import Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = [
-    "LengthConfig",
-    "LengthFilter",
-    "RatiosConfig",
-    "RatiosFilter",
-]
+__all__ = ["LengthFilter", "RatiosFilter"]
 
 
-class LengthConfig(FilterSettings):
+class LengthFilter(FilterSettings):
     """Bounds on a document's length; null means no bound. Words are separated by white space."""
+
+    reasons: ClassVar = ("too_few_words", "too_many_words", "too_few_characters", "too_many_characters")
 
     min_words: int | None = Field(default=None, ge=0, description="Fewest words.")
     max_words: int | None = Field(default=None, ge=0, description="Most words.")
     min_chars: int | None = Field(default=None, ge=0, description="Fewest characters (code points).")
     max_chars: int | None = Field(default=None, ge=0, description="Most characters (code points).")
 
-    def build(self, folder: Path) -> LengthFilter:
-        """See FilterSettings.build."""
-        return LengthFilter(self)
-
-
-class LengthFilter:
-    """Drops documents outside the bounds."""
-
-    reasons = ("too_few_words", "too_many_words", "too_few_characters", "too_many_characters")
-
-    def __init__(self, config: LengthConfig) -> None:
-        self._config = config
-
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        config, counts = self._config, batch.words()
-        words, characters = counts.words, counts.characters
-        fails = (
-            (None if config.min_words is None else words < config.min_words, words),
-            (None if config.max_words is None else words > config.max_words, words),
-            (None if config.min_chars is None else characters < config.min_chars, characters),
-            (None if config.max_chars is None else characters > config.max_chars, characters),
-        )
-        return [Rule(name, *judged) for name, judged in zip(self.reasons, fails, strict=True)]
+        counts = batch.words()
+        return [
+            below("too_few_words", counts.words, self.min_words),
+            above("too_many_words", counts.words, self.max_words),
+            below("too_few_characters", counts.characters, self.min_chars),
+            above("too_many_characters", counts.characters, self.max_chars),
+        ]
 
 
-class RatiosConfig(FilterSettings):
+class RatiosFilter(FilterSettings):
     """Bounds on kinds of characters (code points); null: no rule."""
+
+    reasons: ClassVar = (
+        "too_many_symbols",
+        "too_many_digits",
+        "too_many_capitals",
+        "too_much_white_space",
+        "too_few_letters",
+    )
 
     max_symbol_ratio: Ratio | None = Field(
         default=None, description="Most symbols and punctuation (Unicode P and S) per character."
@@ -80,42 +69,18 @@ class RatiosConfig(FilterSettings):
         default=None, description="Least letters (str.isalpha) per character that is no white space."
     )
 
-    def build(self, folder: Path) -> RatiosFilter:
-        """See FilterSettings.build."""
-        return RatiosFilter(self)
-
-
-class RatiosFilter:
-    """Drops documents outside the bounds."""
-
-    reasons = (
-        "too_many_symbols",
-        "too_many_digits",
-        "too_many_capitals",
-        "too_much_white_space",
-        "too_few_letters",
-    )
-
-    def __init__(self, config: RatiosConfig) -> None:
-        self._config = config
-
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
         from shardkit.writers.kernels.utf8 import count_kinds
 
-        config, counts = self._config, count_kinds(batch.data, batch.offsets, batch.wanted)
-        symbols, digits, upper = counts.symbols, counts.digits, counts.upper_case
-        space, letters, characters = counts.space, counts.letters, counts.characters
-        most = (
-            (config.max_symbol_ratio, ratio(symbols, characters)),
-            (config.max_digit_ratio, ratio(digits, characters)),
-            (config.max_uppercase_ratio, ratio(upper, letters)),
-            (config.max_white_space_ratio, ratio(space, characters)),
-        )
-        rules = [
-            Rule(name, None if bound is None else values > bound, values)
-            for name, (bound, values) in zip(self.reasons, most, strict=False)
+        counts = count_kinds(batch.data, batch.offsets, batch.wanted)
+        characters = counts.characters
+        return [
+            above("too_many_symbols", ratio(counts.symbols, characters), self.max_symbol_ratio),
+            above("too_many_digits", ratio(counts.digits, characters), self.max_digit_ratio),
+            above("too_many_capitals", ratio(counts.upper_case, counts.letters), self.max_uppercase_ratio),
+            above("too_much_white_space", ratio(counts.space, characters), self.max_white_space_ratio),
+            below(
+                "too_few_letters", ratio(counts.letters, characters - counts.space), self.min_alphabetic_ratio
+            ),
         ]
-        values = ratio(letters, characters - space)
-        least = config.min_alphabetic_ratio
-        return [*rules, Rule("too_few_letters", None if least is None else values < least, values)]

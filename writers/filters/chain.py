@@ -29,7 +29,7 @@ from shardkit.writers.filters.base import (
     first_failing,
 )
 from shardkit.writers.filters.fasttext import LanguageConfig
-from shardkit.writers.filters.gopher import GopherQualityConfig
+from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.ledger import Count
 
@@ -103,8 +103,8 @@ class FilterChain:
         self.edits = tuple(f"{name}/{edit}" for name, editor in editors for edit in editor.edits)
         self._sides = [step.work for step in self._steps if isinstance(step.work, SideOutput)]
         self.side_files = tuple(sorted({work.side_file for work in self._sides}))
-        gopher = [config for _, config in steps if isinstance(config, GopherQualityConfig)]
-        self._stop_words = tuple(gopher[0].stop_words) if gopher else ()
+        gopher = [config for _, config in steps if isinstance(config, GopherQualityFilter)]
+        self._stop_words = gopher[0].stop_words if gopher else ()
         self._language = next((name for name, config in steps if isinstance(config, LanguageConfig)), None)
 
     def apply(self, documents: pa.RecordBatch) -> Filtered:

@@ -23,16 +23,16 @@ from pydantic import (
 )
 
 from shardkit.writers.filters.base import FilterSettings
-from shardkit.writers.filters.bounds import LengthConfig, RatiosConfig
-from shardkit.writers.filters.c4 import C4ParagraphConfig, C4QualityConfig
+from shardkit.writers.filters.bounds import LengthFilter, RatiosFilter
+from shardkit.writers.filters.c4 import C4ParagraphFilter, C4QualityEditor
 from shardkit.writers.filters.decontamination import DecontaminationConfig
-from shardkit.writers.filters.dolma import DolmaQualityConfig, DolmaRepetitionConfig
+from shardkit.writers.filters.dolma import DolmaQualityFilter, DolmaRepetitionFilter
 from shardkit.writers.filters.fasttext import ClassifierConfig, LanguageConfig
-from shardkit.writers.filters.fineweb import FinewebQualityConfig
-from shardkit.writers.filters.gopher import GopherQualityConfig, GopherRepetitionConfig
+from shardkit.writers.filters.fineweb import FinewebQualityFilter
+from shardkit.writers.filters.gopher import GopherQualityFilter, GopherRepetitionFilter
 from shardkit.writers.filters.perplexity import PerplexityConfig, UnigramLogProbConfig
-from shardkit.writers.filters.pii import PiiConfig
-from shardkit.writers.filters.repeated_lines import RepeatedLinesConfig
+from shardkit.writers.filters.pii import PiiEditor
+from shardkit.writers.filters.repeated_lines import RepeatedLinesEditor
 from shardkit.writers.filters.url_lists import UrlListsConfig
 from shardkit.writers.filters.user import PythonConfig
 from shardkit.writers.filters.word_lists import BadWordsConfig, StopWordsConfig
@@ -66,36 +66,38 @@ class FilterEntry(StrictModel):
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
-    length: LengthConfig | None = Field(default=None, description="Bounds on words and characters.")
-    gopher_quality: GopherQualityConfig | None = Field(default=None, description="Quality rules of Gopher.")
-    fineweb_quality: FinewebQualityConfig | None = Field(default=None, description="Line rules of FineWeb.")
-    gopher_repetition: GopherRepetitionConfig | None = Field(
-        default=None, description="Repetition rules of Gopher."
+    length: LengthFilter | None = Field(default=None, description="Bounds on words and characters.")
+    ratios: RatiosFilter | None = Field(default=None, description="Bounds on kinds of characters.")
+    gopher_quality: GopherQualityFilter | None = Field(default=None, description="Gopher's quality rules.")
+    gopher_repetition: GopherRepetitionFilter | None = Field(
+        default=None, description="Gopher's repetition rules."
     )
-    c4_paragraph: C4ParagraphConfig | None = Field(default=None, description="Long lines, as mC4 asks.")
-    dolma_quality: DolmaQualityConfig | None = Field(default=None, description="Quality rules of dolma.")
-    dolma_repetition: DolmaRepetitionConfig | None = Field(
-        default=None, description="Repetition rules of dolma."
+    fineweb_quality: FinewebQualityFilter | None = Field(default=None, description="FineWeb's line rules.")
+    c4_quality: C4QualityEditor | None = Field(default=None, description="C4's line rules.")
+    c4_paragraph: C4ParagraphFilter | None = Field(default=None, description="mC4's rule: some long lines.")
+    dolma_quality: DolmaQualityFilter | None = Field(default=None, description="dolma's quality rules.")
+    dolma_repetition: DolmaRepetitionFilter | None = Field(
+        default=None, description="dolma's repetition rules."
     )
-    c4_quality: C4QualityConfig | None = Field(default=None, description="Line rules of C4.")
-    ratios: RatiosConfig | None = Field(default=None, description="Bounds on kinds of characters.")
-    repeated_lines: RepeatedLinesConfig | None = Field(
-        default=None, description="Cut lines that stood before in the document."
+    repeated_lines: RepeatedLinesEditor | None = Field(
+        default=None, description="Cut lines that occurred earlier in the document."
     )
-    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs, their words.")
-    bad_words: BadWordsConfig | None = Field(default=None, description="Lists of words that must not be.")
+    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs and their words.")
+    bad_words: BadWordsConfig | None = Field(default=None, description="Lists of forbidden words.")
     stop_words: StopWordsConfig | None = Field(default=None, description="Stop words of languages.")
     python: PythonConfig | None = Field(default=None, description="A function of your own.")
-    pii: PiiConfig | None = Field(default=None, description="Redact addresses and phone numbers.")
-    language: LanguageConfig | None = Field(default=None, description="Languages that stay, by fastText.")
+    pii: PiiEditor | None = Field(default=None, description="Redact addresses and phone numbers.")
+    language: LanguageConfig | None = Field(default=None, description="Language identification by fastText.")
     classifier: ClassifierConfig | None = Field(default=None, description="A fastText model of your own.")
-    decontamination: DecontaminationConfig | None = Field(default=None, description="Overlap with test sets.")
+    decontamination: DecontaminationConfig | None = Field(
+        default=None, description="Overlap with evaluation sets."
+    )
     perplexity: PerplexityConfig | None = Field(default=None, description="A KenLM model of your own.")
     unigram_log_prob: UnigramLogProbConfig | None = Field(
         default=None, description="Mean log-probability of words."
     )
     profile: Literal["c4", "dolma", "fineweb", "fineweb_rules", "gopher", "minimal"] | None = Field(
-        default=None, description="A named list of filters: profiles.py has them as a recipe would."
+        default=None, description="A named list of filters, such as gopher."
     )
 
     @model_validator(mode="before")

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from shardkit.errors import RecipeError
 from shardkit.files import load_json
-from shardkit.writers.filters.base import FilterSettings, Rule
+from shardkit.writers.filters.base import FilterSettings, Rule, file_version
 from shardkit.writers.settings import FieldName, StrictModel
 
 if TYPE_CHECKING:
@@ -182,19 +182,15 @@ class DecontaminationFilter:
 
 
 def _load(config: DecontaminationConfig, folder: Path) -> tuple[list[EvaluationItem], list[HashTable]]:
-    """Items and tables, cached for the process's next task while the files stay the same."""
-    states = []
-    for path in config.files():
-        if (folder / path).exists():
-            state = (folder / path).stat()
-            states.append((state.st_size, state.st_mtime_ns))
-    return _load_kept(config, folder, tuple(states))
+    versions = [file_version(folder / path, "decontamination.evaluations") for path in config.files()]
+    return _load_cached(config, folder, tuple(versions))
 
 
 @lru_cache(maxsize=2)
-def _load_kept(
-    config: DecontaminationConfig, folder: Path, _states: tuple[tuple[int, int], ...]
+def _load_cached(
+    config: DecontaminationConfig, folder: Path, _versions: tuple[tuple[int, int], ...]
 ) -> tuple[list[EvaluationItem], list[HashTable]]:
+    """Items and tables, cached for the process's next task while the files stay the same."""
     items = read_items(config, folder)
     return items, make_tables(items, config)
 

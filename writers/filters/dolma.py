@@ -16,25 +16,35 @@ document in Dolma; `most_common_ngrams: []` leaves them out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
-from shardkit.writers.filters.base import FilterSettings, Rule, ratio
+from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
 from shardkit.writers.filters.gopher import NgramBound
 from shardkit.writers.settings import FieldName, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["DolmaQualityConfig", "DolmaQualityFilter", "DolmaRepetitionConfig", "DolmaRepetitionFilter"]
+__all__ = ["DolmaQualityFilter", "DolmaRepetitionFilter"]
 
 
-class DolmaQualityConfig(FilterSettings):
+class DolmaQualityFilter(FilterSettings):
     """Gopher's quality rules as dolma counts them. null: no rule."""
+
+    reasons: ClassVar = (
+        "word_count_below",
+        "word_count_above",
+        "median_word_length_below",
+        "median_word_length_above",
+        "symbol_to_word_ratio",
+        "words_with_alpha_character",
+        "required_word_count",
+        "lines_starting_with_bullet_point",
+        "lines_ending_with_ellipsis",
+    )
 
     min_word_count: int | None = Field(default=50, ge=0, description="Fewest words.")
     max_word_count: int | None = Field(default=100_000, ge=0, description="Most words.")
@@ -60,61 +70,31 @@ class DolmaQualityConfig(FilterSettings):
     )
     max_ellipsis_line_fraction: Ratio | None = Field(default=0.3, description="Most lines that end with ….")
 
-    def build(self, folder: Path) -> DolmaQualityFilter:
-        """See FilterSettings.build."""
-        return DolmaQualityFilter(self)
-
-
-class DolmaQualityFilter:
-    """Drops documents that do not look like running text."""
-
-    reasons = (
-        "word_count_below",
-        "word_count_above",
-        "median_word_length_below",
-        "median_word_length_above",
-        "symbol_to_word_ratio",
-        "words_with_alpha_character",
-        "required_word_count",
-        "lines_starting_with_bullet_point",
-        "lines_ending_with_ellipsis",
-    )
-
-    def __init__(self, config: DolmaQualityConfig) -> None:
-        self._config = config
-
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
         from shardkit.writers.kernels.dolma_statistics import dolma_statistics
 
-        config = self._config
-        counts = dolma_statistics(batch.data, batch.offsets, batch.wanted, config.required_words)
-        median: npt.NDArray[np.float64] = counts.median_twice / 2
-        symbols, letters = ratio(counts.symbol_words, counts.words), ratio(counts.letter_words, counts.words)
-        bullets, ends = ratio(counts.bullet_lines, counts.lines), ratio(counts.ellipsis_lines, counts.lines)
-        below = (
-            (0, counts.words, config.min_word_count),
-            (2, median, config.min_median_word_length),
-            (5, letters, config.min_alpha_word_fraction),
-            (6, counts.required, config.min_required_word_count),
-        )
-        above = (
-            (1, counts.words, config.max_word_count),
-            (3, median, config.max_median_word_length),
-            (4, symbols, config.max_symbol_to_word_ratio),
-            (7, bullets, config.max_bullet_line_fraction),
-            (8, ends, config.max_ellipsis_line_fraction),
-        )
-        rules = {
-            at: Rule(self.reasons[at], None if bound is None else values < bound, values)
-            for at, values, bound in below
-        }
-        for at, values, bound in above:
-            rules[at] = Rule(self.reasons[at], None if bound is None else values > bound, values)
-        return [rules[at] for at in range(len(self.reasons))]
+        counts = dolma_statistics(batch.data, batch.offsets, batch.wanted, self.required_words)
+        words, lines, median = counts.words, counts.lines, counts.median_twice / 2
+        letters, ends = ratio(counts.letter_words, words), ratio(counts.ellipsis_lines, lines)
+        return [
+            below("word_count_below", words, self.min_word_count),
+            above("word_count_above", words, self.max_word_count),
+            below("median_word_length_below", median, self.min_median_word_length),
+            above("median_word_length_above", median, self.max_median_word_length),
+            above("symbol_to_word_ratio", ratio(counts.symbol_words, words), self.max_symbol_to_word_ratio),
+            below("words_with_alpha_character", letters, self.min_alpha_word_fraction),
+            below("required_word_count", counts.required, self.min_required_word_count),
+            above(
+                "lines_starting_with_bullet_point",
+                ratio(counts.bullet_lines, lines),
+                self.max_bullet_line_fraction,
+            ),
+            above("lines_ending_with_ellipsis", ends, self.max_ellipsis_line_fraction),
+        ]
 
 
-class DolmaRepetitionConfig(FilterSettings):
+class DolmaRepetitionFilter(FilterSettings):
     """Gopher's repetition rules as dolma counts them: all copies. null: no rule."""
 
     max_duplicate_line_fraction: Ratio | None = Field(
@@ -136,21 +116,14 @@ class DolmaRepetitionConfig(FilterSettings):
         description="[n, most characters in n-grams that occur twice or more, of those of all n-grams].",
     )
 
-    def build(self, folder: Path) -> DolmaRepetitionFilter:
-        """See FilterSettings.build."""
-        return DolmaRepetitionFilter(self)
-
-
-class DolmaRepetitionFilter:
-    """Drops documents that say the same again and again."""
-
-    def __init__(self, config: DolmaRepetitionConfig) -> None:
-        self._config = config
-        self.reasons = (
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """See Filter.reasons."""
+        return (
             "duplicate_lines",
             "characters_in_duplicate_lines",
-            *(f"characters_in_most_common_{n}grams" for n, _ in config.most_common_ngrams),
-            *(f"characters_in_duplicate_{n}grams" for n, _ in config.duplicate_ngrams),
+            *(f"characters_in_most_common_{n}grams" for n, _ in self.most_common_ngrams),
+            *(f"characters_in_duplicate_{n}grams" for n, _ in self.duplicate_ngrams),
         )
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -158,25 +131,23 @@ class DolmaRepetitionFilter:
         from shardkit.writers.kernels.lines import ALL_LINES, line_repetition
         from shardkit.writers.kernels.ngrams import COPIES, TOP, ngram_statistics
 
-        config = self._config
         where = (batch.data, batch.offsets, batch.wanted)
-        jobs = [(n, TOP) for n, _ in config.most_common_ngrams]
-        jobs += [(n, COPIES) for n, _ in config.duplicate_ngrams]
-        counts = ngram_statistics(*where, jobs)
+        common = [(n, TOP) for n, _ in self.most_common_ngrams]
+        counts = ngram_statistics(*where, common + [(n, COPIES) for n, _ in self.duplicate_ngrams])
         lines = line_repetition(*where, ALL_LINES)
-        bounds: list[float | None] = [
-            config.max_duplicate_line_fraction,
-            config.max_duplicate_line_character_fraction,
-            *(most for _, most in config.most_common_ngrams + config.duplicate_ngrams),
+        whole = np.maximum(counts.word_characters, 1)
+        in_lines = ratio(lines.characters, whole)
+        rules = [
+            above("duplicate_lines", ratio(lines.repeated, lines.elements), self.max_duplicate_line_fraction),
+            above("characters_in_duplicate_lines", in_lines, self.max_duplicate_line_character_fraction),
         ]
-        characters = np.maximum(counts.word_characters, 1)
-        values = [ratio(lines.repeated, lines.elements), ratio(lines.characters, characters)]
-        for row, (_, kind) in enumerate(jobs):
-            if kind == TOP:
-                values.append(ratio(counts.first[row] * counts.second[row], characters))
-            else:
-                values.append(ratio(counts.first[row], counts.second[row]))
-        return [
-            Rule(name, None if most is None else value > most, value)
-            for name, most, value in zip(self.reasons, bounds, values, strict=True)
-        ]
+        row = 0
+        for n, most in self.most_common_ngrams:
+            part = ratio(counts.first[row] * counts.second[row], whole)
+            rules.append(above(f"characters_in_most_common_{n}grams", part, most))
+            row += 1
+        for n, most in self.duplicate_ngrams:
+            part = ratio(counts.first[row], counts.second[row])
+            rules.append(above(f"characters_in_duplicate_{n}grams", part, most))
+            row += 1
+        return rules

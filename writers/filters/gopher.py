@@ -15,31 +15,37 @@ n-grams.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from shardkit.writers.filters.base import FilterSettings, Rule, ratio
+from shardkit.writers.filters.base import FilterSettings, Rule, above, below, ratio
 from shardkit.writers.settings import FieldName, Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = [
-    "GopherQualityConfig",
-    "GopherQualityFilter",
-    "GopherRepetitionConfig",
-    "GopherRepetitionFilter",
-    "NgramBound",
-]
+__all__ = ["GopherQualityFilter", "GopherRepetitionFilter", "NgramBound"]
 
 # [n, most]; in strict mode a list is not accepted for a tuple unless the field says so.
 NgramBound = Annotated[tuple[Annotated[int, Field(ge=1, le=64)], Ratio], Field(strict=False)]
 
 
-class GopherQualityConfig(FilterSettings):
+class GopherQualityFilter(FilterSettings):
     """Gopher's quality rules as datatrove counts them, on white-space words. null: no rule."""
+
+    reasons: ClassVar = (
+        "gopher_short_doc",
+        "gopher_long_doc",
+        "gopher_below_avg_threshold",
+        "gopher_above_avg_threshold",
+        "gopher_too_many_hashes",
+        "gopher_too_many_ellipsis",
+        "gopher_too_many_bullets",
+        "gopher_too_many_end_ellipsis",
+        "gopher_below_alpha_threshold",
+        "gopher_enough_stop_words",  # datatrove's name; the document has too few of them
+    )
 
     min_doc_words: int | None = Field(
         default=50, ge=0, description="Fewest words that are not only punctuation."
@@ -73,62 +79,38 @@ class GopherQualityConfig(FilterSettings):
         description="The stop words, compared exactly.",
     )
 
-    def build(self, folder: Path) -> GopherQualityFilter:
-        """See FilterSettings.build."""
-        return GopherQualityFilter(self)
-
-
-class GopherQualityFilter:
-    """Drops documents that do not look like running text."""
-
-    reasons = (
-        "gopher_short_doc",
-        "gopher_long_doc",
-        "gopher_below_avg_threshold",
-        "gopher_above_avg_threshold",
-        "gopher_too_many_hashes",
-        "gopher_too_many_ellipsis",
-        "gopher_too_many_bullets",
-        "gopher_too_many_end_ellipsis",
-        "gopher_below_alpha_threshold",
-        "gopher_enough_stop_words",  # datatrove's name; the document has too few of them
-    )
-
-    def __init__(self, config: GopherQualityConfig) -> None:
-        self._config = config
-
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge."""
-        config = self._config
-        counts = batch.words(tuple(config.stop_words))
-        mean = ratio(counts.plain_word_characters, counts.plain_words)
-        measured = counts.plain_words > 0  # the mean of nothing fails neither bound
-        symbols = config.max_symbol_word_ratio
-        low, high = config.min_avg_word_length, config.max_avg_word_length
-        bullets, ends = config.max_bullet_lines_ratio, config.max_ellipsis_lines_ratio
-        letters = config.max_non_alpha_words_ratio
-        fewest, most = config.min_doc_words, config.max_doc_words
-        hashes, ellipses = ratio(counts.hashes, counts.words), ratio(counts.ellipses, counts.words)
-        bullet_lines = ratio(counts.bullet_lines, counts.lines)
-        ellipsis_lines = ratio(counts.ellipsis_lines, counts.lines)
-        letter_words = ratio(counts.letter_words, counts.words)
-        stop_words = config.min_stop_words
-        judged = (
-            (counts.plain_words < fewest if fewest else None, counts.plain_words),
-            (counts.plain_words > most if most else None, counts.plain_words),
-            (measured & (mean < low) if low else None, mean),
-            (measured & (mean > high) if high else None, mean),
-            (hashes > symbols if symbols else None, hashes),
-            (ellipses > symbols if symbols else None, ellipses),
-            (bullet_lines > bullets if bullets else None, bullet_lines),
-            (ellipsis_lines > ends if ends else None, ellipsis_lines),
-            (letter_words < letters if letters else None, letter_words),
-            (counts.stop_words < stop_words if stop_words else None, counts.stop_words),
-        )
-        return [Rule(name, *values) for name, values in zip(self.reasons, judged, strict=True)]
+        counts = batch.words(self.stop_words)
+        words, lines, plain = counts.words, counts.lines, counts.plain_words
+        mean = ratio(counts.plain_word_characters, plain)
+        low, high = self.min_avg_word_length, self.max_avg_word_length
+        measured = plain > 0  # the mean of nothing fails neither bound
+        symbols = self.max_symbol_word_ratio or None
+        letters = ratio(counts.letter_words, words)
+        return [
+            below("gopher_short_doc", plain, self.min_doc_words or None),
+            above("gopher_long_doc", plain, self.max_doc_words or None),
+            Rule("gopher_below_avg_threshold", measured & (mean < low) if low else None, mean),
+            Rule("gopher_above_avg_threshold", measured & (mean > high) if high else None, mean),
+            above("gopher_too_many_hashes", ratio(counts.hashes, words), symbols),
+            above("gopher_too_many_ellipsis", ratio(counts.ellipses, words), symbols),
+            above(
+                "gopher_too_many_bullets",
+                ratio(counts.bullet_lines, lines),
+                self.max_bullet_lines_ratio or None,
+            ),
+            above(
+                "gopher_too_many_end_ellipsis",
+                ratio(counts.ellipsis_lines, lines),
+                self.max_ellipsis_lines_ratio or None,
+            ),
+            below("gopher_below_alpha_threshold", letters, self.max_non_alpha_words_ratio or None),
+            below("gopher_enough_stop_words", counts.stop_words, self.min_stop_words or None),
+        ]
 
 
-class GopherRepetitionConfig(FilterSettings):
+class GopherRepetitionFilter(FilterSettings):
     """Gopher's repetition rules as datatrove counts them, on white-space words. null or 0: no rule."""
 
     dup_line_frac: Ratio | None = Field(
@@ -154,24 +136,17 @@ class GopherRepetitionConfig(FilterSettings):
         description="[n, most characters in n-grams met before].",
     )
 
-    def build(self, folder: Path) -> GopherRepetitionFilter:
-        """See FilterSettings.build."""
-        return GopherRepetitionFilter(self)
-
-
-class GopherRepetitionFilter:
-    """Drops documents that say the same again and again."""
-
-    def __init__(self, config: GopherRepetitionConfig) -> None:
-        self._config = config
-        self.reasons = (
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """See Filter.reasons."""
+        return (
             "empty",
             "dup_para_frac",
             "dup_para_char_frac",
             "dup_line_frac",
             "dup_line_char_frac",
-            *(f"top_{n}_gram" for n, _ in config.top_n_grams),
-            *(f"duplicated_{n}_n_grams" for n, _ in config.dup_n_grams),
+            *(f"top_{n}_gram" for n, _ in self.top_n_grams),
+            *(f"duplicated_{n}_n_grams" for n, _ in self.dup_n_grams),
         )
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -179,26 +154,26 @@ class GopherRepetitionFilter:
         from shardkit.writers.kernels.lines import LINES, PARAGRAPHS, line_repetition
         from shardkit.writers.kernels.ngrams import EXCESS, TOP, ngram_statistics
 
-        config = self._config
         where = (batch.data, batch.offsets, batch.wanted)
-        jobs = [(n, TOP) for n, _ in config.top_n_grams] + [(n, EXCESS) for n, _ in config.dup_n_grams]
+        jobs = [(n, TOP) for n, _ in self.top_n_grams] + [(n, EXCESS) for n, _ in self.dup_n_grams]
         counts = ngram_statistics(*where, jobs)
         lines, paragraphs = line_repetition(*where, LINES), line_repetition(*where, PARAGRAPHS)
-        values = [
-            (config.dup_para_frac, ratio(paragraphs.repeated, paragraphs.elements)),
-            (config.dup_para_char_frac, ratio(paragraphs.characters, counts.characters)),
-            (config.dup_line_frac, ratio(lines.repeated, lines.elements)),
-            (config.dup_line_char_frac, ratio(lines.characters, counts.characters)),
+        whole = counts.characters
+        rules = [
+            Rule("empty", batch.sizes == 0, whole),
+            above(
+                "dup_para_frac", ratio(paragraphs.repeated, paragraphs.elements), self.dup_para_frac or None
+            ),
+            above("dup_para_char_frac", ratio(paragraphs.characters, whole), self.dup_para_char_frac or None),
+            above("dup_line_frac", ratio(lines.repeated, lines.elements), self.dup_line_frac or None),
+            above("dup_line_char_frac", ratio(lines.characters, whole), self.dup_line_char_frac or None),
         ]
-        judged = [Rule(self.reasons[0], batch.sizes == 0, counts.characters)]
-        for name, (most, value) in zip(self.reasons[1:5], values, strict=True):
-            judged.append(Rule(name, value > most if most else None, value))
-        tops = len(config.top_n_grams)
-        bounds = config.top_n_grams + config.dup_n_grams
-        for row, (name, (n, most)) in enumerate(zip(self.reasons[5:], bounds, strict=True)):
-            characters = counts.first[row]
-            if row < tops:  # an n-gram's words are joined by single spaces
-                characters = counts.first[row] * (counts.second[row] + n - 1)
-            value = ratio(characters, counts.characters)
-            judged.append(Rule(name, value > most, value))
-        return judged
+        row = 0
+        for n, most in self.top_n_grams:  # the words of an n-gram are joined by single spaces
+            characters = counts.first[row] * (counts.second[row] + n - 1)
+            rules.append(above(f"top_{n}_gram", ratio(characters, whole), most))
+            row += 1
+        for n, most in self.dup_n_grams:
+            rules.append(above(f"duplicated_{n}_n_grams", ratio(counts.first[row], whole), most))
+            row += 1
+        return rules

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from shardkit.errors import MissingExtraError, RecipeError
-from shardkit.writers.filters.base import FilterSettings, Rule, file_version
+from shardkit.writers.filters.base import FilterSettings, Rule, above, file_version
 from shardkit.writers.settings import FieldName
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ class PerplexityFilter:
         values = np.zeros(len(batch), np.float64)
         for number in np.flatnonzero(batch.wanted).tolist():
             values[number] = self._perplexity(batch.texts[number].as_py())
-        low, high = self._config.min_perplexity, self._config.max_perplexity
+        low = self._config.min_perplexity
         return [
             Rule("too_low", None if low is None else (values < low) & (values > 0), values),
-            Rule("too_high", None if high is None else values > high, values),
+            above("too_high", values, self._config.max_perplexity),
         ]
 
     def _perplexity(self, text: str) -> float:

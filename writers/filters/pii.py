@@ -16,14 +16,13 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from shardkit.writers.filters.base import Edit, FilterSettings, Rule
+from shardkit.writers.filters.base import Edit, FilterSettings, above
 from shardkit.writers.settings import FieldName
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardkit.writers.filters.text_batch import TextBatch
 
-__all__ = ["PiiConfig", "PiiEditor", "find_emails", "find_ip_addresses", "find_phones"]
+__all__ = ["PiiEditor", "find_emails", "find_ip_addresses", "find_phones"]
 
 Spans = Iterator[tuple[int, int]]
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-][A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{0,63}\Z")
@@ -44,8 +43,11 @@ _AMERICAN = r"(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[.-]\d{4}"
 _PHONE = re.compile(rf"(?<![\w+.-])(?:{_INTERNATIONAL}|{_AMERICAN})(?![\w-]|\.\d)", re.ASCII)
 
 
-class PiiConfig(FilterSettings):
-    """What is redacted, and by what: the k-th find of a document gets the k-th replacement, in a circle."""
+class PiiEditor(FilterSettings):
+    """What is redacted, and by what: the k-th match in a document gets the k-th replacement, cyclically."""
+
+    reasons: ClassVar = ("too_many_matches",)
+    edits: ClassVar = ("emails", "ip_addresses", "phones")
 
     emails: bool = Field(default=True, description="Redact e-mail addresses.")
     ip_addresses: bool = Field(default=True, description="Redact public IPv4 and IPv6 addresses.")
@@ -73,12 +75,28 @@ class PiiConfig(FilterSettings):
         default=("<PHONE>",), strict=False, min_length=1, description="Text in the place of phone numbers."
     )
     max_matches: int | None = Field(
-        default=None, ge=0, description="Drop documents with more finds; dolma: 5; null: none."
+        default=None, ge=0, description="Drop documents with more matches; dolma: 5; null: none."
     )
 
-    def build(self, folder: Path) -> PiiEditor:
-        """See FilterSettings.build."""
-        return PiiEditor(self)
+    def edit(self, batch: TextBatch) -> Edit:
+        """See Editor.edit."""
+        zeros = {name: np.zeros(len(batch), np.int64) for name in self.edits}
+        cut, counts = zeros, {name: zero.copy() for name, zero in zeros.items()}
+        texts = batch.texts
+        for kind in self._kinds():
+            texts = _redact(kind, texts, batch.wanted, cut[kind.name], counts[kind.name])
+        matches = np.sum(list(counts.values()), axis=0)
+        return Edit(texts, [above("too_many_matches", matches, self.max_matches)], cut, counts)
+
+    def _kinds(self) -> Iterator[_Kind]:
+        if self.emails:
+            yield _Kind("emails", "[A-Za-z0-9!-~]@[A-Za-z0-9]", find_emails, self.email_replacement)
+        if self.ip_addresses:
+            address = r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]|[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]"
+            yield _Kind("ip_addresses", address, find_ip_addresses, self.ip_replacement)
+        if self.phones:
+            phone = r"\+[1-9][0-9 .(-]|[2-9][0-9][0-9]\)? ?[ .-]?[2-9][0-9][0-9][.-][0-9]{4}"
+            yield _Kind("phones", phone, find_phones, self.phone_replacement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,41 +105,6 @@ class _Kind:
     candidate: str  # RE2: matches every text that contains a match
     find: Callable[[str], Spans]
     replacements: tuple[str, ...]
-
-
-class PiiEditor:
-    """Replaces matches, and drops documents with too many."""
-
-    reasons = ("too_many_matches",)
-    edits = ("emails", "ip_addresses", "phones")
-
-    def __init__(self, config: PiiConfig) -> None:
-        self._most = config.max_matches
-        ip_candidate = r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]|[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]"
-        phone_candidate = r"\+[1-9][0-9 .(-]|[2-9][0-9][0-9]\)? ?[ .-]?[2-9][0-9][0-9][.-][0-9]{4}"
-        kinds = (
-            (
-                config.emails,
-                _Kind("emails", "[A-Za-z0-9!-~]@[A-Za-z0-9]", find_emails, config.email_replacement),
-            ),
-            (
-                config.ip_addresses,
-                _Kind("ip_addresses", ip_candidate, find_ip_addresses, config.ip_replacement),
-            ),
-            (config.phones, _Kind("phones", phone_candidate, find_phones, config.phone_replacement)),
-        )
-        self._kinds = [kind for wanted, kind in kinds if wanted]
-
-    def edit(self, batch: TextBatch) -> Edit:
-        """See Editor.edit."""
-        zeros = {name: np.zeros(len(batch), np.int64) for name in self.edits}
-        cut, counts = zeros, {name: zero.copy() for name, zero in zeros.items()}
-        texts = batch.texts
-        for kind in self._kinds:
-            texts = _redact(kind, texts, batch.wanted, cut[kind.name], counts[kind.name])
-        found = np.sum(list(counts.values()), axis=0)
-        fails = None if self._most is None else found > self._most
-        return Edit(texts, [Rule("too_many_matches", fails, found)], cut, counts)
 
 
 def _redact(

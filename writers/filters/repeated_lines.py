@@ -7,28 +7,27 @@ for equal with probability n^2 / 2^129. Memory: 28 bytes for each unit of the ba
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from shardkit.writers.filters.base import Edit, FilterSettings, Rule, ratio
+from shardkit.writers.filters.base import Edit, FilterSettings, above, ratio
 from shardkit.writers.settings import Ratio
 
 if TYPE_CHECKING:
     from shardkit.writers.filters.text_batch import TextBatch
     from shardkit.writers.kernels.line_units import Units
 
-__all__ = [
-    "RepeatedLinesConfig",
-    "RepeatedLinesEditor",
-]
+__all__ = ["RepeatedLinesEditor"]
 
 
-class RepeatedLinesConfig(FilterSettings):
+class RepeatedLinesEditor(FilterSettings):
     """What a repetition is within a document; the first copy stays."""
+
+    reasons: ClassVar = ("repeated",)
+    edits: ClassVar = ("repeated",)
 
     unit: Literal["line", "paragraph"] = Field(
         default="line", description="line, or paragraph: between blank lines."
@@ -38,34 +37,18 @@ class RepeatedLinesConfig(FilterSettings):
         default=None, description="Drop documents of which more bytes are cut; null: none."
     )
 
-    def build(self, folder: Path) -> RepeatedLinesEditor:
-        """See FilterSettings.build."""
-        return RepeatedLinesEditor(self)
-
-
-class RepeatedLinesEditor:
-    """Cuts repeated units, and drops documents that were mostly such."""
-
-    reasons = ("repeated",)
-    edits = ("repeated",)
-
-    def __init__(self, config: RepeatedLinesConfig) -> None:
-        self._config = config
-
     def edit(self, batch: TextBatch) -> Edit:
         """See Editor.edit."""
         from shardkit.writers.kernels.line_units import cut_units, find_units
         from shardkit.writers.kernels.text_arrays import text_offsets
 
-        units = find_units(batch.texts, batch.wanted, self._config)
+        units = find_units(batch.texts, batch.wanted, self)
         again = _repeated(units)
-        texts, _ = cut_units(batch.texts, units.document[again], units.unit[again], self._config)
+        texts, _ = cut_units(batch.texts, units.document[again], units.unit[again], self)
         cut = batch.sizes - np.diff(text_offsets(texts))
         lines = np.bincount(units.document[again], minlength=len(batch))
-        part = ratio(cut, batch.sizes)
-        most = self._config.max_cut_fraction
-        fails = None if most is None else part > most
-        return Edit(texts, [Rule("repeated", fails, part)], {"repeated": cut}, {"repeated": lines})
+        rule = above("repeated", ratio(cut, batch.sizes), self.max_cut_fraction)
+        return Edit(texts, [rule], {"repeated": cut}, {"repeated": lines})
 
 
 def _repeated(units: Units) -> npt.NDArray[np.bool_]:

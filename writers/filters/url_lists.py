@@ -72,12 +72,14 @@ class UrlListsFilter:
 
     def __init__(self, config: UrlListsConfig, folder: Path) -> None:
         self._config = config
-        self._domains = load_list(folder, config.domains, _host_hashes)
-        self._hosts = load_list(folder, config.hosts, _host_hashes)
-        self._urls = load_list(folder, config.urls, _url_hashes)
-        self._words = load_list(folder, config.banned_words, _normalized)
-        self._soft_words = load_list(folder, config.soft_banned_words, _normalized)
-        subwords = sorted(load_list(folder, config.banned_subwords, _normalized))
+        self._domains = load_list("url_lists.domains", folder, config.domains, _host_hashes)
+        self._hosts = load_list("url_lists.hosts", folder, config.hosts, _host_hashes)
+        self._urls = load_list("url_lists.urls", folder, config.urls, _url_hashes)
+        self._words = load_list("url_lists.banned_words", folder, config.banned_words, _normalized)
+        self._soft_words = load_list(
+            "url_lists.soft_banned_words", folder, config.soft_banned_words, _normalized
+        )
+        subwords = sorted(load_list("url_lists.banned_subwords", folder, config.banned_subwords, _normalized))
         self._subwords = re.compile("|".join(subwords)) if subwords else None
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:

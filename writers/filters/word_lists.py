@@ -7,7 +7,7 @@ described in `kernels/phrases.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from shardkit.writers.filters.base import FilterSettings, Rule, load_list, ratio
+from shardkit.writers.filters.base import FilterSettings, Rule, below, load_list, ratio
 from shardkit.writers.settings import FieldName, Ratio
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class BadWordsFilter:
 
     def __init__(self, config: BadWordsConfig, folder: Path) -> None:
         self._config = config
-        self._phrases = load_list(folder, config.lists, _whole if config.separated else _anywhere)
+        self._phrases = load_list("bad_words.lists", folder, config.lists, _maker(config.separated))
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
         """See Filter.judge. The value is the number of occurrences."""
@@ -107,10 +107,12 @@ class StopWordsFilter:
 
     def __init__(self, config: StopWordsConfig, folder: Path) -> None:
         self._config = config
-        make = _whole if config.separated else _anywhere
+        make = _maker(config.separated)
         self._lists = [
-            load_list(folder, [words], make) if isinstance(words, str) else make(words)
-            for words in config.languages.values()
+            load_list(f"stop_words.languages.{language}", folder, [words], make)
+            if isinstance(words, str)
+            else make(words)
+            for language, words in config.languages.items()
         ]
 
     def judge(self, batch: TextBatch) -> Sequence[Rule]:
@@ -120,9 +122,14 @@ class StopWordsFilter:
         lowered = lower(batch.texts)
         found = np.max([words.count(lowered, batch.wanted) for words in self._lists], axis=0)
         part = ratio(found, batch.words().words)
-        least = self._config.min_stop_words
-        rules = ((found < least, found), (part < self._config.min_stop_word_ratio, part))
-        return [Rule(name, *judged) for name, judged in zip(self.reasons, rules, strict=True)]
+        return [
+            below("too_few_stop_words", found, self._config.min_stop_words),
+            below("stop_word_ratio", part, self._config.min_stop_word_ratio),
+        ]
+
+
+def _maker(separated: bool) -> Callable[[Iterable[str]], Phrases]:
+    return _whole if separated else _anywhere
 
 
 def _whole(phrases: Iterable[str]) -> Phrases:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from shardkit.writers.filters.chain import FilterChain
+from shardkit.writers.filters.base import Editor
 from shardkit.writers.filters.config import FilterEntry
+from support.filter_runs import decisions, edit, judge, text_batch
+from support.read_inputs import data_folder
 
 FILTERS = {  # datatrove's class: our name
     "GopherRepetitionFilter": "gopher_repetition",
@@ -39,9 +39,7 @@ DOCUMENTS = [  # outcomes, their key, our settings
 
 @pytest.fixture
 def folder() -> Path:
-    if "SHARDKIT_TEST_DATA" not in os.environ:
-        pytest.skip("SHARDKIT_TEST_DATA is not set")
-    return Path(os.environ["SHARDKIT_TEST_DATA"]) / "filters"
+    return data_folder() / "filters"
 
 
 @cache
@@ -50,11 +48,14 @@ def documents(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def outcomes(name: str, settings: dict[str, Any], texts: list[str]) -> list[str | None]:
-    """Reason or None of each text under one filter."""
-    chain = FilterChain(FilterEntry.model_validate({name: settings}).filters())
-    codes = chain.codes(pa.array(texts, pa.large_string()))
-    return [chain.reasons[code - 1].removeprefix(f"{name}/") if code else None for code in codes]
+def outcomes(name: str, settings: dict[str, Any], texts: list[str]) -> tuple[list[str | None], list[str]]:
+    """The reason, or None, and the text of each document after one filter."""
+    [(_, made)] = FilterEntry.model_validate({name: settings}).filters()
+    batch = text_batch(texts)
+    if not isinstance(made, Editor):
+        return decisions(judge(made, batch), len(texts)), texts
+    edited = edit(made, batch)
+    return decisions(edited.rules, len(texts)), edited.texts.to_pylist()
 
 
 @pytest.mark.data
@@ -63,8 +64,9 @@ def test_outcomes_are_datatroves_on_its_own_unit_cases(folder: Path) -> None:
     assert {case["filter"] for case in cases} == set(FILTERS)
     for case in cases:
         expected = case["expected_reason"]
-        found = outcomes(FILTERS[case["filter"]], case["params"], [case["text"]])
-        assert found == [RENAMED.get(expected, expected)], case["n"]
+        [reason], [text] = outcomes(FILTERS[case["filter"]], case["params"], [case["text"]])
+        assert reason == RENAMED.get(expected, expected), case["n"]
+        assert case.get("expected_text") in (None, text), case["n"]
 
 
 @pytest.mark.data
@@ -76,7 +78,7 @@ def test_outcomes_are_datatroves_on_real_documents(
     expected = [RENAMED.get(reason, reason) for reason in reasons]
     assert None in expected
     assert any(expected)
-    found = outcomes(FILTERS[key.partition("/")[0]], settings, [one["text"] for one in documents(folder)])
+    found, _ = outcomes(FILTERS[key.partition("/")[0]], settings, [one["text"] for one in documents(folder)])
     differing = {
         document["id"]: f"{ours}, datatrove: {theirs}"
         for document, ours, theirs in zip(documents(folder), found, expected, strict=True)

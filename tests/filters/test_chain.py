@@ -1,16 +1,20 @@
-"""Profiles: every one is a list of filters that a recipe could have spelled out."""
+"""The filters of a recipe in order, and the profiles that stand for several."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import get_args
 
+import pyarrow as pa
 import pytest
 import yaml
 
 from shardkit.writers.card import recipe_content
+from shardkit.writers.filters.bounds import LengthFilter
 from shardkit.writers.filters.chain import FilterChain
 from shardkit.writers.filters.config import PROFILES, FilterEntry
+from shardkit.writers.filters.fineweb import FinewebQualityFilter
+from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.recipe import recipe_from_mapping
 
 README = Path(__file__).resolve().parents[2] / "writers" / "README.md"
@@ -54,3 +58,35 @@ def test_a_dataset_says_what_a_profile_stood_for() -> None:
     )
     assert short == spelled
     assert short["filters"][0]["length"]["min_words"] == 10
+
+
+def test_the_first_failing_filter_of_the_chain_is_the_reason() -> None:
+    chain = FilterChain(
+        [
+            ("length", LengthFilter(min_words=2)),
+            ("gopher_quality", GopherQualityFilter(min_doc_words=3, min_stop_words=1, min_avg_word_length=2)),
+            ("fineweb_quality", FinewebQualityFilter()),
+            ("length", LengthFilter(max_words=30)),
+        ]
+    )
+    texts = [
+        "one",
+        "two words",
+        "the words without an end",
+        "the long text of many words " * 10 + ".",
+        "The end is near, dear friends of the house.",
+        "",
+    ]
+    codes = chain.codes(pa.array(texts, pa.large_string()))
+    assert [chain.reasons[code - 1] if code else None for code in codes] == [
+        "length/too_few_words",
+        "gopher_quality/gopher_short_doc",
+        "fineweb_quality/line_punct_ratio",
+        "length/too_many_words",
+        None,
+        "length/too_few_words",
+    ]
+
+
+def test_no_filters_keep_everything() -> None:
+    assert FilterChain([]).codes(pa.array(["", "x"], pa.large_string())).tolist() == [0, 0]

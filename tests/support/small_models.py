@@ -1,0 +1,67 @@
+"""Small models: of fastText, made of random numbers in the format that it writes, and of KenLM."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+WORDS = [b"</s>", b"the", b"of", "größe".encode(), b"a", b"__label__", "中".encode()]
+LABELS = [b"__label__good", b"__label__bad", "__label__übel".encode()]
+LOSSES = {"hs": 1, "ns": 2, "softmax": 3, "ova": 4}
+DIMENSIONS = 5
+
+
+def quantised(rows: int, columns: int, rng: np.random.Generator, width: int, norms: bool) -> bytes:
+    parts = -(-columns // width)
+    codes = rng.integers(0, 256, rows * parts, np.uint8).tobytes()
+    last = columns - (parts - 1) * width
+    data = struct.pack("<?qqi", norms, rows, columns, rows * parts) + codes
+    data += struct.pack("<4i", columns, parts, width, last)
+    data += rng.normal(size=columns * 256).astype(np.float32).tobytes()
+    if norms:
+        data += rng.integers(0, 256, rows, np.uint8).tobytes() + struct.pack("<4i", 1, 1, 1, 1)
+        data += rng.normal(size=256).astype(np.float32).tobytes()
+    return data
+
+
+def model_bytes(
+    loss: str = "softmax", *, ngrams: tuple[int, int, int] = (1, 2, 4), pruned: bool = False, seed: int = 1
+) -> bytes:
+    """A model as fastText writes it: random numbers, of 97 buckets all or 40 (then quantised)."""
+    rng, buckets = np.random.default_rng(seed), 97
+    word_ngrams, least, most = ngrams
+    numbers = (DIMENSIONS, 5, 5, 1, 5, word_ngrams, LOSSES[loss], 3, buckets, least, most, 100, 1e-4)
+    kept = rng.permutation(buckets)[:40] if pruned else None
+    data = struct.pack("<2i12id", 793712314, 12, *numbers)
+    data += struct.pack("<3iqq", len(WORDS) + len(LABELS), len(WORDS), len(LABELS), 99, 40 if pruned else -1)
+    for kind, names in enumerate((WORDS, LABELS)):
+        for count, name in enumerate(names):
+            data += name + b"\0" + struct.pack("<qb", 50 - 7 * count, kind)
+    if kept is not None:
+        data += bytes(np.stack([kept, rng.permutation(40)], axis=1).astype(np.int32).data)
+        data += b"\1" + quantised(len(WORDS) + 40, DIMENSIONS, rng, 2, norms=True)
+        return data + b"\1" + quantised(len(LABELS), DIMENSIONS, rng, 3, norms=False)
+    for rows in (len(WORDS) + buckets, len(LABELS)):
+        values = rng.normal(size=rows * DIMENSIONS).astype(np.float32).tobytes()
+        data += b"\0" + struct.pack("<qq", rows, DIMENSIONS) + values
+    return data
+
+
+ARPA = """\\data\\
+ngram 1=5
+ngram 2=2
+
+\\1-grams:
+-2.0\t<unk>
+0\t<s>\t-0.5
+-1.0\t</s>
+-0.5\tthe\t-0.25
+-1.5\tcat
+
+\\2-grams:
+-0.125\t<s> the
+-0.75\tthe cat
+
+\\end\\
+"""
