@@ -28,7 +28,8 @@ from shardkit.writers.inputs.files import expand_path, expand_url, key_matches
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Ledger, Quarantine
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe import Recipe
+from support.read_inputs import recipe
 from support.remote_harness import fresh_url, put_folder
 from support.s3_moto import S3Server, s3_server
 from support.small_build import make_corpus, tree
@@ -43,15 +44,6 @@ PATTERNS = (
     ".*.jsonl", "?.jsonl", "[ab].jsonl*", "sub/*/*", "**/_hidden/*", "sub/_hidden/*", "**/**/a.jsonl",
     "none/*", "*/", "we[ir]d.jsonl", "sub", "sub/", "a.jsonl", "", "c*", "c.json?", "*/deep", "*/_hidden",
 )  # fmt: skip
-
-
-def recipe(folder: Path, *inputs: str | dict[str, Any]) -> Recipe:
-    data = {
-        "inputs": [{"path": i} if isinstance(i, str) else i for i in inputs],
-        "tokenizer": {"path": "tokenizer.json", "eos": "</s>"},
-        "output": {"path": "out"},
-    }
-    return recipe_from_mapping(data, folder=folder)
 
 
 def texts(built: Recipe, storage: StorageOptions | None = None) -> list[tuple[str, int, bytes, str]]:

@@ -20,7 +20,8 @@ from shardkit.storage.s3 import S3Store
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger, Quarantine
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe import Recipe
+from support.read_inputs import recipe
 
 pytest_plugins = ["support.s3_rgw"]
 pytestmark = pytest.mark.extended  # moto is the quick server; the real one is for CI
@@ -39,15 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "b.jsonl.zst").write_bytes(zstandard.compress(lines))
     pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=500)
     return folder
-
-
-def recipe(folder: Path, **input: str) -> Recipe:
-    data = {
-        "inputs": [input],
-        "tokenizer": {"path": "tokenizer.json", "eos": "</s>"},
-        "output": {"path": "out"},
-    }
-    return recipe_from_mapping(data, folder=folder)
 
 
 def digest(built: Recipe, storage: StorageOptions | None = None) -> tuple[str, Count]:
@@ -70,7 +62,7 @@ def test_documents_are_those_of_the_local_files_whatever_the_network_does(
     rgw_bucket: RgwBucket, rgw_proxy: FaultProxy, folder: Path
 ) -> None:
     put(rgw_bucket, folder)
-    local = digest(recipe(folder, path="*"))
+    local = digest(recipe(folder, "*"))
     assert local[1].documents == 3 * DOCUMENTS
     rules = [
         Rule(fault="status", probability=0.1),
@@ -80,7 +72,7 @@ def test_documents_are_those_of_the_local_files_whatever_the_network_does(
     ]
     rgw_proxy.set_rules(*rules)
     storage = StorageOptions(endpoint_url=rgw_proxy.endpoint_url, read_timeout_seconds=0.7)
-    remote = recipe(folder, path=f"{rgw_bucket.url}/data/*", base=f"{rgw_bucket.url}/data")
+    remote = recipe(folder, {"path": f"{rgw_bucket.url}/data/*", "base": f"{rgw_bucket.url}/data"})
     assert digest(remote, storage) == local
     assert sum(rgw_proxy.hits()) >= 5, "the network did not fail"
 
@@ -90,7 +82,7 @@ def test_an_object_that_is_replaced_while_it_is_read_stops_the_build(
     rgw_bucket: RgwBucket, folder: Path, name: str
 ) -> None:
     put(rgw_bucket, folder)
-    built = recipe(folder, path=f"{rgw_bucket.url}/data/{name}")
+    built = recipe(folder, f"{rgw_bucket.url}/data/{name}")
     storage = StorageOptions(endpoint_url=rgw_bucket.endpoint_url)
     (split,) = scan_inputs(built, storage)
     batches = read_split(split, built.inputs[0], Ledger(), Quarantine(max_bad_fraction=1.0))

@@ -21,8 +21,7 @@ from shardkit.writers.documents import BATCH_DOCUMENTS, document_ids
 from shardkit.writers.inputs.readers import read_split
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger, Quarantine
-from shardkit.writers.recipe import recipe_from_mapping
-from support.read_inputs import put, read
+from support.read_inputs import data_folder, put, read, recipe
 
 
 def test_a_document_carries_its_identity_and_the_fields_the_recipe_names(tmp_path: Path) -> None:
@@ -265,45 +264,21 @@ def test_a_bad_text_file_is_quarantined_whole(tmp_path: Path, name: str, data: b
 
 
 def test_a_file_that_vanished_or_shrank_is_an_error_not_an_empty_input(tmp_path: Path) -> None:
-    data = {
-        "inputs": [{"path": "a.jsonl"}],
-        "tokenizer": {"path": "t.json", "eos": "</s>"},
-        "output": {"path": "out"},
-    }
-    put(tmp_path, "a.jsonl", JSONL)
-    recipe = recipe_from_mapping(data, folder=tmp_path)
-    (split,) = scan_inputs(recipe)
+    made = recipe(tmp_path, put(tmp_path, "a.jsonl", JSONL))
+    (split,) = scan_inputs(made)
     os.truncate(tmp_path / "a.jsonl", 100)
     with pytest.raises(BuildError, match="the file became shorter"):
-        list(read_split(split, recipe.inputs[0], Ledger(), Quarantine()))
+        list(read_split(split, made.inputs[0], Ledger(), Quarantine()))
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(BuildError, match=r"a.jsonl: cannot be read: No such file"):
-        list(read_split(split, recipe.inputs[0], Ledger(), Quarantine()))
-
-
-@pytest.fixture
-def data_folder() -> Path:
-    if "SHARDKIT_TEST_DATA" not in os.environ:
-        pytest.skip("SHARDKIT_TEST_DATA is not set")
-    return Path(os.environ["SHARDKIT_TEST_DATA"])
+        list(read_split(split, made.inputs[0], Ledger(), Quarantine()))
 
 
 @pytest.mark.data
-def test_the_corpus_reads_whole(data_folder: Path, tmp_path: Path) -> None:
-    manifest = json.loads((data_folder / "corpus/MANIFEST.json").read_text())
+def test_the_corpus_reads_whole() -> None:
+    manifest = json.loads((data_folder() / "corpus/MANIFEST.json").read_text())
     for entry in manifest["files"]:
-        recipe = recipe_from_mapping(
-            {
-                "inputs": [{"path": f"corpus/{entry['file']}"}],
-                "tokenizer": {"path": "t.json", "eos": "</s>"},
-                "output": {"path": "out"},
-            },
-            folder=data_folder,
-        )
-        ledger = Ledger()
-        for split in scan_inputs(recipe):
-            for batch in read_split(split, recipe.inputs[0], ledger, Quarantine()):
-                batch.validate(full=True)
+        _, _, ledger = read(data_folder() / "corpus", entry["file"], allowed=0)
         assert ledger.read == Count(entry["docs"], entry["text_bytes"]), entry["file"]
 
 
@@ -328,10 +303,7 @@ def test_the_corpus_reads_whole(data_folder: Path, tmp_path: Path) -> None:
         ("u2028_in_text.jsonl", 1, []),
     ],
 )
-def test_dirty_samples_give_up_exactly_what_is_broken(
-    data_folder: Path, tmp_path: Path, name: str, texts: int, reasons: list[str]
-) -> None:
-    put(tmp_path, name, (data_folder / "samples/dirty" / name).read_bytes())
-    table, bad, _ = read(tmp_path, name)
+def test_dirty_samples_give_up_exactly_what_is_broken(name: str, texts: int, reasons: list[str]) -> None:
+    table, bad, _ = read(data_folder() / "samples/dirty", name)
     assert table.num_rows == texts
     assert [entry["reason"] for entry in bad] == reasons

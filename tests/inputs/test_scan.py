@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import RecipeError
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
-
-
-def recipe(folder: Path, *inputs: str | dict[str, Any]) -> Recipe:
-    data = {
-        "inputs": [{"path": i} if isinstance(i, str) else i for i in inputs],
-        "tokenizer": {"path": "tokenizer.json", "eos": "</s>"},
-        "output": {"path": "out"},
-    }
-    return recipe_from_mapping(data, folder=folder)
+from support.read_inputs import recipe
 
 
 def put(folder: Path, name: str, data: bytes = b"{}\n") -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.inputs.readers import SuspectDataError, read_split
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger, Quarantine
-from shardkit.writers.recipe import recipe_from_mapping
+from shardkit.writers.recipe import Recipe, recipe_from_mapping
 
 Bad = dict[str, Any]
+
+
+def recipe(folder: Path, *inputs: str | dict[str, Any], **settings: Any) -> Recipe:
+    """A recipe in `folder` of inputs, which are paths or settings."""
+    data = {
+        "inputs": [{"path": one} if isinstance(one, str) else one for one in inputs],
+        "tokenizer": {"path": "tokenizer.json", "eos": "<|endoftext|>"},
+        "output": {"path": "out"},
+    }
+    return recipe_from_mapping(data | settings, folder=folder)
 
 
 def read(
@@ -29,44 +40,32 @@ def read(
     **config: Any,
 ) -> tuple[pa.Table, list[Bad], Ledger]:
     """All documents of one input file, its quarantine and its checked ledger."""
-    data = {
-        "inputs": [{"path": name, **config}],
-        "tokenizer": {"path": "t.json", "eos": "</s>"},
-        "output": {"path": "out"},
-    }
-    recipe = recipe_from_mapping(data, folder=folder)
+    made = recipe(folder, {"path": name, **config})
     ledger = Ledger()
     batches: list[pa.RecordBatch] = []
-    entries = []
-    for split in scan_inputs(recipe, split_bytes=split_bytes):
-        suspect = None
-        for _ in range(2):
-            part = Ledger()
-            try:
-                with Quarantine(folder / "q.jsonl", max_bad_fraction=allowed) as quarantine:
-                    found = list(
-                        read_split(
-                            split,
-                            recipe.inputs[0],
-                            part,
-                            quarantine,
-                            max_record_bytes=limit,
-                            suspect=suspect,
+    bad: list[Bad] = []
+    for split in scan_inputs(made, split_bytes=split_bytes):
+        with tempfile.TemporaryDirectory() as scratch:
+            path, suspect = Path(scratch) / "q.jsonl", None
+            for _ in range(2):
+                part = Ledger()
+                try:
+                    with Quarantine(path, max_bad_fraction=allowed) as quarantine:
+                        found = read_split(
+                            split, made.inputs[0], part, quarantine, max_record_bytes=limit, suspect=suspect
                         )
-                    )
-            except SuspectDataError as error:
-                suspect = error
-            else:
-                break
-        batches += found
+                        batches += list(found)
+                except SuspectDataError as error:
+                    suspect = error
+                else:
+                    break
+            bad += map(json.loads, path.read_bytes().splitlines())
         ledger.merge(part)
-        entries += (folder / "q.jsonl").read_bytes().splitlines()
     table = pa.Table.from_batches(batches, DOCUMENT_SCHEMA)
     table.validate(full=True)
     texts = table["text"].to_pylist()
     ledger.kept += Count(len(texts), sum(len(text.encode()) for text in texts))
     ledger.check(name)
-    bad = [json.loads(line) for line in entries]
     return table, bad, ledger
 
 

@@ -82,7 +82,7 @@ class FilterEntry(StrictModel):
     repeated_lines: RepeatedLinesEditor | None = Field(
         default=None, description="Cut lines that occurred earlier in the document."
     )
-    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs and their words.")
+    url_lists: UrlListsConfig | None = Field(default=None, description="Lists of hosts, URLs and their words")
     bad_words: BadWordsConfig | None = Field(default=None, description="Lists of forbidden words.")
     stop_words: StopWordsConfig | None = Field(default=None, description="Stop words of languages.")
     python: PythonConfig | None = Field(default=None, description="A function of your own.")

@@ -63,26 +63,23 @@ def _text_problem(schema: pa.Schema, text: str) -> str | None:
     return None if _is_textual(kind) else f"column {text!r} holds {kind}, not text"
 
 
-def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch, first: int) -> None:
-    """Give all rows to the sink, the first as record number `first`."""
+def _take_rows(sink: RecordSink, config: InputConfig, batch: pa.RecordBatch) -> None:
     columns = {path: _values(column_at(batch, path)) for path in _wanted_paths(batch.schema, config)}
     others = {path: values for path, values in columns.items() if path != config.text}
     for row, raw in enumerate(columns[config.text]):
-        record = first + row
         if raw is None:
-            sink.bad(record, "no_text", f"column {config.text!r} is null", bytes=0)
-            continue
-        if len(raw) > sink.max_record_bytes:
-            sink.too_long(record, len(raw), head=raw)
-            continue
-        try:
-            text = raw.decode()
-            fields = {path: _decoded(values[row]) for path, values in others.items()}
-        except UnicodeDecodeError as error:
-            problem = f"byte {error.start:,} of a value is not UTF-8"
-            sink.bad(record, "bad_utf8", problem, bytes=len(raw), head=raw)
-            continue
-        sink.add(record, text, fields, bytes=len(raw))
+            sink.bad("no_text", f"column {config.text!r} is null")
+        elif len(raw) > sink.max_record_bytes:
+            sink.too_long(len(raw), head=raw)
+        else:
+            try:
+                text = raw.decode()
+                fields = {path: _decoded(values[row]) for path, values in others.items()}
+            except UnicodeDecodeError as error:
+                sink.bad("bad_utf8", f"byte {error.start:,} of a value is not UTF-8", head=raw)
+            else:
+                sink.add(text, fields, bytes=len(raw))
+        sink.record += 1
 
 
 def _is_textual(kind: pa.DataType) -> bool:
@@ -112,46 +109,42 @@ def _decoded(value: object) -> object:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
-    """Batches of the documents in the row groups [start, end) of the sink's split."""
+def read_parquet(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the rows of the row groups [start, end) of the sink's split to the sink."""
     with open_input(sink.split.input) as stored:  # outside of what counts as damage
         yield from _read_open(sink, config, stored)
 
 
-def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Iterator[pa.RecordBatch]:
+def _read_open(sink: RecordSink, config: InputConfig, stored: BinaryIO) -> Iterator[None]:
     split = sink.split
     try:
         file = pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20)
     except _DAMAGE as error:
         _raise_unless_damage(error)
-        sink.damaged(
-            split.first_record, f"not a readable Parquet file: {_first_line(error)}", bytes=split.bytes
-        )
+        sink.damaged(f"not a readable Parquet file: {_first_line(error)}", bytes=split.bytes)
         return
     with file:
         groups = range(split.start, min(split.end, file.num_row_groups))
         expected = sum(file.metadata.row_group(group).num_rows for group in groups)
         unfit = _text_problem(file.schema_arrow, config.text)
         if unfit:
-            sink.no_column(split.first_record, unfit, bytes=split.bytes, records=expected)
+            sink.no_column(unfit, bytes=split.bytes, records=expected)
             return
-        read, sink.columns = 0, file.schema_arrow.names
+        end, sink.columns = sink.record + expected, file.schema_arrow.names
         columns = _wanted_paths(file.schema_arrow, config)
         batch_rows = _rows_per_batch(file, groups)
         try:
             for batch in _batches(file, groups, columns, batch_rows):
-                _take_rows(sink, config, batch, split.first_record + read)
-                read += batch.num_rows
-                if sink.full:
-                    yield from sink.flush()
-            if read != expected:
+                _take_rows(sink, config, batch)
+                yield
+            if sink.record != end:
+                read = sink.record - split.first_record
                 raise ValueError(f"row groups hold {read:,} rows where the footer says {expected:,}")
         except _DAMAGE as error:
             _raise_unless_damage(error)
-            yield from sink.flush()
-            left = max(expected - read, 1)
+            left = max(end - sink.record, 1)
             lost = split.bytes * left // max(expected, 1)
-            sink.damaged(split.first_record + read, _first_line(error), bytes=lost, records=left)
+            sink.damaged(_first_line(error), bytes=lost, records=left)
 
 
 def _batches(
@@ -172,30 +165,26 @@ def _rows_per_batch(file: pq.ParquetFile, groups: range) -> int:
     return max(1, min(BATCH_DOCUMENTS, BATCH_TEXT_BYTES * rows // max(size, 1)))
 
 
-def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
-    """Batches of the documents of a whole file."""
-    split, read = sink.split, 0
+def read_arrow(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the rows of a whole file to the sink."""
+    split = sink.split
     with open_input(split.input) as stored:
         try:
             schema, batches = _open(stored, config)
             unfit = _text_problem(schema, config.text)
             if unfit:
                 rows = sum(batch.num_rows for batch in batches)
-                sink.no_column(read, unfit, bytes=split.bytes, records=rows)
+                sink.no_column(unfit, bytes=split.bytes, records=rows)
                 return
             sink.columns = schema.names
             for batch in batches:
                 _validate(batch)
                 for start in range(0, batch.num_rows, BATCH_DOCUMENTS):
-                    part = batch.slice(start, BATCH_DOCUMENTS)
-                    _take_rows(sink, config, part, read)
-                    read += part.num_rows
-                    if sink.full:
-                        yield from sink.flush()
+                    _take_rows(sink, config, batch.slice(start, BATCH_DOCUMENTS))
+                    yield
         except _DAMAGE as error:
             _raise_unless_damage(error)
-            yield from sink.flush()
-            sink.damaged(read, f"not readable as Arrow: {_first_line(error)}", bytes=split.bytes)
+            sink.damaged(f"not readable as Arrow: {_first_line(error)}", bytes=split.bytes)
 
 
 def _open(stored: BinaryIO, config: InputConfig) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from typing import TypedDict
 
-import pyarrow as pa
-
-from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.fields import MISSING, field_at
 from shardkit.writers.inputs.files import open_input
 from shardkit.writers.inputs.records import Lines, RecordSink
@@ -27,18 +23,12 @@ _BOM = b"\xef\xbb\xbf"
 _TAB_NAMES = (".tsv",)
 
 
-class _Place(TypedDict):
-    bytes: int
-    head: bytes
-    offset: int
-
-
 class _TooLongError(Exception):
     """A row is longer than a record may be."""
 
 
 class _Source:
-    """Lines for the csv module, which takes as many as a row has; records where the row began."""
+    """Lines for the csv module, which takes as many as a row has; knows where the row began."""
 
     def __init__(self, lines: Lines, limit: int) -> None:
         self._lines, self._limit = iter(lines), limit
@@ -50,11 +40,6 @@ class _Source:
     def next_row(self) -> None:
         """The next line begins a row."""
         self._fresh = True
-
-    @property
-    def place(self) -> _Place:
-        """Where the row is, as the sink wants it."""
-        return {"bytes": self.length, "head": self.head, "offset": self.start}
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -74,44 +59,36 @@ class _Source:
         return line.decode("utf-8", "surrogateescape") + "\n"
 
 
-def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
-    """Batches of the documents of a whole file."""
+def read_csv(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the rows of a whole file to the sink."""
     split = sink.split
     csv.field_size_limit(sink.max_record_bytes)
-    names = sink.columns = list(config.columns)
-    record = 0
+    sink.columns = config.columns
+    sink.offset = 0
     with open_input(split.input) as file:
         lines = Lines(sink.pieces(file), max_line_bytes=sink.max_record_bytes)
         source = _Source(lines, sink.max_record_bytes)
         rows = csv.reader(source, strict=True, delimiter=_delimiter(split.file, config))
         try:
-            while True:
-                row = _next_row(rows, source)
-                if row is None:
-                    return
-                if isinstance(row, list) and not row:  # a blank line
-                    continue
+            while (row := _next_row(rows, source)) is not None:
+                sink.offset = source.start
                 if isinstance(row, csv.Error):
                     problem = f"misplaced quote or carriage return: {row}"
-                    sink.bad(record, "bad_row", problem, **source.place)
-                elif not names:
-                    names = sink.columns = row
-                    if _unfit(sink, config, names):
+                    sink.bad("bad_row", problem, head=source.head, bytes=source.length)
+                    sink.record += 1
+                elif row and not sink.columns:
+                    sink.columns = row
+                    if _unfit(sink, config, row):
                         return
-                    continue
-                else:
-                    _take_row(sink, config, names, row, record, source)
-                record += 1
-                if sink.full:
-                    yield from sink.flush()
-        except ContainerError as damage:
-            yield from sink.flush()
-            lost = lines.unfinished_bytes + damage.rest_bytes
-            sink.damaged(record, damage.problem, bytes=lost, offset=source.start)
+                elif row:  # else a blank line
+                    _take_row(sink, config, row, source)
+                    sink.record += 1
+                sink.offset = lines.offset
+                yield
         except (_TooLongError, csv.Error) as error:
-            yield from sink.flush()
+            sink.offset = source.start
             lost = max(split.bytes - source.start, source.length)
-            sink.damaged(record, _problem(error, source, sink), bytes=lost, offset=source.start)
+            sink.damaged(_problem(error, source, sink), bytes=lost)
 
 
 def _next_row(rows: Iterator[list[str]], source: _Source) -> list[str] | csv.Error | None:
@@ -141,28 +118,33 @@ def _unfit(sink: RecordSink, config: InputConfig, names: list[str]) -> bool:
         else (sink.no_column, f"no column {config.text!r}")
     )
     problem = f"{why}; its columns: {', '.join(names[:40])}"
-    book(0, problem.encode("utf-8", "backslashreplace").decode(), bytes=sink.split.bytes)
+    sink.offset = None  # it is about the whole file
+    book(problem.encode("utf-8", "backslashreplace").decode(), bytes=sink.split.bytes)
     return True
 
 
-def _take_row(
-    sink: RecordSink, config: InputConfig, names: list[str], row: list[str], record: int, source: _Source
-) -> None:
-    if len(row) != len(names):
-        sink.bad(record, "bad_row", f"{len(row)} fields where there are {len(names)} columns", **source.place)
-        return
-    try:
-        for value in row:
-            value.encode()
-    except UnicodeEncodeError:
-        sink.bad(record, "bad_utf8", "the row is not UTF-8", **source.place)
-        return
-    fields = dict(zip(names, row, strict=True))
+def _take_row(sink: RecordSink, config: InputConfig, row: list[str], source: _Source) -> None:
+    names = sink.columns or ()
+    fields = dict(zip(names, row, strict=False))
     text = field_at(fields, config.text)
-    if text is MISSING:
-        sink.bad(record, "no_text", f"no field {config.text!r}", **source.place)
+    if len(row) != len(names):
+        problem = "bad_row", f"{len(row)} fields where there are {len(names)} columns"
+    elif not all(map(_is_unicode, row)):
+        problem = "bad_utf8", "the row is not UTF-8"
+    elif text is MISSING:
+        problem = "no_text", f"no field {config.text!r}"
+    else:
+        sink.add(text, fields, bytes=source.length)
         return
-    sink.add(record, text, fields, bytes=source.length)
+    sink.bad(*problem, head=source.head, bytes=source.length)
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # bytes that are not UTF-8 were decoded to surrogates
+        return False
+    return True
 
 
 def _problem(error: Exception, source: _Source, sink: RecordSink) -> str:

@@ -17,8 +17,6 @@ from functools import partial
 from io import BytesIO
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-
 from shardkit.errors import MissingExtraError
 from shardkit.writers.inputs.decompress import ContainerError
 from shardkit.writers.inputs.files import open_input
@@ -45,18 +43,12 @@ _SNIFF_BYTES = 1024
 _Booking = Callable[[], None]  # hands what a record holds to the sink
 
 
-def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
-    """Batches of the documents of a whole file."""
+def read_warc(sink: RecordSink, config: InputConfig) -> Iterator[None]:
+    """Hand the records of a whole file to the sink."""
     with open_input(sink.split.input) as file:
         archive = _Archive(sink, WarcStream(sink.pieces(file)))
-        try:
-            while archive.read_next():
-                if sink.full:
-                    yield from sink.flush()
-        except ContainerError as damage:
-            yield from sink.flush()
-            lost = archive.unfinished + damage.rest_bytes
-            sink.damaged(archive.record, damage.problem, bytes=lost, offset=archive.start)
+        while archive.read_next():
+            yield
 
 
 class _RecordError(Exception):
@@ -80,18 +72,16 @@ class _Archive:
         self._format = ""
         self._line = b""  # the first of the next record, if it has been read
         self._line_start = 0  # where that line begins
-        self.record = 0  # number of the record that is being read
-        self.start = 0  # where it began
+        self._begin(0)
 
-    @property
-    def unfinished(self) -> int:
-        """Bytes read of the record that is being read."""
-        return self._stream.tell() - self.start
+    def _begin(self, start: int) -> None:
+        """Tell the sink, too, where the record that is being read began."""
+        self._start = self._sink.offset = start
 
     def read_next(self) -> bool:
         """Book one record, or bytes that are none; False at the end."""
         line, self._line = self._line or self._next_line(), b""
-        self.start = self._stream.tell() - len(line)
+        self._begin(self._stream.tell() - len(line))
         if not line:
             return False
         try:
@@ -103,7 +93,8 @@ class _Archive:
             self._quarantine(_RecordError("bad_record", "a header of more than a megabyte"), line)
         except _RecordError as error:
             self._quarantine(error, line)
-        self.record, self.start = self.record + 1, self._stream.tell() - len(self._line)
+        self._sink.record += 1
+        self._begin(self._stream.tell() - len(self._line))
         return True
 
     def _next_line(self) -> bytes:
@@ -122,7 +113,8 @@ class _Archive:
             self._line = self._next_line()
         except ContainerError:  # damage after a sound record
             book()
-            self.record, self.start = self.record + 1, self._line_start
+            self._sink.record += 1
+            self._begin(self._line_start)
             raise
         if self._line and not self._begins(self._line):
             problem = f"its length is {size:,} bytes, and no record begins after it"
@@ -168,7 +160,7 @@ class _Archive:
                 text = self._content(size).decode()
             except UnicodeDecodeError as error:
                 raise _RecordError("bad_utf8", f"byte {error.start:,} of the text is not UTF-8") from None
-            return partial(self._sink.add, self.record, text, _fields(headers), bytes=size, markup=False)
+            return partial(self._sink.add, text, _fields(headers), bytes=size, markup=False)
         if kind != "response":
             return self._dropped("not_a_response", size, size)
         if not _url_of(headers).lower().startswith(("http:", "https:")):
@@ -203,7 +195,7 @@ class _Archive:
         charset = _CHARSET.search(declared)
         text = decode_page(page, charset[1] if charset else None)
         fields = _fields(headers) | {"status": 200, "content_type": declared}
-        return partial(self._sink.add, self.record, text, fields, bytes=len(page))
+        return partial(self._sink.add, text, fields, bytes=len(page))
 
     def _content(self, size: int) -> bytes:
         """The next `size` bytes."""
@@ -227,20 +219,13 @@ class _Archive:
 
     def _quarantine(self, error: _RecordError, head: bytes) -> None:
         """Book a record that cannot be read, with all bytes up to the next one unless its end is known."""
-        stream = self._stream
         if error.reason == "damaged_file":
-            self._sink.damaged(self.record, error.problem, bytes=self.unfinished, offset=self.start)
+            self._sink.damaged(error.problem, bytes=self._stream.tell() - self._start)
             return
         if error.reason == "bad_record":
             self._skip_to_record()
-        self._sink.bad(
-            self.record,
-            error.reason,
-            error.problem,
-            bytes=stream.tell() - len(self._line) - self.start,
-            head=head,
-            offset=self.start,
-        )
+        size = self._stream.tell() - len(self._line) - self._start
+        self._sink.bad(error.reason, error.problem, head=head, bytes=size)
 
     def _skip_to_record(self) -> None:
         while True:

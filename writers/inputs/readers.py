@@ -4,6 +4,9 @@ Each record of the split ends up in a batch or in quarantine, and in the ledger 
 costs itself only. A damaged member of a compressed file costs all its records, because a checksum confirms a
 member as a whole, and what comes after it. Memory is bounded by one batch plus one record. Record numbers are
 line numbers or row numbers within the file, from 0. Blank lines count as lines but are no records.
+
+A reader of a format hands records to the sink, in order, and yields between them (between batches of rows, in
+tables), where a full batch may be flushed.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from shardkit.writers.recipe import InputConfig
 
 __all__ = ["SuspectDataError", "read_split"]
 
-Reader = Callable[[RecordSink, InputConfig], Iterator[pa.RecordBatch]]
+Reader = Callable[[RecordSink, InputConfig], Iterator[None]]
 _TABLES: dict[str, Reader] = {"parquet": read_parquet, "arrow": read_arrow, "csv": read_csv}
 _BOM = b"\xef\xbb\xbf"
 
@@ -54,10 +57,15 @@ def read_split(
         split, config, ledger, quarantine, max_record_bytes, fields or NamedFields(config), suspect
     )
     try:
-        yield from _reader(split, config)(sink, config)
-        yield from sink.flush()
+        for _ in _reader(split, config)(sink, config):
+            if sink.full:
+                yield from sink.flush()
+    except ContainerError as damage:
+        unfinished = sink.position - (sink.offset or 0)
+        sink.damaged(damage.problem, bytes=unfinished + damage.rest_bytes)
     except OSError as error:
         raise BuildError(f"{split.path}: cannot be read: {error.strerror or error}") from error
+    yield from sink.flush()
 
 
 def _reader(split: Split, config: InputConfig) -> Reader:
@@ -71,39 +79,32 @@ def _reader(split: Split, config: InputConfig) -> Reader:
     return _read_lines if lines else _read_whole
 
 
-def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
+def _read_lines(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     split = sink.split
     take = _take_json if split.format == "jsonl" else _take_text
     with open_input(split.input) as file:
         lines = Lines(sink.pieces(file), offset=split.start, max_line_bytes=sink.max_record_bytes)
-        record = split.first_record
-        try:
-            for offset, length, line, whole in lines:
-                if offset == 0 and line.startswith(_BOM):
-                    line, length = line[3:], length - 3
-                if not whole:
-                    sink.too_long(record, length, head=line, offset=offset)
-                elif line and not line.isspace():
-                    take(sink, config, record, offset, line)
-                record += 1
-                if sink.full:
-                    yield from sink.flush()
-        except ContainerError as damage:
-            yield from sink.flush()
-            lost = lines.unfinished_bytes + damage.rest_bytes
-            sink.damaged(record, damage.problem, bytes=lost, offset=lines.offset)
+        sink.offset = split.start
+        for offset, length, line, whole in lines:
+            sink.offset = offset
+            if offset == 0 and line.startswith(_BOM):
+                line, length = line[3:], length - 3
+            if not whole:
+                sink.too_long(length, head=line)
+            elif line and not line.isspace():
+                take(sink, config, line)
+            sink.record, sink.offset = sink.record + 1, lines.offset
+            yield
 
 
-def _take_json(sink: RecordSink, config: InputConfig, record: int, offset: int, line: bytes) -> None:
+def _take_json(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        reason, problem = _json_problem(line, error)
-        sink.bad(record, reason, problem, bytes=len(line), head=line, offset=offset)
+        sink.bad(*_json_problem(line, error), head=line)
         return
     if not isinstance(fields, dict):
-        problem = f"a JSON {_kind(fields)} where an object is expected"
-        sink.bad(record, "not_an_object", problem, bytes=len(line), head=line, offset=offset)
+        sink.bad("not_an_object", f"a JSON {_kind(fields)} where an object is expected", head=line)
         return
     text = field_at(fields, config.text)
     if not isinstance(text, str):
@@ -112,13 +113,13 @@ def _take_json(sink: RecordSink, config: InputConfig, record: int, offset: int, 
         else:
             known = ", ".join(sorted(fields)[:20]) or "none"
             problem = f"no field {config.text!r}; its fields: {known}"
-        sink.bad(record, "no_text", problem, bytes=len(line), head=line, offset=offset)
+        sink.bad("no_text", problem, head=line)
         return
     if any(_holds_large_number(field_at(fields, path)) for path in sink.carried):
         # orjson makes floats of integers that 64 bits do not hold; json nests a little less deep than it.
         with suppress(RecursionError):
             fields = json.loads(line)
-    sink.add(record, text, fields, bytes=len(line))
+    sink.add(text, fields, bytes=len(line))
 
 
 def _holds_large_number(value: object) -> bool:
@@ -141,41 +142,35 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
     return "bad_json", f"not JSON: {error.msg} at character {error.pos:,} of the line"
 
 
-def _take_text(sink: RecordSink, config: InputConfig, record: int, offset: int, line: bytes) -> None:
+def _take_text(sink: RecordSink, config: InputConfig, line: bytes) -> None:
     try:
         text = line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        problem = f"byte {error.start:,} of the record is not UTF-8"
-        sink.bad(record, "bad_utf8", problem, bytes=len(line), head=line, offset=offset)
+        sink.bad("bad_utf8", f"byte {error.start:,} of the record is not UTF-8", head=line)
         return
-    sink.add(record, text, {}, bytes=len(line))
+    sink.add(text, {}, bytes=len(line))
 
 
-def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[pa.RecordBatch]:
+def _read_whole(sink: RecordSink, config: InputConfig) -> Iterator[None]:
     """A text file as one document."""
     held: list[bytes] = []
-    length = 0
+    sink.offset = 0
     with open_input(sink.split.input) as file:
-        try:
-            for piece in sink.pieces(file):
-                length += len(piece)
-                if length <= sink.max_record_bytes:
-                    held.append(piece)
-        except ContainerError as damage:
-            sink.damaged(0, damage.problem, bytes=length + damage.rest_bytes, offset=length)
-            return
+        for piece in sink.pieces(file):
+            if sink.position <= sink.max_record_bytes:
+                held.append(piece)
     data = b"".join(held)
-    if length > sink.max_record_bytes:
-        sink.too_long(0, length, head=data, offset=0)
+    if sink.position > sink.max_record_bytes:
+        sink.too_long(sink.position, head=data)
         return
     try:
         text = data.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
-        problem = f"byte {error.start:,} is not UTF-8"
-        sink.bad(0, "bad_utf8", problem, bytes=length, head=data[max(error.start - 40, 0) :], offset=0)
+        head = data[max(error.start - 40, 0) :]
+        sink.bad("bad_utf8", f"byte {error.start:,} is not UTF-8", head=head, bytes=len(data))
         return
-    sink.add(0, text, {}, bytes=length)
-    yield from sink.flush()
+    sink.add(text, {}, bytes=len(data))
+    yield
 
 
 def _kind(value: object) -> str:

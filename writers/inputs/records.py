@@ -1,7 +1,8 @@
 """What all readers share: a sink that puts each record into a batch or books it, and lines of a byte stream.
 
 Every record goes through exactly one of the sink's `add`, `drop`, `bad`, `no_column` and `damaged`, so that
-read = kept + dropped + quarantined holds whatever a format's reader meets.
+read = kept + dropped + quarantined holds whatever a format's reader meets. The reader says which record it is
+at (`record`, and `offset` in a file of bytes), so that every entry of the quarantine names its place.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class SuspectDataError(Exception):
 
 
 class RecordSink:
-    """Takes what a reader reads: documents into the next batch, unreadable records into quarantine."""
+    """Takes what a reader reads: documents into the next batch, unreadable records into quarantine.
+
+    Readers set `record`, the number of the record they are at, and `offset`, where it begins in the
+    decompressed file (None in tables).
+    """
 
     def __init__(
         self,
@@ -68,13 +73,14 @@ class RecordSink:
         extract = config.extract or ("resiliparse" if split.format == "warc" else "none")
         self._extract = None if extract == "none" else main_text_by(extract)
         self.carried = (config.id or "id", config.url or "url", *config.metadata)  # paths of fields
+        self.record = split.first_record
+        self.offset: int | None = None
+        self.position = split.start  # in the decompressed file, after the last of `pieces`
         self.records = 0  # read so far from this split, good or bad
         self._bytes = 0
         self._rows: list[tuple[int, str, str | None, str | None, str | None]] = []
 
-    def add(
-        self, record: int, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True
-    ) -> None:
+    def add(self, text: str, fields: Mapping[str, object], *, bytes: int, markup: bool = True) -> None:
         """Take a document; `bytes` is its size as read, which decides when a batch is full.
 
         Where the recipe says `extract`, text that is `markup` becomes the main text of the page.
@@ -98,7 +104,7 @@ class RecordSink:
         if config.metadata:
             found = {path: field_at(fields, path) for path in config.metadata}
             metadata = _field_text({path: value for path, value in found.items() if value is not MISSING})
-        self._rows.append((record, text, id, url, metadata))
+        self._rows.append((self.record, text, id, url, metadata))
 
     def drop(self, reason: str, *, bytes: int) -> None:
         """Book a sound record that holds no document: no page, an error page, no text."""
@@ -106,67 +112,56 @@ class RecordSink:
         self._ledger.read += Count(1, bytes)
         self._ledger.drop(reason, 1, bytes)
 
-    def too_long(self, record: int, length: int, *, head: bytes = b"", offset: int | None = None) -> None:
+    def too_long(self, length: int, *, head: bytes = b"") -> None:
         """Book a record of more than `max_record_bytes`."""
         error = f"{length:,} bytes, more than max_record_bytes {self.max_record_bytes:,}"
-        self.bad(record, "too_long", error, bytes=length, head=head, offset=offset)
+        self.bad("too_long", error, bytes=length, head=head)
 
-    def bad(
-        self,
-        record: int,
-        reason: str,
-        error: str,
-        *,
-        bytes: int,
-        head: bytes = b"",
-        offset: int | None = None,
-    ) -> None:
-        """Book one unreadable record of `bytes` bytes."""
+    def bad(self, reason: str, error: str, *, head: bytes = b"", bytes: int | None = None) -> None:
+        """Book one unreadable record of `bytes` bytes, `head` being the first of them or all."""
         self.records += 1
-        self._book(1, bytes, BadRecord(self.split.file, record, offset, reason, error, snippet_of(head)))
+        self._book(1, len(head) if bytes is None else bytes, reason, error, snippet_of(head))
 
-    def damaged(
-        self, record: int, error: str, *, bytes: int, records: int = 1, offset: int | None = None
-    ) -> None:
+    def damaged(self, error: str, *, bytes: int, records: int = 1) -> None:
         """Book the unreadable rest of a file: `records` of it as far as known, at least one."""
         error = f"{error}; {self.records:,} records were read before"
         if self._suspect is not None and self._suspect.records > self.records:
             records = self._suspect.records - self.records
             error += f"; {records:,} records from the damaged part are not trusted"
-        self._book(
-            max(records, 1), bytes, BadRecord(self.split.file, record, offset, "damaged_file", error, "")
-        )
+        self._book(max(records, 1), bytes, "damaged_file", error)
 
-    def no_column(self, record: int, problem: str, *, bytes: int, records: int = 1) -> None:
+    def no_column(self, problem: str, *, bytes: int, records: int = 1) -> None:
         """Book all of a file because it lacks the column of text."""
         problem += f"; set inputs[{self.split.source}].text to the column that holds the text"
-        self._book(max(records, 1), bytes, BadRecord(self.split.file, record, None, "no_column", problem, ""))
+        self._book(max(records, 1), bytes, "no_column", problem)
 
-    def _book(self, records: int, bytes: int, entry: BadRecord) -> None:
+    def _book(self, records: int, bytes: int, reason: str, error: str, snippet: str = "") -> None:
         self._ledger.read += Count(records, bytes)
-        self._ledger.quarantine(entry.reason, records, bytes)
-        self._quarantine.add(entry)
+        self._ledger.quarantine(reason, records, bytes)
+        self._quarantine.add(BadRecord(self.split.file, self.record, self.offset, reason, error, snippet))
 
     def pieces(self, file: BinaryIO) -> Iterator[bytes]:
         """The split's bytes, decompressed; ContainerError after the last good one.
 
         SuspectDataError if some of them are not to be trusted and the build does not stop for that.
         """
-        split, suspect, read = self.split, self._suspect, 0
-        if split.compression is None:
-            yield from plain_range(file, split.start, split.end)
-            return
+        split, suspect = self.split, self._suspect
+        stored = plain_range(file, split.start, split.end)
+        if split.compression is not None:
+            stored = decompressed(file, split.compression, split.input.bytes)
         try:
-            for piece in decompressed(file, split.compression, split.input.bytes):
-                if suspect is not None and read + len(piece) >= suspect.sound_bytes:
-                    yield piece[: suspect.sound_bytes - read]
+            for piece in stored:
+                if suspect is not None and self.position + len(piece) >= suspect.sound_bytes:
+                    piece = piece[: suspect.sound_bytes - self.position]
+                    self.position = suspect.sound_bytes
+                    yield piece
                     raise ContainerError(suspect.problem, suspect.lost_bytes)
-                read += len(piece)
+                self.position += len(piece)
                 yield piece
         except ContainerError as damage:
             if suspect is not None or not damage.suspect_bytes or self._quarantine.allows_none:
                 raise
-            sound = read - damage.suspect_bytes
+            sound = self.position - damage.suspect_bytes
             lost = damage.suspect_bytes + damage.rest_bytes
             raise SuspectDataError(damage.problem, sound, lost, self.records) from None
 
@@ -215,20 +210,14 @@ class Lines:
     """Iterate over the lines in pieces of bytes: split at b"\\n" only, no line held beyond a limit.
 
     JSON text may hold U+2028, U+0085 and other characters that str.splitlines takes for line ends, so lines
-    are cut on bytes before anything is decoded. `unfinished_bytes` is the length of a line that had begun
-    when the pieces raised an error.
+    are cut on bytes before anything is decoded.
     """
 
     def __init__(self, pieces: Iterable[bytes], *, offset: int = 0, max_line_bytes: int) -> None:
         self._pieces = pieces
-        self._offset = offset
         self._max_line_bytes = max_line_bytes
-        self.unfinished_bytes = 0
-
-    @property
-    def offset(self) -> int:
-        """Where the line after the last one handed out begins."""
-        return self._offset
+        self._held_bytes = 0  # of the line that has begun, however few of them are held
+        self.offset = offset  # where the line after the last one handed out begins
 
     def __iter__(self) -> Iterator[Line]:
         held: list[bytes] = []
@@ -240,28 +229,28 @@ class Lines:
             yield self._finish(held)
             last = rest.pop()
             for line in rest:
-                offset = self._offset
-                self._offset += len(line) + 1
+                offset = self.offset
+                self.offset += len(line) + 1
                 if len(line) > self._max_line_bytes:
                     yield offset, len(line), line[:_HEAD_BYTES], False
                 else:
                     yield offset, len(line), line, True
             held = []
             self._hold(held, last)
-        if self.unfinished_bytes:
+        if self._held_bytes:
             yield self._finish(held)
 
     def _hold(self, held: list[bytes], part: bytes) -> None:
-        self.unfinished_bytes += len(part)
-        if self.unfinished_bytes > self._max_line_bytes:
+        self._held_bytes += len(part)
+        if self._held_bytes > self._max_line_bytes:
             head = b"".join(held)[:_HEAD_BYTES] + part[:_HEAD_BYTES]
             held[:] = [head[:_HEAD_BYTES]]
         elif part:
             held.append(part)
 
     def _finish(self, held: list[bytes]) -> Line:
-        offset, length = self._offset, self.unfinished_bytes
-        self._offset += length + 1
-        self.unfinished_bytes = 0
+        offset, length = self.offset, self._held_bytes
+        self.offset += length + 1
+        self._held_bytes = 0
         whole = length <= self._max_line_bytes
         return offset, length, b"".join(held), whole

@@ -31,7 +31,7 @@ from shardkit.writers.recipe import InputConfig, Recipe
 __all__ = ["SPLIT_BYTES", "Split", "describe_inputs", "hash_split", "hash_splits", "scan_inputs"]
 
 SPLIT_BYTES = 1 << 26
-_READ_BYTES = 1 << 22
+_READ_BYTES = 1 << 20
 _THREADS = 8  # that read footers: of a remote file it is waiting only
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -206,10 +206,6 @@ def _parquet_cuts(input: InputFile, split_bytes: int) -> Iterator[tuple[int, int
             yield start, group + 1, first_record, stored
             start, first_record, held, stored = group + 1, rows, 0, 0
     yield start, metadata.num_row_groups, first_record, stored if start else input.bytes
-
-
-_READ_BYTES = 1 << 20
-_THREADS = 8
 
 
 def hash_split(split: Split) -> str:

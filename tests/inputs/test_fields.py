@@ -18,8 +18,9 @@ from shardkit.writers import build
 from shardkit.writers.estimate import Piece, put_pieces
 from shardkit.writers.inputs.fields import check_named_fields
 from shardkit.writers.inputs.scan import scan_inputs
-from shardkit.writers.recipe import Recipe, recipe_from_mapping
+from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.clean import clean_split
+from support import read_inputs
 from support.small_build import make_corpus
 
 pytestmark = pytest.mark.usefixtures("inline_builds")
@@ -29,14 +30,8 @@ JSONL = b"".join(orjson.dumps(row) + b"\n" for row in ROWS)
 
 
 def recipe(folder: Path, path: str, **fields: Any) -> Recipe:
-    data = {
-        "inputs": [{"path": path, **fields}],
-        "tokenizer": {"path": "tokenizer.json", "eos": "<|endoftext|>"},
-        "output": {"path": "out"},
-        "max_bad_fraction": 1,
-        "pack": {"sequence_length": 64},
-    }
-    return recipe_from_mapping(data, folder=folder)
+    settings = {"max_bad_fraction": 1, "pack": {"sequence_length": 64}}
+    return read_inputs.recipe(folder, {"path": path, **fields}, **settings)
 
 
 def check(built: Recipe, folder: Path, split_bytes: int = 1 << 26) -> None:
