@@ -72,14 +72,11 @@ class Ledger:
     def to_dict(self) -> dict[str, Any]:
         """Plain data with sorted reasons, for commit records and the dataset card."""
 
-        def plain(count: Count) -> dict[str, int]:
-            return {"documents": count.documents, "bytes": count.bytes}
-
         return {
-            "read": plain(self.read),
-            "kept": plain(self.kept),
-            "dropped": {reason: plain(self.dropped[reason]) for reason in sorted(self.dropped)},
-            "quarantined": {reason: plain(self.quarantined[reason]) for reason in sorted(self.quarantined)},
+            "read": asdict(self.read),
+            "kept": asdict(self.kept),
+            "dropped": {reason: asdict(count) for reason, count in sorted(self.dropped.items())},
+            "quarantined": {reason: asdict(count) for reason, count in sorted(self.quarantined.items())},
         }
 
     @classmethod

@@ -12,7 +12,7 @@ ends; an id that breaks this stops the build. Unigram models list special tokens
 find them in text; there those pieces get a name that no text has (`_hide_special_pieces`).
 
 Cost: one core per process (no hidden thread pools), and memory for one piece of `ENCODE_BYTES` of text plus
-`CACHE_BYTES` of the engine's own word cache, which grows for ever if it is let.
+`CACHE_BYTES` of the engine's own word cache, which otherwise grows without limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -36,9 +35,10 @@ from shardkit.errors import BuildError, MissingExtraError, RecipeError, warn_use
 from shardkit.files import load_json
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, kernel
 from shardkit.writers.kernels.simd import load_8_bytes
-from shardkit.writers.kernels.text_arrays import text_offsets
-from shardkit.writers.kernels.utf8 import next_character
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
+from shardkit.writers.kernels.utf8 import ASSIGNED, CODE_POINTS, next_character
 
 __all__ = [
     "Encoder",
@@ -65,7 +65,6 @@ PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second
 PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
 PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
-_CODE_POINTS = 0x110000
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
 _PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols, which never combine; emoji come every year
 
@@ -192,12 +191,9 @@ class _Gigatoken:
         import awkward
 
         contents = awkward.contents
-        data = texts.buffers()[2]
-        starts = text_offsets(texts)
-        characters = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
         strings = contents.ListOffsetArray(
-            awkward.index.Index64(starts),
-            contents.NumpyArray(characters, parameters={"__array__": "char"}),
+            awkward.index.Index64(text_offsets(texts)),
+            contents.NumpyArray(text_bytes(texts), parameters={"__array__": "char"}),
             parameters={"__array__": "string"},
         )
         before = _resident_bytes()
@@ -283,9 +279,9 @@ def _characters_to_compare() -> tuple[npt.NDArray[np.bool_], list[int], list[str
 
     The text shows the class of a mark: before one of the lowest class and behind one of the most frequent.
     """
-    young, codes, texts = np.zeros(_CODE_POINTS, np.bool_), [], []
-    young[0x40000:0xF0000] = True  # except for some tags; private use follows
-    for code in (*range(0x80, 0x40000), *range(0xE0000, 0xE1000)):
+    young, codes, texts = np.zeros(CODE_POINTS, np.bool_), [], []
+    young[ASSIGNED:0xF0000] = True  # except for some tags; private use follows
+    for code in (*range(0x80, ASSIGNED), *range(0xE0000, 0xE1000)):
         character = chr(code)
         category, decomposition = unicodedata.category(character), unicodedata.decomposition(character)
         young[code] = category == "Cn" and code not in _PICTOGRAPHS
@@ -302,7 +298,7 @@ def _split(ids: Tokens, lengths: npt.NDArray[np.int64]) -> list[Tokens]:
 
 def _table_of(ranges: Ranges) -> npt.NDArray[np.bool_]:
     """bool[1,114,112]: whether a code point lies in any of them."""
-    table = np.zeros(_CODE_POINTS, np.bool_)
+    table = np.zeros(CODE_POINTS, np.bool_)
     for first, last in ranges:
         table[first : last + 1] = True
     return table
@@ -310,16 +306,13 @@ def _table_of(ranges: Ranges) -> npt.NDArray[np.bool_]:
 
 def _rows_with(texts: pa.LargeStringArray, table: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """The texts that hold a character of the table."""
-    data = texts.buffers()[2]
-    if data is None:
-        return np.zeros(0, np.int64)
     found = np.zeros(len(texts), np.bool_)
-    _find_characters(np.frombuffer(data, np.uint8), text_offsets(texts), table, found)
+    _find_characters(text_bytes(texts), text_offsets(texts), table, found)
     return np.flatnonzero(found)
 
 
-@numba.njit(nogil=True, cache=True)
-def _find_characters(data, edges, table, found):  # type: ignore[no-untyped-def]
+@kernel
+def _find_characters(data: UInt8s, edges: Int64s, table: Bools, found: Bools) -> None:
     for text in range(len(found)):
         at, stop = edges[text], edges[text + 1]
         while at < stop:

@@ -22,9 +22,9 @@ import xxhash
 
 from shardkit.errors import BuildError, MissingExtraError
 from shardkit.files import load_json
-from shardkit.writers.filters.text_batch import TextBatch
 from shardkit.writers.kernels.fasttext import FastTextScorer
 from shardkit.writers.kernels.fasttext_model import LABEL_PREFIX, load_fasttext
+from shardkit.writers.kernels.text_arrays import text_bytes, text_offsets
 
 __all__ = ["LabelQuality", "TrainedClassifier", "TrainingSettings", "train_classifier"]
 
@@ -187,9 +187,10 @@ def _measure(
     chosen = [record for record, out in zip(records, held_out, strict=True) if out]
     guessed: list[str] = []
     for at in range(0, len(chosen), _BATCH_TEXTS):
-        texts = [one.encode(errors="replace") for one, _ in chosen[at : at + _BATCH_TEXTS]]
-        batch = TextBatch(pa.array(texts, pa.large_binary()).cast(pa.large_string()))
-        best = scorer.scores(batch.data, batch.offsets, batch.wanted).argmax(axis=1)
+        encoded = [one.encode(errors="replace") for one, _ in chosen[at : at + _BATCH_TEXTS]]
+        texts = pa.array(encoded, pa.large_binary()).cast(pa.large_string())
+        scores = scorer.scores(text_bytes(texts), text_offsets(texts), np.ones(len(texts), np.bool_))
+        best = scores.argmax(axis=1)
         guessed += [scorer.model.labels[number] for number in best.tolist()]
     names = [name for _, name in chosen]
     right = Counter(name for name, guess in zip(names, guessed, strict=True) if name == guess)

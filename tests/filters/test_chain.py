@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-import pyarrow as pa
 import pytest
 import yaml
 
@@ -16,6 +15,7 @@ from shardkit.writers.filters.config import PROFILES, FilterEntry
 from shardkit.writers.filters.fineweb import FinewebQualityFilter
 from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.recipe import recipe_from_mapping
+from support.filter_runs import documents
 
 README = Path(__file__).resolve().parents[2] / "writers" / "README.md"
 
@@ -77,16 +77,16 @@ def test_the_first_failing_filter_of_the_chain_is_the_reason() -> None:
         "The end is near, dear friends of the house.",
         "",
     ]
-    codes = chain.codes(pa.array(texts, pa.large_string()))
-    assert [chain.reasons[code - 1] if code else None for code in codes] == [
-        "length/too_few_words",
-        "gopher_quality/gopher_short_doc",
-        "fineweb_quality/line_punct_ratio",
-        "length/too_many_words",
-        None,
-        "length/too_few_words",
-    ]
+    result = chain.apply(documents(texts))
+    assert result.kept.column("text").to_pylist() == [texts[4]]
+    assert {reason: (count.documents, count.bytes) for reason, count in result.dropped.items()} == {
+        "length/too_few_words": (2, len(texts[0])),
+        "gopher_quality/gopher_short_doc": (1, len(texts[1])),
+        "fineweb_quality/line_punct_ratio": (1, len(texts[2])),
+        "length/too_many_words": (1, len(texts[3])),
+    }
 
 
 def test_no_filters_keep_everything() -> None:
-    assert FilterChain([]).codes(pa.array(["", "x"], pa.large_string())).tolist() == [0, 0]
+    batch = documents(["", "x"])
+    assert FilterChain([]).apply(batch).kept is batch

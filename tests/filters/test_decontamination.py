@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +59,7 @@ def test_short_items_are_found_as_a_whole_and_shorter_ones_are_left_out(tmp_path
 def test_spans_tell_the_document_the_item_and_where(tmp_path: Path) -> None:
     step = made(tmp_path, ["", "no " * 20, QUESTION])
     batch = documents(["fine", f"É. {QUESTION} End. {QUESTION}"], file="in.jsonl")
-    overlap, item = step.judge(TextBatch(batch.column("text"), columns=batch))
+    overlap, item = step.judge(TextBatch(batch))
     assert values(overlap) == [0, 14]
     assert values(item) == ["", "eval.jsonl:2"]
     first = {
@@ -90,12 +89,12 @@ def test_overlaps_are_those_of_the_plain_reference(
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     step = made(folder, items, ngram=ngram, min_item_words=least, action="mark")
-    overlap, _ = step.judge(TextBatch(pa.array(texts, pa.large_string())))
+    overlap, _ = step.judge(text_batch(texts))
     expected = [reference_overlaps(text, items, ngram=ngram, min_item_words=least) for text in texts]
     assert [value > 0 for value in values(overlap)] == [bool(found) for found in expected]
     covered: dict[int, set[int]] = {number: set() for number in range(len(texts))}
     for row in step.take_rows():
-        covered[row["document"]] |= set(range(row["begin"], row["end"]))
+        covered[row["record"] - 1] |= set(range(row["begin"], row["end"]))
     for number, found in enumerate(expected):
         assert found <= covered[number]
 

@@ -5,30 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from shardkit.writers.documents import DOCUMENT_SCHEMA, document_ids
+from shardkit.writers.documents import DOCUMENT_SCHEMA
 from shardkit.writers.filters.bounds import LengthFilter
 from shardkit.writers.filters.chain import FilterChain, Filtered
 from shardkit.writers.filters.gopher import GopherQualityFilter
 from shardkit.writers.funnel import FilterCounts, filters_card
 from shardkit.writers.report.page import render_filters
+from support import filter_runs
 
 STEPS = [("length", LengthFilter(min_words=3, max_words=6)), ("gopher_quality", GopherQualityFilter())]
 
 
+TEXTS = [f"<b>{n}</b> " + "é\x00w " * (n * 7 % 9) for n in range(900)]
+DOCUMENTS = filter_runs.documents(TEXTS, file="<a>.jsonl")
+
+
 def documents(records: range) -> pa.RecordBatch:
-    texts = [f"<b>{n}</b> " + "é\x00w " * (n * 7 % 9) for n in records]
-    columns: list[Any] = [
-        pa.array(document_ids("<a>.jsonl", records), pa.binary(16)),
-        pa.array(np.zeros(len(records), np.int32)),
-        pa.array(["<a>.jsonl"] * len(records)),
-        pa.array(list(records), pa.int64()),
-        pa.array(texts, pa.large_string()),
-        *(pa.nulls(len(records), pa.string()) for _ in range(3)),
-    ]
-    return pa.record_batch(columns, schema=DOCUMENT_SCHEMA)
+    return DOCUMENTS.slice(records.start, len(records))
 
 
 def count(*splits: range, batch: int = 1000) -> dict[str, Any]:

@@ -41,23 +41,14 @@ TELLING = st.sampled_from(
     [
         *" \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2028\u3000",
         *".…•-#!?,“",
-        "the",
-        "be",
-        "to",
-        "a",
-        "é",
-        "中",
-        "𝔸",
-        "١",
-        "\u0301",
-        "\r\n",
+        *("the", "be", "to", "a", "é", "中", "𝔸", "١", "\u0301", "\r\n"),
     ]
 )
 TEXT = st.lists(st.one_of(TELLING, st.characters(exclude_categories=["Cs"])), max_size=60).map("".join)
 
 
 def batch(texts: list[str]) -> TextBatch:
-    return TextBatch(pa.array(texts, pa.large_string()), stop_words=STOP_WORDS)
+    return text_batch(texts, stop_words=STOP_WORDS)
 
 
 @settings(max_examples=400, deadline=None)
@@ -107,13 +98,6 @@ def test_flags_are_those_of_str_for_every_code_point() -> None:
         unicodedata.category(c).startswith("L")
         for c in characters.characters_with(characters.TERMINAL) - {"꓿"}
     )
-
-
-def test_slices_of_an_array_count_their_own_texts_only() -> None:
-    texts = pa.array(["one two", "three", "four five six", ""], pa.large_string())
-    assert TextBatch(texts.slice(1, 2)).words().words.tolist() == [1, 3]
-    assert TextBatch(texts.slice(3)).words().characters.tolist() == [0]
-    assert TextBatch(texts.slice(0, 0)).words().words.tolist() == []
 
 
 def test_more_stop_words_than_bits_are_refused() -> None:

@@ -80,11 +80,11 @@ def test_it_sees_edited_texts_of_the_documents_that_are_left_and_no_empty_batch(
     ("name", "more", "problem"),
     [
         ("fails", {}, "mine:fails: KeyError: 'no such thing'.* begins 'first'"),
-        ("short", {}, "mine:short: 2 documents, but 1 answers"),
-        ("numbers", {}, "mine:numbers: it returned 1 where true or false was due"),
-        ("nothing", {}, "mine:nothing: it returned what is no array"),
-        ("labels", {}, "where true or false was due"),
-        ("labels", {"reasons": ["even"]}, "it returned 'odd' where one of even or null was due"),
+        ("short", {}, "mine:short: it returned 1 values for 2 documents"),
+        ("numbers", {}, "mine:numbers: it returned 1; expected true or false"),
+        ("nothing", {}, "mine:nothing: it did not return an array"),
+        ("labels", {}, "expected true or false"),
+        ("labels", {"reasons": ["even"]}, "it returned 'odd'; expected one of even or null"),
         ("long", {"parameters": {"most": 1}}, "mine:long: TypeError"),
     ],
 )

@@ -25,12 +25,15 @@ def documents(texts: Sequence[str], urls: Sequence[str | None] = (), *, file: st
 
 
 def text_batch(
-    texts: Sequence[str], urls: Sequence[str | None] = (), *, wanted: Sequence[bool] | None = None
+    texts: Sequence[str],
+    urls: Sequence[str | None] = (),
+    *,
+    wanted: Sequence[bool] | None = None,
+    stop_words: tuple[str, ...] = (),
 ) -> TextBatch:
     """A slice from the middle of larger arrays: filters must not take offsets to begin at 0."""
     around = documents(["before", *texts, "after"], [None, *(urls or [None] * len(texts)), None])
-    columns = around.slice(1, len(texts))
-    batch = TextBatch(columns.column("text"), columns=columns)
+    batch = TextBatch(around.slice(1, len(texts)), stop_words=stop_words)
     if wanted is not None:
         batch.wanted = np.array(wanted, np.bool_)
     return batch

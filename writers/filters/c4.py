@@ -35,12 +35,12 @@ class C4QualityEditor(FilterSettings):
         *("citations", "white_space"),
     )
 
-    remove_citations: bool = Field(default=True, description="Take out [1], [], [edit], [citation needed].")
+    remove_citations: bool = Field(default=True, description="Remove [1], [], [edit], [citation needed].")
     filter_no_terminal_punct: bool = Field(
         default=True,
         description="Cut lines that do not end in . ? ! \" or ', or that end in ...; FineWeb: off.",
     )
-    min_num_sentences: int = Field(default=5, ge=-1, description="Fewest sentences that stay; -1: no rule.")
+    min_num_sentences: int = Field(default=5, ge=-1, description="Fewest remaining sentences; -1: no rule.")
     min_words_per_line: int = Field(default=3, ge=-1, description="Fewest words of a line; -1: no rule.")
     max_word_length: int = Field(
         default=1000, ge=-1, description="Most characters of each word of a line; -1: no rule."
@@ -76,7 +76,7 @@ class C4QualityEditor(FilterSettings):
 
 
 class C4ParagraphFilter(FilterSettings):
-    """mC4's rule with datatrove's names and defaults: some long lines must be there."""
+    """mC4's rule with datatrove's names and defaults: a document needs some long lines."""
 
     reasons: ClassVar = ("too_few_paragraphs",)
 

@@ -112,7 +112,7 @@ class FilterChain:
         result = Filtered(documents)
         if not self._steps or not documents.num_rows:
             return result
-        batch = TextBatch(documents.column("text"), columns=documents, stop_words=self._stop_words)
+        batch = TextBatch(documents, stop_words=self._stop_words)
         hashes = keyed_hashes(documents.column("document_id").to_pylist(), self._seed, "filter sample")
         codes = self._codes(batch, result, hashes)
         for work in self._sides:
@@ -123,10 +123,9 @@ class FilterChain:
         self._sample(documents, hashes, result)
         for work in self._sides:
             work.take_rows()  # the sample's rows were reported above
-        if batch.texts is not documents.column("text"):
-            number = documents.schema.get_field_index("text")
-            documents = documents.set_column(number, documents.schema.field(number), batch.texts)
-        result.kept = documents if not codes.any() else documents.filter(pa.array(codes == 0))
+        result.kept = batch.documents
+        if codes.any():
+            result.kept = result.kept.filter(pa.array(codes == 0))
         if result.languages is not None:
             result.languages = result.languages[codes == 0]
         return result
@@ -136,22 +135,20 @@ class FilterChain:
         """Whether a filter identifies the language of each document."""
         return self._language is not None
 
-    def codes(self, texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-        """int64[n]: 0 for texts that pass all rules, else 1 + the index of the reason in `reasons`."""
-        batch = TextBatch(texts, stop_words=self._stop_words)
-        return self._codes(batch, Filtered(pa.RecordBatch.from_arrays([], names=[])), None)
-
     def _codes(
-        self, batch: TextBatch, result: Filtered, hashes: npt.NDArray[np.uint64] | None
+        self, batch: TextBatch, result: Filtered, hashes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Judge a batch, edit its texts in place, and count drops in `result`."""
+        """Judge a batch, edit its texts in place, and count drops in `result`.
+
+        int64[n]: 0 for documents that pass all rules, else 1 + the index of the reason in `reasons`.
+        """
         codes = np.zeros(len(batch), np.int64)
         first = 0
         for step in self._steps:
             alive = codes == 0
             if not self._annotate:
                 batch.wanted = alive
-            rules, edit = _run(step, batch, batch.wanted)
+            rules, edit = _run(step, batch)
             if edit is not None:
                 _book(result.cut, step.name, edit.cut, alive)
                 _book(result.counts, step.name, edit.counts, alive)
@@ -173,23 +170,22 @@ class FilterChain:
         result.sampled = len(chosen)
         if not len(chosen):
             return
-        some = documents.take(pa.array(chosen))
-        batch = TextBatch(some.column("text"), columns=some, stop_words=self._stop_words)
+        batch = TextBatch(documents.take(pa.array(chosen)), stop_words=self._stop_words)
         for step in self._steps:
-            rules, _ = _run(step, batch, batch.wanted)
+            rules, _ = _run(step, batch)
             for rule in rules:
                 if rule.fails is not None and rule.fails.any():
                     result.alone[f"{step.name}/{rule.name}"] = int(rule.fails.sum())
 
 
-def _run(step: _Step, batch: TextBatch, chosen: npt.NDArray[np.bool_]) -> tuple[Sequence[Rule], Edit | None]:
-    """Run a step on a batch; an editor's texts replace those of the `chosen` documents."""
+def _run(step: _Step, batch: TextBatch) -> tuple[Sequence[Rule], Edit | None]:
+    """Run a step on a batch; an editor's texts replace those of the wanted documents."""
     if not isinstance(step.work, Editor):
         rules = step.work.judge(batch)
         assert tuple(rule.name for rule in rules) == tuple(step.work.reasons), step.name
         return rules, None
     edit = step.work.edit(batch)
-    before = batch.sizes
+    before, chosen = batch.sizes, batch.wanted
     texts = edit.texts if chosen.all() else pc.if_else(pa.array(chosen), edit.texts, batch.texts)
     batch.set_texts(texts)
     cut = sum(edit.cut.values(), np.zeros(len(batch), np.int64))
@@ -213,14 +209,13 @@ def _drop(
     reason: str,
     batch: TextBatch,
     chosen: npt.NDArray[np.int64],
-    hashes: npt.NDArray[np.uint64] | None,
+    hashes: npt.NDArray[np.uint64],
 ) -> None:
     """Count dropped documents with their current size, and keep excerpts of some of them."""
     before = result.dropped.get(reason, Count())
     result.dropped[reason] = before + Count(len(chosen), int(batch.sizes[chosen].sum()))
-    if hashes is None or batch.columns is None:
-        return
-    files, records = batch.columns.column("file"), batch.columns.column("record")
+    documents = batch.documents
+    files, records = documents.column("file"), documents.column("record")
     shown = [
         Excerpt(int(hashes[row]), files[row].as_py(), records[row].as_py(), _beginning(batch, row))
         for row in chosen[np.argsort(hashes[chosen], kind="stable")[:EXCERPTS]].tolist()

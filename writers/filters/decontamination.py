@@ -53,25 +53,25 @@ _BITS_PER_KEY = 16  # a hash that is not in the table passes its bits once in 16
 class EvaluationConfig(StrictModel):
     """One file of evaluation items."""
 
-    path: FieldName = Field(description="JSONL, or text with an item a line; plain or .gz.")
-    name: str | None = Field(default=None, description="What reports call it; null: the file's name.")
+    path: FieldName = Field(description="JSONL, or text with one item per line; plain or .gz.")
+    name: str | None = Field(default=None, description="Name in reports; null: the name of the file.")
     fields: tuple[FieldName, ...] = Field(
         default=("text",), strict=False, min_length=1, description="JSONL: fields whose texts make an item."
     )
 
 
 class DecontaminationConfig(FilterSettings):
-    """Which evaluation sets documents must not hold, and what counts as holding one."""
+    """Evaluation sets that documents must not contain, and what counts as an overlap."""
 
     evaluations: tuple[EvaluationConfig, ...] = Field(
         strict=False, min_length=1, description="Files of evaluation items."
     )
-    ngram: int = Field(default=13, ge=1, le=64, description="Words in a row that make an overlap.")
+    ngram: int = Field(default=13, ge=1, le=64, description="Consecutive words that make an overlap.")
     min_item_words: int = Field(
-        default=8, ge=1, description="Shorter items are left out; those up to ngram are found as a whole."
+        default=8, ge=1, description="Shorter items are ignored; those up to ngram are found as a whole."
     )
-    min_matches: int = Field(default=1, ge=1, description="From so many n-grams on a document is dropped.")
-    action: Literal["drop", "mark"] = Field(default="drop", description="mark: only tell which.")
+    min_matches: int = Field(default=1, ge=1, description="Overlapping n-grams that drop a document.")
+    action: Literal["drop", "mark"] = Field(default="drop", description="mark: only report overlaps.")
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -197,10 +197,8 @@ def _load_cached(
 
 def _rows(batch: TextBatch, number: int, overlaps: Sequence[Overlap]) -> Iterator[dict[str, Any]]:
     """Where the document is from, the span in words, and its text in normalization form C."""
-    where: dict[str, Any] = {"document": number}
-    if batch.columns is not None:
-        columns = {name: batch.columns.column(name)[number].as_py() for name in ("file", "record")}
-        where = {"document_id": batch.columns.column("document_id")[number].as_py().hex(), **columns}
+    [row] = batch.documents.select(["document_id", "file", "record"]).slice(number, 1).to_pylist()
+    where = row | {"document_id": row["document_id"].hex()}
     text = unicodedata.normalize("NFC", batch.texts[number].as_py())
     edges = [match.span() for match in _WORDS.finditer(text)]
     for overlap in overlaps:

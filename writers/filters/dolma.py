@@ -98,22 +98,22 @@ class DolmaRepetitionFilter(FilterSettings):
     """Gopher's repetition rules as dolma counts them: all copies. null: no rule."""
 
     max_duplicate_line_fraction: Ratio | None = Field(
-        default=0.3, description="Most lines of which there are copies."
+        default=0.3, description="Greatest fraction of lines that have copies."
     )
     max_duplicate_line_character_fraction: Ratio | None = Field(
-        default=0.3, description="Most characters in those, per character of words."
+        default=0.3, description="Greatest fraction of characters in such lines."
     )
     most_common_ngrams: tuple[NgramBound, ...] = Field(
         default=((2, 0.2), (3, 0.18), (4, 0.16)),
         strict=False,
         max_length=16,
-        description="[n, most characters in the most frequent n-gram].",
+        description="[n, greatest fraction of characters in the most frequent n-gram].",
     )
     duplicate_ngrams: tuple[NgramBound, ...] = Field(
         default=((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10)),
         strict=False,
         max_length=16,
-        description="[n, most characters in n-grams that occur twice or more, of those of all n-grams].",
+        description="[n, greatest fraction of characters in n-grams that occur twice or more].",
     )
 
     @property

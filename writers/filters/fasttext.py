@@ -56,16 +56,16 @@ LANGUAGES = frozenset(_CODES.split())
 
 
 class LanguageConfig(FilterSettings):
-    """Which languages stay, and how sure fastText's lid.176 must be of them."""
+    """Languages to keep, and how certain fastText's lid.176 must be of them."""
 
     languages: tuple[str, ...] | None = Field(
         default=None, strict=False, description="Codes such as en; null: all 176."
     )
     threshold: Ratio | Annotated[dict[str, Ratio], Field(min_length=1)] = Field(
-        default=0.65, description="Documents whose score is not above it go; one number, or one per language."
+        default=0.65, description="Keep documents whose score is above it: one number, or one per language."
     )
     characters: int | None = Field(
-        default=None, ge=1, description="Look at so many characters from the beginning; null: at all."
+        default=None, ge=1, description="Read this many characters from the beginning; null: all."
     )
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class LanguageConfig(FilterSettings):
 
 
 class LanguageFilter:
-    """Drops documents in other languages and those whose language is not sure."""
+    """Drops documents in other languages and those whose language is uncertain."""
 
     reasons = ("label", "score")
 
@@ -141,16 +141,18 @@ def language_model() -> Path:
 
 
 class ClassifierConfig(FilterSettings):
-    """A fastText model of your own, and what the probability of one of its labels means."""
+    """A fastText model of your own, and the label that decides."""
 
     model: FieldName = Field(description="A fastText model file, .bin or .ftz.")
     label: FieldName = Field(description="The label, without __label__.")
-    threshold: Ratio = Field(default=0.5, description="From which probability on a document has the label.")
+    threshold: Ratio = Field(
+        default=0.5, description="Least probability with which a document has the label."
+    )
     action: Literal["keep", "remove"] = Field(
-        default="keep", description="What is done with documents that have the label; the others go or stay."
+        default="keep", description="Keep or remove the documents that have the label."
     )
     characters: int | None = Field(
-        default=None, ge=1, description="Look at so many characters from the beginning; null: at all."
+        default=None, ge=1, description="Read this many characters from the beginning; null: all."
     )
 
     def build(self, folder: Path) -> ClassifierFilter:

@@ -51,7 +51,7 @@ class PerplexityConfig(FilterSettings):
     model: FieldName = Field(description="A KenLM file, binary or ARPA.")
     words: Literal["normalized", "white_space"] = Field(
         default="normalized",
-        description="What the model was trained on: lower case without punctuation, or not.",
+        description="Words of the model: in lower case without punctuation, or not.",
     )
     min_perplexity: float | None = Field(default=None, ge=0, description="Least perplexity.")
     max_perplexity: float | None = Field(default=None, ge=0, description="Greatest perplexity.")
@@ -127,7 +127,7 @@ class UnigramLogProbConfig(FilterSettings):
 
     frequencies: FieldName = Field(description="CSV with the columns word and count, plain or .gz.")
     logprobs_threshold: float = Field(
-        default=-10, le=0, description="Documents whose mean log-probability is not above it go."
+        default=-10, le=0, description="Keep documents whose mean log-probability is above it."
     )
 
     def build(self, folder: Path) -> UnigramLogProbFilter:

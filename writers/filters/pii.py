@@ -56,7 +56,7 @@ class PiiEditor(FilterSettings):
         default=("email@example.com", "firstname.lastname@example.org"),
         strict=False,
         min_length=1,
-        description="Text in the place of e-mail addresses; datatrove's.",
+        description="Replacements of e-mail addresses; the default is datatrove's.",
     )
     ip_replacement: tuple[FieldName, ...] = Field(
         default=(
@@ -69,13 +69,13 @@ class PiiEditor(FilterSettings):
         ),
         strict=False,
         min_length=1,
-        description="Text in the place of IP addresses; datatrove's.",
+        description="Replacements of IP addresses; the default is datatrove's.",
     )
     phone_replacement: tuple[FieldName, ...] = Field(
-        default=("<PHONE>",), strict=False, min_length=1, description="Text in the place of phone numbers."
+        default=("<PHONE>",), strict=False, min_length=1, description="Replacements of phone numbers."
     )
     max_matches: int | None = Field(
-        default=None, ge=0, description="Drop documents with more matches; dolma: 5; null: none."
+        default=None, ge=0, description="Drop documents with more matches (dolma: 5); null: no rule."
     )
 
     def edit(self, batch: TextBatch) -> Edit:

@@ -24,7 +24,7 @@ __all__ = ["RepeatedLinesEditor"]
 
 
 class RepeatedLinesEditor(FilterSettings):
-    """What a repetition is within a document; the first copy stays."""
+    """Cut repeated lines or paragraphs of a document; the first copy stays."""
 
     reasons: ClassVar = ("repeated",)
     edits: ClassVar = ("repeated",)
@@ -34,7 +34,7 @@ class RepeatedLinesEditor(FilterSettings):
     )
     min_characters: int = Field(default=1, ge=1, description="Shorter units are never cut.")
     max_cut_fraction: Ratio | None = Field(
-        default=None, description="Drop documents of which more bytes are cut; null: none."
+        default=None, description="Drop documents that lose a greater fraction of their bytes; null: no rule."
     )
 
     def edit(self, batch: TextBatch) -> Edit:

@@ -16,23 +16,17 @@ __all__ = ["TextBatch"]
 
 
 class TextBatch:
-    """Texts of a large_string array without nulls, and the columns of their documents.
+    """Documents of DOCUMENT_SCHEMA, whose texts editors replace.
 
     `wanted` is a mask of the documents to look at. Statistics are computed for those only and stay valid
     while documents only leave the mask. `stop_words` are counted unless a filter asks for others.
     """
 
-    def __init__(
-        self,
-        texts: pa.LargeStringArray,
-        *,
-        columns: pa.RecordBatch | None = None,
-        stop_words: tuple[str, ...] = (),
-    ) -> None:
-        self.columns = columns
-        self.wanted = np.ones(len(texts), np.bool_)
+    def __init__(self, documents: pa.RecordBatch, *, stop_words: tuple[str, ...] = ()) -> None:
+        self._documents = documents
+        self.wanted = np.ones(len(documents), np.bool_)
         self._stop_words = stop_words
-        self.set_texts(texts)
+        self.set_texts(documents.column("text"))
 
     def __len__(self) -> int:
         return len(self.wanted)
@@ -47,6 +41,12 @@ class TextBatch:
         self._words: dict[tuple[str, ...], WordStatistics] = {}
 
     @property
+    def documents(self) -> pa.RecordBatch:
+        """The documents with their texts as edited so far."""
+        number = self._documents.schema.get_field_index("text")
+        return self._documents.set_column(number, self._documents.schema.field(number), self.texts)
+
+    @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """int64[n]: bytes of each text."""
         return np.diff(self.offsets)
@@ -57,10 +57,8 @@ class TextBatch:
         return rows, self.texts if len(rows) == len(self) else self.texts.take(pa.array(rows))
 
     def column(self, name: str) -> list[Any]:
-        """A column of the documents (url, metadata, …) as Python values; Nones if there are no columns."""
-        if self.columns is None:
-            return [None] * len(self)
-        values: list[Any] = self.columns.column(name).to_pylist()
+        """A column of the documents (url, metadata, …) as Python values."""
+        values: list[Any] = self._documents.column(name).to_pylist()
         return values
 
     def words(self, stop_words: tuple[str, ...] | None = None) -> WordStatistics:

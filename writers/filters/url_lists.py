@@ -35,18 +35,22 @@ _Files = tuple[FieldName, ...]
 
 
 class UrlListsConfig(FilterSettings):
-    """Files of one entry a line, and how many soft words are too many."""
+    """Files with one entry per line, and how many soft words are too many."""
 
-    domains: _Files = Field(default=(), strict=False, description="Files of hosts that go with subdomains.")
-    hosts: _Files = Field(
-        default=(), strict=False, description="Files of hosts that go, not their subdomains."
+    domains: _Files = Field(
+        default=(), strict=False, description="Files of hosts to drop, with their subdomains."
     )
-    urls: _Files = Field(default=(), strict=False, description="Files of whole addresses.")
-    banned_words: _Files = Field(default=(), strict=False, description="Files of words of an address.")
-    soft_banned_words: _Files = Field(default=(), strict=False, description="Files of words, if several.")
-    soft_word_threshold: int = Field(default=2, ge=1, description="From so many distinct ones on it goes.")
+    hosts: _Files = Field(
+        default=(), strict=False, description="Files of hosts to drop, without their subdomains."
+    )
+    urls: _Files = Field(default=(), strict=False, description="Files of URLs to drop.")
+    banned_words: _Files = Field(default=(), strict=False, description="Files of words that no URL may have.")
+    soft_banned_words: _Files = Field(
+        default=(), strict=False, description="Files of words of which a URL may have few."
+    )
+    soft_word_threshold: int = Field(default=2, ge=1, description="Distinct soft words that drop a document.")
     banned_subwords: _Files = Field(
-        default=(), strict=False, description="Files of parts of the address without punctuation."
+        default=(), strict=False, description="Files of substrings of URLs without punctuation."
     )
 
     @model_validator(mode="after")

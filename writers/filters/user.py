@@ -34,14 +34,14 @@ __all__ = ["PythonConfig", "PythonFilter"]
 
 
 class PythonConfig(FilterSettings):
-    """A function that judges Arrow batches, and what it is called with."""
+    """A function that judges Arrow batches, and its arguments."""
 
     function: str = Field(
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
         description="package.module:function; with file, the module is a name for messages.",
     )
     file: FieldName | None = Field(
-        default=None, description="Python file that holds it, in the place of an installed module."
+        default=None, description="Python file that defines it, instead of an installed module."
     )
     parameters: dict[str, JsonValue] = Field(default={}, description="Keyword arguments of the function.")
     reasons: tuple[FieldName, ...] = Field(
@@ -86,8 +86,7 @@ class PythonFilter:
         """See Filter.judge. BuildError names the function, whatever it raises or returns."""
         import pyarrow as pa
 
-        chosen = np.flatnonzero(batch.wanted)
-        documents = _with_texts(batch)
+        chosen, documents = np.flatnonzero(batch.wanted), batch.documents
         if len(chosen) < len(batch):
             documents = documents.take(pa.array(chosen))
         codes = np.zeros(len(batch), np.int64)
@@ -110,15 +109,17 @@ class PythonFilter:
         try:
             values = (answer if hasattr(answer, "to_pylist") else pa.array(answer)).to_pylist()
         except (pa.ArrowException, TypeError) as error:
-            raise BuildError(f"{self._name}: it returned what is no array: {error}") from None
+            raise BuildError(f"{self._name}: it did not return an array: {error}") from None
         if len(values) != documents.num_rows:
-            raise BuildError(f"{self._name}: {documents.num_rows} documents, but {len(values)} answers")
+            raise BuildError(
+                f"{self._name}: it returned {len(values)} values for {documents.num_rows} documents"
+            )
         known: dict[Any, int] = {None: 0, "": 0} if self._config.reasons else {True: 0, False: 1}
         known |= {reason: number for number, reason in enumerate(self._config.reasons, 1)}
         codes = [known.get(value, -1) if isinstance(value, bool | str | None) else -1 for value in values]
         if -1 in codes:
             wanted = f"one of {', '.join(self.reasons)} or null" if self._config.reasons else "true or false"
-            raise BuildError(f"{self._name}: it returned {values[codes.index(-1)]!r} where {wanted} was due")
+            raise BuildError(f"{self._name}: it returned {values[codes.index(-1)]!r}; expected {wanted}")
         return np.array(codes, np.int64)
 
     def _load(self, folder: Path) -> Callable[..., object]:
@@ -133,16 +134,6 @@ class PythonFilter:
             raise RecipeError(f"{self._name}: {made.__file__} has no function {name}")
         called: Callable[..., object] = function
         return called
-
-
-def _with_texts(batch: TextBatch) -> pa.RecordBatch:
-    """The documents with their texts as they are by now."""
-    import pyarrow as pa
-
-    if batch.columns is None:
-        return pa.RecordBatch.from_arrays([batch.texts], names=["text"])
-    number = batch.columns.schema.get_field_index("text")
-    return batch.columns.set_column(number, batch.columns.schema.field(number), batch.texts)
 
 
 def _from_file(name: str, path: Path) -> ModuleType:

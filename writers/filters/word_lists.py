@@ -29,13 +29,13 @@ class BadWordsConfig(FilterSettings):
     """A list of words and phrases that documents should not have, such as LDNOOBW's."""
 
     lists: tuple[FieldName, ...] = Field(
-        strict=False, min_length=1, description="Files of one word or phrase a line."
+        strict=False, min_length=1, description="Files with one word or phrase per line."
     )
     separated: bool = Field(
         default=True, description="Only as whole words; false for scripts without spaces."
     )
-    min_matches: int = Field(default=1, ge=1, description="From so many occurrences on a document is bad.")
-    keep_fraction: Ratio = Field(default=0, description="Part of the bad documents that stays, by a hash.")
+    min_matches: int = Field(default=1, ge=1, description="Occurrences that make a document bad.")
+    keep_fraction: Ratio = Field(default=0, description="Fraction of the bad documents to keep, by a hash.")
     seed: int = Field(default=0, ge=0, description="Seed of the hash.")
 
     def build(self, folder: Path) -> BadWordsFilter:
@@ -65,15 +65,15 @@ class BadWordsFilter:
         return [Rule(self.reasons[0], bad & ~self._stays(batch, bad), found)]
 
     def _stays(self, batch: TextBatch, bad: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Mask of the bad documents in the fraction that stays; a document without an id never does."""
+        """Mask of the bad documents in the fraction that stays."""
         from shardkit.writers.documents import keyed_hashes
 
         stays = np.zeros(len(batch), np.bool_)
         if self._config.keep_fraction and bad.any():
             ids = batch.column("document_id")
-            chosen = [number for number in np.flatnonzero(bad).tolist() if ids[number] is not None]
-            hashes = keyed_hashes([ids[number] for number in chosen], self._config.seed, "bad words")
-            stays[chosen] = hashes / 2.0**64 < self._config.keep_fraction
+            chosen = [ids[number] for number in np.flatnonzero(bad)]
+            hashes = keyed_hashes(chosen, self._config.seed, "bad words")
+            stays[bad] = hashes / 2.0**64 < self._config.keep_fraction
         return stays
 
 
@@ -83,7 +83,7 @@ class StopWordsConfig(FilterSettings):
     languages: dict[FieldName, FieldName | Annotated[tuple[FieldName, ...], Field(strict=False)]] = Field(
         strict=False,
         min_length=1,
-        description="By name: the list of words, or a file of one a line.",
+        description="By name: the list of words, or a file with one per line.",
     )
     separated: bool = Field(
         default=True, description="Only as whole words; false for scripts without spaces."

@@ -81,7 +81,7 @@ def find_files(
 ) -> dict[str, InputFile]:
     """{name: file} of an input, sorted by name; `key` is its key path in the recipe, for errors.
 
-    RecipeError when it matches nothing, what is no regular file, or what cannot be reached.
+    RecipeError if it matches nothing, or something that is not a regular file or cannot be reached.
     """
     if is_remote(config.path):
         files = _find_remote(config, key, storage)
@@ -96,7 +96,7 @@ def find_files(
 
 
 def open_input(file: InputFile) -> BinaryIO:
-    """The file for reading in pieces, seekable; OSError with an errno when it cannot be read."""
+    """Open the file for reading, seekable; OSError with an errno if it cannot be read."""
     if file.is_remote:
         root, key = _split_url(file.path)
         return open_object(_connect(root, file.storage), ObjectInfo(key, file.bytes, str(file.version)))
@@ -196,18 +196,25 @@ def key_matches(pattern: str, key: str) -> bool:
 
 def _parts_match(pattern: Sequence[str], key: Sequence[str]) -> bool:
     if not pattern:  # `key` is what lies below a folder that the pattern matched
-        return not any(name.startswith((".", "_")) for name in key)
+        return not any(map(_hidden, key))
     if not key:
         return False
     part, name = pattern[0], key[0]
     if part == "**":
-        inside = len(key) > 1 and not name.startswith((".", "_"))
+        inside = len(key) > 1 and not _hidden(name)
         return _parts_match(pattern[1:], key) or (inside and _parts_match(pattern, key[1:]))
-    if _MAGIC.search(part):
-        is_match = fnmatchcase(name, part) and (not name.startswith((".", "_")) or part[0] == name[0])
-    else:
-        is_match = part == name
-    return is_match and _parts_match(pattern[1:], key[1:])
+    return _name_matches(part, name) and _parts_match(pattern[1:], key[1:])
+
+
+def _name_matches(part: str, name: str) -> bool:
+    """Whether a part of a glob names a file or folder; a hidden one only if it spells the first character."""
+    if not _MAGIC.search(part):
+        return part == name
+    return fnmatchcase(name, part) and (not _hidden(name) or part[0] == name[0])
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
 
 
 def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
@@ -217,14 +224,9 @@ def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
         for folder in _folders_below(base):
             yield from _matches(folder, rest)
         return
+    candidates = [base / part]
     if _MAGIC.search(part):
-        candidates = [
-            path
-            for path in _entries(base)
-            if fnmatchcase(path.name, part) and (not _hidden(path) or part[0] == path.name[0])
-        ]
-    else:
-        candidates = [base / part]
+        candidates = [path for path in _entries(base) if _name_matches(part, path.name)]
     for path in candidates:
         if rest:
             yield from _matches(path, rest)
@@ -238,13 +240,13 @@ def _matches(base: Path, parts: list[str]) -> Iterator[Path]:
 def _below(folder: Path) -> Iterator[Path]:
     """All files below a folder."""
     for base in (folder, *_folders_below(folder)):
-        yield from (path for path in _entries(base) if not _hidden(path) and not path.is_dir())
+        yield from (path for path in _entries(base) if not _hidden(path.name) and not path.is_dir())
 
 
 def _folders_below(base: Path, inside: frozenset[Path] = frozenset()) -> Iterator[Path]:
     inside = inside | {base.resolve()}
     for path in _entries(base):
-        if not _hidden(path) and path.is_dir() and path.resolve() not in inside:
+        if not _hidden(path.name) and path.is_dir() and path.resolve() not in inside:
             yield path
             yield from _folders_below(path, inside)
 
@@ -259,10 +261,6 @@ def _entries(folder: Path) -> list[Path]:
 def _exists(path: Path) -> bool:
     """Also true for a broken link, which the caller reports rather than skips."""
     return path.exists() or path.is_symlink()
-
-
-def _hidden(path: Path) -> bool:
-    return path.name.startswith((".", "_"))
 
 
 def expand_url(url: str, storage: StorageOptions | None) -> dict[str, ObjectInfo]:

@@ -23,7 +23,6 @@ from shardkit.writers.kernels.utf8 import (
     character_flags,
     characters_with,
     first_bytes,
-    same_runs,
     strip_space,
 )
 
@@ -242,8 +241,12 @@ def _citation(data: UInt8s, begin: int, end: int, decimals: Bools) -> int:
     if at < end and data[at] == 93:
         return at + 1
     for text in _CITED:
-        if end - begin >= len(text) and same_runs(data, begin, text, 0, len(text)):
-            return begin + len(text)
+        if end - begin >= len(text):
+            same = True
+            for index in range(len(text)):
+                same &= data[begin + index] == text[index]
+            if same:
+                return begin + len(text)
     return 0
 
 

@@ -102,8 +102,8 @@ def sentence_tables() -> SentenceTables:
 def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) -> int:
     """Sentences in the valid UTF-8 data[begin:end]; 0 if it is blank. `tables` are sentence_tables()."""
     flags, marks, abbreviations = tables
-    while end > begin and flags[character_before(data, end)[0]] & _SPACE:
-        end = character_before(data, end)[1]
+    while end > begin and flags[_last(data, end)[0]] & _SPACE:
+        end = _last(data, end)[1]
     if begin == end:
         return 0
     count, at, done = 1, begin, begin
@@ -127,8 +127,8 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
                 at = after
                 continue
             first = at
-            while first > done and not flags[character_before(data, first)[0]] & _SPACE:
-                first = character_before(data, first)[1]
+            while first > done and not flags[_last(data, first)[0]] & _SPACE:
+                first = _last(data, first)[1]
         while at < end:
             code, after = character_at(data, at)
             if flags[code] & _SPACE:
@@ -138,6 +138,12 @@ def count_sentences(data: UInt8s, begin: int, end: int, tables: SentenceTables) 
         breaks, pending = _word(data, first, at, flags, abbreviations, pending)
         count += breaks
     return count
+
+
+@kernel
+def _last(data: UInt8s, end: int) -> tuple[int, int]:
+    """character_before as a function of its own, for the same reason as character_at."""
+    return character_before(data, end)
 
 
 @kernel
@@ -152,7 +158,7 @@ def _word(
         for at in range(first + 1, last - 1):
             if data[at] != 46:
                 continue
-            before = flags[character_before(data, at)[0]] if at > piece else 0
+            before = flags[_last(data, at)[0]] if at > piece else 0
             if before & (_LOWER | _QUOTE) and flags[character_at(data, at + 1)[0]] & (_UPPER | _QUOTE):
                 breaks, pending = _token(data, piece, at, flags, breaks, pending)
                 pending, piece = True, at + 1
@@ -175,7 +181,7 @@ def _core(data: UInt8s, first: int, last: int, flags: UInt16s, abbreviations: UI
             first = after
         if first == last or _abbreviated(data, first, last, abbreviations):
             break
-        code, at = character_before(data, last)
+        code, at = _last(data, last)
         if code == 46:
             while at > first and data[at - 1] == 46:
                 at -= 1
@@ -193,10 +199,10 @@ def _full_stop(data: UInt8s, begin: int, stop: int, flags: UInt16s) -> bool:
     """Whether the dot at `stop` is a token, by what stands before it in the word."""
     if stop == begin:
         return False
-    code, at = character_before(data, stop)
+    code, at = _last(data, stop)
     if flags[code] & _BEFORE_STOP:
         return True
-    return at > begin and (flags[code] & flags[character_before(data, at)[0]] & _UPPER) != 0
+    return at > begin and (flags[code] & flags[_last(data, at)[0]] & _UPPER) != 0
 
 
 @kernel

@@ -16,14 +16,12 @@ from shardkit.writers.kernels.utf8 import (
     LINE_END,
     PUNCTUATION,
     SPACE,
-    character_before,
     character_flags,
     characters_with,
     find_run,
     first_bytes,
     join_runs,
     next_character,
-    skip_space,
 )
 
 __all__ = ["WordStatistics", "word_statistics"]
@@ -159,18 +157,25 @@ def _count_lines(data: UInt8s, begin: int, end: int, flags: UInt8s, marks: Bools
 
 @kernel
 def _begins_with_bullet(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
-    at = skip_space(data, begin, end, flags)
-    return at < end and (data[at] == 45 or next_character(data, at)[0] == _BULLET)
+    at = begin
+    while at < end:
+        code, at = next_character(data, at)
+        if not flags[code] & SPACE:
+            return code == _BULLET or code == 45
+    return False
 
 
 @kernel
 def _ends_with_ellipsis(data: UInt8s, begin: int, end: int, flags: UInt8s) -> bool:
-    while end > begin:
-        code, at = character_before(data, end)
+    at = end
+    while at > begin:
+        at -= 1
+        while data[at] & 0xC0 == 0x80:
+            at -= 1
+        code, after = next_character(data, at)
         if not flags[code] & SPACE:
-            dots = end - begin >= 3 and data[end - 1] == data[end - 2] == data[end - 3] == 46
+            dots = after - begin >= 3 and data[after - 1] == data[after - 2] == data[after - 3] == 46
             return code == _ELLIPSIS or dots
-        end = at
     return False
 
 
