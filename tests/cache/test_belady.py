@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.belady import min_fetched_bytes
@@ -44,10 +44,10 @@ def in_use_at(intervals: list[tuple[int, int, int]], position: int) -> set[int]:
     return {shard for begin, end, shard in intervals if begin <= position < end}
 
 
-def steps_of(order: Order, lead: int = 0) -> list[set[int]]:
-    """What is in use whenever a use begins, in all epochs."""
-    intervals = plain_intervals(order, range(EPOCHS + 1), lead=lead)
-    begins = sorted({begin for begin, _, _ in intervals if begin < EPOCHS * order.samples})
+def steps_of(order: Order, lead: int = 0, epochs: int = EPOCHS) -> list[set[int]]:
+    """What is in use whenever a use begins, in these epochs."""
+    intervals = plain_intervals(order, range(epochs + 1), lead=lead)
+    begins = sorted({begin for begin, _, _ in intervals if begin < epochs * order.samples})
     return [in_use_at(intervals, begin) for begin in begins]
 
 
@@ -148,12 +148,14 @@ def test_shards_of_unequal_sizes_are_there_when_needed_and_fetched_little_oftene
 
 
 @given(order=ORDERS, share=st.integers(1, 9), at_once=st.integers(1, 4))
+# Shards overlap in the third epoch only, which the first plan does not foresee.
+@example(order=Order([0, 0, 0, 1, 0, 0, 2], OrderSpec(0, 1, 2)), share=5, at_once=1)
 @settings(max_examples=30, deadline=None)
 def test_a_cache_below_the_working_set_does_what_it_can_and_never_hangs(
     order: Order, share: int, at_once: int
 ) -> None:
     sizes = [10] * order.shards
-    working_set = max(map(len, steps_of(order)))
+    working_set = max(map(len, steps_of(order, epochs=2)))  # of the epochs that the first plan foresees
     capacity = 10 * working_set * share // 10
     plan = plan_fetches(Future(order), 0, {}, np.array(sizes), capacity, 1000)
     assert any(not fetch.fits for fetch in plan)
