@@ -1,8 +1,8 @@
-"""One shard on its way from a store: in one or several ranges at once, hashed, unpacked, proved.
+"""The download of one shard: in one or several ranges at once, hashed, decompressed, proved.
 
 Bytes go to where they will stay (a file of the cache, or memory) as they come. The hashes that the index
-states are computed while a single range streams in, or over the whole when several ranges came side by side.
-An object that does not match is fetched again, from its beginning, twice; then the object itself is damaged.
+states are computed while a single range streams in, or over the whole object after several ranges came side
+by side.
 """
 
 from __future__ import annotations
@@ -62,13 +62,22 @@ class Download:
     """The stored bytes of one object, fetched by as many threads as it has parts."""
 
     def __init__(
-        self, store: Store, file: FileInfo, target: Target, *, parts: int, version: str | None = None
+        self,
+        store: Store,
+        file: FileInfo,
+        target: Target,
+        *,
+        parts: int,
+        version: str | None = None,
+        min_part_bytes: int = MIN_PART_BYTES,
+        read_bytes: int = READ_BYTES,
     ) -> None:
-        """`target` has room for `file.bytes`, and is filled by the parts."""
-        self._store, self._file, self._target = store, file, target
+        """`target` has room for `file.bytes`, and is filled by the parts; `read_bytes`: <= READ_BYTES."""
+        self.target = target
+        self._store, self._file, self._read_bytes = store, file, read_bytes
         self._version = version
-        self._lock = threading.Lock()
-        count = max(1, min(parts, file.bytes // MIN_PART_BYTES))
+        self._changed = threading.Condition(threading.Lock())
+        count = max(1, min(parts, file.bytes // min_part_bytes))
         edges = [file.bytes * i // count for i in range(count + 1)]
         self._waiting = list(pairwise(edges))[::-1]
         self._running = 0
@@ -89,38 +98,47 @@ class Download:
 
     def take_part(self) -> tuple[int, int] | None:
         """A part that nobody fetches yet, or None; whoever takes one calls `fetch_part` with it."""
-        with self._lock:
+        with self._changed:
             if not self._waiting or self.error is not None:
                 return None
             self._running += 1
             return self._waiting.pop()
 
-    def stop(self, error: Exception) -> bool:
-        """End it at its next piece; True if it has parts to fetch and nobody is at one."""
-        with self._lock:
-            self.error = self.error or error
-            return bool(self._waiting) and not self._running
-
-    def fetch_part(self, part: tuple[int, int]) -> bool:
-        """Fetch it; True for the thread that ends the download, by its last part or after an error."""
+    def fetch_part(self, part: tuple[int, int]) -> None:
+        """Fetch it; `check` raises what goes wrong."""
         try:
             self._stream(*part)
         except Exception as error:
-            with self._lock:
-                self.error = self.error or error
-        with self._lock:
-            self._running -= 1
-            return self._running == 0 and (not self._waiting or self.error is not None)
+            self.stop(error)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def fetch(self) -> None:
+        """Fetch all parts that no other thread takes."""
+        while (part := self.take_part()) is not None:
+            self.fetch_part(part)
+
+    def stop(self, error: Exception) -> None:
+        """End it at its next piece: `check` raises the first error."""
+        with self._changed:
+            self.error = self.error or error
 
     def check(self) -> None:
-        """Raise what went wrong, DamagedObjectError if the bytes are not those of the index."""
+        """Wait for the parts of other threads, then raise what went wrong.
+
+        DamagedObjectError if the bytes are not those of the index.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
         if self.error is not None:
             raise self.error
         if self._hashers:
             found = {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
             _compare(self.where, self._file, found)
         else:
-            check_hashes(self.where, self._file, self._target.data)
+            check_hashes(self.where, self._file, self.target.data)
 
     def _stream(self, start: int, stop: int) -> None:
         size = self._file.bytes
@@ -130,19 +148,19 @@ class Download:
             if body.info.bytes != size:
                 problem = f"the object has {body.info.bytes:,} bytes, the index states {size:,}"
                 raise DamagedObjectError(self.where, f"{problem}; upload it again")
-            with self._lock:  # all parts from one version
+            with self._changed:  # all parts from one version
                 self._version = self._version or body.info.version
             if body.info.version != self._version:
                 raise ObjectChangedError(self.where, "was replaced while it was fetched")
             at, buffer = start, _buffer()
             while at < stop and self.error is None:
-                count = body.readinto(buffer[: min(READ_BYTES, stop - at)])
+                count = body.readinto(buffer[: min(self._read_bytes, stop - at)])
                 if not count:
                     raise DamagedObjectError(self.where, "the store sent fewer bytes than it said", offset=at)
                 piece = buffer[:count]
                 for hasher in self._hashers.values():
                     hasher.update(piece)
-                self._target.write(at, piece)
+                self.target.write(at, piece)
                 at += count
                 self.bytes_done += count
 

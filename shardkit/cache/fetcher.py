@@ -1,15 +1,13 @@
 """Shards from a store into a cache: what a reader waits for first, then what will be needed soonest.
 
-A few threads share the work. A shard that a reader waits for goes before all others, and is split into ranges
-when threads are free. The others follow plans (`shardkit.cache.planner`) by earliest deadline: each reader of
-the dataset may have one, and they take turns. A fetcher holds plans weakly, so a plan ends with its reader.
+A few threads share the work. A shard that a reader waits for goes before all others, and idle threads fetch
+ranges of it. The others follow plans (`shardkit.cache.planner`) by earliest deadline: each reader of the
+dataset may have one, and they take turns. A fetcher holds plans weakly, so a plan ends with its reader.
 
-A `Job` is one shard on its way, and passes from thread to thread:
-
-    load or a plan -> _begin: lease, room in the cache, download
-                   -> _run_part, for each range: bytes arrive in that room
-                   -> _end: hashes are checked, the bytes unpacked and handed to who waits, then made durable
-                   -> _finish: lease and room are given back
+One thread brings a shard all the way (`Fetcher._fetch`): it takes the lease and room in the cache, downloads
+into that room, checks hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable. It
+holds one of `connections` while bytes come. Checking and syncing a shard takes as long as receiving some of
+it, so there are a few more threads than connections.
 
 Damaged bytes are fetched again, `ATTEMPTS` times in all. Processes that share a cache folder take leases, so
 that each shard is fetched by one of them; a lease whose holder has been stopped is ignored after a while.
@@ -19,31 +17,52 @@ error says what had arrived until then.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes
 from shardkit.cache.contract import Cache, Contents, Lease, Slot
-from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, Target, unpack
+from shardkit.cache.download import (
+    MIN_PART_BYTES,
+    READ_BYTES,
+    DamagedObjectError,
+    Download,
+    MemoryTarget,
+    unpack,
+)
 from shardkit.cache.planner import Planner
 from shardkit.errors import ShardkitError
-from shardkit.manifest import FileInfo, Format, ShardInfo
-from shardkit.storage.store import Store
 from shardkit.storage.threads import remake_after_fork
 from shardkit.units import format_bytes
 
-__all__ = ["FetchTimeoutError", "Fetcher", "Job", "Shards", "arrival"]
+if TYPE_CHECKING:
+    from shardkit.cache.shards import CachedShards
+
+__all__ = ["FetchLimits", "FetchTimeoutError", "Fetcher", "Job", "arrival"]
 
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
-LEASE_SECONDS = 20.0  # longer than a shard takes at 5 MB/s: who holds a lease for so long has been stopped
-FINISHERS = 2  # threads beside those that hold the connections
-IDLE_SECONDS = 10.0  # without anything to do, after which a thread ends; the next need starts another
-_JOIN_SECONDS = 2.0
+FINISHERS = 2  # threads beyond the connections
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchLimits:
+    """The times and sizes that a fetcher goes by; smaller ones are for tests."""
+
+    lease_seconds: float = 20.0
+    """Longer than a shard takes at 5 MB/s: a process that holds a lease for so long has been stopped."""
+    idle_seconds: float = 10.0
+    """A thread without work ends after this long; the next need starts another."""
+    join_seconds: float = 2.0
+    """How long `close` waits for threads."""
+    min_part_bytes: int = MIN_PART_BYTES
+    read_bytes: int = READ_BYTES
 
 
 class FetchTimeoutError(ShardkitError, TimeoutError):
@@ -56,23 +75,8 @@ def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | No
     return f"{done:,} of {total:,} bytes came; last status {'none' if status is None else status}; {disk}"
 
 
-class Shards(Protocol):
-    """What a fetcher must know of a dataset."""
-
-    @property
-    def kind(self) -> Format: ...
-    @property
-    def store(self) -> Store: ...
-    def info(self, number: int) -> ShardInfo: ...
-    def stored_file(self, number: int) -> FileInfo: ...
-    def entry(self, number: int) -> str: ...
-    def version(self, number: int) -> str | None: ...
-    def trust(self, number: int, version: str | None) -> None: ...
-    def last_status(self) -> int | None: ...
-
-
 class Job:
-    """One shard being fetched. It belongs to the threads that hold its parts; `stop` may come from any."""
+    """One shard being fetched. It belongs to the thread that fetches it; `stop` may come from any."""
 
     def __init__(self, number: int, *, urgent: bool, victims: Callable[[Contents], list[str]]) -> None:
         self.number = number
@@ -82,20 +86,18 @@ class Job:
         self.download: Download | None = None
         self.slot: Slot | None = None
         self.lease: Lease | None = None
-        self.target: Target | None = None
         self.data: Bytes | None = None
         self.error: Exception | None = None
         self.done = threading.Event()
-        self.stopped = threading.Event()
-        self._lock = threading.Lock()  # a job that is stopped may be let go by two threads
+        self.is_stopped = False
 
-    def stop(self, error: Exception) -> bool:
-        """Tell whoever waits, and let the download end at its next piece; True if nobody is at a piece."""
-        self.stopped.set()
+    def stop(self, error: Exception) -> None:
+        """Report the error to whoever waits, and let the download end at its next piece."""
+        self.is_stopped = True
         self.error = self.error or error
-        is_idle = self.download is not None and self.download.stop(error)
+        if self.download is not None:
+            self.download.stop(error)
         self.done.set()
-        return is_idle
 
     def deliver(self, data: Bytes) -> None:
         """Hand the shard to whoever waits for it."""
@@ -103,29 +105,28 @@ class Job:
         self.data.flags.writeable = False
         self.done.set()
 
-    def drop_slot(self, *, damaged: bool) -> None:
+    def drop_slot(self, *, damaged: bool = False) -> None:
         """Give back the room in the cache."""
-        with self._lock:
-            slot, self.slot = self.slot, None
+        slot, self.slot = self.slot, None
         if slot is not None:
             slot.discard(damaged=damaged)
 
     def let_go(self) -> None:
-        """Give back what is still held: room, lease, memory."""
-        self.drop_slot(damaged=False)
-        with self._lock:
+        """Give back what is still held: room and lease."""
+        try:
+            self.drop_slot()
+        finally:
             lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.release()
-        self.target = None
+            if lease is not None:
+                lease.release()
 
 
 class Fetcher:
     """Fetches shards of one dataset into one cache, for one process."""
 
-    def __init__(self, shards: Shards, cache: Cache, *, connections: int) -> None:
+    def __init__(self, shards: CachedShards, cache: Cache, *, connections: int, limits: FetchLimits) -> None:
         self._shards, self._cache = shards, cache
-        self._connections = connections
+        self._connections, self._limits = connections, limits
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
         self._squeezed: set[int] = set()  # shards that found no room lately
@@ -143,8 +144,7 @@ class Fetcher:
         self._run = object()
         self._threads: list[threading.Thread] = []
         self._streaming = 0  # threads that hold a connection
-        self._arrived: deque[Job] = deque()  # all bytes have come: to be checked, unpacked and kept
-        self._demanded: deque[Job] = deque()
+        self._demanded: deque[Job] = deque()  # a job here is in no thread's hands
         self._active: dict[int, Job] = {}
         self._planning = False
         self._plans: list[weakref.ref[Planner]] = []  # replaced, never changed; whose turn it is comes first
@@ -212,24 +212,17 @@ class Fetcher:
                 self._start_threads()
                 self._changed.notify_all()
 
-    @property
-    def in_flight(self) -> int:
-        """Shards being fetched."""
-        return len(self._active)
-
     def close(self) -> None:
         """End the threads; one in the middle of a read ends after it."""
         with self._changed:
-            threads = self._threads
-            unattended = [*self._demanded, *self._arrived]
-            for job in (*unattended, *self._active.values()):
-                if job.stop(RuntimeError("the loader was closed")):
-                    unattended.append(job)  # between two parts; all others are in the hands of a thread
+            threads, waiting = self._threads, [*self._demanded]
+            for job in (*waiting, *self._active.values()):
+                job.stop(RuntimeError("the loader was closed"))
             self._begin_anew()
             self._changed.notify_all()
-        for job in unattended:
+        for job in waiting:
             job.let_go()
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + self._limits.join_seconds
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -256,65 +249,48 @@ class Fetcher:
             thread.start()
 
     def _work(self, run: object) -> None:
-        while True:
-            with self._changed:
-                task = self._awaited_task(run)
-            if task is None:
-                return
+        while (task := self._await_task(run)) is not None:
             task()
             del task  # it may be the last to hold a plan whose reader is gone
 
-    def _awaited_task(self, run: object) -> Callable[[], None] | None:
-        """What a free thread should do, None: end; the lock is held by the caller."""
-        is_idle = False
-        while self._run is run:
-            task = self._next_task()
-            if task is None and is_idle:
-                # Threads would keep a fetcher alive that nobody has any more.
-                self._threads.remove(threading.current_thread())
-            if task is not None or is_idle:
-                return task
-            is_idle = not self._changed.wait(IDLE_SECONDS)
-        return None
+    def _await_task(self, run: object) -> Callable[[], None] | None:
+        """What a free thread should do; None: end."""
+        with self._changed:
+            is_idle = False
+            while self._run is run:
+                task = self._next_task()
+                if task is not None:
+                    return task
+                if is_idle:  # threads would keep a fetcher alive that nobody has any more
+                    self._threads.remove(threading.current_thread())
+                    return None
+                is_idle = not self._changed.wait(self._limits.idle_seconds)
+            return None
 
     def _next_task(self) -> Callable[[], None] | None:
-        """What a free thread should do; the lock is held by the caller.
-
-        Checking and syncing a shard takes as long as receiving some of it: other threads than those that
-        hold the connections do it.
-        """
-        if self._arrived:
-            return partial(self._end, self._arrived.popleft())
+        """What a free thread should do, with a connection for it; the lock is held by the caller."""
         if self._streaming >= self._connections:
             return None
-        task = self._next_transfer()
-        if task is None:
-            return None
-        self._streaming += 1
-        return partial(self._transfer, task, self._run)
+        task = self._next_part() or self._next_demanded() or self._next_planned()
+        if task is not None:
+            self._streaming += 1
+        return task
 
-    def _transfer(self, task: Callable[[], None], run: object) -> None:
-        try:
-            task()
-        finally:
-            with self._changed:
-                if self._run is run:
-                    self._streaming -= 1
-                    self._changed.notify_all()
-
-    def _next_transfer(self) -> Callable[[], None] | None:
+    def _next_part(self) -> Callable[[], None] | None:
         for job in sorted(self._active.values(), key=lambda j: not j.urgent):
-            part = job.download.take_part() if job.download is not None else None
-            if part is not None:
-                return partial(self._run_part, job, part)
-        if self._demanded:
-            job = self._demanded.popleft()  # or one that came damaged, to be fetched again
-            self._active[job.number] = job
-            return partial(self._begin, job)
-        return None if self._planning else self._next_planned()
+            if job.download is not None and (part := job.download.take_part()) is not None:
+                return partial(self._help, job.download, part, self._run)
+        return None
+
+    def _next_demanded(self) -> Callable[[], None] | None:
+        if not self._demanded:
+            return None
+        job = self._demanded.popleft()  # or one that came damaged, to be fetched again
+        self._active[job.number] = job
+        return partial(self._fetch, job, self._run)
 
     def _next_planned(self) -> Callable[[], None] | None:
-        plans = self.plans()
+        plans = [] if self._planning else self.plans()
         for turn, plan in enumerate(plans):
             fetch = plan.take(self._active)
             if fetch is None and not plan.is_stale():
@@ -322,88 +298,48 @@ class Fetcher:
             self._plans = [weakref.ref(other) for other in plans[turn + 1 :] + plans[: turn + 1]]
             if fetch is None:
                 self._planning = True
-                return partial(self._plan, plan)
+                return partial(self._plan, plan, self._run)
             job = Job(fetch.shard, urgent=False, victims=partial(plan.victims_for, fetch))
             self._active[job.number] = job
-            return partial(self._begin, job)
+            return partial(self._fetch, job, self._run)
         return None
 
-    def _plan(self, plan: Planner) -> None:
+    @contextlib.contextmanager
+    def _connection(self, run: object) -> Iterator[None]:
+        """At the end of the block, give back the connection that came with the task."""
         try:
-            plan.plan(self._cache, [*self._active])
-            self._squeezed &= plan.unfit.union(*(other.unfit for other in self.plans()))
-        except OSError:
-            pass  # the cache folder is not to be listed: whoever needs a shard finds out why
+            yield
         finally:
             with self._changed:
-                self._planning = False
-                self._changed.notify_all()
-
-    def _begin(self, job: Job) -> None:
-        """Prepare a job, then fetch its first part."""
-        try:
-            if job.stopped.is_set() or not self._prepare(job) or job.stopped.is_set():
-                self._finish(job)
-                return
-        except Exception as error:
-            job.error = error
-            self._finish(job)
-            return
-        download = job.download
-        assert download is not None
-        with self._changed:
-            self._changed.notify_all()
-        part = download.take_part()
-        if part is not None:
-            self._run_part(job, part)
-        elif job.stopped.is_set():
-            self._finish(job)
-
-    def _prepare(self, job: Job) -> bool:
-        """Get lease, room and download ready; False if there is nothing to fetch, or not now."""
-        shards, number = self._shards, job.number
-        name, info = shards.entry(number), shards.info(number)
-        if job.lease is None:
-            if self._cache.has(name):
-                return False
-            job.lease = self._cache.lease(name, LEASE_SECONDS if job.urgent else 0.0)
-            if self._cache.has(name) or (job.lease is None and not job.urgent):
-                return False  # it has come, or another process is at it
-        file = shards.stored_file(number)
-        if info.compression is None:
-            job.slot = self._cache.reserve(name, file.bytes, job.victims)
-            if job.slot is None and not job.urgent:
-                return False
-            self._note_room(job)
-        job.target = job.slot or MemoryTarget(file.bytes)
-        job.download = Download(
-            shards.store, file, job.target, parts=self._parts(job), version=shards.version(number)
-        )
-        return True
-
-    def _parts(self, job: Job) -> int:
-        """Threads for one shard: those that have nothing else to do, if someone waits for it."""
-        with self._changed:
-            idle = self._connections - self._streaming
-            return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
-
-    def _run_part(self, job: Job, part: tuple[int, int]) -> None:
-        assert job.download is not None
-        if job.download.fetch_part(part):
-            with self._changed:
-                if not job.stopped.is_set():
-                    self._arrived.append(job)
+                if self._run is run:
+                    self._streaming -= 1
                     self._changed.notify_all()
-                    return
-            self._finish(job)
 
-    def _end(self, job: Job) -> None:
-        """All parts have come, or one has failed."""
-        assert job.download is not None
-        job.attempts += 1
+    def _plan(self, plan: Planner, run: object) -> None:
+        with self._connection(run):
+            try:
+                plan.plan(self._cache, [*self._active])
+                self._squeezed &= plan.unfit.union(*(other.unfit for other in self.plans()))
+            except OSError:
+                pass  # the cache folder is not to be listed: whoever needs a shard finds out why
+            finally:
+                with self._changed:
+                    self._planning = False
+
+    def _help(self, download: Download, part: tuple[int, int], run: object) -> None:
+        """Fetch a range of a shard that another thread brings."""
+        with self._connection(run):
+            download.fetch_part(part)
+
+    def _fetch(self, job: Job, run: object) -> None:
+        """Bring a shard from the store into the cache, and to whoever waits for it."""
         try:
-            job.download.check()
-            self._keep(job)
+            with self._connection(run):
+                download = self._prepare(job)
+                if download is not None:
+                    download.fetch()
+            if download is not None:
+                self._keep(job, download)
         except DamagedObjectError as error:
             self.counts["damaged"] += 1
             if self._try_again(job):
@@ -411,61 +347,97 @@ class Fetcher:
             problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
             job.error = job.error or DamagedObjectError(error.file, problem, offset=error.offset)
         except Exception as error:
-            job.error = error
+            job.error = job.error or error
         self._finish(job)
 
-    def _try_again(self, job: Job) -> bool:
-        """Whether what came damaged will be fetched again."""
-        try:
-            job.drop_slot(damaged=True)
-        except Exception as error:
-            job.error = error
-            return False
+    def _prepare(self, job: Job) -> Download | None:
+        """Get lease, room and download ready; None if there is nothing to fetch, or not now."""
+        shards, number = self._shards, job.number
+        name, info = shards.entry(number), shards.info(number)
+        if job.lease is None:
+            if self._cache.has(name):
+                return None
+            job.lease = self._cache.lease(name, self._limits.lease_seconds if job.urgent else 0.0)
+            if self._cache.has(name) or (job.lease is None and not job.urgent):
+                return None  # it has come, or another process is at it
+        file = shards.stored_file(number)
+        if info.compression is None:
+            job.slot = self._cache.reserve(name, file.bytes, job.victims)
+            if job.slot is None and not job.urgent:
+                return None
+            self._note_room(job)
+        target, version = job.slot or MemoryTarget(file.bytes), shards.version(number)
         with self._changed:
-            if job.attempts >= ATTEMPTS or job.stopped.is_set():
-                return False
-            job.download = None
-            self._demanded.appendleft(job)
-            self._changed.notify_all()
-            return True
+            if job.is_stopped:
+                return None
+            job.download = Download(
+                shards.store,
+                file,
+                target,
+                parts=self._parts(job),
+                version=version,
+                min_part_bytes=self._limits.min_part_bytes,
+                read_bytes=self._limits.read_bytes,
+            )
+            self._changed.notify_all()  # idle threads may help
+            return job.download
 
-    def _keep(self, job: Job) -> None:
-        """Put what came into the cache, or at least into the hands of who waits for it."""
-        assert job.download is not None
-        assert job.target is not None
+    def _parts(self, job: Job) -> int:
+        """Threads for one shard: those that have nothing else to do, if someone waits for it."""
+        idle = self._connections - self._streaming
+        return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
+
+    def _keep(self, job: Job, download: Download) -> None:
+        """Prove what came, hand it to whoever waits, and put it into the cache, which takes a while."""
         shards, info = self._shards, self._shards.info(job.number)
-        shards.trust(job.number, job.download.version)
-        size = shards.stored_file(job.number).bytes
-        self.counts["fetched_bytes"] += size
-        self.counts["fetched_shards"] += 1
-        if job.number in self._fetched:
-            self.counts["refetched_bytes"] += size
-        self._fetched.add(job.number)
-        data = job.target.data if job.slot is None else None
+        job.attempts += 1
+        data = download.target.data
+        try:
+            download.check()
+            if download.version is not None:
+                shards.rows.trust(job.number, download.version)
+            self._count_fetched(job.number)
+            if info.compression is not None:
+                data = unpack(shards.kind, info, data, download.where)
+        except DamagedObjectError:
+            job.drop_slot(damaged=True)
+            raise
         if info.compression is not None:
-            data = unpack(shards.kind, info, job.target.data, job.download.where)
             self.counts["decompressed_bytes"] += len(data)
             job.slot = self._cache.reserve(shards.entry(job.number), len(data), job.victims)
             self._note_room(job)
             if job.slot is not None:
                 job.slot.data[:] = data
-        if job.slot is not None:
-            data = job.slot.data
-        assert data is not None
+                data = job.slot.data
         if job.urgent:
             job.deliver(data)
-        if job.slot is not None:
-            slot, job.slot = job.slot, None
-            self._commit(job, slot)
-
-    def _commit(self, job: Job, slot: Slot) -> None:
-        """Make an entry durable, which takes a while: whoever waits has its bytes already."""
+        slot, job.slot = job.slot, None
+        if slot is None:
+            return
         try:
             slot.commit()
         except Exception as error:
             if job.data is None:
                 raise
             self._unkept = error  # for the next who asks: a disk that fails must not stay unnoticed
+
+    def _count_fetched(self, number: int) -> None:
+        size = self._shards.stored_file(number).bytes
+        self.counts["fetched_bytes"] += size
+        self.counts["fetched_shards"] += 1
+        if number in self._fetched:
+            self.counts["refetched_bytes"] += size
+        self._fetched.add(number)
+
+    def _try_again(self, job: Job) -> bool:
+        """Whether what came damaged will be fetched again, by the next thread that is free."""
+        with self._changed:
+            if job.attempts >= ATTEMPTS or job.is_stopped:
+                return False
+            job.download = None
+            self._demanded.appendleft(job)
+            self._changed.notify_all()
+            return True
 
     def _note_room(self, job: Job) -> None:
         if job.slot is not None:
@@ -486,10 +458,10 @@ class Fetcher:
             self._changed.notify_all()
 
     def _describe(self, job: Job) -> str:
-        file = self._shards.stored_file(job.number)
-        done = job.download.bytes_done if job.download is not None else 0
-        free = self._cache.free_disk_bytes()
-        came = arrival(done, file.bytes, self._shards.last_status(), free)
+        file, download = self._shards.stored_file(job.number), job.download
+        done = 0 if download is None else download.bytes_done
+        status = self._shards.store.metrics.snapshot().last_status
+        came = arrival(done, file.bytes, status, self._cache.free_disk_bytes())
         return f"{self._shards.store.url}/{file.basename}: {came}"
 
 

@@ -64,7 +64,7 @@ class CacheReader:
         """Stop fetching ahead. May be started again."""
         self.is_open, self.using, self._follow = False, frozenset(), None
         if self._plan is not None:
-            self._shards.drop(self._plan)
+            self._shards.fetcher.drop(self._plan)
             self._plan = None
 
     def load(self, number: int) -> npt.NDArray[np.uint8]:
@@ -74,11 +74,11 @@ class CacheReader:
     def advance(self, position: int) -> None:
         """Everything before `position` has been read."""
         if self._plan is not None:
-            self._shards.advance(self._plan, position)
+            self._shards.fetcher.advance(self._plan, position)
 
     def missing(self, numbers: Sequence[int]) -> list[int]:
         """Which of these shards are not here yet."""
-        return [number for number in numbers if not self._shards.is_there(number)]
+        return [number for number in numbers if not self._shards.fetcher.is_there(number)]
 
     def follow(self) -> None:
         """Begin to fetch ahead, unless that has begun."""
@@ -99,7 +99,7 @@ class CacheReader:
         }
         count = sum(map(len, wanted.values()))
         if len(wanted) < len(missing) or count > self._rows_left:
-            wanted = {number: rows for number, rows in wanted.items() if shards.is_squeezed(number)}
+            wanted = {number: rows for number, rows in wanted.items() if shards.fetcher.is_squeezed(number)}
         else:
             self._rows_left -= count
         if sum(map(len, wanted.values())) > FIRST_ROWS:
@@ -110,5 +110,5 @@ class CacheReader:
 
     def progress(self) -> str:
         """What is being waited for, as the end of a sentence; "" if nothing is."""
-        progress = self._shards.progress()
+        progress = self._shards.fetcher.progress()
         return f"; waiting for {progress}" if progress else ""

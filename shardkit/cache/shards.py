@@ -1,7 +1,7 @@
 """The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
 
-`load` gives a shard's raw bytes from the cache, or waits while it is fetched. `rows` fetches single rows by
-ranged requests. What belongs to one reader of several, its plan and how long it waits, is in
+`load` gives a shard's raw bytes from the cache, or waits while `fetcher` brings it. `rows` fetches single
+rows by ranged requests. What belongs to one reader of several, its plan and how long it waits, is in
 `shardkit.cache.reader`.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardkit.arrays import Bytes
 from shardkit.cache.belady import Future
 from shardkit.cache.contract import Cache
-from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.folder import entry_name, sealed_size
 from shardkit.cache.planner import Planner
 from shardkit.cache.rows import RowReader
@@ -51,15 +51,16 @@ class CachedShards:
         *,
         connections: int = DEFAULT_CONNECTIONS,
         objects: Mapping[int, tuple[int, str]] | None = None,
+        limits: FetchLimits | None = None,
     ) -> None:
         """`objects`: size and version of those known already; no other version of them is read."""
         self.store, self.cache = store, cache
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         self._manifest = manifest
-        self._connections = connections
+        self._connections, self._limits = connections, limits or FetchLimits()
         self._objects = dict(objects or {})  # size and version of those that the index says little of
-        self._fetcher = Fetcher(self, cache, connections=connections)
+        self.fetcher = Fetcher(self, cache, connections=connections, limits=self._limits)
         self.rows = RowReader(store, manifest, cache.free_disk_bytes)
         self.after_fork()
         remake_after_fork(self)
@@ -74,13 +75,9 @@ class CachedShards:
 
         FetchTimeoutError, DamagedObjectError and the errors of the store.
         """
-        raw = self._fetcher.load(number, timeout_seconds or self.timeout_seconds, plan)
+        raw = self.fetcher.load(number, timeout_seconds or self.timeout_seconds, plan)
         self.rows.prove(number, raw)
         return raw
-
-    def is_there(self, number: int) -> bool:
-        """Whether `load` would not wait."""
-        return self._fetcher.is_there(number)
 
     def keeps(self, number: int) -> bool:
         """Whether a shard may stay open though one reader needs it no more.
@@ -92,14 +89,6 @@ class CachedShards:
             return True
         name = self._known_entry(number)
         return name is not None and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
-
-    def is_squeezed(self, number: int) -> bool:
-        """Whether the cache has no room for it among what else is needed: it would be fetched in vain."""
-        return self._fetcher.is_squeezed(number)
-
-    def progress(self) -> str:
-        """What is being waited for, for an error message."""
-        return self._fetcher.progress()
 
     def follow(
         self,
@@ -130,28 +119,20 @@ class CachedShards:
             position,
             share=share,
             is_beside=_any_owns(beside),
-            plans=self._fetcher.plans,
+            plans=self.fetcher.plans,
         )
-        self._fetcher.follow(plan)
+        self.fetcher.follow(plan)
         for number in list(self._objects):  # other threads may have asked for some since
             self._teach(number)
         return plan
 
-    def advance(self, plan: Planner, position: int) -> None:
-        """The run of `plan` has reached `position`."""
-        self._fetcher.advance(plan, position)
-
-    def drop(self, plan: Planner) -> None:
-        """Fetch ahead of the run of `plan` no longer."""
-        self._fetcher.drop(plan)
-
     def close(self) -> None:
         """Stop fetching, for all readers. What is cached stays; the shards may be used again."""
-        self._fetcher.close()
+        self.fetcher.close()
 
     def counters(self) -> dict[str, float]:
         """What the cache did, by this process."""
-        counts = self._fetcher.counts
+        counts = self.fetcher.counts
         names = (
             "hits", "misses", "fetched_bytes", "fetched_shards", "refetched_bytes",
             "decompressed_bytes", "bypassed", "damaged",
@@ -180,34 +161,15 @@ class CachedShards:
         known = self._objects.get(number)
         return None if known is None else known[1]
 
-    def trust(self, number: int, version: str | None) -> None:
-        if version is not None:
-            self.rows.trust(number, version)
-
-    def last_status(self) -> int | None:
-        return self.store.metrics.snapshot().last_status
-
     def where(self, number: int) -> str:
         """The object's URL."""
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "store": self.store,
-            "manifest": self._manifest,
-            "cache": self.cache,
-            "connections": self._connections,
-            "objects": self._objects,
-        }
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(  # type: ignore[misc]
-            state["store"],
-            state["manifest"],
-            state["cache"],
-            connections=state["connections"],
-            objects=state["objects"],
+    def __reduce__(self) -> tuple[object, ...]:
+        remade = partial(
+            CachedShards, connections=self._connections, objects=self._objects, limits=self._limits
         )
+        return remade, (self.store, self._manifest, self.cache)
 
     @cached_property
     def _total_bytes(self) -> int:
@@ -216,7 +178,7 @@ class CachedShards:
 
     def owns(self, name: str) -> bool:
         """Whether an entry is one of this dataset's, as far as their names are known."""
-        return any(plan.knows(name) for plan in self._fetcher.plans())
+        return any(plan.knows(name) for plan in self.fetcher.plans())
 
     def _known_entry(self, number: int) -> str | None:
         known = self._objects.get(number)
@@ -247,7 +209,7 @@ class CachedShards:
         """Tell the plans what only the object could tell; they would take the entry for somebody else's."""
         name = self._known_entry(number)
         if name is not None:
-            for plan in self._fetcher.plans():
+            for plan in self.fetcher.plans():
                 plan.learn(number, name, self._known_size(number))
 
 

@@ -7,7 +7,7 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import pytest
 from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.folder import CacheFolder, sealed_size
 from shardkit.cache.memory import CacheMemory
-from support.ended_threads import ended_threads
 
 RAW = 1000  # bytes of an entry, where nothing else is said
 FORKED_SECONDS = 10
@@ -33,12 +32,6 @@ class Kind:
 
     def room_for(self, entries: int) -> Cache:
         return self.make(entries * self.cost(RAW))
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with ended_threads():
-        yield
 
 
 @pytest.fixture(params=["folder", "memory"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache import download as module
-from shardkit.cache import fetcher
 from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, check_hashes, unpack
-from shardkit.cache.folder import CacheFolder
-from shardkit.cache.shards import CachedShards
 from shardkit.formats import mds, tar
 from shardkit.hashing import HASH_NAMES, hash_bytes
-from shardkit.manifest import FileInfo, Manifest, ShardInfo
+from shardkit.manifest import FileInfo, ShardInfo
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo, ObjectNotFoundError, Store, TransientError
-from support.ended_threads import ended_threads
 from support.mds_values import compress
 
 KEY = "sub/shard.00000.mds"
@@ -72,18 +65,6 @@ class SlowBody(MemoryBody):
         return count
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with ended_threads():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_PART_BYTES", 10)
-    monkeypatch.setattr(module, "READ_BYTES", 7)
-
-
 def content(size: int) -> bytes:
     return np.random.default_rng(size).bytes(size)
 
@@ -93,27 +74,21 @@ def file_of(data: bytes, *hashes: str) -> FileInfo:
 
 
 def start(store: Store, file: FileInfo, parts: int = 1, version: str | None = None) -> Download:
-    return Download(store, file, MemoryTarget(file.bytes), parts=parts, version=version)
+    target = MemoryTarget(file.bytes)
+    return Download(store, file, target, parts=parts, version=version, min_part_bytes=10, read_bytes=7)
 
 
-def run(download: Download, threads: int = 1) -> int:
-    """How many threads were told that they end it; more than one would end it twice."""
-    ended: list[bool] = []
-
-    def work() -> None:
-        while (part := download.take_part()) is not None:
-            ended.append(download.fetch_part(part))
-
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    return sum(ended)
-
-
-def target_of(download: Download) -> npt.NDArray[np.uint8]:
-    return download._target.data
+def run(download: Download, threads: int = 1) -> None:
+    """Fetch and check it, with the help of other threads."""
+    helpers = [threading.Thread(target=download.fetch) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    download.fetch()
+    try:
+        download.check()
+    finally:
+        for helper in helpers:
+            helper.join(60)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -131,9 +106,8 @@ def test_the_bytes_arrive_whole_in_any_number_of_parts(
     data = content(size)
     store = Watched(data)
     download = start(store, file_of(data, *hashes), parts)
-    assert run(download, threads) == 1
-    download.check()
-    assert target_of(download).tobytes() == data
+    run(download, threads)
+    assert download.target.data.tobytes() == data
     assert download.bytes_done == size
     assert len(store.reads) == max(1, min(parts, size // 10))
     ranges = sorted((begin, size if stop is None else stop) for begin, stop, _ in store.reads)
@@ -150,9 +124,8 @@ def test_a_flipped_bit_is_found_by_any_hash(parts: int, at: int) -> None:
     store = Watched(bytes(wrong))
     for name in ("xxh64", "sha1"):
         download = start(store, file_of(data, name), parts)
-        assert run(download, parts) == 1
         with pytest.raises(DamagedObjectError, match=f"{name} is [0-9a-f]+, the index states") as info:
-            download.check()
+            run(download, parts)
         assert info.value.file == f"{store.url}/{KEY}"
 
 
@@ -163,23 +136,20 @@ def test_all_hashes_that_are_stated_and_known_must_agree(parts: int) -> None:
     right = replace(file, hashes={**{k: v.upper() for k, v in file.hashes.items()}, "unknown": "whatever"})
     download = start(Watched(data), right, parts)
     run(download)
-    download.check()
     for name in HASH_NAMES:
         download = start(Watched(data), replace(right, hashes={**right.hashes, name: "0" * 16}), parts)
-        run(download)
         with pytest.raises(DamagedObjectError, match=f"{name} is"):
-            download.check()
+            run(download)
 
 
 @pytest.mark.parametrize("stated", [0, 99, 101])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_an_object_of_another_size_is_damaged(stated: int, parts: int) -> None:
     download = start(Watched(content(100)), FileInfo(KEY, stated), parts)
-    assert run(download) == 1
     with pytest.raises(
         DamagedObjectError, match=f"has 100 bytes, the index states {stated}; upload it again"
     ):
-        download.check()
+        run(download)
 
 
 def breaking(store: Watched, number: int, after: int, end: Exception | None) -> None:
@@ -200,9 +170,8 @@ def test_a_body_that_ends_early_is_damaged_and_says_where() -> None:
     store = Watched(content(100))
     breaking(store, 0, 42, None)
     download = start(store, FileInfo(KEY, 100))
-    assert run(download) == 1
     with pytest.raises(DamagedObjectError, match="fewer bytes") as info:
-        download.check()
+        run(download)
     assert info.value.offset == 42
     assert download.bytes_done == 42
 
@@ -213,9 +182,8 @@ def test_after_an_error_no_part_is_begun_and_the_error_is_the_stores(bad: int) -
     error = TransientError(f"{store.url}/{KEY}", "connection reset")
     breaking(store, bad, 5, error)
     download = start(store, FileInfo(KEY, 100), parts=4)
-    assert run(download) == 1
     with pytest.raises(TransientError) as info:
-        download.check()
+        run(download)
     assert info.value is error
     assert len(store.reads) == bad + 1
     assert download.take_part() is None
@@ -232,10 +200,10 @@ def test_parts_that_run_stop_soon_after_another_has_failed() -> None:
     def fail(number: int) -> None:
         if number == 0:  # the other part fails while this one has its body
             breaking(store, 1, 0, error)
-            assert not download.fetch_part(second)
+            download.fetch_part(second)
 
     store.opened = fail
-    assert download.fetch_part(first)
+    download.fetch_part(first)
     assert download.bytes_done == 0
     assert download.error is error
 
@@ -243,15 +211,13 @@ def test_parts_that_run_stop_soon_after_another_has_failed() -> None:
 def test_an_object_that_is_missing_or_changed_is_the_stores_error() -> None:
     store = Watched(content(100))
     download = start(store, FileInfo("other", 100))
-    run(download)
     with pytest.raises(ObjectNotFoundError):
-        download.check()
+        run(download)
     old = store.head(KEY).version
     store.put(KEY, content(100))
     download = start(store, FileInfo(KEY, 100), version=old)
-    run(download)
     with pytest.raises(ObjectChangedError):
-        download.check()
+        run(download)
 
 
 def test_parts_begun_one_after_the_other_are_of_one_version() -> None:
@@ -263,9 +229,8 @@ def test_parts_begun_one_after_the_other_are_of_one_version() -> None:
             store.put(KEY, bytes(100))
 
     store.opened = replace_object
-    run(download)
     with pytest.raises(ObjectChangedError):
-        download.check()
+        run(download)
     assert len(store.reads) == 2
 
 
@@ -345,65 +310,3 @@ def test_bytes_without_stated_hashes_are_taken_as_they_are() -> None:
         DamagedObjectError, match=r"^there: md5 is 900150983cd24fb0d6963f7d28e17f72, the index states x"
     ):
         check_hashes("there", FileInfo("a", 3, wrong), array(b"abc"))
-
-
-# Left in the middle, by `Fetcher.close`.
-
-
-def closed_in_the_middle(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, in_time: bool
-) -> tuple[CachedShards, list[threading.Thread]]:
-    """Shards that were closed while a body was read, and the threads that fetched it.
-
-    `in_time`: the read ends while `close` waits for it, not after.
-    """
-    rows = np.zeros((100, 100), dtype=np.uint16)
-    info = mds.write_rows_shard(folder, "shard.mds", rows, hashes=["xxh64"])
-    begun, go_on, waited = threading.Event(), threading.Event(), threading.Event()
-
-    def opened(number: int) -> None:
-        begun.set()
-        go_on.wait(60)
-
-    store = Watched(opened=opened)
-    store.put("shard.mds", folder / "shard.mds")
-    cache = CacheFolder(folder / "cache", 1 << 20)
-    shards = CachedShards(ResilientStore(store), Manifest("mds", [info]), cache, connections=2)
-    before = set(threading.enumerate())
-
-    def read_on() -> None:
-        waited.wait(60)  # `close` wakes who waits for the shard, then joins the threads
-        go_on.set()
-
-    def load() -> None:
-        with contextlib.suppress(RuntimeError):  # "the loader was closed"
-            shards.load(0)
-        waited.set()
-
-    threading.Thread(target=load, daemon=True).start()
-    assert begun.wait(60)
-    threads = [t for t in threading.enumerate() if t not in before and t.name == "shardkit-fetch"]
-    if in_time:
-        threading.Thread(target=read_on).start()
-    monkeypatch.setattr(fetcher, "_JOIN_SECONDS", 60.0 if in_time else 0.01)
-    shards.close()
-    go_on.set()
-    return shards, threads
-
-
-def test_closing_in_the_middle_gives_lease_and_room_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards, threads = closed_in_the_middle(tmp_path, monkeypatch, in_time=True)
-    assert not any(thread.is_alive() for thread in threads)
-    assert shards.cache.contents() == {}
-    assert shards.cache.lease(shards.entry(0)) is not None
-
-
-def test_a_thread_that_outlives_close_ends_after_its_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, threads = closed_in_the_middle(tmp_path, monkeypatch, in_time=False)
-    for thread in threads:
-        thread.join(60.0)  # far more than it needs
-    assert not any(thread.is_alive() for thread in threads)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,27 +15,30 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardkit.cache import fetcher as module
 from shardkit.cache.contract import Cache
 from shardkit.cache.download import DamagedObjectError, Download
-from shardkit.cache.fetcher import Fetcher, FetchTimeoutError, Job
+from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
 from shardkit.cache.shards import CachedShards
-from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.resilient import ResilientStore
-from shardkit.storage.store import Store, StoreError
-from support.ended_threads import ended_threads
-from support.remote_harness import fetch_threads, fresh_url, put_folder, quick_policy, write_hashed
+from shardkit.storage.store import StoreError
 from support.stores import FaultRule, FaultyStore
+from support.remote_harness import (
+    SOON_SECONDS,
+    Remote,
+    fetch_threads,
+    fresh_url,
+    put_folder,
+    wait_until,
+    write_hashed,
+)
 
 SHARDS = 6
-SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded
 ROWS = np.random.default_rng(3).integers(0, 500, (SHARDS * 20, 100)).astype(np.uint16)
 Bytes = npt.NDArray[np.uint8]
 
@@ -110,45 +112,33 @@ class _HeldBody(MemoryBody):
         return super().readinto(buffer)
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with ended_threads():
-        yield
-
-
 Open = Callable[..., CachedShards]
 
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
     """Opens the shards of a dataset in a store; closes them in the end, with every door open."""
-    made: list[tuple[CachedShards, Store]] = []
+    made: list[tuple[CachedShards, Doors]] = []
 
     def shards_of(
-        below: Doors, cache: Cache | None = None, *rules: FaultRule, connections: int = 4
+        below: Doors, cache: Cache | None = None, *rules: FaultRule, connections: int = 4, **limits: Any
     ) -> CachedShards:
-        manifest = find_remote(below).manifest
-        below.reads.clear()
-        store: Store = FaultyStore(below, rules) if rules else below
-        shards = CachedShards(
-            ResilientStore(store, quick_policy(), connections=8),
-            manifest,
-            CacheMemory(1 << 30) if cache is None else cache,
+        remote = Remote.open(
+            below,
+            cache,
             connections=connections,
+            limits=FetchLimits(**limits),
+            around=lambda store: FaultyStore(store, rules) if rules else store,
         )
-        made.append((shards, below))
-        return shards
+        below.reads.clear()
+        made.append((remote.shards, below))
+        return remote.shards
 
     yield shards_of
     for shards, below in made:
-        if isinstance(below, Doors):
-            below.let_through()
+        below.let_through()
         shards.close()
         shards.store.close()
-
-
-def fetcher_of(shards: CachedShards) -> Fetcher:
-    return shards._fetcher
 
 
 def order_of(shards: CachedShards) -> Order:
@@ -165,13 +155,6 @@ def raw_of(folder: Path, number: int) -> bytes:
     return decompress(info.compression, stored, raw_bytes=info.raw.bytes, file="").tobytes()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def kept(shards: CachedShards) -> int:
     """Shards that are in the cache, whole."""
     return sum(not held.filling for held in shards.cache.contents().values())
@@ -180,7 +163,7 @@ def kept(shards: CachedShards) -> int:
 def load_and_keep(shards: CachedShards, number: int) -> bytes:
     """The bytes of a shard, once its fetch is over: who waits has them before they are durable."""
     data = shards.load(number).tobytes()
-    wait_until(lambda: not fetcher_of(shards).in_flight)
+    wait_until(lambda: not shards.fetcher._active)
     return data
 
 
@@ -191,7 +174,7 @@ class Waiters:
         self.got: list[Bytes | BaseException] = []
         self.asked = 0
         self._lock = threading.Lock()
-        demand = fetcher_of(shards)._demand
+        demand = shards.fetcher._demand
 
         def counted(number: int, plan: Planner | None) -> Job:
             job = demand(number, plan)
@@ -199,14 +182,14 @@ class Waiters:
                 self.asked += 1
             return job
 
-        fetcher_of(shards)._demand = counted  # type: ignore[method-assign]
+        shards.fetcher._demand = counted  # type: ignore[method-assign]
         self._threads = [
             threading.Thread(target=self._load, args=(shards, number), daemon=True) for number in numbers
         ]
         for thread in self._threads:
             thread.start()
         wait_until(lambda: self.asked >= len(numbers))
-        fetcher_of(shards)._demand = demand  # type: ignore[method-assign]
+        shards.fetcher._demand = demand  # type: ignore[method-assign]
 
     def _load(self, shards: CachedShards, number: int) -> None:
         try:
@@ -232,7 +215,7 @@ def test_what_is_waited_for_goes_before_what_is_planned(folders: dict[str, Path]
     _plan = shards.follow(order_of(shards), 0, None)
     assert store.reached[0].wait(SOON_SECONDS)
     waiters = Waiters(shards, 4)
-    assert f"{store.url}/shard.00004.mds: 0 of " in shards.progress()
+    assert f"{store.url}/shard.00004.mds: 0 of " in shards.fetcher.progress()
     store.let_through()
     waiters.results()
     wait_until(lambda: kept(shards) == SHARDS)
@@ -263,21 +246,18 @@ def test_a_planned_shard_that_someone_comes_to_wait_for_is_not_fetched_again(
     shards = opened(store)
     _plan = shards.follow(order_of(shards), 0, None)
     assert store.reached[0].wait(SOON_SECONDS)
-    assert shards.progress() == "", "nobody waits yet"
+    assert shards.fetcher.progress() == "", "nobody waits yet"
     waiters = Waiters(shards, 0)
-    assert "shard.00000.mds" in shards.progress()
+    assert "shard.00000.mds" in shards.fetcher.progress()
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)
     assert store.order.count(0) == 1
-    assert shards.progress() == ""
+    assert shards.fetcher.progress() == ""
 
 
-def test_idle_threads_share_a_shard_that_is_waited_for(
-    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardkit.cache.download.MIN_PART_BYTES", 100)
+def test_idle_threads_share_a_shard_that_is_waited_for(folders: dict[str, Path], opened: Open) -> None:
     store = Doors(folders["mds"])
-    shards = opened(store)
+    shards = opened(store, min_part_bytes=100)
     raw = raw_of(folders["mds"], 1)
     assert shards.load(1).tobytes() == raw
     edges = sorted((start, stop) for _, start, stop in store.reads)
@@ -291,11 +271,11 @@ def test_idle_threads_share_a_shard_that_is_waited_for(
 
 
 def test_a_bad_byte_in_one_of_several_ranges_is_noticed_and_all_are_fetched_again(
-    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], opened: Open
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.download.MIN_PART_BYTES", 100)
     store = Doors(folders["mds"])
-    shards = opened(store, None, FaultRule(fault="corrupt", operation="open", skip=2, count=1))
+    rule = FaultRule(fault="corrupt", operation="open", skip=2, count=1)
+    shards = opened(store, None, rule, min_part_bytes=100)
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1)
     assert shards.counters()["damaged"] == 1
     assert sum(start == 0 for _, start, _ in store.reads) == 2
@@ -360,18 +340,17 @@ def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
 
 
 def test_closing_wakes_all_who_wait_at_once_and_the_shards_can_be_used_again(
-    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], opened: Open
 ) -> None:
-    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.01)
     store = Doors(folders["mds"], 0)
-    shards = opened(store, connections=1)
+    shards = opened(store, connections=1, join_seconds=0.01)
     waiters = Waiters(shards, 0, 0, 1)  # one is read, the other in the queue
     assert store.reached[0].wait(SOON_SECONDS)
     shards.close()
     for found in waiters.results():
         assert isinstance(found, RuntimeError)
         assert str(found) == "the loader was closed"
-    assert shards.progress() == ""
+    assert shards.fetcher.progress() == ""
     old = fetch_threads()
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1)
     store.let_through()
@@ -407,7 +386,7 @@ def test_a_wait_that_is_too_long_says_how_much_came_the_last_status_and_the_disk
     disk = r"free disk [\d.]+ \w+" if where == "folder" else "no disk used"
     came = rf"{re.escape(store.url)}/shard\.00000\.mds: 700 of {size:,} bytes came; last status 503; {disk}"
     assert re.fullmatch(f"not here after 0.05 s: {came}", str(caught.value))
-    assert re.fullmatch(came, shards.progress())
+    assert re.fullmatch(came, shards.fetcher.progress())
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)
 
@@ -432,21 +411,18 @@ def test_a_shard_that_comes_damaged_after_the_cache_folder_was_removed_is_fetche
 def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
     folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.download.MIN_PART_BYTES", 100)
-    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.01)
     # Two ranges for one thread, as when the other threads have found something else to do.
     monkeypatch.setattr(Fetcher, "_parts", lambda fetcher, job: 2)
     between, closed = threading.Event(), threading.Event()
     fetch_part = Download.fetch_part
 
-    def held(download: Download, part: tuple[int, int]) -> bool:
-        ends = fetch_part(download, part)
+    def held(download: Download, part: tuple[int, int]) -> None:
+        fetch_part(download, part)
         between.set()
         assert closed.wait(SOON_SECONDS)
-        return ends
 
     monkeypatch.setattr(Download, "fetch_part", held)
-    shards = opened(Doors(folders["mds"]), connections=1)
+    shards = opened(Doors(folders["mds"]), connections=1, min_part_bytes=100, join_seconds=0.01)
     waiters = Waiters(shards, 0)
     assert between.wait(SOON_SECONDS)
     threads = fetch_threads()
@@ -459,11 +435,38 @@ def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
     assert shards.cache.lease(shards.entry(0)) is not None
 
 
-def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
-    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_time", [True, False])
+def test_closing_in_the_middle_of_a_read_gives_lease_and_room_back(
+    folders: dict[str, Path], opened: Open, tmp_path: Path, in_time: bool
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.02)
-    shards = opened(Doors(folders["mds"]), connections=3)
+    """`in_time`: the read ends while `close` waits for it, not after."""
+    store = Doors(folders["mds"], 0)
+    seconds = SOON_SECONDS if in_time else 0.01
+    shards = opened(store, CacheFolder(tmp_path, 1 << 20), connections=2, join_seconds=seconds)
+    waiters = Waiters(shards, 0)
+    assert store.reached[0].wait(SOON_SECONDS)
+    threads = fetch_threads()
+
+    def read_on() -> None:
+        waiters.results()  # `close` wakes who waits for the shard, then joins the threads
+        store.let_through()
+
+    if in_time:
+        threading.Thread(target=read_on).start()
+    shards.close()
+    assert any(thread.is_alive() for thread in threads) != in_time
+    store.let_through()
+    for thread in threads:
+        thread.join(SOON_SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    assert shards.cache.contents() == {}
+    assert shards.cache.lease(shards.entry(0)) is not None
+
+
+def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
+    folders: dict[str, Path], opened: Open
+) -> None:
+    shards = opened(Doors(folders["mds"]), connections=3, idle_seconds=0.02)
     before = fetch_threads()
     for number in (0, 1):
         assert shards.load(number).tobytes() == raw_of(folders["mds"], number)
@@ -512,11 +515,10 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
 
 
 def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long(
-    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], opened: Open
 ) -> None:
-    monkeypatch.setattr(module, "LEASE_SECONDS", 0.05)
     store = Doors(folders["mds"])
-    shards = opened(store)
+    shards = opened(store, lease_seconds=0.05)
     held = shards.cache.lease(shards.entry(1))
     assert held is not None
     _plan = shards.follow(order_of(shards), 0, None)
@@ -560,8 +562,8 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     assert taken is not None
     for _ in range(2):
         assert load_and_keep(shards, 0) == raw_of(folders[kind], 0)
-        assert shards.is_squeezed(0)
-        assert not shards.is_there(0)
+        assert shards.fetcher.is_squeezed(0)
+        assert not shards.fetcher.is_there(0)
     stored = shards.info(0).stored.bytes
     assert shards.counters().items() >= {
         "hits": 0, "misses": 2, "bypassed": 2, "fetched_shards": 2,
@@ -569,8 +571,8 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     }.items()  # fmt: skip
     taken.discard()
     load_and_keep(shards, 0)
-    assert shards.is_there(0)
-    assert not shards.is_squeezed(0)
+    assert shards.fetcher.is_there(0)
+    assert not shards.fetcher.is_squeezed(0)
     assert shards.counters()["bypassed"] == 2
 
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +33,12 @@ from shardkit.cache.tar_scan import TarIndexes
 from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes
 from shardkit.locks import FileLock
-from support.ended_threads import ended_threads
 from support.other_process import SECONDS, OtherProcess
 
 RAW = 10_000
 COST = sealed_size(RAW)
 NOBODY = 65_534
 Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with ended_threads():
-        yield
 
 
 @pytest.fixture

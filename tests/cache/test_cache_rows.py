@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from shardkit.manifest import Column, FileInfo, Format, Manifest, ShardInfo
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError
-from support.ended_threads import ended_threads
 
 Rows = npt.NDArray[Any]
 Corrupt = Callable[[int, bytearray], None]
@@ -74,12 +73,6 @@ def read(rows: RowReader, *wanted: int) -> FetchedRows:
 
 def raw_of(folder: Path, shard: ShardInfo) -> npt.NDArray[np.uint8]:
     return np.fromfile(folder / shard.raw.basename, dtype=np.uint8)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with ended_threads():
-        yield
 
 
 @pytest.fixture(params=["mds", "tar"])

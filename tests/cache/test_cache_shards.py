@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,19 @@ from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
 from support.ended_threads import ended_threads
-from support.remote_harness import Remote, fetch_threads, fresh_url, make_remote_kind, put_folder
+from support.remote_harness import (
+    SOON_SECONDS,
+    Remote,
+    fetch_threads,
+    fresh_url,
+    make_remote_kind,
+    put_folder,
+    wait_until,
+)
 
 SHARDS = 5
 FOREIGN = ["mds_foreign", "mds_zstd_foreign", "tar_foreign"]
 KINDS = ["mds", "mds_zstd", "tar", *FOREIGN]
-SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded
 
 
 class Noted(MemoryStore):
@@ -87,13 +93,6 @@ def remote_shards(url: str, cache: CacheOptions | None = None) -> CachedShards:
     return shards
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def names_of(shards: CachedShards) -> list[str]:
     return [shards.info(number).stored.basename for number in range(SHARDS)]
 
@@ -117,7 +116,7 @@ def test_with_hashes_the_index_names_every_entry(folders: dict[str, Path], kind:
     shards = opened(store)
     entries = [shards.entry(number) for number in range(SHARDS)]
     assert entries == [entry_name(shards.info(number), "elsewhere") for number in range(SHARDS)]
-    assert [shards.is_there(number) for number in range(SHARDS)] == [False] * SHARDS
+    assert [shards.fetcher.is_there(number) for number in range(SHARDS)] == [False] * SHARDS
     assert shards.version(0) is None
     assert shards.where(3) == f"{store.url}/{names_of(shards)[3]}"
     assert store.asked == [], "what an index says is not asked for"
@@ -184,9 +183,9 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
     plan = shards.follow(in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
     for position in range(0, 120, 7):  # into the third epoch
-        shards.advance(plan, position)
+        shards.fetcher.advance(plan, position)
     for number in range(SHARDS):
-        assert shards.is_there(number)
+        assert shards.fetcher.is_there(number)
         shards.load(number)
     shards.close()
     opens = sorted(line for line in store.asked if line.startswith("open"))
@@ -209,8 +208,8 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
     starts = shards._manifest.shard_starts
     for epoch in range(2):
         for number in range(SHARDS):
-            shards.advance(plan, epoch * order.samples + int(starts[number]))
-            wait_until(lambda number=number: shards.is_there(number))  # type: ignore[misc]
+            shards.fetcher.advance(plan, epoch * order.samples + int(starts[number]))
+            wait_until(lambda number=number: shards.fetcher.is_there(number))  # type: ignore[misc]
             shards.load(number)
     counters = shards.counters()
     shards.close()
@@ -230,7 +229,7 @@ def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
     sizes = [len(store.get(info.key)) for info in store.list() if info.key.endswith(".mds")]
     shards = opened(store, CacheMemory(max(sizes) + 100))
     _plan = shards.follow(in_order(shards), int(shards._manifest.shard_starts[3]), None)
-    wait_until(lambda: shards.is_there(3))
+    wait_until(lambda: shards.fetcher.is_there(3))
     shards.close()
     assert store.asked == [f"open {names_of(shards)[3]}"]
 
@@ -247,8 +246,8 @@ def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[st
     plans = [shards.follow(order, place[0], None) for place in places]
     for step in range(SHARDS):
         for plan, lap, place in zip(plans, laps, places, strict=True):
-            shards.advance(plan, place[step])
-            wait_until(lambda number=lap[step]: shards.is_there(number))  # type: ignore[misc]
+            shards.fetcher.advance(plan, place[step])
+            wait_until(lambda number=lap[step]: shards.fetcher.is_there(number))  # type: ignore[misc]
             shards.load(lap[step])
         assert sum(held.bytes for held in shards.cache.contents().values()) <= capacity
     counters = shards.counters()
@@ -262,12 +261,12 @@ def test_a_plan_ends_with_its_reader(folders: dict[str, Path]) -> None:
     for reader in (first, second):
         reader.start(in_order(shards), 0, None)
         reader.follow()
-    assert len(shards._fetcher.plans()) == 2
+    assert len(shards.fetcher.plans()) == 2
     first.close()
-    assert len(shards._fetcher.plans()) == 1
+    assert len(shards.fetcher.plans()) == 1
     wait_until(lambda: kept(shards) == SHARDS)
     del reader, second
-    wait_until(lambda: not shards._fetcher.plans())
+    wait_until(lambda: not shards.fetcher.plans())
 
 
 # Copies, ends, counts.
@@ -321,7 +320,7 @@ def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, 
         assert fetch_threads()
         shards.close()
         assert not fetch_threads()
-    assert shards.progress() == ""
+    assert shards.fetcher.progress() == ""
 
 
 def test_the_counters_are_all_that_statistics_know_and_three_more(folders: dict[str, Path]) -> None:

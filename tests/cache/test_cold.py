@@ -19,11 +19,17 @@ from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from support.ended_threads import ended_threads
-from support.remote_harness import Remote, fresh_url, make_remote_kind, put_folder
+from support.remote_harness import (
+    SOON_SECONDS,
+    Remote,
+    fresh_url,
+    make_remote_kind,
+    put_folder,
+    wait_until,
+)
 
 SHARDS = 5
 SAMPLES = 53
-SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache_bytes of:RuntimeWarning")
 
@@ -87,13 +93,6 @@ def ids(loader: StreamingLoader, batches: int) -> list[int]:
 
 def row_reads(remote: Remote) -> float:
     return remote.shards.counters()["row_reads"]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("kind", ["mds", "tar", "mds_foreign"])
@@ -189,7 +188,7 @@ def test_without_room_each_shard_is_fetched_whole_once_and_read_by_rows_from_the
 
 def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(opened: Open) -> None:
     store, remote = opened(cache=CacheMemory(1))
-    fetcher = remote.shards._fetcher
+    fetcher = remote.shards.fetcher
     store.hold("whole")
     with loader_of(remote, endless=True) as loader:
         reader = threading.Thread(target=ids, args=(loader, 40))
@@ -197,8 +196,8 @@ def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(ope
         wait_until(lambda: "whole" in store.reads)
         [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
         (plan,) = fetcher.plans()
-        fetcher._plan(plan)
-        assert remote.shards.is_squeezed(number)
+        fetcher._plan(plan, object())
+        assert remote.shards.fetcher.is_squeezed(number)
         store.let_through()
         reader.join(SOON_SECONDS)
     assert not reader.is_alive()
@@ -242,7 +241,7 @@ def test_an_evaluation_in_mid_epoch_leaves_the_training_loaders_plan_at_work(ope
             assert len(ids(evaluation, 1)) == 4
         store.let_through()
         # Nobody asks for these shards: only the plan of the training loader knows that it will.
-        wait_until(lambda: all(map(remote.shards.is_there, range(SHARDS))))
+        wait_until(lambda: all(map(remote.shards.fetcher.is_there, range(SHARDS))))
         rest = [i for batch in islice(iter_training, SAMPLES // 4 - 1) for i in batch["sample_id"].tolist()]
     assert first + rest == list(range(SAMPLES // 4 * 4))
     assert remote.shards.counters()["misses"] == 0
@@ -263,7 +262,7 @@ def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
         waiting = threading.Thread(target=lambda: got.append(ids(patient, 1)), daemon=True)
         batches = iter(hasty)
         waiting.start()
-        wait_until(lambda: "shard" in remote.shards.progress())
+        wait_until(lambda: "shard" in remote.shards.fetcher.progress())
         with pytest.raises(LoaderTimeoutError, match=r"not here after 0\.3 s"):
             next(batches)
         assert time.monotonic() - began < SOON_SECONDS / 2

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shardkit.cache.download import DamagedObjectError
+from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.datasets.dataset import open_dataset
@@ -125,11 +126,11 @@ def test_chosen_columns_come_out_the_same(datasets: Datasets) -> None:
 def test_shards_that_come_in_several_ranges_are_the_same(
     datasets: Datasets, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.download.MIN_PART_BYTES", 64)
-    monkeypatch.setattr("shardkit.cache.download.READ_BYTES", 50)
     monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     folder, url = datasets[kind]
-    assert_same_run(make(folder), make(url, connections=8), EPOCH)
+    limits = FetchLimits(min_part_bytes=64, read_bytes=50)
+    remote = Remote.open(MemoryStore(url), connections=8, limits=limits)
+    assert_same_run(make(folder), remote.loader(), EPOCH)
 
 
 @pytest.mark.parametrize("most", [0, 5, 1 << 30])

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import numpy.typing as npt
 
 from shardkit.cache.contract import Cache
+from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
@@ -34,6 +36,7 @@ from support.loader_data import make_dataset, parts, token_rows
 __all__ = [
     "QUICK",
     "REMOTE_KINDS",
+    "SOON_SECONDS",
     "Remote",
     "fetch_threads",
     "fresh_url",
@@ -41,6 +44,7 @@ __all__ = [
     "put_folder",
     "quick_policy",
     "tree_digest",
+    "wait_until",
     "write_hashed",
 ]
 
@@ -50,6 +54,7 @@ REMOTE_KINDS = [
 ]  # fmt: skip
 QUICK: Mapping[str, Any] = {"rank": 0, "world_size": 1, "return_ids": True, "window": 9, "connections": 4}
 """Arguments of a loader for small tests: few threads, all of `sample_id`."""
+SOON_SECONDS = 30.0  # for what happens within milliseconds on a machine that is not overloaded
 
 _numbers = itertools.count()
 
@@ -131,6 +136,7 @@ class Remote:
         *,
         policy: RetryPolicy | None = None,
         connections: int = 4,
+        limits: FetchLimits | None = None,
         around: Callable[[Store], Store] | None = None,
     ) -> Remote:
         """As `open_dataset` does it; `around` wraps the store once index and card have been read."""
@@ -143,6 +149,7 @@ class Remote:
             found.manifest,
             CacheMemory(1 << 30) if cache is None else cache,
             connections=connections,
+            limits=limits,
         )
         return cls(store, shards, Dataset(None, found.manifest, card=found.card, shards=shards))
 
@@ -165,3 +172,11 @@ def tree_digest(folder: Path) -> dict[str, tuple[int, int, str]]:
 def fetch_threads() -> list[threading.Thread]:
     """The threads that fetch shards in this process."""
     return [thread for thread in threading.enumerate() if thread.name == "shardkit-fetch"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what happens soon, in another thread."""
+    deadline = time.monotonic() + SOON_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
