@@ -43,8 +43,8 @@ class Slot(Protocol):
     def write(self, at: int, piece: memoryview) -> None:
         """Fill some of it; threads may fill different parts at once."""
 
-    def commit(self) -> Bytes:
-        """Make it an entry, whole and durable; returns its bytes, read-only, readable for as long as held."""
+    def commit(self) -> None:
+        """Make it an entry, whole and durable; `data` is not to be written any more."""
 
     def discard(self, *, damaged: bool = False) -> None:
         """Give the room back; what is `damaged` is kept aside for inspection, if there is a place for it."""

@@ -53,9 +53,10 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import xxhash
 
@@ -75,6 +76,7 @@ __all__ = [
     "CacheFolderError",
     "FolderSlot",
     "entry_name",
+    "explain_errors",
     "is_sealed",
     "make_seal",
     "make_subfolders",
@@ -84,7 +86,7 @@ __all__ = [
 SUBFOLDER = "shardkit-cache-1"
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
-_LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
+LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
 _MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
 
 _MAGIC = b"shardkt1"
@@ -120,13 +122,12 @@ def entry_name(info: ShardInfo, url: str, version: str | None = None) -> str | N
     return f"{max(info.stored.bytes, 0):x}-object-{digest}"
 
 
-def _strongest(hashes: object) -> str | None:
+def _strongest(hashes: Mapping[str, str]) -> str | None:
     """ "name-digest" of the longest digest, or None.
 
     They come from an index, which may say anything: only hashes that are checked when a shard has come may
     name it, and only digests that are plain.
     """
-    assert isinstance(hashes, dict)
     known = [
         (len(digest), name, digest.lower())
         for name, digest in hashes.items()
@@ -166,23 +167,40 @@ def _digest(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+class _DamagedError(Exception):
+    """What lies there is not the entry that its name says."""
+
+
+@contextlib.contextmanager
+def explain_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise an OSError of the block as a CacheFolderError that names the cache folder."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"the cache folder cannot be used: {error.strerror or error}"
+        raise CacheFolderError(f"{folder}: {problem}; give another cache_dir") from error
+
+
 class CacheFolder:
     """Entries in a folder of a local disk, at most `capacity` bytes; None: all but a reserve of the disk."""
 
-    def __init__(self, folder: str | os.PathLike[str], capacity: int | None = None) -> None:
-        self._root = Path(folder).absolute() / SUBFOLDER
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        capacity: int | None = None,
+        *,
+        lock_seconds: float = LOCK_SECONDS,
+    ) -> None:
+        self._root, self._lock_seconds = Path(folder).absolute() / SUBFOLDER, lock_seconds
         self._seen: dict[str, tuple[int, int, int]] = {}  # entries whose seal this process has checked
         self._counters: Counter[str] = Counter()
         self.after_fork()
         remake_after_fork(self)
-        try:
+        with explain_errors(folder):
             make_subfolders(self._root.parent, _SUBFOLDERS)
             usage = shutil.disk_usage(self._root)
             self._min_free = min(_MIN_FREE_BYTES, int(usage.total * _MIN_FREE_SHARE))
             self._remove_abandoned()
-        except OSError as error:
-            problem = f"the cache folder cannot be used: {error.strerror or error}"
-            raise CacheFolderError(f"{folder}: {problem}; give another cache_dir") from error
         held = sum(entry.bytes for entry in self.contents().values())
         self._capacity = max(0, usage.free - self._min_free + held) if capacity is None else capacity
 
@@ -195,24 +213,19 @@ class CacheFolder:
         return self._capacity
 
     def find(self, name: str) -> Bytes | None:
-        file = self._root / "shards" / name
-        with self._explained():
+        with explain_errors(self._root.parent):
             try:
-                with _open_file(file) as handle:
-                    data = self._proved(name, handle)
-            except FileNotFoundError:
-                return None
-            except _NoEntryError:
-                self._quarantine(file)
-                return None
-        return data[:-SEAL_BYTES]
+                data = self._proved(name)
+            except _DamagedError:
+                data = self._quarantine(name)
+        return None if data is None else data[:-SEAL_BYTES]
 
     def has(self, name: str) -> bool:
         return (self._root / "shards" / name).exists()
 
     def touch(self, name: str) -> bool:
         file = self._root / "shards" / name
-        with self._explained():
+        with explain_errors(self._root.parent):
             try:
                 modified_ns = file.stat(follow_symlinks=False).st_mtime_ns
                 with contextlib.suppress(PermissionError):  # another user's file
@@ -222,7 +235,7 @@ class CacheFolder:
         return True
 
     def contents(self) -> Contents:
-        with self._explained():
+        with explain_errors(self._root.parent):
             return self._contents(fresh=False)
 
     def reserve(
@@ -231,7 +244,7 @@ class CacheFolder:
         needed = sealed_size(raw_bytes)
         if needed > self._capacity:
             return None
-        with self._explained():
+        with explain_errors(self._root.parent):
             try:
                 return self._remade(lambda: self._reserve(name, needed, victims))
             except OSError as error:
@@ -241,7 +254,7 @@ class CacheFolder:
 
     def lease(self, name: str, timeout_seconds: float = 0.0) -> FileLock | None:
         lock = FileLock(self._root / "leases" / name)
-        with self._explained():
+        with explain_errors(self._root.parent):
             return lock if self._remade(lambda: lock.acquire(timeout_seconds)) else None
 
     def counters(self) -> dict[str, int]:
@@ -253,11 +266,9 @@ class CacheFolder:
         except OSError:
             return None
 
-    def __getstate__(self) -> tuple[Path, int]:
-        return self._root.parent, self._capacity
-
-    def __setstate__(self, state: tuple[Path, int]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        remade = partial(CacheFolder, lock_seconds=self._lock_seconds)
+        return remade, (self._root.parent, self._capacity)
 
     def after_fork(self) -> None:
         self._mutex = threading.Lock()
@@ -279,17 +290,9 @@ class CacheFolder:
         with contextlib.suppress(FileNotFoundError):
             file.rename(folder / f"{file.name.partition('~')[0]}~{time.time_ns()}")
         with contextlib.suppress(FileNotFoundError):  # someone has removed the folder
-            kept = sorted(_files(folder), key=lambda f: f.name.rpartition("~")[2])
+            kept = sorted(folder.iterdir(), key=lambda f: f.name.rpartition("~")[2])
             for old in kept[:-_KEPT_DAMAGED]:
                 _remove(old)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            problem = f"the cache folder cannot be used: {error.strerror or error}"
-            raise CacheFolderError(f"{self._root.parent}: {problem}; give another cache_dir") from error
 
     def _remade(self, action: Callable[[], T]) -> T:
         """What `action` returns, with the folders made again if someone has removed them."""
@@ -299,31 +302,39 @@ class CacheFolder:
             make_subfolders(self._root.parent, _SUBFOLDERS)
             return action()
 
-    def _proved(self, name: str, handle: BinaryIO) -> Bytes:
-        """The entry's bytes with their seal, which has been checked; _NoEntryError."""
-        status = os.fstat(handle.fileno())
-        if status.st_size < SEAL_BYTES:
-            raise _NoEntryError
-        data = map_file(handle.fileno(), status.st_size)
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if self._seen.get(name) != identity:
-            if not is_sealed(data, name):
-                raise _NoEntryError
-            self._seen[name] = identity
-        with contextlib.suppress(OSError):  # another user's file: then it only looks older than it is
-            os.utime(handle.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
-        return data
-
-    def _quarantine(self, file: Path) -> None:
-        # Under the lease, so that an entry which another process has just fetched again is left alone.
-        lease = self.lease(file.name, _LOCK_SECONDS)
+    def _proved(self, name: str) -> Bytes | None:
+        """The entry's bytes with their seal, which has been checked; None if there is none; _DamagedError."""
         try:
-            with _open_file(file) as handle:
-                self._proved(file.name, handle)
+            # Links are not followed, pipes not read.
+            descriptor = open_regular(self._root / "shards" / name, follow_links=False)
         except FileNotFoundError:
-            return
-        except _NoEntryError:
-            self.set_aside(file)
+            return None
+        except NotRegularFileError as error:
+            raise _DamagedError from error
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size < SEAL_BYTES:
+                raise _DamagedError
+            data = map_file(descriptor, status.st_size)
+            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._seen.get(name) != identity:
+                if not is_sealed(data, name):
+                    raise _DamagedError
+                self._seen[name] = identity
+            with contextlib.suppress(OSError):  # another user's file: then it only looks older than it is
+                os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
+            return data
+        finally:
+            os.close(descriptor)
+
+    def _quarantine(self, name: str) -> Bytes | None:
+        """Set a damaged entry aside, unless another process has just fetched it again: then its bytes."""
+        lease = self.lease(name, self._lock_seconds)
+        try:
+            return self._proved(name)
+        except _DamagedError:
+            self.set_aside(self._root / "shards" / name)
+            return None
         finally:
             if lease is not None:
                 lease.release()
@@ -332,7 +343,7 @@ class CacheFolder:
         self, name: str, needed: int, victims: Callable[[Contents], Iterable[str]]
     ) -> FolderSlot | None:
         lock = FileLock(self._root / "lock", keep=True)
-        if not lock.acquire(_LOCK_SECONDS):
+        if not lock.acquire(self._lock_seconds):
             return None
         try:
             if not self._make_room(needed, victims):
@@ -394,7 +405,7 @@ class CacheFolder:
             return self._listing[1]
 
     def _remove_abandoned(self) -> None:
-        for file in _files(self._root / "filling"):
+        for file in (self._root / "filling").iterdir():
             with contextlib.suppress(OSError):
                 try:
                     descriptor = open_regular(file, follow_links=False)
@@ -402,9 +413,8 @@ class CacheFolder:
                     file.unlink(missing_ok=True)
                     continue
                 try:
-                    fcntl.flock(
-                        descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-                    )  # BlockingIOError: its writer lives
+                    # BlockingIOError: its writer lives.
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     file.unlink(missing_ok=True)
                 finally:
                     os.close(descriptor)
@@ -434,19 +444,16 @@ class FolderSlot:
         if written != len(piece):  # only where a disk is full, which it cannot be: the room is there
             raise OSError(errno.EIO, f"{written:,} of {len(piece):,} bytes were written")
 
-    def commit(self) -> Bytes:
+    def commit(self) -> None:
         try:
             os.pwrite(self._descriptor, make_seal(self.data, self._name), self._size - SEAL_BYTES)
             os.fsync(self._descriptor)
-            self._entry = None
-            data = map_file(self._descriptor, self._size)
             self._cache.enter(self._name, self._file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
             problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
             raise CacheFolderError(f"{self._file}: {problem}") from error
         self._end(keep=True)
-        return data[:-SEAL_BYTES]
 
     def discard(self, *, damaged: bool = False) -> None:
         if damaged and self._descriptor >= 0:
@@ -508,18 +515,6 @@ def _list(folder: Path) -> dict[str, os.stat_result]:
     return listed
 
 
-class _NoEntryError(Exception):
-    """What lies there is not the entry that its name says."""
-
-
-def _open_file(file: Path) -> BinaryIO:
-    """The file open for reading; _NoEntryError for what is none: links are not followed, pipes not read."""
-    try:
-        return os.fdopen(open_regular(file, follow_links=False), "rb")
-    except NotRegularFileError as error:
-        raise _NoEntryError from error
-
-
 def _remove(file: Path) -> bool:
     """Whether it was there. What is no file is removed as well: someone else put it there."""
     try:
@@ -529,9 +524,3 @@ def _remove(file: Path) -> bool:
     except IsADirectoryError:
         shutil.rmtree(file)
     return True
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            yield folder / entry.name

@@ -53,12 +53,7 @@ class CacheMemory:
         return entry is not None and not entry.filling
 
     def touch(self, name: str) -> bool:
-        with self._lock:
-            entry = self._entries.get(name)
-            if entry is None or entry.filling:
-                return False
-            entry.used = time.monotonic()
-            return True
+        return self.find(name) is not None
 
     def contents(self) -> Contents:
         with self._lock:
@@ -79,11 +74,10 @@ class CacheMemory:
             self._entries[name] = entry
         return MemorySlot(self, name, entry)
 
-    def lease(self, name: str, timeout_seconds: float = 0.0) -> MemoryLease | None:
+    def lease(self, name: str, timeout_seconds: float = 0.0) -> threading.Lock | None:
         with self._lock:
             lock = self._leased.setdefault(name, threading.Lock())
-        taken = lock.acquire(timeout=timeout_seconds) if timeout_seconds > 0 else lock.acquire(blocking=False)
-        return MemoryLease(lock) if taken else None
+        return lock if lock.acquire(timeout=timeout_seconds) else None
 
     def counters(self) -> dict[str, int]:
         return {key: self._counters[key] for key in ("evictions", "evicted_bytes", "quarantined")}
@@ -91,11 +85,8 @@ class CacheMemory:
     def free_disk_bytes(self) -> int | None:
         return None
 
-    def __getstate__(self) -> int:
-        return self._capacity
-
-    def __setstate__(self, capacity: int) -> None:
-        self.__init__(capacity)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        return CacheMemory, (self._capacity,)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -143,19 +134,8 @@ class MemorySlot:
     def write(self, at: int, piece: memoryview) -> None:
         self._entry.data.data[at : at + len(piece)] = piece
 
-    def commit(self) -> Bytes:
+    def commit(self) -> None:
         self._cache.finish(self._name, self._entry, keep=True)
-        return self._entry.data
 
     def discard(self, *, damaged: bool = False) -> None:
         self._cache.finish(self._name, self._entry, keep=False)
-
-
-class MemoryLease:
-    """A lock among threads."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def release(self) -> None:
-        self._lock.release()

@@ -29,12 +29,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Semaphore
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from shardkit.cache.folder import SUBFOLDER, CacheFolderError, make_subfolders
+from shardkit.arrays import Bytes
+from shardkit.cache.folder import SUBFOLDER, explain_errors, make_subfolders
 from shardkit.files import open_regular
 from shardkit.formats.tar.members import (
     Member,
@@ -57,8 +55,17 @@ from shardkit.storage.store import Body, Store
 __all__ = ["TarIndexes", "scan_tars", "skim_tar"]
 
 SKIP_BYTES = 8 << 20  # what arrives in the time that another request takes to begin
-
+MAX_BYTES = 16 << 30  # of all files of indexes: 500 million members
+# A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
+CLAIM_SECONDS = 30.0
+_FLOOR_BYTES_PER_SECOND = 10e6
 _PIECE_BYTES = 1 << 17
+_HEAD_THREADS = 8
+
+T = TypeVar("T")
+Load = Callable[[int], Bytes]
+Skim = Callable[[int], "tuple[Scanned, TarIndex] | None"]
+Tell = Callable[[int], None]
 
 
 def skim_tar(store: Store, info: ShardInfo, version: str) -> tuple[Scanned, TarIndex] | None:
@@ -142,9 +149,6 @@ class _Passing:
         self._close()
 
 
-MAX_BYTES = 16 << 30  # 500 million members
-
-
 @dataclass(frozen=True, slots=True)
 class TarIndexes:
     """The indexes of a dataset's tars, by number. Plain data: may be pickled."""
@@ -161,35 +165,32 @@ class TarIndexes:
         if cache_folder is None:
             return cls(None, origins)
         folder = Path(cache_folder).absolute()
-        try:
+        with explain_errors(cache_folder):
             make_subfolders(folder, ["tars"])
-        except OSError as error:
-            problem = f"the cache folder cannot be used: {error.strerror or error}"
-            raise CacheFolderError(f"{cache_folder}: {problem}; give another cache_dir") from error
         return cls(folder / SUBFOLDER / "tars", origins)
 
     def scanned(self, number: int) -> Scanned | None:
         """What a manifest states of a tar, if it was scanned before."""
-        file = self._file(number)
-        if file is None:
-            return None
-        try:
-            with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
-                return read_head(handle, self.origins[number])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return self._read(number, read_head)
 
     def index(self, number: int) -> TarIndex | None:
         """The members of a tar, if it was scanned before."""
+        found = self._read(number, read_index)
+        if found is None:
+            return None
+        if (file := self._file(number)) is not None:
+            with contextlib.suppress(OSError):
+                os.utime(file, follow_symlinks=False)  # what is in use is removed last
+        return found[1]
+
+    def _read(self, number: int, read: Callable[[BinaryIO, str], T]) -> T | None:
+        """What `read` finds in a tar's file; None if there is no such file, or it is damaged."""
         file = self._file(number)
         if file is None:
             return None
         try:
             with os.fdopen(open_regular(file, follow_links=False), "rb") as handle:
-                _, index = read_index(handle, self.origins[number])
-                with contextlib.suppress(OSError):
-                    os.utime(handle.fileno())  # what is in use is removed last
-                return index
+                return read(handle, self.origins[number])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -243,22 +244,6 @@ class TarIndexes:
         return self.folder / hashlib.blake2b(origin, digest_size=20).hexdigest()
 
 
-T = TypeVar("T")
-
-Load = Callable[[int], npt.NDArray[np.uint8]]
-
-Skim = Callable[[int], "tuple[Scanned, TarIndex] | None"]
-
-Tell = Callable[[int], None]
-
-# A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
-CLAIM_SECONDS = 30.0
-
-_FLOOR_BYTES_PER_SECOND = 10e6
-
-_HEAD_THREADS = 8
-
-
 def scan_tars(
     manifest: Manifest,
     load: Load,
@@ -275,43 +260,28 @@ def scan_tars(
     `threads` tars are scanned, and `held` of them loaded, at a time. ShardError names a tar that is damaged.
     Scans of more than two seconds are shown on stderr (by the first process of a machine).
     """
-    shards = manifest.shards
-    found: dict[int, Scanned] = {}
-    numbers = range(len(shards))
+    shards, numbers = manifest.shards, range(len(manifest.shards))
+    room = Semaphore(held or threads)  # for tars that are held whole
+
+    def scan(number: int) -> Scanned:
+        found = skim(number)
+        if found is None:
+            with room:
+                shard = shard_from_raw(where(number), shards[number], load(number))
+                found = Scanned(len(shard), shard.info.raw.bytes, shard.columns), shard.index
+        indexes.keep(number, *found)
+        return found[0]
+
     with ThreadPoolExecutor(min(_HEAD_THREADS, max(1, len(shards)))) as pool:
-        for number, scanned in zip(numbers, pool.map(indexes.scanned, numbers), strict=True):
-            if scanned is not None:
-                found[number] = scanned
+        known = zip(numbers, pool.map(indexes.scanned, numbers), strict=True)
+        found = {number: scanned for number, scanned in known if scanned is not None}
     missing = [number for number in numbers if number not in found]
     if missing:
         sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
         with reading("scan tars", sizes) as tell:
-            scan = _Scan(shards, load, skim, where, indexes, Semaphore(held or threads))
             found |= _scan_all(scan, missing, sizes, indexes, threads=threads, tell=tell)
         indexes.trim()
     return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
-
-
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """Looks into one tar, and keeps what is found; `room` is for tars that are held whole."""
-
-    infos: Sequence[ShardInfo]
-    load: Load
-    skim: Skim
-    where: Callable[[int], str]
-    indexes: TarIndexes
-    room: Semaphore
-
-    def __call__(self, number: int) -> Scanned:
-        found = self.skim(number) or self._read(number)
-        self.indexes.keep(number, *found)
-        return found[0]
-
-    def _read(self, number: int) -> tuple[Scanned, TarIndex]:
-        with self.room:
-            shard = shard_from_raw(self.where(number), self.infos[number], self.load(number))
-            return Scanned(len(shard), shard.info.raw.bytes, shard.columns), shard.index
 
 
 def _scan_all(
