@@ -7,7 +7,7 @@ that costs nothing, for up to the deadline nobody asks for the victims or for th
 
 Guarantees. Shards of equal size are fetched exactly as often as MIN fetches them on demand, the fewest times
 possible, whenever fetches begin between start and deadline. For unequal sizes, where finding the optimum is
-hard, farthest first is a good rule only (tests/cache/test_belady.py states what is seen). A plan never evicts
+hard, farthest first is a good rule only (tests/cache/test_cache_belady.py states what is seen). A plan never evicts
 a shard in use, never exceeds the capacity, and for one position and one state of the cache is always the
 same.
 

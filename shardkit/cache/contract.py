@@ -2,7 +2,7 @@
 
 A cache holds the raw bytes of shards, as entries by name. A `CacheFolder` on a local disk is shared by all
 processes of a machine; a `CacheMemory` belongs to one process. A `Slot` is room for one entry while it is
-filled; a `Lease` keeps two from filling the same one.
+filled; a `Lease` keeps two threads or processes from filling the same one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ from shardkit.arrays import Bytes
 from shardkit.units import parse_bytes
 
 __all__ = ["Cache", "CacheOptions", "Contents", "Held", "Lease", "Slot", "open_cache"]
+
+_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
+_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
+_MEMORY_FILE = "proc/meminfo"
+_LIMIT_FILES = (  # what a container may use, of control groups of version 2 and 1
+    "sys/fs/cgroup/memory.max",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +103,6 @@ class Cache(Protocol):
         """Free bytes where entries lie, None for memory."""
 
 
-_MAX_MEMORY_BYTES = 8 << 30  # of a default cache in memory
-
-_MEMORY_SHARE = 4  # a quarter of what is free, for all processes of the machine together
-
-_MEMORY_FILE = Path("/proc/meminfo")
-
-_LIMIT_FILES = (  # what a container may use, of control groups of version 2 and 1
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
     """Plain data: may be pickled and compared."""
@@ -127,8 +123,11 @@ class CacheOptions:
             raise ValueError("connections and processes must be at least 1")
 
 
-def open_cache(options: CacheOptions) -> Cache:
-    """The cache that `options` describe; CacheFolderError if the folder cannot be used."""
+def open_cache(options: CacheOptions, *, system: Path = Path("/")) -> Cache:
+    """The cache that `options` describe; CacheFolderError if the folder cannot be used.
+
+    `system`: where the files lie that say how much memory is free.
+    """
     capacity = None if options.capacity is None else parse_bytes(options.capacity)
     if options.folder is not None:
         from shardkit.cache.folder import CacheFolder
@@ -137,16 +136,16 @@ def open_cache(options: CacheOptions) -> Cache:
     from shardkit.cache.memory import CacheMemory
 
     if capacity is None:
-        capacity = min(_MAX_MEMORY_BYTES, _free_memory() // _MEMORY_SHARE) // options.processes
+        capacity = min(_MAX_MEMORY_BYTES, _free_memory(system) // _MEMORY_SHARE) // options.processes
     return CacheMemory(capacity)
 
 
-def _free_memory() -> int:
+def _free_memory(system: Path) -> int:
     """Bytes that are free or hold what the system would give up, such as cached files; at most the limit."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(_MEMORY_FILE), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(system / _MEMORY_FILE), re.MULTILINE)
     free = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [int(text) for file in _LIMIT_FILES if (text := _text(file).strip()).isdecimal()]
-    return min([free, *limits])
+    limits = [_text(system / file).strip() for file in _LIMIT_FILES]
+    return min([free, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def _text(file: Path) -> str:

@@ -85,6 +85,8 @@ class RowReader:
         store: ResilientStore,
         manifest: Manifest,
         free_disk_bytes: Callable[[], int | None] = lambda: None,
+        *,
+        max_unproved: int = MAX_UNPROVED,
     ) -> None:
         """`free_disk_bytes` is for error messages."""
         self._store = store.urgent
@@ -92,6 +94,7 @@ class RowReader:
         self._manifest = manifest
         self._workers = Workers(MAX_THREADS)
         self._unproved: dict[int, list[FetchedRows]] = {}
+        self._max_unproved = max_unproved
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
         self.count = 0
 
@@ -126,7 +129,7 @@ class RowReader:
         self._unproved.setdefault(number, []).append(fetched)
         # Counted again each time: `prove` runs in other threads.
         kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}
-        excess = sum(kept.values()) - MAX_UNPROVED
+        excess = sum(kept.values()) - self._max_unproved
         for oldest, count in kept.items():
             if excess <= 0:
                 break

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cache import rows as module
 from shardkit.cache.fetcher import FetchTimeoutError
-from shardkit.cache.rows import FetchedRows, RowReader, row_layout
+from shardkit.cache.rows import MAX_ROW_BYTES, FetchedRows, RowLayout, RowReader, row_layout
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.shard_list import fixed_size
@@ -32,10 +31,14 @@ DTYPES = st.sampled_from([np.uint16, np.uint32])
 _numbers = itertools.count()
 
 
+def harmless(number: int, data: bytearray) -> None:
+    """Changes nothing."""
+
+
 class CorruptingStore(MemoryStore):
     """A memory store; `corrupt` is given the number and the bytes of each read, and may change them."""
 
-    def __init__(self, corrupt: Corrupt = lambda number, data: None) -> None:
+    def __init__(self, corrupt: Corrupt = harmless) -> None:
         super().__init__(f"memory://rows-{next(_numbers)}")
         self.corrupt = corrupt
         self.reads: list[tuple[str, int, int | None]] = []
@@ -60,11 +63,21 @@ def write(kind: Format, folder: Path, rows: Rows, **settings: Any) -> ShardInfo:
     return tar.write_rows_shard(folder, "shard-00000.tar", rows, key_start=17, **settings)
 
 
-def reader(kind: Format, folder: Path, shards: list[ShardInfo], corrupt: Corrupt | None = None) -> RowReader:
-    store = CorruptingStore(corrupt or (lambda number, data: None))
+def written(kind: Format, folder: Path, rows: Rows) -> tuple[ShardInfo, RowLayout]:
+    """A shard, and where its rows are."""
+    shard = write(kind, folder, rows)
+    layout = row_layout(kind, shard)
+    assert layout is not None
+    return shard, layout
+
+
+def reader(
+    kind: Format, folder: Path, shards: list[ShardInfo], corrupt: Corrupt = harmless, **options: Any
+) -> RowReader:
+    store = CorruptingStore(corrupt)
     for shard in shards:
         store.put(shard.stored.basename, folder / shard.stored.basename)
-    return RowReader(ResilientStore(store), Manifest(kind, shards))
+    return RowReader(ResilientStore(store), Manifest(kind, shards), **options)
 
 
 def read(rows: RowReader, *wanted: int) -> FetchedRows:
@@ -92,9 +105,8 @@ def test_all_rows_are_where_the_layout_says(
     tmp_path_factory: pytest.TempPathFactory, kind: Format, count: int, length: int, dtype: type[np.generic]
 ) -> None:
     folder, rows = tmp_path_factory.mktemp("shard"), matrix(count, length, dtype)
-    shard = write(kind, folder, rows)
-    layout, raw = row_layout(kind, shard), raw_of(folder, shard)
-    assert layout is not None
+    shard, layout = written(kind, folder, rows)
+    raw = raw_of(folder, shard)
     size = rows.dtype.itemsize * length
     for row, expected in enumerate(rows):
         start = layout.first + row * layout.stride
@@ -161,7 +173,7 @@ def test_compressed_empty_or_huge_rows_cannot_be_read_singly(tmp_path: Path) -> 
     assert row_layout("mds", compressed) is None
     assert row_layout("mds", mds.write_rows_shard(tmp_path, "e.mds", rows[:0])) is None
     assert row_layout("tar", tar.write_rows_shard(tmp_path, "e.tar", rows[:0], key_start=0)) is None
-    large = matrix(1, module.MAX_ROW_BYTES // 2 + 1)
+    large = matrix(1, MAX_ROW_BYTES // 2 + 1)
     assert row_layout("mds", mds.write_rows_shard(tmp_path, "l.mds", large)) is None
     assert row_layout("mds", mds.write_rows_shard(tmp_path, "f.mds", large[:, :-1])) is not None
 
@@ -223,9 +235,7 @@ def test_the_rows_wanted_are_read_by_two_requests_each_and_nothing_else(kind: Fo
 @pytest.mark.parametrize("at", ["first byte", "head", "columns", "end"])
 def test_one_corrupt_read_of_a_row_does_no_harm(kind: Format, tmp_path: Path, bad: int, at: str) -> None:
     rows = matrix(9, 50)
-    shard = write(kind, tmp_path, rows)
-    layout = row_layout(kind, shard)
-    assert layout is not None
+    shard, layout = written(kind, tmp_path, rows)
     place = {
         "first byte": 0,
         "head": layout.head_at,
@@ -243,9 +253,7 @@ def test_one_corrupt_read_of_a_row_does_no_harm(kind: Format, tmp_path: Path, ba
 
 
 def test_a_row_that_differs_at_every_read_is_an_error_that_names_it(kind: Format, tmp_path: Path) -> None:
-    shard = write(kind, tmp_path, matrix(9, 50))
-    layout = row_layout(kind, shard)
-    assert layout is not None
+    shard, layout = written(kind, tmp_path, matrix(9, 50))
 
     def corrupt(number: int, data: bytearray) -> None:
         data[layout.columns_at] ^= number + 1
@@ -259,9 +267,7 @@ def test_a_row_that_differs_at_every_read_is_an_error_that_names_it(kind: Format
 
 
 def test_a_tar_row_that_is_not_where_the_index_says_is_an_error_that_names_its_place(tmp_path: Path) -> None:
-    shard = write("tar", tmp_path, matrix(9, 50))
-    layout = row_layout("tar", shard)
-    assert layout is not None
+    shard, layout = written("tar", tmp_path, matrix(9, 50))
     file = tmp_path / shard.raw.basename
     data = bytearray(file.read_bytes())
     start = 4 * layout.stride
@@ -275,9 +281,7 @@ def test_a_tar_row_that_is_not_where_the_index_says_is_an_error_that_names_its_p
 
 
 def test_an_object_shorter_than_the_index_says_is_an_error(kind: Format, tmp_path: Path) -> None:
-    shard = write(kind, tmp_path, matrix(9, 50))
-    layout = row_layout(kind, shard)
-    assert layout is not None
+    shard, layout = written(kind, tmp_path, matrix(9, 50))
     with (tmp_path / shard.raw.basename).open("r+b") as handle:
         handle.truncate(layout.first + 4 * layout.stride + layout.size - 1)
     reading = reader(kind, tmp_path, [shard])
@@ -329,9 +333,7 @@ def test_rows_are_of_one_version_of_the_object_until_another_is_proved(kind: For
 
 
 def test_a_row_corrupt_twice_alike_is_found_out_when_its_shard_has_come(kind: Format, tmp_path: Path) -> None:
-    shard = write(kind, tmp_path, matrix(9, 50))
-    layout = row_layout(kind, shard)
-    assert layout is not None
+    shard, layout = written(kind, tmp_path, matrix(9, 50))
 
     def corrupt(number: int, data: bytearray) -> None:
         data[layout.columns_at + 99] ^= 1
@@ -354,9 +356,7 @@ def test_exactly_the_wrong_rows_that_were_delivered_are_found_out(
     tmp_path_factory: pytest.TempPathFactory, kind: Format, wanted: list[list[int]], bad: int, bit: int
 ) -> None:
     folder = tmp_path_factory.mktemp("shard")
-    shard = write(kind, folder, matrix(9, 50))
-    layout = row_layout(kind, shard)
-    assert layout is not None
+    shard, layout = written(kind, folder, matrix(9, 50))
     reading = reader(kind, folder, [shard])
     for some in wanted:
         read(reading, *sorted(some))
@@ -372,11 +372,10 @@ def test_exactly_the_wrong_rows_that_were_delivered_are_found_out(
     reading.prove(0, raw)  # nothing is left to prove
 
 
-def test_rows_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_UNPROVED", 5)
+def test_rows_are_not_kept_for_ever(tmp_path: Path) -> None:
     rows = matrix(9, 50)
     shard = write("mds", tmp_path, rows)
-    reading = reader("mds", tmp_path, [shard] * 4)
+    reading = reader("mds", tmp_path, [shard] * 4, max_unproved=5)
     for number in range(4):
         reading.read({number: np.array([0, 1])})
     wrong = raw_of(tmp_path, shard)

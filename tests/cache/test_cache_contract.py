@@ -8,58 +8,45 @@ from typing import Any
 
 import pytest
 
-from shardkit.cache import contract as module
 from shardkit.cache.contract import CacheOptions, open_cache
 from shardkit.cache.folder import SUBFOLDER, CacheFolder, CacheFolderError
 from shardkit.cache.memory import CacheMemory
 
 GIB = 1 << 30
+LIMIT = "sys/fs/cgroup/memory.max"
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of files that say how much memory there is: 16 GiB, 1 of which holds nothing; no limit."""
-    (tmp_path / "meminfo").write_text(
-        f"MemTotal:       {20 << 20} kB\nMemFree:         {1 << 20} kB\nMemAvailable:   {16 << 20} kB\n"
-    )
-    (tmp_path / "max").write_text("max\n")
-    monkeypatch.setattr(module, "_MEMORY_FILE", tmp_path / "meminfo")
-    monkeypatch.setattr(module, "_LIMIT_FILES", (tmp_path / "max", tmp_path / "limit_in_bytes"))
-    return tmp_path
-
-
-def test_without_a_folder_shards_are_kept_in_a_share_of_the_free_memory(machine: Path) -> None:
-    cache = open_cache(CacheOptions())
+def memory_of(
+    system: Path, processes: int = 1, *, free: int = 16, limit_file: str = LIMIT, limit: str = "max"
+) -> int:
+    """The capacity of a default cache on a machine with `free` GiB, half of which caches files."""
+    meminfo = f"MemFree:   {free << 19} kB\nMemAvailable:   {free << 20} kB\n"
+    for name, text in (("proc/meminfo", meminfo), (limit_file, f"{limit}\n")):
+        (system / name).parent.mkdir(parents=True, exist_ok=True)
+        (system / name).write_text(text)
+    cache = open_cache(CacheOptions(processes=processes), system=system)
     assert isinstance(cache, CacheMemory)
-    assert cache.capacity == 4 * GIB  # memory that caches files can be had
+    return cache.capacity
 
 
 @pytest.mark.parametrize("processes", [1, 3, 8])
-def test_the_processes_of_a_machine_divide_the_default_memory(machine: Path, processes: int) -> None:
-    cache = open_cache(CacheOptions(processes=processes))
-    assert cache.capacity == 4 * GIB // processes
+def test_the_processes_of_a_machine_divide_a_share_of_the_free_memory(tmp_path: Path, processes: int) -> None:
+    assert memory_of(tmp_path, processes) == 4 * GIB // processes
 
 
-def test_the_default_memory_has_an_upper_limit(machine: Path) -> None:
-    (machine / "meminfo").write_text(f"MemAvailable:   {512 << 20} kB\n")
-    assert open_cache(CacheOptions()).capacity == 8 * GIB
-    assert open_cache(CacheOptions(processes=2)).capacity == 4 * GIB
+def test_the_default_memory_has_an_upper_limit(tmp_path: Path) -> None:
+    assert memory_of(tmp_path, free=512) == 8 * GIB
+    assert memory_of(tmp_path, 2, free=512) == 4 * GIB
 
 
-@pytest.mark.parametrize("file", ["max", "limit_in_bytes"])
-def test_a_container_counts_what_it_may_use(machine: Path, file: str) -> None:
-    (machine / file).write_text(f"{2 * GIB}\n")
-    assert open_cache(CacheOptions()).capacity == GIB // 2
+@pytest.mark.parametrize("file", [LIMIT, "sys/fs/cgroup/memory/memory.limit_in_bytes"])
+def test_a_container_counts_what_it_may_use(tmp_path: Path, file: str) -> None:
+    assert memory_of(tmp_path, limit_file=file, limit=f"{2 * GIB}") == GIB // 2
 
 
-def test_a_machine_that_does_not_tell_has_some_memory(machine: Path) -> None:
-    for file in machine.iterdir():
-        file.unlink()
-    assert 0 < open_cache(CacheOptions()).capacity <= 8 * GIB
-
-
-def test_this_machine_has_some_memory() -> None:
-    assert 0 < open_cache(CacheOptions()).capacity <= 8 * GIB
+def test_this_machine_and_one_that_does_not_tell_have_some_memory(tmp_path: Path) -> None:
+    for system in (Path("/"), tmp_path):
+        assert 0 < open_cache(CacheOptions(), system=system).capacity <= 8 * GIB
 
 
 def test_a_folder_is_used_with_the_capacity_given(tmp_path: Path) -> None:
