@@ -7,9 +7,9 @@ that costs nothing, for up to the deadline nobody asks for the victims or for th
 
 Guarantees. Shards of equal size are fetched exactly as often as MIN fetches them on demand, the fewest times
 possible, whenever fetches begin between start and deadline. For unequal sizes, where finding the optimum is
-hard, farthest first is a good rule only (tests/cache/test_cache_belady.py states what is seen). A plan never evicts
-a shard in use, never exceeds the capacity, and for one position and one state of the cache is always the
-same.
+hard, farthest first is a good rule only (tests/cache/test_cache_belady.py states what is seen). A plan never
+evicts a shard in use, never exceeds the capacity, and for one position and one state of the cache is always
+the same.
 
 The future is what is used in the epoch of the position and in the next one. A shard without a use there is
 the first to go; with all lanes there is none. A plan that reaches far into the next epoch may be refined by
@@ -302,14 +302,8 @@ def _preference(piece: tuple[int, int], position: int) -> tuple[bool, bool, int]
 def _joined(order: Order | Uses, epochs: range, lanes: range | None) -> ShardUses:
     """The uses of consecutive epochs: sorted, for an epoch ends before the next begins."""
     if isinstance(order, Order):
-        parts = [shard_uses(order, epoch, lanes) for epoch in epochs]
-    else:
-        parts = [order.uses(epoch, lanes) for epoch in epochs]
-    return ShardUses(
-        np.concatenate([part.shard for part in parts]),
-        np.concatenate([part.begin for part in parts]),
-        np.concatenate([part.end for part in parts]),
-    )
+        return ShardUses.joined([shard_uses(order, epoch, lanes) for epoch in epochs])
+    return ShardUses.joined([order.uses(epoch, lanes) for epoch in epochs])
 
 
 def _merged(uses: ShardUses) -> tuple[ShardUses, _Numbers]:

@@ -34,27 +34,21 @@ import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.errors import StateError
-from shardkit.order.order import MAX_POSITION
+from shardkit.order.order import MAX_POSITION, check_positions
 from shardkit.order.permutation import CHUNK, GOLDEN, ONE, mix64
 
 __all__ = ["MAX_STREAMS", "MAX_WEIGHT", "Mixture", "Schedule"]
 
 MAX_STREAMS = 4096  # far above any mixture; stream numbers fit int16, and a block's counts a cache
-
 MAX_WEIGHT = 1 << 31  # sum of a segment's weights: the product of two of them stays below 2**62
 
 _BLOCK = 1024  # positions in a block, at most: a few arrays of it stay in a core's first-level cache
-
 _SLOT_BITS = 10
-
 _SLOTS = np.arange(_BLOCK, dtype=np.uint64)
-
 _SLOT_MASK = np.uint64(_BLOCK - 1)
 
 Weights = tuple[int, ...]
-
 _Streams = npt.NDArray[np.int16]
-
 _Number = TypeVar("_Number", int, Ints)
 
 
@@ -254,8 +248,7 @@ class Mixture:
 
         `index` counts a stream's samples from 0 on, through all its epochs. ValueError outside of [0, 2**62).
         """
-        if count < 0 or start < 0 or start + count > MAX_POSITION:
-            raise ValueError(f"{count:,} positions from {start:,}: positions go from 0 to 2**62")
+        check_positions(start, count)
         stream, index = np.empty(count, dtype=np.int16), np.empty(count, dtype=np.int64)
         for segment, begin, end in self._pieces(start, start + count):
             first, last = segment.block(begin - segment.start), segment.block(end - 1 - segment.start)

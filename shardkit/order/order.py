@@ -29,7 +29,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +50,12 @@ __all__ = [
     "Order",
     "OrderSpec",
     "Shuffle",
+    "as_int64",
+    "batch_starts",
+    "check_positions",
     "default_lanes",
     "default_window",
+    "groups",
     "rank_slice",
 ]
 
@@ -277,21 +281,21 @@ class Order:
             self._check_range(start, count)
             array = np.arange(start, start + count, dtype=np.int64)
         else:
-            array = _int64(positions, "positions")
+            array = as_int64(positions, "positions")
             if array.size:
                 self._check_range(int(array.min()), int(array.max()) - int(array.min()) + 1)
         flat = array.flatten()  # a copy: the result must not change with the caller's array
         located = _empty_located(flat)
         for begin in range(0, len(flat), CHUNK):
             piece = located.take(slice(begin, begin + CHUNK))
-            for number, which in _by_epoch(piece.position // self._samples):
+            for number, which in groups(piece.position // self._samples):
                 self._locate_within(number, piece, which)
         return located.reshape(*array.shape)
 
     def positions_of(self, sample_ids: npt.ArrayLike, epoch: int) -> Ints:
         """The positions at which `epoch` delivers these samples, in their shape: the inverse of `locate`."""
         self._check_range(epoch * max(self._samples, 1), self._samples)
-        array = _int64(sample_ids, "sample ids")
+        array = as_int64(sample_ids, "sample ids")
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self._samples:
             raise IndexError(
                 f"sample ids go from 0 to {self._samples - 1:,}, not {array.min()} to {array.max()}"
@@ -319,13 +323,8 @@ class Order:
         return self.locate(self._batches(position, size, count, every)[:, part])
 
     def _batches(self, position: int, size: int, count: int, every: int = 1) -> Ints:
-        if size < 0 or count < 0 or every < 1:
-            raise ValueError(
-                f"size and count must not be negative, nor every below 1: {size}, {count}, {every}"
-            )
-        span = size * ((count - 1) * every + 1) if count else 0
+        starts, span = batch_starts(position, size, count, every)
         self._check_range(position, span)
-        starts = position + np.arange(count, dtype=np.int64) * (size * every)
         positions = starts[:, None] + np.arange(size, dtype=np.int64)
         if self.spec.lanes == 1 or not positions.size:
             return positions
@@ -424,13 +423,13 @@ class Order:
         return hashlib.blake2b(text.encode(), digest_size=8, person=b"shardkit.order.1").digest()
 
     def _check_range(self, start: int, count: int) -> None:
-        if count < 0 or start < 0 or start + count > MAX_POSITION:
-            raise ValueError(f"{count:,} positions from {start:,}: positions go from 0 to 2**62")
+        check_positions(start, count)
         if count and not self._samples:
             raise ValueError("the dataset has no samples: there are no positions in it")
 
 
-def _int64(values: npt.ArrayLike, what: str) -> Ints:
+def as_int64(values: npt.ArrayLike, what: str) -> Ints:
+    """The values as they are; TypeError unless they are integers."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{what} must be integers, not {array.dtype}")
@@ -449,12 +448,29 @@ def _empty_located(positions: Ints) -> Located:
     )
 
 
-def _by_epoch(epochs: Ints) -> Iterator[tuple[int, slice | npt.NDArray[np.intp]]]:
-    """(epoch, which entries are of it), ascending."""
-    if int(epochs.min()) == int(epochs.max()):
-        yield int(epochs[0]), slice(None)
+def groups(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, slice | npt.NDArray[np.intp]]]:
+    """(value, which entries have it), ascending."""
+    if not values.size:
         return
-    by_epoch = np.argsort(epochs, kind="stable")
-    edges = np.flatnonzero(np.diff(epochs[by_epoch])) + 1
-    for which in np.split(by_epoch, edges):
-        yield int(epochs[which[0]]), which
+    if int(values.min()) == int(values.max()):
+        yield int(values[0]), slice(None)
+        return
+    by_value = np.argsort(values, kind="stable")
+    edges = np.flatnonzero(np.diff(values[by_value])) + 1
+    for which in np.split(by_value, edges):
+        yield int(values[which[0]]), which
+
+
+def batch_starts(position: int, size: int, count: int, every: int) -> tuple[Ints, int]:
+    """(where each of `count` global batches begins, how many positions they span); ValueError."""
+    if size < 0 or count < 0 or every < 1:
+        raise ValueError(f"size and count must not be negative, nor every below 1: {size}, {count}, {every}")
+    span = size * ((count - 1) * every + 1) if count else 0
+    check_positions(position, span)
+    return position + np.arange(count, dtype=np.int64) * (size * every), span
+
+
+def check_positions(start: int, count: int) -> None:
+    """ValueError unless all of these are positions."""
+    if count < 0 or start < 0 or start + count > MAX_POSITION:
+        raise ValueError(f"{count:,} positions from {start:,}: positions go from 0 to 2**62")

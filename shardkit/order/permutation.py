@@ -48,21 +48,14 @@ __all__ = [
 ]
 
 MAX_SIZE = 1 << 62  # left + its increment, and positions derived from elements, stay below 2**63
-
-_ROUNDS = 8  # six fail the test of pair frequencies at n = 65, eight pass it
-
-_TINY = 64  # largest n that is ranked: about 300 ns for an element
-
 CHUNK = 1 << 14  # elements worked on at once: nine arrays of 128 KiB stay in a core's second-level cache
-
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
+_ROUNDS = 8  # six fail the test of pair frequencies at n = 65, eight pass it
+_TINY = 64  # largest n that is ranked: about 300 ns for an element
 _MIX1 = np.uint64(0xFF51AFD7ED558CCD)
-
 _MIX2 = np.uint64(0xC4CEB9FE1A85EC53)
-
 ONE, _32, _33, _64 = (np.uint64(value) for value in (1, 32, 33, 64))
-
 _POWERS = ONE << np.arange(63, dtype=np.uint64)
 
 

@@ -25,7 +25,7 @@ Costs: no more intervals than shards + lanes, 20 bytes each, whatever the window
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +37,14 @@ from shardkit.order.order import Lanes, Order
 
 __all__ = ["MixedUses", "ShardUses", "lanes_of_part", "shard_uses"]
 
+_MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
+_MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
+_SLACK = 1024  # positions: a block of the mixture, within which the streams come in any order
+
 
 @dataclass(frozen=True, slots=True)
 class ShardUses:
-    """Samples at global positions [begin, end) may read the shard. Sorted by (begin, shard)."""
+    """Samples at global positions [begin, end) may read the shard. Those of an epoch are `sorted`."""
 
     shard: npt.NDArray[np.int32]
     begin: Ints
@@ -49,9 +53,23 @@ class ShardUses:
     def __len__(self) -> int:
         return len(self.shard)
 
-    def take(self, which: slice | npt.NDArray[np.intp]) -> ShardUses:
+    def take(self, which: slice | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> ShardUses:
         """Some of the intervals; for a slice they are views."""
         return ShardUses(self.shard[which], self.begin[which], self.end[which])
+
+    @classmethod
+    def joined(cls, parts: Sequence[ShardUses]) -> ShardUses:
+        """The intervals of the parts, one part after another; not sorted anew."""
+        empty = np.empty(0, dtype=np.int64)
+        return cls(
+            np.concatenate([empty.astype(np.int32), *(part.shard for part in parts)]),
+            np.concatenate([empty, *(part.begin for part in parts)]),
+            np.concatenate([empty, *(part.end for part in parts)]),
+        )
+
+    def sorted(self) -> ShardUses:
+        """The intervals by (begin, shard)."""
+        return self.take(np.lexsort((self.shard, self.begin)))
 
 
 def shard_uses(order: Order, epoch: int, lanes: range | None = None) -> ShardUses:
@@ -75,8 +93,7 @@ def shard_uses(order: Order, epoch: int, lanes: range | None = None) -> ShardUse
     shards = slots.astype(np.int32) if shards_of_epoch.shards is None else shards_of_epoch.shards[slots]
     first, last = _positions(geometry, places, sizes)
     base = epoch * order.samples
-    by_begin = np.lexsort((shards, first))
-    return ShardUses(shards[by_begin], base + first[by_begin], base + last[by_begin] + 1)
+    return ShardUses(shards, base + first, base + last + 1).sorted()
 
 
 def lanes_of_part(global_batch: int, lanes: int, part: slice) -> range:
@@ -114,13 +131,6 @@ def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:
     return first * geometry.lanes + lanes, last * geometry.lanes + lanes
 
 
-_MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
-
-_MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
-
-_SLACK = 1024  # positions: a block of the mixture, within which the streams come in any order
-
-
 class MixedUses:
     """The uses of one dataset's shards by `orders`, {number of the stream in the mixture: its order}."""
 
@@ -142,12 +152,11 @@ class MixedUses:
             _of_stream(order, knots, counts[:, stream], lanes, 0 if coarse else _MAX_PASSES)
             for stream, order in self._orders.items()
         ]
-        shard, first, last = (np.concatenate(each) for each in zip(*parts, strict=True))
-        if coarse:  # which are the same for all streams
-            _, kept = np.unique(shard, return_index=True)
-            shard, first, last = shard[kept], first[kept], last[kept]
-        by_begin = np.lexsort((shard, first))
-        return ShardUses(shard[by_begin], first[by_begin], last[by_begin])
+        uses = ShardUses.joined(parts)
+        if coarse:  # the same for all streams
+            _, kept = np.unique(uses.shard, return_index=True)
+            uses = uses.take(kept)
+        return uses.sorted()
 
     def _changes(self, begin: int) -> list[int]:
         """Where weights change inside of the epoch from `begin` on."""
@@ -155,20 +164,15 @@ class MixedUses:
         return starts[bisect_right(starts, begin) : bisect_left(starts, begin + self.samples)]
 
 
-def _of_stream(
-    order: Order, knots: Ints, counts: Ints, lanes: range | None, most_passes: int
-) -> tuple[npt.NDArray[np.int32], Ints, Ints]:
-    """(shard, begin, end) of a stream that has had `counts` samples when the mixture is at `knots`."""
+def _of_stream(order: Order, knots: Ints, counts: Ints, lanes: range | None, most_passes: int) -> ShardUses:
+    """Those of a stream that has had `counts` samples when the mixture is at `knots`; not sorted."""
     low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
     passes = range(low // size, -(-high // size)) if high > low else range(0)
     if len(passes) > most_passes:
         shard = np.flatnonzero(np.diff(order.shard_starts)).astype(np.int32)
-        return shard, np.full(len(shard), knots[0]), np.full(len(shard), knots[-1])
-    uses = [shard_uses(order, number, lanes) for number in passes]
-    shard = np.concatenate([np.empty(0, dtype=np.int32), *(each.shard for each in uses)])
-    begin = np.concatenate([np.empty(0, dtype=np.int64), *(each.begin for each in uses)])
-    end = np.concatenate([np.empty(0, dtype=np.int64), *(each.end for each in uses)])
-    own = (end > low) & (begin < high)
-    first = np.interp(begin[own], counts, knots).astype(np.int64) - _SLACK
-    last = np.interp(end[own], counts, knots).astype(np.int64) + 1 + _SLACK
-    return shard[own], np.maximum(first, knots[0]), np.minimum(last, knots[-1])
+        return ShardUses(shard, np.full(len(shard), knots[0]), np.full(len(shard), knots[-1]))
+    uses = ShardUses.joined([shard_uses(order, number, lanes) for number in passes])
+    uses = uses.take((uses.end > low) & (uses.begin < high))
+    begin = np.interp(uses.begin, counts, knots).astype(np.int64) - _SLACK
+    end = np.interp(uses.end, counts, knots).astype(np.int64) + 1 + _SLACK
+    return ShardUses(uses.shard, np.maximum(begin, knots[0]), np.minimum(end, knots[-1]))

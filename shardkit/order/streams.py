@@ -24,7 +24,7 @@ these.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,12 +33,11 @@ import numpy.typing as npt
 from shardkit.arrays import Ints
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
-from shardkit.order.order import MAX_POSITION, MAX_SAMPLES, MAX_SHARDS, Located, Order
+from shardkit.order.order import MAX_SAMPLES, MAX_SHARDS, Located, Order, as_int64, batch_starts, groups
 
 __all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
 
 _LANE_BITS = 16  # of a lane's place among its stream's
-
 _CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
 
 _Streams = npt.NDArray[np.int16]
@@ -157,10 +156,7 @@ class MixedOrder:
             start, count = positions
             stream, index = self.mixture.locate(start, count)
             return self._located(np.arange(start, start + count, dtype=np.int64), stream, index)
-        array = np.asarray(positions)
-        if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"positions must be integers, not {array.dtype}")
-        array = array.astype(np.int64)  # a copy: the result must not change with the caller's array
+        array = as_int64(positions, "positions").copy()  # the result must not change with the caller's array
         return self._located(array, *self.mixture.locate_at(array.ravel()))
 
     def position_of(self, sample_id: int, epoch: int) -> int | None:
@@ -190,18 +186,14 @@ class MixedOrder:
         self, position: int, size: int, count: int, part: slice, every: int = 1
     ) -> tuple[Ints, _Streams, Ints]:
         """(position, stream, index) of a part of each global batch: arrays of shape (count, len(part))."""
-        if size < 0 or count < 0:
-            raise ValueError(f"size and count must not be negative: {size}, {count}")
-        span = size * ((count - 1) * every + 1) if count else 0
-        if not 0 <= position <= MAX_POSITION - span:
-            raise ValueError(f"{span:,} positions from {position:,}: positions go from 0 to 2**62")
+        all_starts, _ = batch_starts(position, size, count, every)
         shape = (count, len(range(*part.indices(size))))
         positions, indices = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         streams = np.empty(shape, dtype=np.int16)
         rows = max(1, _CHUNK // max(size, 1))
         for first in range(0, count, rows):
             piece = slice(first, min(first + rows, count))
-            starts = position + np.arange(first, piece.stop, dtype=np.int64) * (size * every)
+            starts = all_starts[piece]
             batches = len(starts)
             if every == 1:
                 stream, index = self.mixture.locate(int(starts[0]), batches * size)
@@ -235,7 +227,7 @@ class MixedOrder:
         stream, index, count = stream.ravel(), index.ravel(), positions.size
         epoch, row, sample_id = (np.empty(count, dtype=np.int64) for _ in range(3))
         shard, lane = (np.empty(count, dtype=np.int32) for _ in range(2))
-        for number, which in _by_stream(stream):
+        for number, which in groups(stream):
             found = self.streams[number].locate(index[which])
             epoch[which], row[which], lane[which] = found.epoch, found.row, found.lane
             shard[which] = found.shard + np.int32(self.first_shards[number])
@@ -246,13 +238,3 @@ class MixedOrder:
 
 def _starts(sizes: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))])
-
-
-def _by_stream(stream: _Streams) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-    """(stream, which entries are of it), ascending."""
-    if not stream.size:
-        return
-    by_stream = np.argsort(stream, kind="stable")  # a radix sort, for 16 bits
-    edges = np.flatnonzero(np.diff(stream[by_stream])) + 1
-    for which in np.split(by_stream, edges):
-        yield int(stream[which[0]]), which

@@ -277,8 +277,7 @@ class NodeUses:
         found = self._every.of_lanes(epoch, self._lanes)
         own = np.searchsorted(self.numbers, found.shard).astype(np.int32)
         known = (own < self.shards) & (self.numbers[np.minimum(own, self.shards - 1)] == found.shard)
-        by_begin = np.lexsort((own[known], found.begin[known]))
-        return ShardUses(own[known], found.begin[known], found.end[known]).take(by_begin)
+        return ShardUses(own[known], found.begin[known], found.end[known]).sorted()
 
     def local(self, shards: Ints) -> Ints:
         """The node's numbers of shards that it reads."""
