@@ -16,17 +16,12 @@ from reference.belady import min_fetched_bytes
 from shardkit.cache.belady import NEVER, Fetch, Future, plan_fetches
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
+from support.orders import order_specs
 
 EPOCHS = 3
 
-ORDERS = st.builds(
-    lambda counts, seed, lanes, window, shuffle: Order(counts, OrderSpec(seed, lanes, window, shuffle)),
-    st.lists(st.integers(0, 8), min_size=1, max_size=12).filter(any),
-    st.integers(0, 2**64 - 1),
-    st.integers(1, 6),
-    st.integers(1, 12),
-    st.sampled_from(["window", "window", "window", "none", "global"]),
-)
+SIZES = st.lists(st.integers(0, 8), min_size=1, max_size=12).filter(any)
+ORDERS = st.builds(Order, SIZES, order_specs(st.integers(1, 6), st.integers(1, 12)))
 
 
 def plain_intervals(

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from shardkit.cache.contract import Cache, Contents
 from shardkit.cache.folder import CacheFolder, sealed_size
 from shardkit.cache.memory import CacheMemory
+from support.cache_entries import RAW, check, content, fill, leased, nobody, oldest, room, used
 
-RAW = 1000  # bytes of an entry, where nothing else is said
 FORKED_SECONDS = 10
 
 
@@ -41,37 +40,6 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return Kind(lambda capacity: CacheFolder(tmp_path / "cache", capacity), sealed_size)
 
 
-def content(name: str, size: int = RAW) -> npt.NDArray[np.uint8]:
-    return np.random.default_rng(list(name.encode())).integers(0, 256, size, dtype=np.uint8)
-
-
-def nobody(contents: Contents) -> list[str]:
-    return []
-
-
-def oldest(contents: Contents) -> list[str]:
-    return sorted(contents, key=lambda name: -contents[name].used_seconds_ago)
-
-
-def fill(cache: Cache, name: str, size: int = RAW) -> None:
-    slot = cache.reserve(name, size, oldest)
-    assert slot is not None
-    slot.data[:] = content(name, size)
-    slot.commit()
-
-
-def check(cache: Cache, name: str, size: int = RAW) -> npt.NDArray[np.uint8]:
-    """`name` is an entry of the right bytes, which it returns."""
-    found = cache.find(name)
-    assert found is not None
-    np.testing.assert_array_equal(found, content(name, size))
-    return found
-
-
-def used(cache: Cache) -> int:
-    return sum(held.bytes for held in cache.contents().values())
-
-
 def test_what_was_committed_is_found_and_cannot_be_written(kind: Kind) -> None:
     cache = kind.room_for(2)
     assert cache.find("a") is None
@@ -86,16 +54,14 @@ def test_what_was_committed_is_found_and_cannot_be_written(kind: Kind) -> None:
 def test_a_touch_finds_entries_only_and_counts_as_a_use(kind: Kind) -> None:
     cache = kind.room_for(2)
     assert not cache.touch("a")
-    slot = cache.reserve("a", RAW, nobody)
-    assert slot is not None
+    slot = room(cache, "a")
     assert not cache.touch("a")
     slot.commit()
     time.sleep(0.05)
     fill(cache, "b")
     assert oldest(cache.contents())[0] == "a"
     assert cache.touch("a")
-    slot = cache.reserve("c", RAW, oldest)
-    assert slot is not None
+    slot = room(cache, "c", RAW, oldest)
     assert cache.touch("a")
     assert not cache.touch("b")
     slot.discard()
@@ -110,8 +76,7 @@ def test_entries_have_any_size(kind: Kind, size: int) -> None:
 
 def test_an_entry_being_filled_takes_its_room_and_is_not_found(kind: Kind) -> None:
     cache = kind.room_for(2)
-    slot = cache.reserve("a", RAW, nobody)
-    assert slot is not None
+    slot = room(cache, "a")
     assert slot.data.shape == (RAW,)
     assert slot.data.flags.writeable
     assert cache.find("a") is None
@@ -130,9 +95,7 @@ def test_entries_are_evicted_in_the_order_named_and_no_more_than_needed(kind: Ki
     cache = kind.room_for(4)
     for name in "abcd":
         fill(cache, name)
-    slot = cache.reserve("e", 2 * RAW - 500, lambda contents: ["missing", "c", "a", "b"])
-    assert slot is not None
-    slot.commit()
+    room(cache, "e", 2 * RAW - 500, lambda contents: ["missing", "c", "a", "b"]).commit()
     assert cache.contents().keys() == {"b", "d", "e"}
     counters = cache.counters()
     assert counters["evictions"] == 2
@@ -192,8 +155,7 @@ def test_the_least_recently_used_entry_looks_the_oldest(kind: Kind) -> None:
 def test_discarded_room_is_free_again(kind: Kind, damaged: bool) -> None:
     cache = kind.room_for(1)
     for _ in range(3):
-        slot = cache.reserve("a", RAW, nobody)
-        assert slot is not None
+        slot = room(cache, "a")
         slot.data[:] = 1
         slot.discard(damaged=damaged)
         slot.discard(damaged=damaged)
@@ -204,8 +166,7 @@ def test_discarded_room_is_free_again(kind: Kind, damaged: bool) -> None:
 
 def test_what_is_discarded_after_its_commit_stays(kind: Kind) -> None:
     cache = kind.room_for(1)
-    slot = cache.reserve("a", RAW, nobody)
-    assert slot is not None
+    slot = room(cache, "a")
     slot.data[:] = content("a")
     slot.commit()
     slot.discard()
@@ -248,23 +209,19 @@ def test_bytes_stay_readable_after_their_entry_was_evicted(kind: Kind) -> None:
 
 def test_a_lease_has_one_holder_and_belongs_to_its_name(kind: Kind) -> None:
     cache = kind.make(0)
-    lease = cache.lease("a")
-    assert lease is not None
+    lease = leased(cache, "a")
     assert cache.lease("a") is None
     assert cache.lease("a", 0.02) is None
-    other = cache.lease("b")
-    assert other is not None
+    other = leased(cache, "b")
     lease.release()
-    again = cache.lease("a")
-    assert again is not None
+    again = leased(cache, "a")
     again.release()
     other.release()
 
 
 def test_who_waits_for_a_lease_gets_it_when_it_is_released(kind: Kind) -> None:
     cache = kind.make(0)
-    lease = cache.lease("a")
-    assert lease is not None
+    lease = leased(cache, "a")
     got: list[bool] = []
     waiting = threading.Thread(target=lambda: got.append(cache.lease("a", 30.0) is not None))
     waiting.start()
@@ -275,6 +232,7 @@ def test_who_waits_for_a_lease_gets_it_when_it_is_released(kind: Kind) -> None:
 
 def test_counters_and_limits_are_told(kind: Kind) -> None:
     cache = kind.make(12_345)
+    assert cache.is_shared == isinstance(cache, CacheFolder)
     assert cache.capacity == 12_345
     assert cache.counters() == {"evictions": 0, "evicted_bytes": 0, "quarantined": 0}
     assert (cache.free_disk_bytes() is not None) == cache.is_shared
@@ -283,7 +241,10 @@ def test_counters_and_limits_are_told(kind: Kind) -> None:
 def test_a_pickled_copy_is_a_working_cache_with_the_same_capacity(kind: Kind) -> None:
     cache = kind.room_for(2)
     fill(cache, "a")
+    lease = leased(cache, "c")
     copy: Cache = pickle.loads(pickle.dumps(cache))
+    assert (copy.lease("c") is None) == cache.is_shared
+    lease.release()
     assert copy.capacity == cache.capacity
     assert copy.is_shared == cache.is_shared
     assert copy.has("a") == cache.is_shared

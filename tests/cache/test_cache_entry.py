@@ -37,17 +37,8 @@ def test_a_sealed_entry_passes_and_keeps_its_bytes(raw: bytes, name: str) -> Non
     assert len(entry) == len(raw) + SEAL_BYTES
 
 
-@SETTINGS
-@given(RAW, NAMES, st.data())
-def test_no_flipped_bit_passes(raw: bytes, name: str, data: st.DataObject) -> None:
-    entry = sealed(raw, name)
-    bit = data.draw(st.integers(0, 8 * len(entry) - 1))
-    entry[bit // 8] ^= 1 << bit % 8
-    assert not is_sealed(entry, name)
-
-
 @pytest.mark.parametrize("size", [0, 1, 17])
-def test_each_bit_of_raw_bytes_and_seal_counts(size: int) -> None:
+def test_no_flipped_bit_of_raw_bytes_or_seal_passes(size: int) -> None:
     entry = sealed(bytes(range(size)), "name")
     for bit in range(8 * len(entry)):
         entry[bit // 8] ^= 1 << bit % 8

@@ -27,6 +27,7 @@ from shardkit.formats.mds import read_index
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.store import StoreError
+from support.cache_entries import leased, room
 from support.stores import FaultRule, FaultyStore
 from support.remote_harness import (
     SOON_SECONDS,
@@ -301,9 +302,7 @@ def test_an_object_that_is_damaged_is_fetched_three_times_then_named_until_it_is
     assert str(caught.value).endswith("; it was fetched 3 times: check the object in the bucket")
     assert store.order == [3, 3, 3]
     assert cache.contents() == {}
-    lease = cache.lease(shards.entry(3))
-    assert lease is not None
-    lease.release()
+    leased(cache, shards.entry(3)).release()
     counters = shards.counters()
     assert (counters["damaged"], counters["quarantined"], counters["fetched_bytes"]) == (3, 3, 0)
     store.put(name, good)
@@ -519,8 +518,7 @@ def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long
 ) -> None:
     store = Doors(folders["mds"])
     shards = opened(store, lease_seconds=0.05)
-    held = shards.cache.lease(shards.entry(1))
-    assert held is not None
+    held = leased(shards.cache, shards.entry(1))
     _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
     assert 1 not in store.order
@@ -534,12 +532,10 @@ def test_what_another_process_has_fetched_meanwhile_is_not_fetched_again(
 ) -> None:
     store = Doors(folders["mds"])
     shards, other = opened(store, CacheFolder(tmp_path, 1 << 20)), CacheFolder(tmp_path, 1 << 20)
-    held = other.lease(shards.entry(1))
-    assert held is not None
+    held = leased(other, shards.entry(1))
     waiters = Waiters(shards, 1)
     raw = np.frombuffer(raw_of(folders["mds"], 1), dtype=np.uint8)
-    slot = other.reserve(shards.entry(1), len(raw), lambda contents: [])
-    assert slot is not None
+    slot = room(other, shards.entry(1), len(raw))
     slot.data[:] = raw
     slot.commit()
     held.release()
@@ -558,8 +554,7 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     cache = CacheMemory(len(raw_of(folders[kind], 0)) * 3 // 2)
     store = Doors(folders[kind])
     shards = opened(store, cache)
-    taken = cache.reserve("of somebody else", cache.capacity - 1, lambda contents: [])
-    assert taken is not None
+    taken = room(cache, "of somebody else", cache.capacity - 1)
     for _ in range(2):
         assert load_and_keep(shards, 0) == raw_of(folders[kind], 0)
         assert shards.fetcher.is_squeezed(0)

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pytest
 
 from shardkit.cache import folder as module
-from shardkit.cache.contract import Contents
 from shardkit.cache.folder import (
     SEAL_BYTES,
     SUBFOLDER,
@@ -33,44 +32,19 @@ from shardkit.cache.tar_scan import TarIndexes
 from shardkit.formats.tar.members import Scanned, TarIndex
 from shardkit.hashing import hash_bytes
 from shardkit.locks import FileLock
+from support.cache_entries import RAW, check, content, fill, leased, nobody, oldest, room
 from support.other_process import SECONDS, OtherProcess
 
-RAW = 10_000
 COST = sealed_size(RAW)
 NOBODY = 65_534
 Usage = namedtuple("Usage", "total used free")
+Damage = Callable[[Path, Path], None]
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The sub-folder of the cache in `tmp_path`."""
     return tmp_path / SUBFOLDER
-
-
-def content(name: str) -> npt.NDArray[np.uint8]:
-    return np.random.default_rng(list(name.encode())).integers(0, 256, RAW, dtype=np.uint8)
-
-
-def oldest(contents: Contents) -> list[str]:
-    return sorted(contents, key=lambda name: -contents[name].used_seconds_ago)
-
-
-def nobody(contents: Contents) -> list[str]:
-    return []
-
-
-def fill(cache: CacheFolder, name: str) -> None:
-    slot = cache.reserve(name, RAW, oldest)
-    assert slot is not None
-    slot.data[:] = content(name)
-    slot.commit()
-
-
-def check(cache: CacheFolder, name: str) -> None:
-    """`name` is an entry of the right bytes."""
-    found = cache.find(name)
-    assert found is not None
-    np.testing.assert_array_equal(found, content(name))
 
 
 def names(folder: Path) -> list[str]:
@@ -101,7 +75,7 @@ if stage == "making room":
 slot = cache.reserve(name, {RAW}, lambda contents: [])
 stage == "reserved" and wait()
 data = np.random.default_rng(list(name.encode())).integers(0, 256, {RAW}, dtype=np.uint8)
-slot.data[:5000] = data[:5000]
+slot.data[:500] = data[:500]
 stage == "half written" and wait()
 slot.data[:] = data
 stage == "written" and wait()
@@ -138,13 +112,9 @@ def test_a_process_killed_while_it_fills_leaves_nothing_wrong_and_no_room_taken(
         else:
             assert cache.find("a") is None
             assert not cache.has("a")
-    slot = before.reserve("b", RAW, oldest)
-    assert slot is not None
-    slot.discard()
+    room(before, "b", RAW, oldest).discard()
     assert names(root / "filling") == []
-    lease = before.lease("a")
-    assert lease is not None
-    lease.release()
+    leased(before, "a").release()
     fill(before, "a")
     check(CacheFolder(tmp_path), "a")
 
@@ -153,13 +123,11 @@ def test_abandoned_files_go_when_a_cache_is_opened_or_needs_room_and_no_others(
     tmp_path: Path, root: Path
 ) -> None:
     cache = CacheFolder(tmp_path, 3 * COST)
-    live = cache.reserve("live", RAW, nobody)
-    assert live is not None
+    live = room(cache, "live")
     for name in ("x~1~1~1", "y~1~2~2"):
         (root / "filling" / name).write_bytes(bytes(COST))
     assert sum(held.bytes for held in cache.contents().values()) == 3 * COST
-    slot = cache.reserve("a", RAW, nobody)
-    assert slot is not None
+    room(cache, "a")
     assert [name.partition("~")[0] for name in names(root / "filling")] == ["a", "live"]
     (root / "filling" / "x~1~1~1").write_bytes(bytes(COST))
     CacheFolder(tmp_path)
@@ -192,28 +160,20 @@ def test_no_file_is_taken_for_abandoned_while_it_is_made(tmp_path: Path, root: P
 # Damaged in any way.
 
 
-def flip(file: Path, spare: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[RAW // 2] ^= 4
-    file.write_bytes(data)
+def flip_at(at: int) -> Damage:
+    def flip(file: Path, spare: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[at] ^= 4
+        file.write_bytes(data)
+
+    return flip
 
 
-def flip_seal(file: Path, spare: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+def cut_at(size: int) -> Damage:
+    return lambda file, spare: os.truncate(file, size)
 
 
-def cut(file: Path, spare: Path) -> None:
-    os.truncate(file, COST - 1)
-
-
-def cut_short(file: Path, spare: Path) -> None:
-    os.truncate(file, SEAL_BYTES - 1)
-
-
-def empty(file: Path, spare: Path) -> None:
-    os.truncate(file, 0)
+flip, cut = flip_at(RAW // 2), cut_at(COST - 1)
 
 
 def append(file: Path, spare: Path) -> None:
@@ -250,17 +210,17 @@ def pipe(file: Path, spare: Path) -> None:
     os.mkfifo(file)
 
 
-Damage = Callable[[Path, Path], None]
-DAMAGES: list[Damage] = [
-    flip, flip_seal, cut, cut_short, empty, append, another, rename_another,
-    folder, link, dangling_link, pipe,
-]  # fmt: skip
+DAMAGES: dict[str, Damage] = {
+    "flip": flip, "flip_seal": flip_at(-1), "cut": cut, "cut_short": cut_at(SEAL_BYTES - 1),
+    "empty": cut_at(0), "append": append, "another": another, "rename_another": rename_another,
+    "folder": folder, "link": link, "dangling_link": dangling_link, "pipe": pipe,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["used-before", "new-to-the-process"])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_put_aside_and_can_be_fetched_again(
-    tmp_path: Path, root: Path, damage: Damage, known: bool
+    tmp_path: Path, root: Path, damage: str, known: bool
 ) -> None:
     cache = CacheFolder(tmp_path, 10 * COST)
     fill(cache, "a")
@@ -269,7 +229,7 @@ def test_a_damaged_entry_is_put_aside_and_can_be_fetched_again(
     file, spare = root / "shards" / "a", tmp_path / "spare"
     shutil.copy(file, spare)
     os.utime(spare, ns=(1_000, 2_000))
-    damage(file, spare)
+    DAMAGES[damage](file, spare)
     if not file.is_symlink():
         os.utime(file, ns=(0, 1))  # also where the clock is too coarse to show the change
     if not known:
@@ -294,8 +254,7 @@ def test_a_folder_among_the_entries_may_be_evicted(tmp_path: Path, root: Path) -
     folder.mkdir()
     (folder / "inside").write_bytes(b"x")
     fill(cache, "a")
-    slot = cache.reserve("b", RAW, lambda contents: ["folder"])
-    assert slot is not None
+    room(cache, "b", RAW, lambda contents: ["folder"])
     assert not folder.exists()
 
 
@@ -324,8 +283,7 @@ def test_only_the_last_four_damaged_files_are_kept(tmp_path: Path, root: Path) -
         damage(root / "shards" / f"name{number}", tmp_path)
         os.utime(root / "shards" / f"name{number}", ns=(0, 1))
         assert cache.find(f"name{number}") is None
-    slot = cache.reserve("unfit", RAW, nobody)
-    assert slot is not None
+    slot = room(cache, "unfit")
     slot.data[:] = 7
     slot.discard(damaged=True)
     kept = names(root / "damaged")
@@ -358,8 +316,7 @@ def test_a_stopped_lease_holder_does_not_keep_damage_in_place(tmp_path: Path, ro
     cache = CacheFolder(tmp_path, lock_seconds=0.02)
     fill(cache, "a")
     cut(root / "shards" / "a", tmp_path)
-    lease = cache.lease("a")
-    assert lease is not None
+    lease = leased(cache, "a")
     assert cache.find("a") is None
     assert not cache.has("a")
     lease.release()
@@ -463,8 +420,7 @@ def test_an_entry_committed_while_the_folder_is_listed_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = CacheFolder(tmp_path)
-    slot = cache.reserve("a", RAW, nobody)
-    assert slot is not None
+    slot = room(cache, "a")
     pending = [slot]
     listed = module._list
 
@@ -548,8 +504,7 @@ def test_a_disk_that_fails_at_the_end_is_an_error_and_leaves_nothing_behind(
         raise OSError(errno.EIO, "Input/output error")
 
     cache = CacheFolder(tmp_path, COST)
-    slot = cache.reserve("a", RAW, nobody)
-    assert slot is not None
+    slot = room(cache, "a")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(
@@ -579,8 +534,6 @@ def test_the_entry_used_last_stays_though_no_entry_came_or_went_since(tmp_path: 
 HOLD_LOCK = """
 import pathlib, sys
 from shardkit.locks import FileLock
-from shardkit.cache.tar_scan import TarIndexes
-from shardkit.hashing import hash_bytes
 lock = FileLock(pathlib.Path(sys.argv[1]), keep=True)
 assert lock.acquire(60)
 print("held", flush=True)
@@ -602,9 +555,7 @@ def test_a_process_stopped_while_it_makes_room_costs_others_one_wait(tmp_path: P
         assert time.monotonic() - began < SECONDS
         check(cache, "a")
         assert cache.contents().keys() == {"a"}
-        lease = cache.lease("b")
-        assert lease is not None
-        lease.release()
+        leased(cache, "b").release()
         other.kill()
     for thread in threading.enumerate():
         if thread.name == "shardkit-lock":  # the wait that was given up
@@ -616,11 +567,8 @@ def test_a_cache_that_is_removed_while_it_is_used_is_made_anew(tmp_path: Path, r
     cache = CacheFolder(tmp_path, 4 * COST)
     fill(cache, "a")
     found = cache.find("a")
-    slot = cache.reserve("b", RAW, nobody)
-    lease = cache.lease("b")
     assert found is not None
-    assert slot is not None
-    assert lease is not None
+    slot, lease = room(cache, "b"), leased(cache, "b")
     shutil.rmtree(root)
     assert cache.find("a") is None
     assert not cache.has("a")
@@ -630,8 +578,7 @@ def test_a_cache_that_is_removed_while_it_is_used_is_made_anew(tmp_path: Path, r
     slot.commit()  # though it is not kept
     lease.release()
     for name in "abc":
-        lease = cache.lease(name)
-        assert lease is not None
+        lease = leased(cache, name)
         fill(cache, name)
         lease.release()
         check(cache, name)
@@ -885,8 +832,7 @@ def test_a_planted_entry_with_a_seal_of_its_own_is_not_delivered(tmp_path: Path,
     cache = CacheFolder(tmp_path)
     assert cache.find(name) is None
     assert cache.counters()["quarantined"] == 1
-    slot = cache.reserve(name, RAW, nobody)
-    assert slot is not None
+    slot = room(cache, name)
     slot.data[:] = raw
     slot.commit()
     again = CacheFolder(tmp_path).find(name)

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 
-import numpy as np
 import pytest
 
-from shardkit.cache.contract import Contents
 from shardkit.cache.memory import CacheMemory
-
-RAW = 1000
-
-
-def nobody(contents: Contents) -> list[str]:
-    return []
-
-
-def fill(cache: CacheMemory, name: str) -> None:
-    slot = cache.reserve(name, RAW, lambda contents: [*contents])
-    assert slot is not None
-    slot.data[:] = 7
-    slot.commit()
+from support.cache_entries import RAW, check, content, fill, leased, nobody, room
 
 
 class LockThatIsLostAtOnce:
@@ -77,39 +62,18 @@ def test_memory_is_given_back_when_an_entry_is_evicted_and_nobody_reads_it() -> 
     assert reference() is None
 
 
-def test_a_copy_starts_empty() -> None:
-    cache = CacheMemory(2 * RAW)
-    fill(cache, "a")
-    lease = cache.lease("b")
-    assert lease is not None
-    copy: CacheMemory = pickle.loads(pickle.dumps(cache))
-    assert copy.contents() == {}
-    assert copy.lease("b") is not None
-    assert len(pickle.dumps(cache)) < RAW
-
-
 def test_a_forked_child_starts_empty_and_its_parent_keeps_all() -> None:
     cache = CacheMemory(2 * RAW)
     fill(cache, "a")
-    being_filled = cache.reserve("b", RAW, nobody)
-    lease = cache.lease("b")
-    assert being_filled is not None
-    assert lease is not None
+    being_filled, lease = room(cache, "b"), leased(cache, "b")
     child = os.fork()
     if not child:  # pragma: no cover
         is_empty = cache.contents() == {} and cache.find("a") is None and cache.lease("b") is not None
         is_empty = is_empty and cache.reserve("b", 2 * RAW, nobody) is not None
         os._exit(0 if is_empty else 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    being_filled.data[:] = 8
+    being_filled.data[:] = content("b")
     being_filled.commit()
-    for name, value in (("a", 7), ("b", 8)):
-        found = cache.find(name)
-        assert found is not None
-        np.testing.assert_array_equal(found, np.full(RAW, value, dtype=np.uint8))
-
-
-def test_it_is_neither_shared_nor_on_a_disk() -> None:
-    cache = CacheMemory(RAW)
-    assert not cache.is_shared
-    assert cache.free_disk_bytes() is None
+    lease.release()
+    for name in "ab":
+        check(cache, name)

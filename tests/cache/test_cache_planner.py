@@ -16,6 +16,7 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import IDLE_SECONDS, REST_SECONDS, Planner
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
+from support.cache_entries import room
 
 SIZE = 100
 SAMPLES = 10  # of a shard
@@ -70,9 +71,7 @@ def number_of(name: str) -> int:
 
 def fill(cache: CacheMemory, *numbers: int) -> None:
     for number in numbers:
-        slot = cache.reserve(name_of(number), SIZE, lambda contents: [])
-        assert slot is not None
-        slot.commit()
+        room(cache, name_of(number), SIZE).commit()
 
 
 def take_all(planner: Planner) -> list[int]:

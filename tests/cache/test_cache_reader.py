@@ -18,6 +18,7 @@ from shardkit.cache.planner import Planner
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
 from shardkit.storage.memory import MemoryBody, MemoryStore
+from support.cache_entries import leased
 from support.ended_threads import ended_threads
 from support.remote_harness import (
     SOON_SECONDS,
@@ -216,10 +217,9 @@ def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
 
     monkeypatch.setattr(Planner, "plan", counted)
     _, remote = opened(cache=CacheMemory({"for one": 700, "for none": 1}.get(room, 1 << 20)))
-    leases = [remote.shards.cache.lease(remote.shards.entry(number)) for number in (3, 4)]
+    leases = [leased(remote.shards.cache, remote.shards.entry(number)) for number in (3, 4)]
     if room != "for what others fetch":
         for lease in leases:
-            assert lease is not None
             lease.release()
     with loader_of(remote) as loader:
         assert ids(loader, 2) == list(range(8))

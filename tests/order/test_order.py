@@ -9,7 +9,6 @@ import math
 import pickle
 import threading
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,25 +18,24 @@ from hypothesis import strategies as st
 
 from reference.permutation import permute_one
 from shardkit.errors import StateError
-from shardkit.order.order import Located, Order, OrderSpec, rank_slice
+from shardkit.order.order import (
+    Lanes,
+    Order,
+    OrderSpec,
+    Shuffle,
+    default_lanes,
+    default_window,
+    rank_slice,
+)
 from shardkit.order.permutation import mix64
+from support.orders import SIZES, order_specs, same
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "order_locations.json"
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 Ints = npt.NDArray[np.int64]
 
-SIZES = st.lists(st.integers(0, 25), min_size=1, max_size=12).filter(any)
-SHUFFLES: st.SearchStrategy[Literal["window", "global", "none"]] = st.sampled_from(
-    ["window", "window", "window", "global", "none"]
-)
-SPECS = st.builds(
-    OrderSpec,
-    seed=st.integers(0, 2**64 - 1),
-    lanes=st.integers(1, 70),
-    window=st.integers(1, 60) | st.integers(1, 2**40),
-    shuffle=SHUFFLES,
-)
+SPECS = order_specs()
 
 
 # The plan in plain Python: lists, cut and dealt out as the design says it
@@ -95,11 +93,6 @@ def plain_epoch(sizes: list[int], spec: OrderSpec, epoch: int) -> list[tuple[int
     ]
 
 
-def same(one: Located, other: Located) -> bool:
-    fields = ("position", "epoch", "shard", "row", "lane", "sample_id")
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in fields)
-
-
 @given(sizes=SIZES, spec=SPECS, epoch=st.integers(0, 1000))
 @settings(max_examples=80, deadline=None)
 def test_the_plan_agrees_with_plain_python(sizes: list[int], spec: OrderSpec, epoch: int) -> None:
@@ -141,7 +134,7 @@ def test_positions_of_inverts_locate(
 
 
 @pytest.mark.parametrize("shuffle", ["window", "global", "none"])
-def test_a_large_plan_is_exact_in_all_its_chunks(shuffle: Literal["window", "global", "none"]) -> None:
+def test_a_large_plan_is_exact_in_all_its_chunks(shuffle: Shuffle) -> None:
     sizes = np.arange(1000) % 401
     order = Order(sizes, OrderSpec(seed=5, lanes=24, window=3000, shuffle=shuffle))
     located = order.locate((order.samples, order.samples))
@@ -240,6 +233,83 @@ def test_golden_locations_never_change() -> None:
             assert getattr(located, name).tolist() == case[name], (spec, name)
         for start, size, positions in case["batches"]:
             assert order.global_batch(start, size).tolist() == positions, spec
+
+
+# Lanes
+
+
+@given(samples=st.integers(0, 300), lanes=st.integers(1, 40), window=st.integers(0, 80))
+@settings(max_examples=200, deadline=None)
+def test_windows_tile_each_lane(samples: int, lanes: int, window: int) -> None:
+    geometry = Lanes(samples, lanes, window)
+    assert geometry.lengths.sum() == samples
+    assert geometry.lengths.max() - geometry.lengths.min() <= 1
+    for lane in range(lanes):
+        rows = np.arange(geometry.lengths[lane])
+        numbers = geometry.windows(np.full_like(rows, lane), rows)
+        firsts, sizes = geometry.bounds(np.full_like(rows, lane), numbers)
+        for number in np.unique(numbers):
+            inside = rows[numbers == number]
+            assert set(firsts[numbers == number]) == {inside[0]}
+            assert set(sizes[numbers == number]) == {len(inside)}
+        if window and len(rows) > window:
+            assert np.bincount(numbers)[0] == window - window * lane // lanes
+            assert set(np.bincount(numbers)[1:-1]) <= {window}
+
+
+@given(samples=st.integers(1, 300), lanes=st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_place_is_found_in_its_lane(samples: int, lanes: int) -> None:
+    geometry = Lanes(samples, lanes, 5)
+    expected = [(lane, row) for lane in range(lanes) for row in range(geometry.lengths[lane])]
+    found, rows = geometry.find(np.arange(samples))
+    assert list(zip(found.tolist(), rows.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_rank_slices_are_equal_parts_in_order(world_size: int) -> None:
+    taken = [i for rank in range(world_size) for i in range(12)[rank_slice(12, rank, world_size)]]
+    assert taken == list(range(12))
+
+
+@pytest.mark.parametrize(("size", "rank", "world_size"), [(12, 0, 5), (12, 4, 4), (12, -1, 4), (12, 0, 0)])
+def test_unequal_parts_and_unknown_ranks_are_refused(size: int, rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError):
+        rank_slice(size, rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "nodes", "lanes"),
+    [
+        (512, 1, 64),
+        (512, 8, 64),
+        (480, 1, 60),
+        (480, 16, 48),
+        (48, 1, 48),
+        (127, 1, 1),
+        (8, 3, 8),
+        (960, 96, 64),
+    ],
+)
+def test_default_lanes_divide_the_batch_and_prefer_the_nodes(
+    global_batch: int, nodes: int, lanes: int
+) -> None:
+    assert default_lanes(global_batch, nodes) == lanes
+
+
+def test_two_default_windows_of_all_lanes_fit_the_budget() -> None:
+    assert default_window(64, 4096) == 8192
+    assert 2 * 64 * 4096 * default_window(64, 4096, 10**9) <= 10**9
+    assert default_window(64, 10**9, 10) == 1
+
+
+def test_defaults_refuse_nonsense() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        default_lanes(0)
+    with pytest.raises(ValueError, match="at least 1"):
+        default_lanes(8, nodes=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        default_window(0, 1)
 
 
 # Batches

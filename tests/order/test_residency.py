@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,18 +12,10 @@ from hypothesis import strategies as st
 
 from shardkit.order.order import Order, OrderSpec, rank_slice
 from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
+from support.orders import SIZES, order_specs
 
-SIZES = st.lists(st.integers(0, 25), max_size=12)
-SHUFFLES: st.SearchStrategy[Literal["window", "global", "none"]] = st.sampled_from(
-    ["window", "window", "window", "global", "none"]
-)
-SPECS = st.builds(
-    OrderSpec,
-    seed=st.integers(0, 2**64 - 1),
-    lanes=st.integers(1, 70),
-    window=st.integers(1, 60) | st.integers(1, 2**40),
-    shuffle=SHUFFLES,
-)
+SPECS = order_specs()
+ANY_SIZES = st.lists(st.integers(0, 25), max_size=12)
 
 Interval = tuple[int, int, int]
 
@@ -61,7 +52,7 @@ def plain_uses(order: Order, epoch: int) -> dict[tuple[int, int], tuple[int, int
     return uses
 
 
-@given(sizes=SIZES, spec=SPECS, epoch=st.integers(0, 1000))
+@given(sizes=ANY_SIZES, spec=SPECS, epoch=st.integers(0, 1000))
 @settings(max_examples=150, deadline=None)
 def test_an_interval_spans_exactly_the_windows_that_hold_samples_of_the_shard(
     sizes: list[int], spec: OrderSpec, epoch: int
@@ -71,7 +62,7 @@ def test_an_interval_spans_exactly_the_windows_that_hold_samples_of_the_shard(
     assert intervals_of(shard_uses(order, epoch)) == sorted(expected)
 
 
-@given(sizes=SIZES.filter(any), spec=SPECS, epoch=st.integers(0, 1000))
+@given(sizes=SIZES, spec=SPECS, epoch=st.integers(0, 1000))
 @settings(max_examples=80, deadline=None)
 def test_every_sample_is_delivered_inside_an_interval_of_its_shard(
     sizes: list[int], spec: OrderSpec, epoch: int
@@ -85,7 +76,7 @@ def test_every_sample_is_delivered_inside_an_interval_of_its_shard(
     assert (np.asarray(sizes)[uses.shard] > 0).all()
 
 
-@given(sizes=SIZES, spec=SPECS, epoch=st.integers(0, 9), data=st.data())
+@given(sizes=ANY_SIZES, spec=SPECS, epoch=st.integers(0, 9), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_the_uses_of_some_lanes_are_those_of_the_samples_in_them(
     sizes: list[int], spec: OrderSpec, epoch: int, data: st.DataObject
@@ -102,7 +93,7 @@ def test_the_uses_of_some_lanes_are_those_of_the_samples_in_them(
 
 
 @given(
-    sizes=SIZES.filter(any),
+    sizes=SIZES,
     lanes=st.integers(1, 12),
     from_each=st.integers(1, 4),
     window=st.integers(1, 30),

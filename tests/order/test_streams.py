@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +13,13 @@ from hypothesis import strategies as st
 
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture, Schedule
-from shardkit.order.order import Located, Order, OrderSpec, rank_slice
+from shardkit.order.order import Order, OrderSpec, rank_slice
 from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
+from support.orders import FIELDS, order_specs, same
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "mixed_order_locations.json"
 
-FIELDS = tuple(field.name for field in fields(Located))
-SPECS = st.builds(
-    OrderSpec,
-    seed=st.integers(0, 2**64 - 1),
-    lanes=st.sampled_from([1, 2, 3, 8, 64]),
-    window=st.integers(1, 60),
-    shuffle=st.sampled_from(["window", "window", "window", "global", "none"]),
-)
+SPECS = order_specs(lanes=st.sampled_from([1, 2, 3, 8, 64]), window=st.integers(1, 60))
 
 
 @st.composite
@@ -50,10 +43,6 @@ def mixed_orders(draw: st.DrawFn) -> MixedOrder:
 def stream_order(sizes: list[int], spec: OrderSpec, excluded: Exclusions | None = None) -> StreamOrder:
     kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
     return StreamOrder(Order(kept, spec), excluded, sizes)
-
-
-def same(one: Located, other: Located) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
 
 
 # One stream
@@ -211,8 +200,7 @@ def test_a_mixture_of_one_stream_is_that_streams_order(weights: tuple[int, ...])
     mixed = MixedOrder(orders, Mixture(3, Schedule.of(weights)), 100)
     used = weights.index(max(weights))
     one, other = mixed.global_batches(10, 24, 20), orders[used].global_batches(10, 24, 20)
-    for name in ("position", "epoch", "row", "lane"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert same(one, other, ["position", "epoch", "row", "lane"])
     np.testing.assert_array_equal(one.shard, other.shard + 3 * used)
     np.testing.assert_array_equal(one.sample_id, other.sample_id + 51 * used)
 
