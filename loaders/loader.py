@@ -174,7 +174,7 @@ class StreamingLoader:
                     positions[who[0]] if len(who) == 1 else self.position,
                     self._lanes_of_node(is_shared),
                     share=sum(shares[stream] for stream in who) if is_shared else 1.0,
-                    beside=[shards for shards in remote if shards is not dataset.shards],
+                    siblings=[shards for shards in remote if shards is not dataset.shards],
                 )
 
     def _lanes_of_node(self, is_shared: bool) -> range:

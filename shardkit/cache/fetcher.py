@@ -129,18 +129,18 @@ class Fetcher:
         self._connections, self._limits = connections, limits
         self.counts: Counter[str] = Counter()
         self._fetched: set[int] = set()
-        self._squeezed: set[int] = set()  # shards that found no room lately
+        self._without_room: set[int] = set()  # shards that found no room lately
         self._unkept: Exception | None = None  # why the cache could not keep what was delivered
         self.after_fork()
         remake_after_fork(self)
 
     def after_fork(self) -> None:
-        """Begin anew in a child: its parent's threads and jobs are not there, their lock may be held."""
+        """Reset in a child: its parent's threads and jobs are not there, and one may have held the lock."""
         self._changed = threading.Condition()
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
-        """Without threads and jobs; threads of before end when they see that the run is another."""
+    def _reset(self) -> None:
+        """Start a run without threads and jobs; threads of the last one end when they see the new `_run`."""
         self._run = object()
         self._threads: list[threading.Thread] = []
         self._streaming = 0  # threads that hold a connection
@@ -150,7 +150,7 @@ class Fetcher:
         self._plans: list[weakref.ref[Planner]] = []  # replaced, never changed; whose turn it is comes first
 
     def load(self, number: int, timeout_seconds: float, plan: Planner | None = None) -> Bytes:
-        """The raw bytes of a shard, read-only; `plan` is that of the reader who asks.
+        """The raw bytes of a shard, read-only; `plan` is that of the reader that asks.
 
         FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
         """
@@ -178,9 +178,9 @@ class Fetcher:
         """Whether a shard could be loaded without waiting."""
         return self._cache.has(self._shards.entry(number))
 
-    def is_squeezed(self, number: int) -> bool:
+    def has_no_room(self, number: int) -> bool:
         """Whether the cache had no room for a shard when it was last needed."""
-        return number in self._squeezed
+        return number in self._without_room
 
     def progress(self) -> str:
         """What is being waited for, with how much of it has come; "" if nothing is."""
@@ -206,7 +206,7 @@ class Fetcher:
         return [plan for reference in self._plans if (plan := reference()) is not None]
 
     def advance(self, plan: Planner, position: int) -> None:
-        """Tell how far the reader of `plan` is; cheap."""
+        """The reader of `plan` has reached `position`; cheap."""
         if plan.advance(position):
             with self._changed:
                 self._start_threads()
@@ -218,7 +218,7 @@ class Fetcher:
             threads, waiting = self._threads, [*self._demanded]
             for job in (*waiting, *self._active.values()):
                 job.stop(RuntimeError("the loader was closed"))
-            self._begin_anew()
+            self._reset()
             self._changed.notify_all()
         for job in waiting:
             job.let_go()
@@ -251,7 +251,7 @@ class Fetcher:
     def _work(self, run: object) -> None:
         while (task := self._await_task(run)) is not None:
             task()
-            del task  # it may be the last to hold a plan whose reader is gone
+            del task  # it may hold the last reference to a plan whose reader is gone
 
     def _await_task(self, run: object) -> Callable[[], None] | None:
         """What a free thread should do; None: end."""
@@ -261,7 +261,7 @@ class Fetcher:
                 task = self._next_task()
                 if task is not None:
                     return task
-                if is_idle:  # threads would keep a fetcher alive that nobody has any more
+                if is_idle:  # a thread that stayed would keep alive a fetcher that nobody uses any more
                     self._threads.remove(threading.current_thread())
                     return None
                 is_idle = not self._changed.wait(self._limits.idle_seconds)
@@ -285,7 +285,7 @@ class Fetcher:
     def _next_demanded(self) -> Callable[[], None] | None:
         if not self._demanded:
             return None
-        job = self._demanded.popleft()  # or one that came damaged, to be fetched again
+        job = self._demanded.popleft()  # it may have come damaged, to be fetched again
         self._active[job.number] = job
         return partial(self._fetch, job, self._run)
 
@@ -319,9 +319,9 @@ class Fetcher:
         with self._connection(run):
             try:
                 plan.plan(self._cache, [*self._active])
-                self._squeezed &= plan.unfit.union(*(other.unfit for other in self.plans()))
+                self._without_room &= plan.unfit.union(*(other.unfit for other in self.plans()))
             except OSError:
-                pass  # the cache folder is not to be listed: whoever needs a shard finds out why
+                pass  # the cache folder cannot be listed: whoever needs a shard gets the error
             finally:
                 with self._changed:
                     self._planning = False
@@ -419,7 +419,7 @@ class Fetcher:
         except Exception as error:
             if job.data is None:
                 raise
-            self._unkept = error  # for the next who asks: a disk that fails must not stay unnoticed
+            self._unkept = error  # for the next `load`: a failing disk must not go unnoticed
 
     def _count_fetched(self, number: int) -> None:
         size = self._shards.stored_file(number).bytes
@@ -440,16 +440,17 @@ class Fetcher:
             return True
 
     def _note_room(self, job: Job) -> None:
+        """Remember whether the cache had room for a shard that is read."""
         if job.slot is not None:
-            self._squeezed.discard(job.number)
+            self._without_room.discard(job.number)
             return
         self.counts["bypassed"] += 1
-        self._squeezed.add(job.number)
+        self._without_room.add(job.number)
 
     def _finish(self, job: Job) -> None:
         try:
             job.let_go()
-        except OSError as error:  # the cache folder is gone; whoever waits must hear all the same
+        except OSError as error:  # the cache folder is gone; whoever waits must be woken all the same
             job.error = job.error or error
         with self._changed:
             if self._active.get(job.number) is job:

@@ -8,9 +8,9 @@
 
 An entry appears by rename, after its bytes are synced. Readers map it and check its seal at their first use
 of that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is free belongs
-to a process that died: it is removed. Whatever is killed, and whenever, leaves nothing that would be trusted
+to a process that died: it is removed. A process killed at any moment leaves nothing that would be trusted
 wrongly. Nothing outside of the sub-folder is ever read or removed. If someone removes the sub-folder while it
-is used, it is made anew.
+is used, it is made again.
 
 Entries. The file is the raw bytes of one shard and, behind them, a seal that proves them:
 
@@ -86,7 +86,7 @@ __all__ = [
 SUBFOLDER = "shardkit-cache-1"
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
-LOCK_SECONDS = 10.0  # making room takes milliseconds: who holds the lock for longer has been stopped
+LOCK_SECONDS = 10.0  # making room takes milliseconds: a process that holds the lock longer has been stopped
 _MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
 
 _MAGIC = b"shardkt1"
@@ -275,16 +275,16 @@ class CacheFolder:
         self._listing: tuple[int, dict[str, os.stat_result]] = (0, {})
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
-        """Make a filled file an entry; what a slot ends with."""
+        """Make a filled file an entry; the end of a slot."""
         try:
             file.rename(self._root / "shards" / name)
         except FileNotFoundError:
-            return  # someone has removed the folder: its bytes stay good for who has mapped them
+            return  # someone has removed the folder; readers that have mapped the bytes keep them
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
 
     def set_aside(self, file: Path) -> None:
-        """Keep what is damaged, the last few, for whoever wants to know how."""
+        """Move a damaged file to damaged/, where the last few are kept for inspection."""
         self._counters["quarantined"] += 1
         folder = self._root / "damaged"
         with contextlib.suppress(FileNotFoundError):

@@ -95,7 +95,7 @@ class CacheMemory:
         self._counters: Counter[str] = Counter()
 
     def finish(self, name: str, entry: _Entry, *, keep: bool) -> None:
-        """What a slot ends with."""
+        """The end of a slot: its entry becomes visible, or its room is free again."""
         with self._lock:
             if keep:
                 entry.data.flags.writeable = False

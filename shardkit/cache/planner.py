@@ -1,12 +1,12 @@
-"""What to fetch next and what to give up for it, as a fetcher asks: the plan, kept up with the training loop.
+"""What to fetch next and what to evict for it, when a fetcher asks: a plan that follows the training loop.
 
 The plan itself is `shardkit.cache.belady`: farthest next use is evicted, earliest deadline is fetched first,
 and no fetch begins before its victims have had their last use. Entries of other jobs and datasets, whose
-future is not known here, give way when nobody has used them for a minute. A fetch that came to nothing
-(another process is at it, the object is missing, the room was taken) rests before it is planned again.
+future is not known here, may be evicted when nobody has used them for a minute. A fetch that failed (another
+process is at it, the object is missing, the room was taken) rests before it is planned again.
 
 Where several plans of one process share a cache that cannot hold the dataset, each plans with an equal part
-of it and protects, of what is cached, that part which it needs soonest: no other plan evicts it.
+of it and protects the cached entries that it needs soonest, as many as fit in that part, from the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardkit.storage.threads import remake_after_fork
 __all__ = ["Planner"]
 
 PLANNED = 64  # fetches planned at a time
-IDLE_SECONDS = 60.0  # entries of others, unused for so long, are taken for abandoned
+IDLE_SECONDS = 60.0  # entries of others that nobody has used for so long count as abandoned
 REST_SECONDS = 5.0  # far more than planning and trying cost, far less than a plan reaches ahead
 _STEPS_AN_EPOCH = 64  # how often a plan that has nothing to do is looked at again
 
@@ -43,17 +43,17 @@ class Planner:
         position: int,
         *,
         share: float = 1.0,
-        is_beside: Callable[[str], bool] = lambda name: False,
+        is_sibling: Callable[[str], bool] = lambda name: False,
         plans: Callable[[], Sequence[Planner]] = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
 
-        A name that is not known yet is "": `learn` tells it later. `is_beside` knows the entries of other
-        plans of the same run, which leave this one a `share` of the cache. `plans` gives all plans of the
-        same shards: other readers have theirs.
+        A name that is not known yet is "": it comes by `learn`. `is_sibling` says which entries belong to
+        other datasets of the same run, which leave this one a `share` of the cache. `plans` gives all plans
+        of the same shards: other readers have theirs.
         """
-        self._share, self._is_beside, self._plans = share, is_beside, plans
+        self._share, self._is_sibling, self._plans = share, is_sibling, plans
         self._future = future
         self._names = list(names)
         self._numbers = {name: number for number, name in enumerate(names) if name}
@@ -63,10 +63,10 @@ class Planner:
         self._position = position
         self._waiting: deque[Fetch] = deque()
         self._wake_at = position
-        self.unfit: frozenset[int] = frozenset()  # no room in the last plan, or not in it: they were coming
+        self.unfit: frozenset[int] = frozenset()  # had no room in the last plan, or were being fetched
         self._fruitful = True  # something was fetched since the last plan
         self._taken: set[int] = set()  # fetches that have begun and may still be going on
-        self._resting: dict[int, float] = {}  # shards whose fetch came to nothing: until when
+        self._resting: dict[int, float] = {}  # shards whose fetch failed, and until when
         self._capacity = 0  # of the last plan, before other plans have their parts
         self._soonest: tuple[list[str], Ints] = ([], np.empty(0, dtype=np.int64))  # and cumulated bytes
         self.after_fork()
@@ -113,7 +113,7 @@ class Planner:
     def plan(self, cache: Cache, active: Iterable[int]) -> None:
         """Plan the next fetches from what the cache holds; shards in `active` are as good as there."""
         position = self._position
-        # Said first: a cache that cannot list its contents would be asked again at once.
+        # First of all: a cache that cannot list its contents would be asked again at once.
         self._fruitful, self._wake_at = False, position + self._pause
         active = set(active)
         contents = cache.contents()
@@ -123,7 +123,7 @@ class Planner:
             number = self._numbers.get(name)
             if number is not None:
                 cached[number] = held.bytes
-            elif held.used_seconds_ago < IDLE_SECONDS and not self._is_beside(name):
+            elif held.used_seconds_ago < IDLE_SECONDS and not self._is_sibling(name):
                 others += held.bytes
         for number in active:
             cached.setdefault(number, int(self._sizes[number]))
@@ -160,11 +160,11 @@ class Planner:
         protected = {name for plan in plans if plan is not self for name in plan.protected(len(plans))}
         return [name for name in victims if name not in protected]
 
-    def _rest(self, in_vain: Iterable[int]) -> Container[int]:
-        """The shards that are not to be planned now: those just tried in vain, and some before them."""
+    def _rest(self, failed: Iterable[int]) -> Container[int]:
+        """The shards that are not to be planned now: those whose fetch has just failed, and some before."""
         now = self._clock()
         self._resting = {number: until for number, until in self._resting.items() if until > now}
-        self._resting |= dict.fromkeys(in_vain, now + REST_SECONDS)
+        self._resting |= dict.fromkeys(failed, now + REST_SECONDS)
         return self._resting
 
     def victims_for(self, fetch: Fetch, contents: Contents) -> list[str]:
@@ -196,6 +196,6 @@ class Planner:
             for name, held in contents.items()
             if name not in self._numbers
             and held.used_seconds_ago >= IDLE_SECONDS
-            and not self._is_beside(name)
+            and not self._is_sibling(name)
         ]
         return sorted(idle, key=lambda name: -contents[name].used_seconds_ago)

@@ -32,7 +32,7 @@ FIRST_ROWS = 16  # up to so many are fetched before any whole shard; more of the
 
 
 class CacheReader:
-    """Reads `shards` for one loop; `start` tells it where the loop is."""
+    """Reads `shards` for one loop; `start` says where the loop is."""
 
     def __init__(self, shards: CachedShards, timeout_seconds: float | None = None) -> None:
         self._shards = shards
@@ -52,13 +52,13 @@ class CacheReader:
         lanes: range | None,
         *,
         share: float = 1.0,
-        beside: Sequence[CachedShards] = (),
+        siblings: Sequence[CachedShards] = (),
     ) -> None:
         """Begin a run, as `CachedShards.follow` has it; fetching ahead begins behind its first rows."""
         self.close()
         self.is_open, self._rows_left = True, MAX_ROWS
         self._shards.readers.add(self)
-        self._follow = partial(self._shards.follow, order, position, lanes, share=share, beside=beside)
+        self._follow = partial(self._shards.follow, order, position, lanes, share=share, siblings=siblings)
 
     def close(self) -> None:
         """Stop fetching ahead. May be started again."""
@@ -99,7 +99,7 @@ class CacheReader:
         }
         count = sum(map(len, wanted.values()))
         if len(wanted) < len(missing) or count > self._rows_left:
-            wanted = {number: rows for number, rows in wanted.items() if shards.fetcher.is_squeezed(number)}
+            wanted = {number: rows for number, rows in wanted.items() if shards.fetcher.has_no_room(number)}
         else:
             self._rows_left -= count
         if sum(map(len, wanted.values())) > FIRST_ROWS:

@@ -60,7 +60,7 @@ class FetchedRows:
 
 
 def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
-    """Where rows are in a shard of that format, if the index tells."""
+    """Where rows are in a shard of that format, if the index says so."""
     sizes = [column.size for column in info.columns]
     total = sum(size or 0 for size in sizes)
     if info.samples < 1 or not total or None in sizes or info.compression or total > MAX_ROW_BYTES:
@@ -125,7 +125,7 @@ class RowReader:
         return fetched
 
     def _remember(self, number: int, fetched: FetchedRows) -> None:
-        """Keep rows to prove them later, but not for ever: shards may never come whole."""
+        """Keep rows to prove them later, but not forever: whole shards may never come."""
         self._unproved.setdefault(number, []).append(fetched)
         # Counted again each time: `prove` runs in other threads.
         kept = {n: sum(len(one.rows) for one in some) for n, some in list(self._unproved.items())}

@@ -97,12 +97,12 @@ class CachedShards:
         lanes: range | None,
         *,
         share: float = 1.0,
-        beside: Sequence[CachedShards] = (),
+        siblings: Sequence[CachedShards] = (),
     ) -> Planner:
         """Fetch ahead of a run that is at `position` of `order` and reads these lanes (None: all).
 
-        The plan is followed in turn with those of other readers, until its holder drops it. `beside`: what
-        shares the cache in the same run; `share`: the part of the cache that is for this.
+        The plan is followed in turn with those of other readers, until its holder drops it. `siblings`
+        share the cache in the same run; `share`: the part of the cache for this dataset.
         """
         numbers = range(len(self._manifest.shards))
         names = [self._known_entry(number) or "" for number in numbers]
@@ -118,7 +118,7 @@ class CachedShards:
             samples,
             position,
             share=share,
-            is_beside=_any_owns(beside),
+            is_sibling=_any_owns(siblings),
             plans=self.fetcher.plans,
         )
         self.fetcher.follow(plan)
@@ -173,7 +173,7 @@ class CachedShards:
 
     @cached_property
     def _total_bytes(self) -> int:
-        """Of all entries, as far as the index tells."""
+        """Of all entries, as far as the index states them."""
         return sum(sealed_size(max(info.raw.bytes, 0)) for info in self._manifest.shards)
 
     def owns(self, name: str) -> bool:
@@ -199,14 +199,14 @@ class CachedShards:
         return self._objects[number]
 
     def _known_size(self, number: int) -> int:
-        """Bytes of a shard's entry, as far as index and object tell."""
+        """Bytes of a shard's entry, as far as index and object state them."""
         raw_bytes = self.info(number).raw.bytes
         if raw_bytes < 0 and number in self._objects:
             raw_bytes = self._objects[number][0]
         return sealed_size(max(raw_bytes, 0))
 
     def _teach(self, number: int) -> None:
-        """Tell the plans what only the object could tell; they would take the entry for somebody else's."""
+        """Give the plans what only the object states; they would take the entry for somebody else's."""
         name = self._known_entry(number)
         if name is not None:
             for plan in self.fetcher.plans():

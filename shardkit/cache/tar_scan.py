@@ -2,10 +2,10 @@
 
 A sample has a number before the first one is delivered, so all tars are counted when a dataset is opened. A
 remote tar that the cache has no room for is scanned while it streams by, and nothing of it is kept; payloads
-that are longer than a request costs are passed over by opening the object anew behind them, so a tar of
+that are longer than a request costs are skipped by opening the object again behind them, so a tar of
 videos costs a request a video instead of its bytes.
 
-Where there is a cache folder, what was found is kept beside the entries. Each tar is scanned by one of the
+Where there is a cache folder, what was found is kept next to the entries. Each tar is scanned by one of the
 processes that open it at once, others wait for it (in bounded time), and later openings scan nothing:
 
     CACHE_DIR/shardkit-cache-1/tars/NAME        one file a tar, see `shardkit.formats.tar.members`
@@ -13,8 +13,8 @@ processes that open it at once, others wait for it (in bounded time), and later 
 
 A file is named by the tar's URL and the version of the object (of a local file: its time, inode and size), so
 a tar that is replaced is scanned again. Files are checked when they are read and appear by rename; they are
-not synced, because what a power cut damages is recognized and made anew. The least recently used give way
-beyond `MAX_BYTES`.
+not synced, because what a power cut damages is recognized and made again. The least recently used are
+removed beyond `MAX_BYTES`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["TarIndexes", "scan_tars", "skim_tar"]
 
 SKIP_BYTES = 8 << 20  # what arrives in the time that another request takes to begin
 MAX_BYTES = 16 << 30  # of all files of indexes: 500 million members
-# A living scanner needs seconds, and what fetching takes on a slow day; who holds a tar for longer hangs.
+# A scan takes seconds, plus the time to fetch the tar on a slow day; a process that holds it longer hangs.
 CLAIM_SECONDS = 30.0
 _FLOOR_BYTES_PER_SECOND = 10e6
 _PIECE_BYTES = 1 << 17
@@ -65,11 +65,11 @@ _HEAD_THREADS = 8
 T = TypeVar("T")
 Load = Callable[[int], Bytes]
 Skim = Callable[[int], "tuple[Scanned, TarIndex] | None"]
-Tell = Callable[[int], None]
+Report = Callable[[int], None]
 
 
 def skim_tar(store: Store, info: ShardInfo, version: str) -> tuple[Scanned, TarIndex] | None:
-    """What a scan of a plain tar finds; None if only its bytes tell: it is compressed, or holds arrays.
+    """What a scan of a plain tar finds; None if that takes all its bytes: it is compressed, or holds arrays.
 
     ShardError if it is damaged; ObjectChangedError if it is not of `version`; StoreError.
     """
@@ -157,7 +157,7 @@ class TarIndexes:
     origins: Sequence[str]
 
     @classmethod
-    def beside(
+    def in_cache(
         cls, cache_folder: str | os.PathLike[str] | None, objects: Sequence[tuple[str, str]]
     ) -> TarIndexes:
         """`objects`: (URL, version) of each tar; `cache_folder` as the user gave it."""
@@ -278,8 +278,8 @@ def scan_tars(
     missing = [number for number in numbers if number not in found]
     if missing:
         sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
-        with reading("scan tars", sizes) as tell:
-            found |= _scan_all(scan, missing, sizes, indexes, threads=threads, tell=tell)
+        with reading("scan tars", sizes) as report:
+            found |= _scan_all(scan, missing, sizes, indexes, threads=threads, report=report)
         indexes.trim()
     return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
 
@@ -291,10 +291,10 @@ def _scan_all(
     indexes: TarIndexes,
     *,
     threads: int,
-    tell: Tell,
+    report: Report,
 ) -> dict[int, Scanned]:
     if indexes.folder is None:
-        return _side_by_side(scan, missing, threads, tell)
+        return _side_by_side(scan, missing, threads, report)
 
     def wait(number: int) -> Scanned | None:
         seconds = CLAIM_SECONDS + sizes[number] / _FLOOR_BYTES_PER_SECOND
@@ -302,12 +302,12 @@ def _scan_all(
 
     # First those that nobody scans; then whatever others were at, most of which is done by then.
     at_once = partial(_scan_claimed, scan, indexes, timeout_seconds=0.0)
-    first = _side_by_side(at_once, missing, threads, tell)
+    first = _side_by_side(at_once, missing, threads, report)
     others = [number for number, scanned in first.items() if scanned is None]
-    rest = _side_by_side(wait, others, threads, tell)
+    rest = _side_by_side(wait, others, threads, report)
     done = {number: scanned for number, scanned in {**first, **rest}.items() if scanned is not None}
     left = [number for number in missing if number not in done]  # their scanner hangs
-    return done | _side_by_side(scan, left, threads, tell)
+    return done | _side_by_side(scan, left, threads, report)
 
 
 def _scan_claimed(
@@ -322,7 +322,7 @@ def _scan_claimed(
             claim.release()
 
 
-def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, tell: Tell) -> dict[int, T]:
+def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, report: Report) -> dict[int, T]:
     done: dict[int, T] = {}
     if not numbers:
         return done
@@ -333,7 +333,7 @@ def _side_by_side(work: Callable[[int], T], numbers: list[int], threads: int, te
             number = running[future]
             done[number] = future.result()
             if done[number] is not None:
-                tell(number)
+                report(number)
     finally:
         # After an error or Ctrl-C, what still loads is ended by whoever closes what it loads from.
         pool.shutdown(wait=False, cancel_futures=True)

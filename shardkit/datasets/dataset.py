@@ -420,4 +420,4 @@ def _indexes(url: str, manifest: Manifest, versions: Sequence[str], options: Cac
             "give cache_dir, where what is found is kept, or publish a list (loaders/MIGRATING.md)"
         )
     names = [f"{url}/{info.stored.basename}" for info in manifest.shards]
-    return TarIndexes.beside(options.folder, list(zip(names, versions, strict=True)))
+    return TarIndexes.in_cache(options.folder, list(zip(names, versions, strict=True)))

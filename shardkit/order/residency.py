@@ -13,7 +13,7 @@ whole epoch.
 Mixtures. `MixedUses` has the intervals of all streams that draw on a dataset, by positions of the mixture.
 Between two places where the weights change, a stream's samples come at a constant rate, so an interval of its
 own positions is carried over by linear interpolation of exact counts, and widened by what one block of the
-mixture may deviate. A stream that begins anew more than a few times in an epoch of the mixture uses all of
+mixture may deviate. A stream that starts over more than a few times in an epoch of the mixture uses all of
 its shards throughout. So do all streams where their intervals would be more than four million: with so many
 classes, nearly all shards are in use at any time. These intervals say when to fetch, and what to keep; no
 sample's place depends on them.
@@ -59,7 +59,7 @@ class ShardUses:
 
     @classmethod
     def joined(cls, parts: Sequence[ShardUses]) -> ShardUses:
-        """The intervals of the parts, one part after another; not sorted anew."""
+        """The intervals of the parts, one part after another; not sorted."""
         empty = np.empty(0, dtype=np.int64)
         return cls(
             np.concatenate([empty.astype(np.int32), *(part.shard for part in parts)]),
@@ -143,7 +143,7 @@ class MixedUses:
         """Shards of the dataset."""
 
     def uses(self, epoch: int, lanes: range | None = None) -> ShardUses:
-        """Those in an epoch of the mixture, by these lanes of each stream (None: all); they may overlap."""
+        """The uses in an epoch of the mixture by these lanes of each stream (None: all); they may overlap."""
         begin = epoch * self.samples
         knots = np.array([begin, *self._changes(begin), begin + self.samples], dtype=np.int64)
         counts = np.stack([self._mixture.counts(knot) for knot in knots.tolist()])

@@ -22,19 +22,21 @@ from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
 from shardkit.cache.shards import CachedShards
+from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index
 from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StoreError
 from support.cache_entries import leased, room
 from support.stores import FaultRule, FaultyStore
 from support.remote_harness import (
     SOON_SECONDS,
-    Remote,
     fetch_threads,
     fresh_url,
     put_folder,
+    quick_policy,
     wait_until,
     write_hashed,
 )
@@ -124,16 +126,13 @@ def opened() -> Iterator[Open]:
     def shards_of(
         below: Doors, cache: Cache | None = None, *rules: FaultRule, connections: int = 4, **limits: Any
     ) -> CachedShards:
-        remote = Remote.open(
-            below,
-            cache,
-            connections=connections,
-            limits=FetchLimits(**limits),
-            around=lambda store: FaultyStore(store, rules) if rules else store,
-        )
+        manifest = find_remote(below).manifest
         below.reads.clear()
-        made.append((remote.shards, below))
-        return remote.shards
+        store = ResilientStore(FaultyStore(below, rules), quick_policy(), connections=8)
+        cache = CacheMemory(1 << 30) if cache is None else cache
+        shards = CachedShards(store, manifest, cache, connections=connections, limits=FetchLimits(**limits))
+        made.append((shards, below))
+        return shards
 
     yield shards_of
     for shards, below in made:
@@ -557,7 +556,7 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     taken = room(cache, "of somebody else", cache.capacity - 1)
     for _ in range(2):
         assert load_and_keep(shards, 0) == raw_of(folders[kind], 0)
-        assert shards.fetcher.is_squeezed(0)
+        assert shards.fetcher.has_no_room(0)
         assert not shards.fetcher.is_there(0)
     stored = shards.info(0).stored.bytes
     assert shards.counters().items() >= {
@@ -567,7 +566,7 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     taken.discard()
     load_and_keep(shards, 0)
     assert shards.fetcher.is_there(0)
-    assert not shards.fetcher.is_squeezed(0)
+    assert not shards.fetcher.has_no_room(0)
     assert shards.counters()["bypassed"] == 2
 
 

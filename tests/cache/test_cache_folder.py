@@ -699,7 +699,7 @@ def test_a_cache_that_everybody_can_write_is_refused_with_advice(tmp_path: Path,
         if at in (".", SUBFOLDER)
         else (contextlib.nullcontext())
     ):
-        TarIndexes.beside(tmp_path, [])
+        TarIndexes.in_cache(tmp_path, [])
     (tmp_path / at).chmod(0o755)
     fill(CacheFolder(tmp_path), "a")
 
@@ -807,7 +807,7 @@ def test_pipes_and_links_among_the_files_neither_block_nor_lead_elsewhere(
 
 
 def test_pipes_and_links_among_the_indexes_of_tars_are_no_indexes(tmp_path: Path, root: Path) -> None:
-    indexes = TarIndexes.beside(tmp_path, [("s3://bucket/a.tar", "1"), ("s3://bucket/b.tar", "1")])
+    indexes = TarIndexes.in_cache(tmp_path, [("s3://bucket/a.tar", "1"), ("s3://bucket/b.tar", "1")])
     none = np.zeros(0, np.int64)
     for number in range(2):
         empty = TarIndex([], np.zeros(1, np.int64), none, none, none.astype(np.int32), ())

@@ -198,7 +198,7 @@ def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(ope
         [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
         (plan,) = fetcher.plans()
         fetcher._plan(plan, object())
-        assert remote.shards.fetcher.is_squeezed(number)
+        assert remote.shards.fetcher.has_no_room(number)
         store.let_through()
         reader.join(SOON_SECONDS)
     assert not reader.is_alive()

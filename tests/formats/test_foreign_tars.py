@@ -191,7 +191,7 @@ def test_scans_that_are_not_kept_are_warned_of_where_they_are_long(
 
 def index_of(path: Path, origin: str = "s3://bucket/a.tar") -> tuple[TarIndexes, tar.TarShard]:
     shard = tar.shard_from_raw("a.tar", describe_tar("a.tar"), np.frombuffer(tar_bytes(0, 7), dtype=np.uint8))
-    return TarIndexes.beside(path, [(origin, "v1")]), shard
+    return TarIndexes.in_cache(path, [(origin, "v1")]), shard
 
 
 def keep(indexes: TarIndexes, shard: tar.TarShard) -> Scanned:
@@ -210,7 +210,7 @@ def test_what_is_kept_is_what_was_found(tmp_path: Path) -> None:
         assert index is not None
         assert_same_index(index, shard.index)
     for origin in (("s3://bucket/a.tar", "v2"), ("s3://bucket/b.tar", "v1")):
-        other = TarIndexes.beside(tmp_path, [origin])
+        other = TarIndexes.in_cache(tmp_path, [origin])
         assert (other.scanned(0), other.index(0)) == (None, None)
         [file] = (tmp_path / SUBFOLDER / "tars").iterdir()
         other_file = other._file(0)
@@ -294,7 +294,7 @@ def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def scan_all(folder: Path, loaded: Counter[int], begun: Callable[[int], None] = lambda number: None) -> int:
     contents = [*tars().values()]
     manifest = unscanned([ObjectInfo(name, len(data), "v") for name, data in tars().items()])
-    indexes = TarIndexes.beside(folder, [(name, "v") for name in tars()])
+    indexes = TarIndexes.in_cache(folder, [(name, "v") for name in tars()])
 
     def load(number: int) -> Any:
         loaded[number] += 1
@@ -328,7 +328,7 @@ def test_a_scanner_that_hangs_is_waited_for_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan, "CLAIM_SECONDS", 0.05)
-    indexes = TarIndexes.beside(tmp_path, [(name, "v") for name in tars()])
+    indexes = TarIndexes.in_cache(tmp_path, [(name, "v") for name in tars()])
     claim = indexes.claim(3, 0.0)
     assert claim is not None
     loaded: Counter[int] = Counter()
@@ -431,7 +431,7 @@ def test_an_error_does_not_wait_for_the_tars_that_still_load(tmp_path: Path) -> 
         return np.frombuffer(tar_bytes(0, 7), dtype=np.uint8)
 
     manifest = unscanned([ObjectInfo(name, 0, "v") for name in tars()])
-    indexes = TarIndexes.beside(tmp_path, [(name, "v") for name in tars()])
+    indexes = TarIndexes.in_cache(tmp_path, [(name, "v") for name in tars()])
     with pytest.raises(KeyboardInterrupt):
         scan.scan_tars(manifest, load, str, indexes, threads=2)
     assert not may_go_on.is_set()
