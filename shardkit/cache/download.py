@@ -156,7 +156,9 @@ class Download:
             while at < stop and self.error is None:
                 count = body.readinto(buffer[: min(self._read_bytes, stop - at)])
                 if not count:
-                    raise DamagedObjectError(self.where, "the store sent fewer bytes than it said", offset=at)
+                    raise DamagedObjectError(
+                        self.where, "the store sent fewer bytes than it announced", offset=at
+                    )
                 piece = buffer[:count]
                 for hasher in self._hashers.values():
                     hasher.update(piece)

@@ -72,7 +72,7 @@ class FetchTimeoutError(ShardkitError, TimeoutError):
 def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | None) -> str:
     """How far a fetch is, what the store last answered with an error, and how full the disk is."""
     disk = "no disk used" if free_disk_bytes is None else f"free disk {format_bytes(free_disk_bytes)}"
-    return f"{done:,} of {total:,} bytes came; last status {'none' if status is None else status}; {disk}"
+    return f"{done:,} of {total:,} bytes received; last status {'none' if status is None else status}; {disk}"
 
 
 class Job:
@@ -167,7 +167,7 @@ class Fetcher:
             job = self._demand(number, plan)
             waited = True
             if not job.done.wait(max(0.0, deadline - time.monotonic())):
-                raise FetchTimeoutError(f"not here after {timeout_seconds:g} s: {self._describe(job)}")
+                raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {self._describe(job)}")
             if job.data is not None:
                 self.counts["misses"] += 1
                 return job.data
@@ -430,7 +430,7 @@ class Fetcher:
         self._fetched.add(number)
 
     def _try_again(self, job: Job) -> bool:
-        """Whether what came damaged will be fetched again, by the next thread that is free."""
+        """Whether damaged bytes will be fetched again, by the next free thread."""
         with self._changed:
             if job.attempts >= ATTEMPTS or job.is_stopped:
                 return False

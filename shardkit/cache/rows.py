@@ -148,7 +148,7 @@ class RowReader:
             for row, data in zip(fetched.rows.tolist(), fetched.data, strict=True):
                 start = layout.first + row * layout.stride + layout.columns_at
                 if not np.array_equal(raw[start : start + len(data)], data):
-                    problem = f"row {row:,} came damaged, twice alike, by a ranged request, and was delivered"
+                    problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
     def _get_all(self, places: list[tuple[int, int]], deadline: float) -> list[bytes]:
@@ -165,8 +165,8 @@ class RowReader:
             size = self._manifest.shards[number].raw.bytes
             status = self._store.metrics.snapshot().last_status
             raise FetchTimeoutError(
-                f"{self._where(number)}: row {row:,} is not here in time; of this batch's rows "
-                f"{len(done)} of {len(places)} reads came; "
+                f"{self._where(number)}: row {row:,} did not arrive in time; "
+                f"{len(done)} of this batch's {len(places)} reads finished; "
                 f"{arrival(0, size, status, self._free_disk_bytes())}"
             )
         return [read.result() for read in reads]
@@ -186,7 +186,7 @@ class RowReader:
         """What two reads of a row have in common; `seen` are the first two."""
         while seen[-1] not in seen[:-1]:
             if len(seen) > _READS:
-                problem = f"row {place[1]:,} came different at each of {len(seen)} reads"
+                problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
                 raise ShardError(self._where(place[0]), f"{problem}; check the network")
             seen += self._get_all([place], deadline)
         return seen[-1]

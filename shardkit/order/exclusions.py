@@ -58,7 +58,7 @@ class Exclusions:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Exclusions:
-        """From a text file: on each line a row (17) or a range without its end (17:21), # before a comment.
+        """From a text file: on each line a row (17) or a half-open range (17:21); # begins a comment.
 
         A line "# fingerprint: HEX", which `shardkit trace --exclude` writes, says of which dataset they are.
         ValueError names the file and the line that is neither; OSError if it cannot be read.
@@ -148,7 +148,7 @@ class Exclusions:
 def _parsed(text: str) -> tuple[int, int]:
     match = _LINE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r:.80} is neither a row (17) nor a range without its end (17:21)")
+        raise ValueError(f"{text!r:.80} is neither a row (17) nor a half-open range (17:21)")
     begin = int(match[1])
     end = begin + 1 if match[2] is None else int(match[2])
     _check(begin, end)
@@ -158,7 +158,7 @@ def _parsed(text: str) -> tuple[int, int]:
 def _check(begin: int, end: int) -> None:
     if not 0 <= begin < end:
         raise ValueError(
-            f"{begin}:{end} is no range of rows: it must begin at 0 or later, and end behind that"
+            f"{begin}:{end} is not a range of rows: it must begin at 0 or later, and end after its begin"
         )
     if end > MAX_SAMPLES:
         raise ValueError(f"{begin}:{end} goes beyond {MAX_SAMPLES:,}, the most rows that a dataset may have")
@@ -195,5 +195,5 @@ def _numbers(values: npt.ArrayLike, what: str) -> Ints:
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{what} must be whole numbers, not {array.dtype}")
     if array.size and int(array.min()) < 0:
-        raise IndexError(f"{what} go from 0 on, not {int(array.min()):,}")
+        raise IndexError(f"{what} are numbered from 0, not {int(array.min()):,}")
     return array.astype(np.int64, copy=False)

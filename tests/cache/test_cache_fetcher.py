@@ -382,8 +382,10 @@ def test_a_wait_that_is_too_long_says_how_much_came_the_last_status_and_the_disk
     with pytest.raises(FetchTimeoutError) as caught:
         shards.load(0)
     disk = r"free disk [\d.]+ \w+" if where == "folder" else "no disk used"
-    came = rf"{re.escape(store.url)}/shard\.00000\.mds: 700 of {size:,} bytes came; last status 503; {disk}"
-    assert re.fullmatch(f"not here after 0.05 s: {came}", str(caught.value))
+    came = (
+        rf"{re.escape(store.url)}/shard\.00000\.mds: 700 of {size:,} bytes received; last status 503; {disk}"
+    )
+    assert re.fullmatch(f"did not arrive within 0.05 s: {came}", str(caught.value))
     assert re.fullmatch(came, shards.fetcher.progress())
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)

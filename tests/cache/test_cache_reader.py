@@ -108,7 +108,7 @@ def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_r
         assert [next(batches)["sample_id"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert row_reads(remote) == 8
         assert store.reads.count("row") == 16, "each row is read twice"
-        with pytest.raises(LoaderTimeoutError, match=r"step 2 .*0 of [\d,]+ bytes came") as caught:
+        with pytest.raises(LoaderTimeoutError, match=r"step 2 .*0 of [\d,]+ bytes received") as caught:
             next(batches)
         assert remote.dataset.where(0) in str(caught.value)
         assert row_reads(remote) == 8
@@ -263,7 +263,7 @@ def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
         batches = iter(hasty)
         waiting.start()
         wait_until(lambda: "shard" in remote.shards.fetcher.progress())
-        with pytest.raises(LoaderTimeoutError, match=r"not here after 0\.3 s"):
+        with pytest.raises(LoaderTimeoutError, match=r"did not arrive within 0\.3 s"):
             next(batches)
         assert time.monotonic() - began < SOON_SECONDS / 2
         assert waiting.is_alive()

@@ -260,7 +260,7 @@ def test_a_row_that_differs_at_every_read_is_an_error_that_names_it(kind: Format
 
     reading = reader(kind, tmp_path, [shard], corrupt)
     with pytest.raises(
-        ShardError, match=r"row 4 came different at each of 5 reads; check the network"
+        ShardError, match=r"row 4 was different in each of 5 reads; check the network"
     ) as info:
         read(reading, 4)
     assert info.value.file.endswith(f"/{shard.raw.basename}")
@@ -299,7 +299,7 @@ def test_rows_that_do_not_come_in_time_are_an_error_that_says_what_did(kind: For
     reading = reader(kind, tmp_path, [shard], corrupt)
     try:
         with pytest.raises(
-            FetchTimeoutError, match=r"row 4 is not here in time; .* 0 of 4 reads came"
+            FetchTimeoutError, match=r"row 4 did not arrive in time; 0 of this batch's 4 reads"
         ) as info:
             reading.read({0: np.array([4, 6])}, 0.05)
         assert shard.raw.basename in str(info.value)
@@ -340,7 +340,9 @@ def test_a_row_corrupt_twice_alike_is_found_out_when_its_shard_has_come(kind: Fo
 
     reading = reader(kind, tmp_path, [shard], corrupt)
     read(reading, 2, 4)
-    with pytest.raises(ShardError, match=r"row 2 came damaged, twice alike.*go back to the last") as info:
+    with pytest.raises(
+        ShardError, match=r"row 2 was damaged identically in two.*go back to the last"
+    ) as info:
         reading.prove(0, raw_of(tmp_path, shard))
     assert info.value.file.endswith(f"/{shard.raw.basename}")
 
@@ -365,7 +367,7 @@ def test_exactly_the_wrong_rows_that_were_delivered_are_found_out(
         128  # it is the proved bytes that count
     )
     if any(bad in some for some in wanted):
-        with pytest.raises(ShardError, match=f"row {bad} came damaged"):
+        with pytest.raises(ShardError, match=f"row {bad} was damaged"):
             reading.prove(0, raw)
     else:
         reading.prove(0, raw)

@@ -108,8 +108,8 @@ def test_a_file_lists_rows_and_ranges(tmp_path: Path) -> None:
         (b"1 2", "neither a row"),
         (b"seven\xff", "neither a row"),
         (b"\xd9\xa3", "neither a row"),
-        (b"21:17", "21:17 is no range"),
-        (b"17:17", "17:17 is no range"),
+        (b"21:17", "21:17 is not a range"),
+        (b"17:17", "17:17 is not a range"),
         (b"1152921504606846976", "goes beyond"),
         (b"9" * 5000, "digits"),
     ],
@@ -123,17 +123,17 @@ def test_a_line_that_is_neither_is_named(tmp_path: Path, line: bytes, problem: s
 
 def test_rows_that_are_none_are_refused() -> None:
     for ranges in ([(3, 3)], [(5, 2)], [(-1, 2)], [(0, 2**60 + 1)], [(0, 2**70)]):
-        with pytest.raises(ValueError, match=r"no range of rows|goes beyond"):
+        with pytest.raises(ValueError, match=r"not a range of rows|goes beyond"):
             Exclusions(ranges)
     for array in (np.array([[1, 1]]), np.array([[-5, 1]])):
-        with pytest.raises(ValueError, match="no range of rows"):
+        with pytest.raises(ValueError, match="not a range of rows"):
             Exclusions(array)
     for wrong in (np.array([[1.0, 2.0]]), np.array([1, 2]), np.array([[1, 2, 3]])):
         with pytest.raises(ValueError, match="pairs of whole numbers"):
             Exclusions(wrong)
     with pytest.raises(ValueError, match="pairs of whole numbers"):
         Exclusions([(0.5, 2)])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="no range of rows"):
+    with pytest.raises(ValueError, match="not a range of rows"):
         Exclusions.of([-1])
 
 
@@ -143,7 +143,7 @@ def test_rows_that_the_dataset_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="rows up to 7 are excluded, but the dataset has 7 samples"):
         excluded.kept_of_shards([4, 3])
     for ask in (excluded.select, excluded.rank, excluded.contains):
-        with pytest.raises(IndexError, match="go from 0 on, not -1"):
+        with pytest.raises(IndexError, match="are numbered from 0, not -1"):
             ask([5, -1])
         with pytest.raises(TypeError, match="whole numbers, not float64"):
             ask([0.5])
