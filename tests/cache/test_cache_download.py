@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,50 +18,19 @@ from shardkit.cache.download import DamagedObjectError, Download, MemoryTarget, 
 from shardkit.formats import mds, tar
 from shardkit.hashing import HASH_NAMES, hash_bytes
 from shardkit.manifest import FileInfo, ShardInfo
-from shardkit.storage.memory import MemoryBody, MemoryStore
-from shardkit.storage.store import ObjectChangedError, ObjectInfo, ObjectNotFoundError, Store, TransientError
+from shardkit.storage.memory import MemoryBody
+from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError, Store, TransientError
 from support.mds_values import compress
+from support.noted_store import NotedStore, SlowBody
 
 KEY = "sub/shard.00000.mds"
-_numbers = itertools.count()
 
 
-class Watched(MemoryStore):
-    """A memory store that notes each read, and calls `opened` before the body of the n-th is handed out."""
-
-    def __init__(self, data: bytes = b"", opened: Callable[[int], None] = lambda number: None) -> None:
-        super().__init__(f"memory://download-{next(_numbers)}")
-        self.put(KEY, data)
-        self.opened = opened
-        self.reads: list[tuple[int, int | None, str | None]] = []
-
-    def open(
-        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        self.reads.append((start, stop, version))
-        number = len(self.reads) - 1
-        body = super().open(key, start, stop, version=version)
-        self.opened(number)
-        return body
-
-
-class SlowBody(MemoryBody):
-    """Gives a few bytes at a time, then breaks: `end` is raised, or if None, the body just ends."""
-
-    def __init__(
-        self, info: ObjectInfo, view: memoryview, step: int, left: int, end: Exception | None
-    ) -> None:
-        super().__init__(info, view)
-        self._step, self._left, self._end = step, left, end
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        if self._left <= 0:
-            if self._end is not None:
-                raise self._end
-            return 0
-        count = super().readinto(buffer[: min(self._step, self._left)])
-        self._left -= count
-        return count
+def store_of(data: bytes) -> NotedStore:
+    """A store with one object."""
+    store = NotedStore()
+    store.put(KEY, data)
+    return store
 
 
 def content(size: int) -> bytes:
@@ -104,13 +72,13 @@ def test_the_bytes_arrive_whole_in_any_number_of_parts(
     size: int, parts: int, threads: int, hashes: list[str]
 ) -> None:
     data = content(size)
-    store = Watched(data)
+    store = store_of(data)
     download = start(store, file_of(data, *hashes), parts)
     run(download, threads)
     assert download.target.data.tobytes() == data
     assert download.bytes_done == size
     assert len(store.reads) == max(1, min(parts, size // 10))
-    ranges = sorted((begin, size if stop is None else stop) for begin, stop, _ in store.reads)
+    ranges = sorted((begin, size if stop is None else stop) for _, begin, stop, _ in store.reads)
     assert [begin for begin, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert ranges[-1][1] == size
 
@@ -121,7 +89,7 @@ def test_a_flipped_bit_is_found_by_any_hash(parts: int, at: int) -> None:
     data = content(100)
     wrong = bytearray(data)
     wrong[at] ^= 32
-    store = Watched(bytes(wrong))
+    store = store_of(bytes(wrong))
     for name in ("xxh64", "sha1"):
         download = start(store, file_of(data, name), parts)
         with pytest.raises(DamagedObjectError, match=f"{name} is [0-9a-f]+, the index states") as info:
@@ -134,10 +102,10 @@ def test_all_hashes_that_are_stated_and_known_must_agree(parts: int) -> None:
     data = content(100)
     file = file_of(data, *sorted(HASH_NAMES))
     right = replace(file, hashes={**{k: v.upper() for k, v in file.hashes.items()}, "unknown": "whatever"})
-    download = start(Watched(data), right, parts)
+    download = start(store_of(data), right, parts)
     run(download)
     for name in HASH_NAMES:
-        download = start(Watched(data), replace(right, hashes={**right.hashes, name: "0" * 16}), parts)
+        download = start(store_of(data), replace(right, hashes={**right.hashes, name: "0" * 16}), parts)
         with pytest.raises(DamagedObjectError, match=f"{name} is"):
             run(download)
 
@@ -145,30 +113,36 @@ def test_all_hashes_that_are_stated_and_known_must_agree(parts: int) -> None:
 @pytest.mark.parametrize("stated", [0, 99, 101])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_an_object_of_another_size_is_damaged(stated: int, parts: int) -> None:
-    download = start(Watched(content(100)), FileInfo(KEY, stated), parts)
+    download = start(store_of(content(100)), FileInfo(KEY, stated), parts)
     with pytest.raises(
         DamagedObjectError, match=f"has 100 bytes, the index states {stated}; upload it again"
     ):
         run(download)
 
 
-def breaking(store: Watched, number: int, after: int, end: Exception | None) -> None:
-    """Make the store's n-th body end after some bytes."""
-    plain = store.open
+def break_body(store: NotedStore, number: int, after: int, error: Exception) -> None:
+    """Let the store's n-th body fail after some bytes."""
 
-    def open_breaking(
-        key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        body = plain(key, start, stop, version=version)
-        left = after if len(store.reads) - 1 == number else 1 << 30
-        return SlowBody(body.info, memoryview(body.read()), 3, left, end)
+    def fail() -> None:
+        raise error
 
-    store.open = open_breaking  # type: ignore[method-assign]
+    store.hand_out = lambda n, body: SlowBody(body, after, fail, step=3) if n == number else body
+
+
+def act_at_first(store: NotedStore, act: Callable[[], object]) -> None:
+    """Do something before the first body is handed out."""
+
+    def hand_out(number: int, body: MemoryBody) -> MemoryBody:
+        if number == 0:
+            act()
+        return body
+
+    store.hand_out = hand_out
 
 
 def test_a_body_that_ends_early_is_damaged_and_says_where() -> None:
-    store = Watched(content(100))
-    breaking(store, 0, 42, None)
+    store = store_of(content(100))
+    store.hand_out = lambda number, body: MemoryBody(body.info, memoryview(body.read())[:42])
     download = start(store, FileInfo(KEY, 100))
     with pytest.raises(DamagedObjectError, match="fewer bytes") as info:
         run(download)
@@ -178,9 +152,9 @@ def test_a_body_that_ends_early_is_damaged_and_says_where() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_after_an_error_no_part_is_begun_and_the_error_is_the_stores(bad: int) -> None:
-    store = Watched(content(100))
+    store = store_of(content(100))
     error = TransientError(f"{store.url}/{KEY}", "connection reset")
-    breaking(store, bad, 5, error)
+    break_body(store, bad, 5, error)
     download = start(store, FileInfo(KEY, 100), parts=4)
     with pytest.raises(TransientError) as info:
         run(download)
@@ -190,26 +164,25 @@ def test_after_an_error_no_part_is_begun_and_the_error_is_the_stores(bad: int) -
 
 
 def test_parts_that_run_stop_soon_after_another_has_failed() -> None:
-    store = Watched(content(100))
+    store = store_of(content(100))
     download = start(store, FileInfo(KEY, 100), parts=2)
     error = TransientError("elsewhere", "connection reset")
     first, second = download.take_part(), download.take_part()
     assert first is not None
     assert second is not None
 
-    def fail(number: int) -> None:
-        if number == 0:  # the other part fails while this one has its body
-            breaking(store, 1, 0, error)
-            download.fetch_part(second)
+    def fail_the_other() -> None:
+        break_body(store, 1, 0, error)
+        download.fetch_part(second)
 
-    store.opened = fail
+    act_at_first(store, fail_the_other)
     download.fetch_part(first)
     assert download.bytes_done == 0
     assert download.error is error
 
 
 def test_an_object_that_is_missing_or_changed_is_the_stores_error() -> None:
-    store = Watched(content(100))
+    store = store_of(content(100))
     download = start(store, FileInfo("other", 100))
     with pytest.raises(ObjectNotFoundError):
         run(download)
@@ -221,32 +194,27 @@ def test_an_object_that_is_missing_or_changed_is_the_stores_error() -> None:
 
 
 def test_parts_begun_one_after_the_other_are_of_one_version() -> None:
-    store = Watched(content(100))
+    store = store_of(content(100))
     download = start(store, FileInfo(KEY, 100), parts=4)
 
-    def replace_object(number: int) -> None:
-        if number == 0:
-            store.put(KEY, bytes(100))
-
-    store.opened = replace_object
+    act_at_first(store, lambda: store.put(KEY, bytes(100)))
     with pytest.raises(ObjectChangedError):
         run(download)
     assert len(store.reads) == 2
 
 
 def test_parts_begun_at_the_same_time_are_of_one_version() -> None:
-    store = Watched(content(100))
+    store = store_of(content(100))
     download = start(store, FileInfo(KEY, 100), parts=2)
     first, second = download.take_part(), download.take_part()
     assert first is not None
     assert second is not None
 
-    def replace_object(number: int) -> None:
-        if number == 0:
-            store.put(KEY, bytes(100))
-            download.fetch_part(second)
+    def replace_object() -> None:
+        store.put(KEY, bytes(100))
+        download.fetch_part(second)
 
-    store.opened = replace_object
+    act_at_first(store, replace_object)
     download.fetch_part(first)
     with pytest.raises((ObjectChangedError, DamagedObjectError)):
         download.check()

@@ -26,16 +26,14 @@ from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
 from shardkit.formats.mds import read_index
 from shardkit.order.order import Order, OrderSpec
-from shardkit.storage.memory import MemoryBody, MemoryStore
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StoreError
 from support.cache_entries import leased, room
 from support.stores import FaultRule, FaultyStore
+from support.noted_store import NotedStore
 from support.remote_harness import (
     SOON_SECONDS,
     fetch_threads,
-    fresh_url,
-    put_folder,
     quick_policy,
     wait_until,
     write_hashed,
@@ -56,63 +54,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in ("mds", "mds_zstd")}
 
 
-class Doors(MemoryStore):
-    """A memory store that notes its reads. Those of the shards in `shut` wait until these are let through."""
-
-    def __init__(self, folder: Path, *shut: int, after_bytes: int = 0) -> None:
-        super().__init__(fresh_url())
-        put_folder(folder, self)
-        self.reads: list[tuple[int, int, int | None]] = []
-        self.after_bytes = after_bytes  # of a body, before it waits
-        self.shut = {number: threading.Event() for number in shut}
-        self.reached = {number: threading.Event() for number in shut}
-
-    def open(
-        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        body = super().open(key, start, stop, version=version)
-        found = re.search(r"\d{5}", key)
-        if found is None:
-            return body
-        number = int(found[0])
-        self.reads.append((number, start, stop))
-        if self.after_bytes and number in self.shut:
-            return _HeldBody(body.info, memoryview(self.get_quietly(key)), lambda: self.wait(number), self)
-        self.wait(number)
-        return body
-
-    def get_quietly(self, key: str) -> bytes:
-        return self._find(key)[1]
-
-    def wait(self, number: int) -> None:
-        if number in self.shut:
-            self.reached[number].set()
-            assert self.shut[number].wait(SOON_SECONDS)
-
-    def let_through(self) -> None:
-        for event in self.shut.values():
-            event.set()
-
-    @property
-    def order(self) -> list[int]:
-        """Shards in the order of their reads."""
-        return [number for number, _, _ in self.reads]
-
-
-class _HeldBody(MemoryBody):
-    """Gives some bytes, then waits before the others."""
-
-    def __init__(self, info: Any, view: memoryview, wait: Callable[[], None], store: Doors) -> None:
-        super().__init__(info, view)
-        self._wait, self._left = wait, store.after_bytes
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        if self._left:
-            count = super().readinto(buffer[: self._left])
-            self._left -= count
-            return count
-        self._wait()
-        return super().readinto(buffer)
+def doors(folder: Path, *shut: int, after_bytes: int = 0) -> NotedStore:
+    """A store of that dataset. Reads of the shards in `shut` wait until they are let through."""
+    return NotedStore(folder, holds=lambda read: read.shard in shut, after_bytes=after_bytes)
 
 
 Open = Callable[..., CachedShards]
@@ -121,10 +65,10 @@ Open = Callable[..., CachedShards]
 @pytest.fixture
 def opened() -> Iterator[Open]:
     """Opens the shards of a dataset in a store; closes them in the end, with every door open."""
-    made: list[tuple[CachedShards, Doors]] = []
+    made: list[tuple[CachedShards, NotedStore]] = []
 
     def shards_of(
-        below: Doors, cache: Cache | None = None, *rules: FaultRule, connections: int = 4, **limits: Any
+        below: NotedStore, cache: Cache | None = None, *rules: FaultRule, connections: int = 4, **limits: Any
     ) -> CachedShards:
         manifest = find_remote(below).manifest
         below.reads.clear()
@@ -210,23 +154,23 @@ class Waiters:
 
 
 def test_what_is_waited_for_goes_before_what_is_planned(folders: dict[str, Path], opened: Open) -> None:
-    store = Doors(folders["mds"], 0)
+    store = doors(folders["mds"], 0)
     shards = opened(store, connections=1)
     _plan = shards.follow(order_of(shards), 0, None)
-    assert store.reached[0].wait(SOON_SECONDS)
+    assert store.reached.wait(SOON_SECONDS)
     waiters = Waiters(shards, 4)
     assert f"{store.url}/shard.00004.mds: 0 of " in shards.fetcher.progress()
     store.let_through()
     waiters.results()
     wait_until(lambda: kept(shards) == SHARDS)
-    assert store.order == [0, 4, 1, 2, 3, 5]
+    assert store.shards == [0, 4, 1, 2, 3, 5]
 
 
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd"])
 def test_a_shard_that_many_threads_ask_for_is_fetched_once(
     folders: dict[str, Path], opened: Open, kind: str
 ) -> None:
-    store = Doors(folders[kind], 2)
+    store = doors(folders[kind], 2)
     shards = opened(store)
     waiters = Waiters(shards, *[2] * 8)
     store.let_through()
@@ -234,7 +178,7 @@ def test_a_shard_that_many_threads_ask_for_is_fetched_once(
         assert isinstance(data, np.ndarray)
         assert data.tobytes() == raw_of(folders[kind], 2)
         assert not data.flags.writeable
-    assert store.order == [2]
+    assert store.shards == [2]
     counters = shards.counters()
     assert (counters["hits"], counters["misses"], counters["fetched_shards"]) == (0, 8, 1)
 
@@ -242,25 +186,25 @@ def test_a_shard_that_many_threads_ask_for_is_fetched_once(
 def test_a_planned_shard_that_someone_comes_to_wait_for_is_not_fetched_again(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    store = Doors(folders["mds"], 0)
+    store = doors(folders["mds"], 0)
     shards = opened(store)
     _plan = shards.follow(order_of(shards), 0, None)
-    assert store.reached[0].wait(SOON_SECONDS)
+    assert store.reached.wait(SOON_SECONDS)
     assert shards.fetcher.progress() == "", "nobody waits yet"
     waiters = Waiters(shards, 0)
     assert "shard.00000.mds" in shards.fetcher.progress()
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)
-    assert store.order.count(0) == 1
+    assert store.shards.count(0) == 1
     assert shards.fetcher.progress() == ""
 
 
 def test_idle_threads_share_a_shard_that_is_waited_for(folders: dict[str, Path], opened: Open) -> None:
-    store = Doors(folders["mds"])
+    store = doors(folders["mds"])
     shards = opened(store, min_part_bytes=100)
     raw = raw_of(folders["mds"], 1)
     assert shards.load(1).tobytes() == raw
-    edges = sorted((start, stop) for _, start, stop in store.reads)
+    edges = sorted((start, stop) for _, start, stop, _ in store.reads)
     assert len(edges) == 4
     assert [start for start, _ in edges] == [0, *[stop for _, stop in edges[:-1]]]
     assert edges[-1][1] == len(raw)
@@ -273,12 +217,12 @@ def test_idle_threads_share_a_shard_that_is_waited_for(folders: dict[str, Path],
 def test_a_bad_byte_in_one_of_several_ranges_is_noticed_and_all_are_fetched_again(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    store = Doors(folders["mds"])
+    store = doors(folders["mds"])
     rule = FaultRule(fault="corrupt", operation="open", skip=2, count=1)
     shards = opened(store, None, rule, min_part_bytes=100)
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1)
     assert shards.counters()["damaged"] == 1
-    assert sum(start == 0 for _, start, _ in store.reads) == 2
+    assert sum(start == 0 for _, start, _, _ in store.reads) == 2
 
 
 # What goes wrong.
@@ -289,17 +233,17 @@ def test_a_bad_byte_in_one_of_several_ranges_is_noticed_and_all_are_fetched_agai
 def test_an_object_that_is_damaged_is_fetched_three_times_then_named_until_it_is_repaired(
     folders: dict[str, Path], opened: Open, kind: str, where: str, tmp_path: Path
 ) -> None:
-    store = Doors(folders[kind])
+    store = doors(folders[kind])
     cache = CacheFolder(tmp_path, 1 << 20) if where == "folder" else CacheMemory(1 << 20)
     shards = opened(store, cache)
     name = shards.info(3).stored.basename
-    good = store.get_quietly(name)
+    good = store.quiet(name)
     store.put(name, good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(DamagedObjectError) as caught:
         shards.load(3)
     assert str(caught.value).startswith(f"{store.url}/{name}: xxh64 is ")
     assert str(caught.value).endswith("; it was fetched 3 times: check the object in the bucket")
-    assert store.order == [3, 3, 3]
+    assert store.shards == [3, 3, 3]
     assert cache.contents() == {}
     leased(cache, shards.entry(3)).release()
     counters = shards.counters()
@@ -311,7 +255,7 @@ def test_an_object_that_is_damaged_is_fetched_three_times_then_named_until_it_is
 def test_an_error_reaches_all_who_wait_and_does_not_poison_the_next_try(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    store = Doors(folders["mds"], 1)
+    store = doors(folders["mds"], 1)
     shards = opened(store, None, FaultRule(fault="deny", key="00002", skip=0, count=1), connections=1)
     waiters = Waiters(shards, 1, *[2] * 5)  # one connection: while 1 is fetched, all others come to wait
     store.let_through()
@@ -328,7 +272,7 @@ def test_an_error_reaches_all_who_wait_and_does_not_poison_the_next_try(
 def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    store = Doors(folders["mds"])
+    store = doors(folders["mds"])
     shards = opened(store, None, FaultRule(fault="deny", key="00002"))
     _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
@@ -340,10 +284,10 @@ def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
 def test_closing_wakes_all_who_wait_at_once_and_the_shards_can_be_used_again(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    store = Doors(folders["mds"], 0)
+    store = doors(folders["mds"], 0)
     shards = opened(store, connections=1, join_seconds=0.01)
     waiters = Waiters(shards, 0, 0, 1)  # one is read, the other in the queue
-    assert store.reached[0].wait(SOON_SECONDS)
+    assert store.reached.wait(SOON_SECONDS)
     shards.close()
     for found in waiters.results():
         assert isinstance(found, RuntimeError)
@@ -362,7 +306,7 @@ def test_closing_wakes_all_who_wait_at_once_and_the_shards_can_be_used_again(
 def test_closing_twice_or_before_anything_was_read_is_no_error(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    shards = opened(Doors(folders["mds"]))
+    shards = opened(doors(folders["mds"]))
     shards.close()
     shards.close()
     assert not fetch_threads()
@@ -372,11 +316,11 @@ def test_closing_twice_or_before_anything_was_read_is_no_error(
 def test_a_wait_that_is_too_long_says_how_much_came_the_last_status_and_the_disk(
     folders: dict[str, Path], opened: Open, where: str, tmp_path: Path
 ) -> None:
-    store = Doors(folders["mds"], 0, after_bytes=700)
+    store = doors(folders["mds"], 0, after_bytes=700)
     cache = CacheFolder(tmp_path, 1 << 20) if where == "folder" else CacheMemory(1 << 20)
     shards = opened(store, cache, FaultRule(fault="throttle", operation="open", count=1))
     waiters = Waiters(shards, 0)
-    assert store.reached[0].wait(SOON_SECONDS)
+    assert store.reached.wait(SOON_SECONDS)
     size = len(raw_of(folders["mds"], 0))
     shards.timeout_seconds = 0.05
     with pytest.raises(FetchTimeoutError) as caught:
@@ -395,10 +339,10 @@ def test_a_shard_that_comes_damaged_after_the_cache_folder_was_removed_is_fetche
     folders: dict[str, Path], opened: Open, tmp_path: Path
 ) -> None:
     rule = FaultRule(fault="corrupt", operation="open", key="00003", count=1)
-    store = Doors(folders["mds"], 3)
+    store = doors(folders["mds"], 3)
     shards = opened(store, CacheFolder(tmp_path, 1 << 20), rule)
     waiters = Waiters(shards, 3)
-    assert store.reached[3].wait(SOON_SECONDS)
+    assert store.reached.wait(SOON_SECONDS)
     shutil.rmtree(tmp_path / "shardkit-cache-1")
     threads = fetch_threads()
     store.let_through()
@@ -422,7 +366,7 @@ def test_closing_between_two_ranges_of_a_shard_gives_lease_and_room_back(
         assert closed.wait(SOON_SECONDS)
 
     monkeypatch.setattr(Download, "fetch_part", held)
-    shards = opened(Doors(folders["mds"]), connections=1, min_part_bytes=100, join_seconds=0.01)
+    shards = opened(doors(folders["mds"]), connections=1, min_part_bytes=100, join_seconds=0.01)
     waiters = Waiters(shards, 0)
     assert between.wait(SOON_SECONDS)
     threads = fetch_threads()
@@ -440,11 +384,11 @@ def test_closing_in_the_middle_of_a_read_gives_lease_and_room_back(
     folders: dict[str, Path], opened: Open, tmp_path: Path, in_time: bool
 ) -> None:
     """`in_time`: the read ends while `close` waits for it, not after."""
-    store = Doors(folders["mds"], 0)
+    store = doors(folders["mds"], 0)
     seconds = SOON_SECONDS if in_time else 0.01
     shards = opened(store, CacheFolder(tmp_path, 1 << 20), connections=2, join_seconds=seconds)
     waiters = Waiters(shards, 0)
-    assert store.reached[0].wait(SOON_SECONDS)
+    assert store.reached.wait(SOON_SECONDS)
     threads = fetch_threads()
 
     def read_on() -> None:
@@ -466,7 +410,7 @@ def test_closing_in_the_middle_of_a_read_gives_lease_and_room_back(
 def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    shards = opened(Doors(folders["mds"]), connections=3, idle_seconds=0.02)
+    shards = opened(doors(folders["mds"]), connections=3, idle_seconds=0.02)
     before = fetch_threads()
     for number in (0, 1):
         assert shards.load(number).tobytes() == raw_of(folders["mds"], number)
@@ -483,7 +427,7 @@ def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
 def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     folders: dict[str, Path], opened: Open, moment: str
 ) -> None:
-    store = Doors(folders["mds"], 0)
+    store = doors(folders["mds"], 0)
     size = len(raw_of(folders["mds"], 0))
     shards = opened(store, CacheMemory(5 * size // 2 if moment == "planning" else 1 << 20))
     if moment == "idle":
@@ -492,7 +436,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     if moment == "idle":
         wait_until(lambda: kept(shards) == SHARDS)
     else:
-        assert store.reached[0].wait(SOON_SECONDS)
+        assert store.reached.wait(SOON_SECONDS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the case in question
         if moment == "planning":
@@ -517,21 +461,21 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
 def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long(
     folders: dict[str, Path], opened: Open
 ) -> None:
-    store = Doors(folders["mds"])
+    store = doors(folders["mds"])
     shards = opened(store, lease_seconds=0.05)
     held = leased(shards.cache, shards.entry(1))
     _plan = shards.follow(order_of(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
-    assert 1 not in store.order
+    assert 1 not in store.shards
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1), "whoever holds the lease has been stopped"
-    assert store.order.count(1) == 1
+    assert store.shards.count(1) == 1
     held.release()
 
 
 def test_what_another_process_has_fetched_meanwhile_is_not_fetched_again(
     folders: dict[str, Path], opened: Open, tmp_path: Path
 ) -> None:
-    store = Doors(folders["mds"])
+    store = doors(folders["mds"])
     shards, other = opened(store, CacheFolder(tmp_path, 1 << 20)), CacheFolder(tmp_path, 1 << 20)
     held = leased(other, shards.entry(1))
     waiters = Waiters(shards, 1)
@@ -553,7 +497,7 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     folders: dict[str, Path], opened: Open, kind: str
 ) -> None:
     cache = CacheMemory(len(raw_of(folders[kind], 0)) * 3 // 2)
-    store = Doors(folders[kind])
+    store = doors(folders[kind])
     shards = opened(store, cache)
     taken = room(cache, "of somebody else", cache.capacity - 1)
     for _ in range(2):
@@ -575,12 +519,12 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd"])
 def test_every_load_is_counted_once(folders: dict[str, Path], opened: Open, kind: str) -> None:
     raw = [len(raw_of(folders[kind], number)) for number in range(SHARDS)]
-    store = Doors(folders[kind])
+    store = doors(folders[kind])
     shards = opened(store, CacheMemory(max(raw) * 3 // 2))  # room for one
     for number in (0, 0, 1, 1, 1, 0):
         assert load_and_keep(shards, number) == raw_of(folders[kind], number)
     stored = [shards.info(number).stored.bytes for number in range(SHARDS)]
-    assert store.order == [0, 1, 0]
+    assert store.shards == [0, 1, 0]
     assert shards.counters() == {
         "hits": 3,
         "misses": 3,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,15 +16,13 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
-from shardkit.storage.memory import MemoryBody, MemoryStore
 from support.cache_entries import leased
 from support.ended_threads import ended_threads
+from support.noted_store import NotedStore, Read
 from support.remote_harness import (
     SOON_SECONDS,
     Remote,
-    fresh_url,
     make_remote_kind,
-    put_folder,
     wait_until,
 )
 
@@ -35,43 +32,25 @@ SAMPLES = 53
 pytestmark = pytest.mark.filterwarnings("ignore:cache_bytes of:RuntimeWarning")
 
 
-class Halves(MemoryStore):
-    """A memory store that notes reads of whole shards and of rows, and can hold back either."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(fresh_url())
-        put_folder(folder, self)
-        self.reads: list[str] = []  # "whole" or "row"
-        self.passes = {"whole": threading.Event(), "row": threading.Event()}
-        for event in self.passes.values():
-            event.set()
-
-    def open(
-        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        if re.search(r"\d{5}", key):
-            kind = "whole" if stop is None else "row"
-            self.reads.append(kind)
-            assert self.passes[kind].wait(SOON_SECONDS)
-        return super().open(key, start, stop, version=version)
-
-    def hold(self, kind: str) -> None:
-        self.passes[kind].clear()
-
-    def let_through(self) -> None:
-        for event in self.passes.values():
-            event.set()
+def whole(read: Read) -> bool:
+    """Whether a read is of a whole shard."""
+    return read.shard is not None and read.stop is None
 
 
-Open = Callable[..., tuple[Halves, Remote]]
+def row(read: Read) -> bool:
+    """Whether a read is of a row."""
+    return read.stop is not None
+
+
+Open = Callable[..., tuple[NotedStore, Remote]]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    made: list[tuple[Halves, Remote]] = []
+    made: list[tuple[NotedStore, Remote]] = []
 
-    def of(kind: str = "mds", cache: Any = None) -> tuple[Halves, Remote]:
-        store = Halves(make_remote_kind(tmp_path / kind, kind, samples=SAMPLES, shards=SHARDS))
+    def of(kind: str = "mds", cache: Any = None) -> tuple[NotedStore, Remote]:
+        store = NotedStore(make_remote_kind(tmp_path / kind, kind, samples=SAMPLES, shards=SHARDS))
         remote = Remote.open(store, cache, connections=8)
         store.reads.clear()
         made.append((store, remote))
@@ -102,12 +81,12 @@ def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_r
 ) -> None:
     monkeypatch.setattr(reader, "MAX_ROWS", 8)
     store, remote = opened(kind)
-    store.hold("whole")
+    store.holds = whole
     with loader_of(remote, timeout_seconds=0.5) as loader:
         batches = iter(loader)
         assert [next(batches)["sample_id"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert row_reads(remote) == 8
-        assert store.reads.count("row") == 16, "each row is read twice"
+        assert sum(map(row, store.reads)) == 16, "each row is read twice"
         with pytest.raises(LoaderTimeoutError, match=r"step 2 .*0 of [\d,]+ bytes received") as caught:
             next(batches)
         assert remote.dataset.where(0) in str(caught.value)
@@ -118,7 +97,7 @@ def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_r
 def test_each_start_has_its_own_first_rows(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "MAX_ROWS", 4)
     store, remote = opened()
-    store.hold("whole")
+    store.holds = whole
     with loader_of(remote) as loader:
         got = [ids(loader, 1) for _ in range(3)]  # left after one batch, begun anew
         state = loader.state_dict()
@@ -133,13 +112,13 @@ def test_few_rows_go_before_all_whole_shards(opened: Open) -> None:
     store, remote = opened()
     with loader_of(remote) as loader:
         ids(loader, 1)
-        wait_until(lambda: store.reads.count("whole") == SHARDS)
-    assert store.reads[:8] == ["row"] * 8
+        wait_until(lambda: sum(map(whole, store.reads)) == SHARDS)
+    assert all(map(row, store.reads[:8]))
 
 
 def test_beside_many_rows_whole_shards_come_already(opened: Open) -> None:
     store, remote = opened()
-    store.hold("row")
+    store.holds = row
     got: list[int] = []
     with loader_of(remote, batch_size=reader.FIRST_ROWS + 1) as loader:
         thread = threading.Thread(target=lambda: got.extend(ids(loader, 1)))
@@ -155,7 +134,7 @@ def test_a_plan_of_more_rows_than_allowed_waits_for_its_shards(opened: Open) -> 
     store, remote = opened()
     with loader_of(remote, batch_size=reader.MAX_ROWS + 1) as loader:
         assert ids(loader, 1) == list(range(reader.MAX_ROWS + 1))
-    assert "row" not in store.reads
+    assert not any(map(row, store.reads))
 
 
 @pytest.mark.parametrize("kind", ["mds_zstd", "tar_foreign", "columns"])
@@ -163,7 +142,7 @@ def test_rows_whose_place_no_index_tells_are_not_read_singly(opened: Open, kind:
     store, remote = opened(kind)
     with loader_of(remote) as loader:
         assert ids(loader, 3) == list(range(12))
-    assert "row" not in store.reads
+    assert not any(map(row, store.reads))
 
 
 def test_shards_that_are_here_are_not_read_by_rows(opened: Open) -> None:
@@ -181,20 +160,19 @@ def test_without_room_each_shard_is_fetched_whole_once_and_read_by_rows_from_the
     with loader_of(remote, endless=True) as loader:
         rows = ids(loader, 200)
     assert sorted(rows[:SAMPLES]) == list(range(SAMPLES))
-    whole = store.reads.count("whole")
     counters = remote.shards.counters()
-    assert counters["bypassed"] == whole == SHARDS
-    assert counters["row_reads"] >= len(rows) - whole * (SAMPLES // SHARDS + 2)
+    assert counters["bypassed"] == sum(map(whole, store.reads)) == SHARDS
+    assert counters["row_reads"] >= len(rows) - SHARDS * (SAMPLES // SHARDS + 2)
 
 
 def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(opened: Open) -> None:
     store, remote = opened(cache=CacheMemory(1))
     fetcher = remote.shards.fetcher
-    store.hold("whole")
+    store.holds = whole
     with loader_of(remote, endless=True) as loader:
         reader = threading.Thread(target=ids, args=(loader, 40))
         reader.start()
-        wait_until(lambda: "whole" in store.reads)
+        wait_until(lambda: any(map(whole, store.reads)))
         [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
         (plan,) = fetcher.plans()
         fetcher._plan(plan, object())
@@ -233,7 +211,7 @@ def test_a_loop_that_stands_still_is_planned_for_a_few_times_only(
 
 def test_an_evaluation_in_mid_epoch_leaves_the_training_loaders_plan_at_work(opened: Open) -> None:
     store, remote = opened()
-    store.hold("whole")
+    store.holds = whole
     with loader_of(remote) as training:
         iter_training = iter(training)
         first = next(iter_training)["sample_id"].tolist()
@@ -252,7 +230,7 @@ def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
 ) -> None:
     monkeypatch.setattr(reader, "MAX_ROWS", 0)
     store, remote = opened()
-    store.hold("whole")
+    store.holds = whole
     with (
         loader_of(remote, timeout_seconds=0.3) as hasty,
         loader_of(remote, timeout_seconds=SOON_SECONDS) as patient,

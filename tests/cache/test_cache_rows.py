@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,36 +20,29 @@ from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.formats.tar.shard_list import fixed_size
 from shardkit.manifest import Column, FileInfo, Format, Manifest, ShardInfo
-from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.memory import MemoryBody
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError
+from support.noted_store import NotedStore
 
 Rows = npt.NDArray[Any]
 Corrupt = Callable[[int, bytearray], None]
 DTYPES = st.sampled_from([np.uint16, np.uint32])
-_numbers = itertools.count()
 
 
 def harmless(number: int, data: bytearray) -> None:
     """Changes nothing."""
 
 
-class CorruptingStore(MemoryStore):
-    """A memory store; `corrupt` is given the number and the bytes of each read, and may change them."""
+def store_of(corrupt: Corrupt = harmless) -> NotedStore:
+    """A store; `corrupt` is given the number and the bytes of each read, and may change them."""
 
-    def __init__(self, corrupt: Corrupt = harmless) -> None:
-        super().__init__(f"memory://rows-{next(_numbers)}")
-        self.corrupt = corrupt
-        self.reads: list[tuple[str, int, int | None]] = []
-
-    def open(
-        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        self.reads.append((key, start, stop))
-        body = super().open(key, start, stop, version=version)
+    def hand_out(number: int, body: MemoryBody) -> MemoryBody:
         data = bytearray(body.read())
-        self.corrupt(len(self.reads) - 1, data)
+        corrupt(number, data)
         return MemoryBody(body.info, memoryview(bytes(data)))
+
+    return NotedStore(hand_out=hand_out)
 
 
 def matrix(count: int, length: int, dtype: type[np.generic] = np.uint16) -> Rows:
@@ -74,7 +66,7 @@ def written(kind: Format, folder: Path, rows: Rows) -> tuple[ShardInfo, RowLayou
 def reader(
     kind: Format, folder: Path, shards: list[ShardInfo], corrupt: Corrupt = harmless, **options: Any
 ) -> RowReader:
-    store = CorruptingStore(corrupt)
+    store = store_of(corrupt)
     for shard in shards:
         store.put(shard.stored.basename, folder / shard.stored.basename)
     return RowReader(ResilientStore(store), Manifest(kind, shards), **options)
@@ -210,7 +202,7 @@ def test_an_mds_file_too_small_for_its_rows_has_no_layout(size: int) -> None:
 
 def test_the_rows_wanted_are_read_by_two_requests_each_and_nothing_else(kind: Format, tmp_path: Path) -> None:
     rows = matrix(30, 50)
-    store = CorruptingStore()
+    store = store_of()
     shards = []
     for number in range(2):
         shard = write(kind, tmp_path, rows[::-1] if number else rows)
@@ -228,7 +220,7 @@ def test_the_rows_wanted_are_read_by_two_requests_each_and_nothing_else(kind: Fo
     assert len(store.reads) == 8
     layout = reading.layout(0)
     assert layout is not None
-    assert all(stop is not None and stop - start == layout.size for _, start, stop in store.reads)
+    assert all(stop is not None and stop - start == layout.size for _, start, stop, _ in store.reads)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -310,7 +302,7 @@ def test_rows_that_do_not_come_in_time_are_an_error_that_says_what_did(kind: For
 
 def test_the_stores_error_comes_as_it_is(kind: Format, tmp_path: Path) -> None:
     shard = write(kind, tmp_path, matrix(9, 50))
-    reading = RowReader(ResilientStore(CorruptingStore()), Manifest(kind, [shard]))
+    reading = RowReader(ResilientStore(store_of()), Manifest(kind, [shard]))
     with pytest.raises(ObjectNotFoundError, match=shard.raw.basename):
         read(reading, 4)
 
@@ -318,7 +310,7 @@ def test_the_stores_error_comes_as_it_is(kind: Format, tmp_path: Path) -> None:
 def test_rows_are_of_one_version_of_the_object_until_another_is_proved(kind: Format, tmp_path: Path) -> None:
     rows = matrix(9, 50)
     shard = write(kind, tmp_path, rows)
-    store = CorruptingStore()
+    store = store_of()
     store.put(shard.raw.basename, tmp_path / shard.raw.basename)
     reading = RowReader(ResilientStore(store), Manifest(kind, [shard]))
     read(reading, 4)

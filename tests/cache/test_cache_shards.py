@@ -20,9 +20,10 @@ from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.metrics import CacheStats
 from shardkit.order.order import Order, OrderSpec
-from shardkit.storage.memory import MemoryBody, MemoryStore
+from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
 from support.ended_threads import ended_threads
+from support.noted_store import NotedStore
 from support.remote_harness import (
     SOON_SECONDS,
     Remote,
@@ -36,25 +37,6 @@ from support.remote_harness import (
 SHARDS = 5
 FOREIGN = ["mds_foreign", "mds_zstd_foreign", "tar_foreign"]
 KINDS = ["mds", "mds_zstd", "tar", *FOREIGN]
-
-
-class Noted(MemoryStore):
-    """A memory store that notes what it is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(fresh_url())
-        put_folder(folder, self)
-        self.asked: list[str] = []
-
-    def head(self, key: str) -> ObjectInfo:
-        self.asked.append(f"head {key}")
-        return super().head(key)
-
-    def open(
-        self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None
-    ) -> MemoryBody:
-        self.asked.append(f"open {key}")
-        return super().open(key, start, stop, version=version)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +62,10 @@ def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             shards.close()
 
 
-def opened(store: Noted, cache: Any = None) -> CachedShards:
+def opened(store: NotedStore, cache: Any = None) -> CachedShards:
     shards = Remote.open(store, cache).shards
-    store.asked.clear()
+    store.reads.clear()
+    store.heads.clear()
     return shards
 
 
@@ -112,21 +95,22 @@ def in_order(shards: CachedShards) -> Order:
 
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar"])
 def test_with_hashes_the_index_names_every_entry(folders: dict[str, Path], kind: str) -> None:
-    store = Noted(folders[kind])
+    store = NotedStore(folders[kind])
     shards = opened(store)
     entries = [shards.entry(number) for number in range(SHARDS)]
     assert entries == [entry_name(shards.info(number), "elsewhere") for number in range(SHARDS)]
     assert [shards.fetcher.is_there(number) for number in range(SHARDS)] == [False] * SHARDS
     assert shards.version(0) is None
     assert shards.where(3) == f"{store.url}/{names_of(shards)[3]}"
-    assert store.asked == [], "what an index says is not asked for"
+    assert not store.reads, "what an index says is not asked for"
+    assert not store.heads
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_without_hashes_an_entry_is_named_after_its_object_which_is_asked_once(
     folders: dict[str, Path], kind: str
 ) -> None:
-    store = Noted(folders[kind])
+    store = NotedStore(folders[kind])
     shards = opened(store)
     for _ in range(2):
         for number, name in enumerate(names_of(shards)):
@@ -134,14 +118,15 @@ def test_without_hashes_an_entry_is_named_after_its_object_which_is_asked_once(
             assert shards.stored_file(number).bytes == info.bytes
             assert shards.entry(number) == entry_name(shards.info(number), store.url, info.version)
             assert shards.version(number) == info.version
-    assert store.asked == [f"head {name}" for name in names_of(shards)]
+    assert store.heads == names_of(shards)
+    assert store.reads == []
     assert len({shards.entry(number) for number in range(SHARDS)}) == SHARDS
 
 
 def test_threads_that_ask_at_once_while_an_object_is_replaced_go_on_with_one_version(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Noted(folders["mds_foreign"])
+    store = NotedStore(folders["mds_foreign"])
     shards = opened(store)
     name = names_of(shards)[0]
     data, together = store.get(name), threading.Barrier(2)
@@ -178,7 +163,7 @@ def test_threads_that_ask_at_once_while_an_object_is_replaced_go_on_with_one_ver
 def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
     folders: dict[str, Path], kind: str
 ) -> None:
-    store = Noted(folders[kind])
+    store = NotedStore(folders[kind])
     shards = opened(store)
     plan = shards.follow(in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
@@ -188,8 +173,7 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
         assert shards.fetcher.is_there(number)
         shards.load(number)
     shards.close()
-    opens = sorted(line for line in store.asked if line.startswith("open"))
-    assert opens == [f"open {name}" for name in names_of(shards)]
+    assert sorted(read.key for read in store.reads) == names_of(shards)
     counters = shards.counters()
     assert (counters["hits"], counters["misses"], counters["fetched_shards"]) == (SHARDS, 0, SHARDS)
 
@@ -197,7 +181,7 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
 @pytest.mark.parametrize("kind", ["mds", "tar_foreign"])
 def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind: str) -> None:
     """With room for two shards: the next one comes while one is read, and none is fetched in vain."""
-    store = Noted(folders[kind])
+    store = NotedStore(folders[kind])
     largest = max(len(store.get(info.key)) for info in store.list() if "000" in info.key)
     shards = opened(store, CacheMemory(2 * largest + 200))
     if kind == "tar_foreign":  # their sizes are not in the index: they are planned with when they are known
@@ -215,28 +199,28 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
     shards.close()
     assert counters["bypassed"] == counters["misses"] == 0
     assert counters["hits"] == 2 * SHARDS
-    opens = [line for line in store.asked if line.startswith("open")]
+    opens = [read.key for read in store.reads]
     # Two are on their way at once, so neighbours may be asked for in either order; of the second epoch what
     # is left of the first need not come again. None comes twice in the first one, nor before there is room.
-    order_asked = [opens.index(f"open {name}") for name in names_of(shards)]
+    order_asked = [opens.index(name) for name in names_of(shards)]
     assert sorted(order_asked) == list(range(SHARDS))
     assert all(abs(place - number) <= 1 for number, place in enumerate(order_asked))
     assert len(opens) <= 2 * SHARDS
 
 
 def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
-    store = Noted(folders["mds"])
+    store = NotedStore(folders["mds"])
     sizes = [len(store.get(info.key)) for info in store.list() if info.key.endswith(".mds")]
     shards = opened(store, CacheMemory(max(sizes) + 100))
     _plan = shards.follow(in_order(shards), int(shards._manifest.shard_starts[3]), None)
     wait_until(lambda: shards.fetcher.is_there(3))
     shards.close()
-    assert store.asked == [f"open {names_of(shards)[3]}"]
+    assert [read.key for read in store.reads] == [names_of(shards)[3]]
 
 
 def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[str, Path]) -> None:
     """One follows the order, one begins three shards later; there is room for two shards of each."""
-    store = Noted(folders["mds"])
+    store = NotedStore(folders["mds"])
     largest = max(len(store.get(info.key)) for info in store.list() if "000" in info.key)
     capacity = 4 * largest + 400
     shards = opened(store, CacheMemory(capacity))
@@ -256,7 +240,7 @@ def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[st
 
 
 def test_a_plan_ends_with_its_reader(folders: dict[str, Path]) -> None:
-    shards = opened(Noted(folders["mds"]))
+    shards = opened(NotedStore(folders["mds"]))
     first, second = CacheReader(shards), CacheReader(shards)
     for reader in (first, second):
         reader.start(in_order(shards), 0, None)
@@ -313,7 +297,7 @@ def test_a_copy_reads_the_versions_that_were_known_and_no_others(folders: dict[s
 
 
 def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, Path]) -> None:
-    shards = opened(Noted(folders["mds"]))
+    shards = opened(NotedStore(folders["mds"]))
     for _ in range(2):
         _plan = shards.follow(in_order(shards), 0, None)
         wait_until(lambda: kept(shards) == SHARDS)
@@ -324,7 +308,7 @@ def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, 
 
 
 def test_the_counters_are_all_that_statistics_know_and_three_more(folders: dict[str, Path]) -> None:
-    store = Noted(folders["mds"])
+    store = NotedStore(folders["mds"])
     shards = opened(store, CacheMemory(1 << 20))
     known = {field.name for field in fields(CacheStats)}
     assert shards.counters().keys() == known | {"fetched_shards", "evicted_bytes", "damaged"}
