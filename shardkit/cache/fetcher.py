@@ -63,6 +63,8 @@ class FetchLimits:
     """How long `close` waits for threads."""
     min_part_bytes: int = MIN_PART_BYTES
     read_bytes: int = READ_BYTES
+    single_rows: int = 32
+    """Rows that a reader may have fetched one by one after each start, by two small requests each."""
 
 
 class FetchTimeoutError(ShardkitError, TimeoutError):

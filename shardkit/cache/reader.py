@@ -4,11 +4,11 @@ Several readers may share the shards of one open dataset, such as training and a
 Each has its own place in its own order, so each has its own plan. A plan ends when its reader is closed,
 starts another run, or is garbage.
 
-A run begins with an empty cache and a loop that waits. Until `MAX_ROWS` rows have been read, shards that are
-needed and not cached are not waited for: their rows are fetched one by one, in parallel, before or while the
-whole shards stream in. After that, reads wait for whole shards, which come by deadline. Shards for which the
-cache has no room among the others in use are always read by rows: fetched whole, they would be dropped and
-fetched again each time.
+A run begins with an empty cache and a loop that waits. Until `FetchLimits.single_rows` rows have been read,
+shards that are needed and not cached are not waited for: their rows are fetched one by one, in parallel,
+before or while the whole shards stream in. After that, reads wait for whole shards, which come by deadline.
+Shards for which the cache has no room among the others in use are always read by rows: fetched whole, they
+would be dropped and fetched again each time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from shardkit.order.residency import MixedUses
 
 __all__ = ["CacheReader"]
 
-MAX_ROWS = 32  # of a rank, after each start: two small requests each
-FIRST_ROWS = 16  # up to so many are fetched before any whole shard; more of them at the same time
+FIRST_ROWS = 16  # up to so many rows are fetched before any whole shard; more of them at the same time
 
 
 class CacheReader:
@@ -41,7 +40,7 @@ class CacheReader:
         """The shards that the loop reads now; they stay open."""
         self.is_open = False
         """Whether a run was started and this was not closed since."""
-        self._rows_left = MAX_ROWS
+        self._rows_left = shards.limits.single_rows
         self._follow: Callable[[], Planner] | None = None  # fetching ahead has not begun
         self._plan: Planner | None = None
 
@@ -56,7 +55,7 @@ class CacheReader:
     ) -> None:
         """Begin a run, as `CachedShards.follow` has it; fetching ahead begins behind its first rows."""
         self.close()
-        self.is_open, self._rows_left = True, MAX_ROWS
+        self.is_open, self._rows_left = True, self._shards.limits.single_rows
         self._shards.readers.add(self)
         self._follow = partial(self._shards.follow, order, position, lanes, share=share, siblings=siblings)
 

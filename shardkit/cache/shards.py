@@ -58,9 +58,9 @@ class CachedShards:
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         self._manifest = manifest
-        self._connections, self._limits = connections, limits or FetchLimits()
+        self._connections, self.limits = connections, limits or FetchLimits()
         self._objects = dict(objects or {})  # size and version of those that the index says little of
-        self.fetcher = Fetcher(self, cache, connections=connections, limits=self._limits)
+        self.fetcher = Fetcher(self, cache, connections=connections, limits=self.limits)
         self.rows = RowReader(store, manifest, cache.free_disk_bytes)
         self.after_fork()
         remake_after_fork(self)
@@ -167,7 +167,7 @@ class CachedShards:
 
     def __reduce__(self) -> tuple[object, ...]:
         remade = partial(
-            CachedShards, connections=self._connections, objects=self._objects, limits=self._limits
+            CachedShards, connections=self._connections, objects=self._objects, limits=self.limits
         )
         return remade, (self.store, self._manifest, self.cache)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from shardkit.cache import reader
+from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.planner import Planner
+from shardkit.cache.reader import FIRST_ROWS
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
 from support.cache_entries import leased
-from support.ended_threads import ended_threads
 from support.noted_store import NotedStore, Read
 from support.remote_harness import (
     SOON_SECONDS,
@@ -49,18 +49,18 @@ Open = Callable[..., tuple[NotedStore, Remote]]
 def opened(tmp_path: Path) -> Iterator[Open]:
     made: list[tuple[NotedStore, Remote]] = []
 
-    def of(kind: str = "mds", cache: Any = None) -> tuple[NotedStore, Remote]:
+    def of(kind: str = "mds", cache: Any = None, single_rows: int = 32) -> tuple[NotedStore, Remote]:
         store = NotedStore(make_remote_kind(tmp_path / kind, kind, samples=SAMPLES, shards=SHARDS))
-        remote = Remote.open(store, cache, connections=8)
+        limits = FetchLimits(single_rows=single_rows)
+        remote = Remote.open(store, cache, connections=8, limits=limits)
         store.reads.clear()
         made.append((store, remote))
         return store, remote
 
-    with ended_threads():
-        yield of
-        for store, remote in made:
-            store.let_through()
-            remote.dataset.close()
+    yield of
+    for store, remote in made:
+        store.let_through()
+        remote.dataset.close()
 
 
 def loader_of(remote: Remote, **arguments: Any) -> StreamingLoader:
@@ -77,10 +77,9 @@ def row_reads(remote: Remote) -> float:
 
 @pytest.mark.parametrize("kind", ["mds", "tar", "mds_foreign"])
 def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_rows_than_allowed(
-    opened: Open, kind: str, monkeypatch: pytest.MonkeyPatch
+    opened: Open, kind: str
 ) -> None:
-    monkeypatch.setattr(reader, "MAX_ROWS", 8)
-    store, remote = opened(kind)
+    store, remote = opened(kind, single_rows=8)
     store.holds = whole
     with loader_of(remote, timeout_seconds=0.5) as loader:
         batches = iter(loader)
@@ -94,9 +93,8 @@ def test_the_first_batches_wait_for_no_whole_shard_and_are_followed_by_no_more_r
         store.let_through()
 
 
-def test_each_start_has_its_own_first_rows(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_ROWS", 4)
-    store, remote = opened()
+def test_each_start_has_its_own_first_rows(opened: Open) -> None:
+    store, remote = opened(single_rows=4)
     store.holds = whole
     with loader_of(remote) as loader:
         got = [ids(loader, 1) for _ in range(3)]  # left after one batch, begun anew
@@ -120,20 +118,20 @@ def test_beside_many_rows_whole_shards_come_already(opened: Open) -> None:
     store, remote = opened()
     store.holds = row
     got: list[int] = []
-    with loader_of(remote, batch_size=reader.FIRST_ROWS + 1) as loader:
+    with loader_of(remote, batch_size=FIRST_ROWS + 1) as loader:
         thread = threading.Thread(target=lambda: got.extend(ids(loader, 1)))
         thread.start()
         wait_until(lambda: len(remote.shards.cache.contents()) == SHARDS)
         store.let_through()
         thread.join(SOON_SECONDS)
-    assert got == list(range(reader.FIRST_ROWS + 1))
-    assert row_reads(remote) == reader.FIRST_ROWS + 1
+    assert got == list(range(FIRST_ROWS + 1))
+    assert row_reads(remote) == FIRST_ROWS + 1
 
 
 def test_a_plan_of_more_rows_than_allowed_waits_for_its_shards(opened: Open) -> None:
     store, remote = opened()
-    with loader_of(remote, batch_size=reader.MAX_ROWS + 1) as loader:
-        assert ids(loader, 1) == list(range(reader.MAX_ROWS + 1))
+    with loader_of(remote, batch_size=33) as loader:
+        assert ids(loader, 1) == list(range(33))
     assert not any(map(row, store.reads))
 
 
@@ -226,10 +224,9 @@ def test_an_evaluation_in_mid_epoch_leaves_the_training_loaders_plan_at_work(ope
 
 
 def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
+    opened: Open,
 ) -> None:
-    monkeypatch.setattr(reader, "MAX_ROWS", 0)
-    store, remote = opened()
+    store, remote = opened(single_rows=0)
     store.holds = whole
     with (
         loader_of(remote, timeout_seconds=0.3) as hasty,

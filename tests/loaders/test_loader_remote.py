@@ -42,6 +42,7 @@ from support.stores import BodyFault, FaultRule, FaultyStore, ThrottledStore
 SAMPLES = 53
 CACHES = ["memory", "memory_tiny", "folder", "folder_tiny", "folder_nothing"]
 EPOCH = -(-SAMPLES // 4)  # batches of 4
+NO_ROWS = FetchLimits(single_rows=0)
 
 Datasets = dict[str, tuple[Path, str]]
 
@@ -123,24 +124,19 @@ def test_chosen_columns_come_out_the_same(datasets: Datasets) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar", "tar_foreign"])
-def test_shards_that_come_in_several_ranges_are_the_same(
-    datasets: Datasets, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
+def test_shards_that_come_in_several_ranges_are_the_same(datasets: Datasets, kind: str) -> None:
     folder, url = datasets[kind]
-    limits = FetchLimits(min_part_bytes=64, read_bytes=50)
+    limits = FetchLimits(min_part_bytes=64, read_bytes=50, single_rows=0)
     remote = Remote.open(MemoryStore(url), connections=8, limits=limits)
     assert_same_run(make(folder), remote.loader(), EPOCH)
 
 
 @pytest.mark.parametrize("most", [0, 5, 1 << 30])
 @pytest.mark.parametrize("kind", ["mds", "mds_foreign", "tar"])
-def test_rows_that_were_fetched_one_by_one_are_the_same(
-    datasets: Datasets, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", most)
+def test_rows_that_were_fetched_one_by_one_are_the_same(datasets: Datasets, kind: str, most: int) -> None:
     folder, url = datasets[kind]
-    assert_same_run(make(folder), make(url), 2 * EPOCH)
+    remote = Remote.open(MemoryStore(url), limits=FetchLimits(single_rows=most))
+    assert_same_run(make(folder), remote.loader(), 2 * EPOCH)
 
 
 @pytest.mark.parametrize("cache", ["memory", "folder_tiny"])
@@ -250,15 +246,15 @@ FAULTS: dict[str, tuple[Callable[[Store], Store] | list[FaultRule], dict[str, in
 @pytest.mark.parametrize("kind", cases(["mds", "mds_zstd", "tar_foreign"], ["mds_zstd"]))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_store_change_nothing_but_the_counters(
-    datasets: Datasets, kind: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    datasets: Datasets, kind: str, fault: str
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     how, least = FAULTS[fault]
     around = partial(FaultyStore, rules=how, seed=7) if isinstance(how, list) else how
     policy = quick_policy(answer_seconds=0.3, floor_bytes_per_second=1000.0, window_seconds=0.1)
     with make(datasets[kind][0]) as local:
         expected = sample_ids(local, 2 * EPOCH)
-    remote = Remote.open(MemoryStore(datasets[kind][1]), policy=policy, around=around)
+    below = MemoryStore(datasets[kind][1])
+    remote = Remote.open(below, policy=policy, limits=NO_ROWS, around=around)
     with remote.loader(timeout_seconds=20.0) as loader:
         assert sample_ids(loader, 2 * EPOCH) == expected
         counters = remote.shards.counters()
@@ -269,11 +265,8 @@ def test_faults_of_the_store_change_nothing_but_the_counters(
         assert getattr(snapshot, name) >= count, f"{name}: {snapshot.to_dict()}"
 
 
-def test_faults_at_the_rows_of_the_first_batches_change_nothing(
-    datasets: Datasets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_at_the_rows_of_the_first_batches_change_nothing(datasets: Datasets) -> None:
     """In three shards a byte of a row is flipped once; other reads fail: rows are read until two agree."""
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 1 << 30)
     faults = [
         *(FaultRule(fault="corrupt", key=f"0000{shard}", count=1, after_bytes=3) for shard in range(3)),
         FaultRule(fault="error", operation="open", probability=0.3),
@@ -281,7 +274,8 @@ def test_faults_at_the_rows_of_the_first_batches_change_nothing(
     with make(datasets["mds"][0]) as local:
         expected = sample_ids(local, EPOCH)
     below = FaultyStore(MemoryStore(datasets["mds"][1]), faults, seed=3)
-    remote = Remote.open(MemoryStore(datasets["mds"][1]), around=lambda store: below)
+    limits = FetchLimits(single_rows=1 << 30)
+    remote = Remote.open(MemoryStore(datasets["mds"][1]), limits=limits, around=lambda store: below)
     with remote.loader(timeout_seconds=20.0) as loader:
         assert sample_ids(loader, EPOCH) == expected
         assert remote.shards.counters()["row_reads"] > 0
@@ -291,13 +285,12 @@ def test_faults_at_the_rows_of_the_first_batches_change_nothing(
 @pytest.mark.parametrize("cache", ["memory", "folder"])
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar"])
 def test_a_shard_that_arrives_damaged_is_set_aside_and_fetched_again(
-    datasets: Datasets, kind: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    datasets: Datasets, kind: str, cache: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     folder, url = datasets[kind]
     rule = FaultRule(fault="corrupt", operation="open", key="00002", after_bytes=170, count=2)
     held = CacheFolder(tmp_path, None) if cache == "folder" else None
-    remote = Remote.open(MemoryStore(url), held, around=partial(FaultyStore, rules=[rule]))
+    remote = Remote.open(MemoryStore(url), held, limits=NO_ROWS, around=partial(FaultyStore, rules=[rule]))
     with make(folder) as local:
         expected = sample_ids(local, 2 * EPOCH)
     with remote.loader() as loader:
@@ -312,11 +305,10 @@ def test_a_shard_that_arrives_damaged_is_set_aside_and_fetched_again(
 
 @pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar"])
 def test_an_object_that_is_damaged_in_the_bucket_stops_the_run_and_is_named(
-    datasets: Datasets, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    datasets: Datasets, kind: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     rule = FaultRule(fault="corrupt", operation="open", key="00002", after_bytes=170)
-    remote = remote_of(datasets, kind, rule, cache=CacheFolder(tmp_path, None))
+    remote = remote_of(datasets, kind, rule, cache=CacheFolder(tmp_path, None), limits=NO_ROWS)
     name = remote.dataset.manifest.shards[2].stored.basename
     with remote.loader() as loader, pytest.raises(DamagedObjectError) as caught:
         sample_ids(loader, 2 * EPOCH)
@@ -345,17 +337,16 @@ def test_a_missing_object_stops_the_run_and_is_named(datasets: Datasets) -> None
     ],
 )
 def test_an_object_that_is_replaced_during_the_run_is_never_delivered(
-    datasets: Datasets, kind: str, error: Any, monkeypatch: pytest.MonkeyPatch
+    datasets: Datasets, kind: str, error: Any
 ) -> None:
     """By one of the same size: hashes tell, and where there are none the version that was seen first."""
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     folder = datasets[kind][0]
     with make(folder) as local:
         expected = [batch["tokens"].tolist() for batch in islice(batches(local), 2 * EPOCH)]
     store = copy_of(datasets, kind)
     # Room for one shard and no more, so that the second epoch has to fetch again.
     largest = max(info.raw.bytes for info in Remote.open(store).dataset.manifest.shards)
-    remote = Remote.open(store, CacheMemory(largest * 3 // 2))
+    remote = Remote.open(store, CacheMemory(largest * 3 // 2), limits=NO_ROWS)
     got = []
     with pytest.raises(error, match=r"0000\d"), remote.loader() as loader:  # noqa: PT012
         for batch in islice(batches(loader), 2 * EPOCH):
@@ -403,9 +394,8 @@ def test_an_entry_that_was_damaged_between_two_runs_is_fetched_again(
 @pytest.mark.parametrize("rows", [0, 128])
 @pytest.mark.parametrize("operation", ["open", "any"])
 def test_a_store_that_hangs_ends_in_an_error_that_says_all_within_the_timeout(
-    datasets: Datasets, operation: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    datasets: Datasets, operation: Any, rows: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", rows)
     below = FaultyStore(
         MemoryStore(datasets["mds"][1]), [FaultRule(fault="hang", operation=operation, seconds=600.0)]
     )
@@ -413,6 +403,7 @@ def test_a_store_that_hangs_ends_in_an_error_that_says_all_within_the_timeout(
         MemoryStore(datasets["mds"][1]),
         CacheFolder(tmp_path, None),
         policy=RetryPolicy(deadline_seconds=300.0),
+        limits=FetchLimits(single_rows=rows),
         around=lambda store: below,
     )
     began = time.monotonic()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.folder import CacheFolder
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.producer import LoaderTimeoutError
@@ -109,14 +110,12 @@ def test_the_figures_of_a_remote_run_are_those_of_cache_and_store(
     assert re.match(r"fed: |input-bound: ", stats.verdict)
 
 
-def test_faults_and_damage_are_in_the_figures_and_in_the_verdict(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
+def test_faults_and_damage_are_in_the_figures_and_in_the_verdict(folders: dict[str, Path]) -> None:
     _, remote = remote_of(
         folders["mds"],
         FaultRule(fault="throttle", key="00001", count=2),
         FaultRule(fault="corrupt", key="00003", after_bytes=200, count=1),
+        limits=FetchLimits(single_rows=0),
     )
     with remote.loader() as loader:
         assert sum(1 for _ in loader) == EPOCH
@@ -172,15 +171,15 @@ def test_the_metrics_file_has_the_figures_and_is_whole_at_the_end(
 
 
 def test_a_batch_that_does_not_come_says_where_the_run_is_and_what_has_come(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardkit.cache.reader.MAX_ROWS", 0)
     _, remote = remote_of(
         folders["mds"],
         FaultRule(fault="throttle", count=1),
         FaultRule(fault="stall", after_bytes=100, seconds=SOON_SECONDS),
         cache=CacheFolder(tmp_path, 1 << 20),
         policy=quick_policy(deadline_seconds=SOON_SECONDS),
+        limits=FetchLimits(single_rows=0),
     )
     below = remote.store._store
     assert isinstance(below, FaultyStore)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from shardkit.cache.reader import FIRST_ROWS, MAX_ROWS
+from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.reader import FIRST_ROWS
 from shardkit.cache.rows import MAX_THREADS
 from shardkit.loaders import config, producer
 from shardkit.loaders.readers import sources
@@ -40,7 +41,7 @@ class Reading:
         self._group_steps = max(1, producer.GROUP_BYTES // delivered)
         self._keeps_open = int(scenario.entry_bytes.sum()) <= scenario.cache_bytes
         self._rows = scenario.batch_size
-        self._cold_left = MAX_ROWS
+        self._cold_left = FetchLimits().single_rows
         self._is_following = False
         self._state: _State = "free"
         self._rows_until = 0.0
