@@ -68,15 +68,23 @@ Skim = Callable[[int], "tuple[Scanned, TarIndex] | None"]
 Report = Callable[[int], None]
 
 
-def skim_tar(store: Store, info: ShardInfo, version: str) -> tuple[Scanned, TarIndex] | None:
+def skim_tar(
+    store: Store,
+    info: ShardInfo,
+    version: str,
+    *,
+    skip_bytes: int = SKIP_BYTES,
+    piece_bytes: int = _PIECE_BYTES,
+) -> tuple[Scanned, TarIndex] | None:
     """What a scan of a plain tar finds; None if that takes all its bytes: it is compressed, or holds arrays.
 
-    ShardError if it is damaged; ObjectChangedError if it is not of `version`; StoreError.
+    It is read in pieces; what is longer than `skip_bytes` and not needed is skipped. ShardError if the tar
+    is damaged; ObjectChangedError if it is not of `version`; StoreError.
     """
     if info.compression:
         return None
     where = f"{store.url}/{info.stored.basename}"
-    with _Passing(store, info.stored.basename, info.stored.bytes, version) as data:
+    with _Passing(store, info.stored.basename, info.stored.bytes, version, skip_bytes, piece_bytes) as data:
         try:
             index = group_members(_without_arrays(walk_members(data, where)), where)
         except _ArraysError:
@@ -100,10 +108,13 @@ def _without_arrays(members: Iterator[Member]) -> Iterator[Member]:
 class _Passing:
     """An object's bytes, each slice at or behind the start of the one before; nothing else is kept."""
 
-    def __init__(self, store: Store, key: str, size: int, version: str) -> None:
+    def __init__(
+        self, store: Store, key: str, size: int, version: str, skip_bytes: int, piece_bytes: int
+    ) -> None:
         self._store, self._key, self._size, self._version = store, key, size, version
         self._body: Body | None = None
-        self._buffer = memoryview(bytearray(_PIECE_BYTES))
+        self._skip_bytes = skip_bytes
+        self._buffer = memoryview(bytearray(piece_bytes))
         self._begin = self._end = 0  # of what the buffer holds
         self._last = (0, b"")  # the end marker is looked at twice
 
@@ -128,7 +139,7 @@ class _Passing:
     def _fill(self, at: int) -> None:
         """Read the next piece, or skip to where it begins."""
         assert at >= self._end
-        if self._body is not None and at - self._end > SKIP_BYTES:
+        if self._body is not None and at - self._end > self._skip_bytes:
             self._close()
         if self._body is None:
             self._body = self._store.open(self._key, at, version=self._version)
@@ -219,7 +230,7 @@ class TarIndexes:
         except OSError:
             return None
 
-    def trim(self) -> None:
+    def trim(self, max_bytes: int = MAX_BYTES) -> None:
         """Remove the least recently used files beyond the limit, of this dataset and of others."""
         if self.folder is None:
             return
@@ -229,7 +240,7 @@ class TarIndexes:
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - MAX_BYTES
+        excess = sum(size for _, size, _ in found) - max_bytes
         for _, size, path in sorted(found):
             if excess <= 0:
                 return
@@ -253,6 +264,7 @@ def scan_tars(
     threads: int,
     held: int | None = None,
     skim: Skim = lambda number: None,
+    claim_seconds: float = CLAIM_SECONDS,
 ) -> Manifest:
     """`manifest` with the samples, sizes and columns of its tars.
 
@@ -278,27 +290,28 @@ def scan_tars(
     missing = [number for number in numbers if number not in found]
     if missing:
         sizes = {number: max(shards[number].stored.bytes, 0) for number in missing}
+        seconds = {number: claim_seconds + size / _FLOOR_BYTES_PER_SECOND for number, size in sizes.items()}
         with reading("scan tars", sizes) as report:
-            found |= _scan_all(scan, missing, sizes, indexes, threads=threads, report=report)
+            found |= _scan_all(scan, seconds, indexes, threads=threads, report=report)
         indexes.trim()
     return Manifest("tar", tuple(_described(shards[number], found[number]) for number in numbers))
 
 
 def _scan_all(
     scan: Callable[[int], Scanned],
-    missing: list[int],
-    sizes: Mapping[int, int],
+    seconds: Mapping[int, float],
     indexes: TarIndexes,
     *,
     threads: int,
     report: Report,
 ) -> dict[int, Scanned]:
+    """Scan tars, each in one of the processes that open it; `seconds`: how long to wait for another."""
+    missing = [*seconds]
     if indexes.folder is None:
         return _side_by_side(scan, missing, threads, report)
 
     def wait(number: int) -> Scanned | None:
-        seconds = CLAIM_SECONDS + sizes[number] / _FLOOR_BYTES_PER_SECOND
-        return _scan_claimed(scan, indexes, number, seconds)
+        return _scan_claimed(scan, indexes, number, seconds[number])
 
     # First those that nobody scans; then whatever others were at, most of which is done by then.
     at_once = partial(_scan_claimed, scan, indexes, timeout_seconds=0.0)

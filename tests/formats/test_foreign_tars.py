@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.cache import tar_scan as scan
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import SUBFOLDER
-from shardkit.cache.tar_scan import TarIndexes
+from shardkit.cache.tar_scan import TarIndexes, scan_tars
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.formats import tar
@@ -267,18 +266,16 @@ def test_an_index_of_other_bytes_is_not_used() -> None:
     assert len(shard) == 7
 
 
-def test_indexes_that_were_not_used_for_long_give_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indexes_that_were_not_used_for_long_give_way(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.tar").write_bytes(tar_bytes(0, 7))
         opened(tmp_path / f"{number}.tar", tmp_path / "cache")
     files = sorted((tmp_path / "cache" / SUBFOLDER / "tars").iterdir(), key=lambda f: f.stat().st_mtime_ns)
     size = files[0].stat().st_size
     os.utime(files[0])
-    monkeypatch.setattr("shardkit.cache.tar_scan.MAX_BYTES", 4 * size)
     (tmp_path / "5.tar").write_bytes(tar_bytes(7, 8))
     opened(tmp_path / "5.tar", tmp_path / "cache")
+    TarIndexes.in_cache(tmp_path / "cache", []).trim(4 * size)
     assert [file.exists() for file in files] == [True, False, True, True]
 
 
@@ -291,17 +288,16 @@ def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 # Several at once.
 
 
-def scan_all(folder: Path, loaded: Counter[int], begun: Callable[[int], None] = lambda number: None) -> int:
+def scan_all(folder: Path, loaded: Counter[int], claim_seconds: float = 30.0) -> int:
     contents = [*tars().values()]
     manifest = unscanned([ObjectInfo(name, len(data), "v") for name, data in tars().items()])
     indexes = TarIndexes.in_cache(folder, [(name, "v") for name in tars()])
 
     def load(number: int) -> Any:
         loaded[number] += 1
-        begun(number)
         return np.frombuffer(contents[number], dtype=np.uint8)
 
-    return scan.scan_tars(manifest, load, str, indexes, threads=2).samples
+    return scan_tars(manifest, load, str, indexes, threads=2, claim_seconds=claim_seconds).samples
 
 
 def test_processes_that_open_at_once_scan_each_tar_once(tmp_path: Path) -> None:
@@ -324,15 +320,12 @@ def test_processes_that_open_at_once_scan_each_tar_once(tmp_path: Path) -> None:
     assert not [file for file in tmp_path.rglob("*") if file.suffix in (".lock", ".tmp")]
 
 
-def test_a_scanner_that_hangs_is_waited_for_in_bounded_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scan, "CLAIM_SECONDS", 0.05)
+def test_a_scanner_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None:
     indexes = TarIndexes.in_cache(tmp_path, [(name, "v") for name in tars()])
     claim = indexes.claim(3, 0.0)
     assert claim is not None
     loaded: Counter[int] = Counter()
-    assert scan_all(tmp_path, loaded) == 23
+    assert scan_all(tmp_path, loaded, claim_seconds=0.05) == 23
     assert loaded == dict.fromkeys(range(len(PARTS)), 1)
     claim.release()
 
@@ -433,6 +426,6 @@ def test_an_error_does_not_wait_for_the_tars_that_still_load(tmp_path: Path) -> 
     manifest = unscanned([ObjectInfo(name, 0, "v") for name in tars()])
     indexes = TarIndexes.in_cache(tmp_path, [(name, "v") for name in tars()])
     with pytest.raises(KeyboardInterrupt):
-        scan.scan_tars(manifest, load, str, indexes, threads=2)
+        scan_tars(manifest, load, str, indexes, threads=2)
     assert not may_go_on.is_set()
     may_go_on.set()

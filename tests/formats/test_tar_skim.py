@@ -6,6 +6,7 @@ import gzip
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +31,13 @@ from support.foreign_tars import PARTS, assert_same_index, make_tar, put_tars, s
 from support.remote_harness import fresh_url
 
 
-def skimmed(data: bytes, name: str = "a.tar") -> tuple[Scanned, TarIndex] | None:
+def skimmed(data: bytes, name: str = "a.tar", **sizes: Any) -> tuple[Scanned, TarIndex] | None:
     store = MemoryStore(fresh_url())
     info = store.put(name, data)
-    return skim.skim_tar(store, unscanned([info]).shards[0], info.version)
+    return skim.skim_tar(store, unscanned([info]).shards[0], info.version, **sizes)
 
 
-def assert_same(data: bytes) -> None:
+def assert_same(data: bytes, **sizes: Any) -> None:
     """As the whole tar's index, or the same error."""
     info = unscanned([MemoryStore(fresh_url()).put("a.tar", data)]).shards[0]
     error: ShardError | None = None
@@ -46,26 +47,23 @@ def assert_same(data: bytes) -> None:
         error = found_whole
     if error is not None:
         with pytest.raises(ShardError) as caught:
-            skimmed(data)
+            skimmed(data, **sizes)
         assert (caught.value.problem, caught.value.offset) == (error.problem, error.offset)
         return
-    found = skimmed(data)
+    found = skimmed(data, **sizes)
     assert found is not None
     assert found[0] == Scanned(len(shard), len(data), shard.columns)
     assert_same_index(found[1], shard.index)
 
 
 @pytest.mark.parametrize(("skip", "piece"), [(8 << 20, 1 << 17), (0, 512), (0, 100), (700, 1000), (5000, 64)])
-def test_what_is_skimmed_is_what_the_whole_tar_tells(
-    skip: int, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(skim, "SKIP_BYTES", skip)
-    monkeypatch.setattr(skim, "_PIECE_BYTES", piece)
+def test_what_is_skimmed_is_what_the_whole_tar_tells(skip: int, piece: int) -> None:
+    sizes = {"skip_bytes": skip, "piece_bytes": piece}
     for part in PARTS:
-        assert_same(tar_bytes(*part))
+        assert_same(tar_bytes(*part), **sizes)
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         names = ("folder/" * 30 + "a.b.txt", "é" * 80 + ".txt", "x.jpg", "none")
-        assert_same(make_tar([(name, bytes(5 * len(name))) for name in names], form))
+        assert_same(make_tar([(name, bytes(5 * len(name))) for name in names], form), **sizes)
 
 
 @settings(max_examples=60, deadline=None)
