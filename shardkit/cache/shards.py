@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CachedShards"]
 
-DEFAULT_CONNECTIONS = 16
 DEFAULT_TIMEOUT_SECONDS = 600.0
 # Shards are wanted so much of the cache ahead of their first use: without a lead, a full cache would give up
 # the shard that it has just used, and every fetch would begin at its deadline.
@@ -49,7 +48,7 @@ class CachedShards:
         manifest: Manifest,
         cache: Cache,
         *,
-        connections: int = DEFAULT_CONNECTIONS,
+        connections: int,
         objects: Mapping[int, tuple[int, str]] | None = None,
         limits: FetchLimits | None = None,
     ) -> None:
@@ -155,7 +154,13 @@ class CachedShards:
         return file if file.bytes >= 0 else replace(file, bytes=self._object(number)[0])
 
     def entry(self, number: int) -> str:
-        return self._known_entry(number) or self._entry_by_version(number)
+        """The name of a shard's entry in the cache; asks the store if the index does not state enough."""
+        name = self._known_entry(number)
+        if name is None:
+            self._object(number)
+            name = self._known_entry(number)
+        assert name is not None
+        return name
 
     def version(self, number: int) -> str | None:
         known = self._objects.get(number)
@@ -183,11 +188,6 @@ class CachedShards:
     def _known_entry(self, number: int) -> str | None:
         known = self._objects.get(number)
         return entry_name(self.info(number), self.store.url, known and known[1])
-
-    def _entry_by_version(self, number: int) -> str:
-        name = entry_name(self.info(number), self.store.url, self._object(number)[1])
-        assert name is not None
-        return name
 
     def _object(self, number: int) -> tuple[int, str]:
         """(size, version) of a shard's object, asked for once."""

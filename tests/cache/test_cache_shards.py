@@ -19,7 +19,6 @@ from shardkit.cache.reader import CacheReader
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.metrics import CacheStats
-from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import ObjectChangedError, ObjectInfo
 from support.ended_threads import ended_threads
@@ -29,6 +28,8 @@ from support.remote_harness import (
     Remote,
     fetch_threads,
     fresh_url,
+    in_order,
+    kept,
     make_remote_kind,
     put_folder,
     wait_until,
@@ -76,18 +77,13 @@ def remote_shards(url: str, cache: CacheOptions | None = None) -> CachedShards:
     return shards
 
 
+def largest_of(store: MemoryStore) -> int:
+    """Bytes of its largest shard."""
+    return max(info.bytes for info in store.list() if "000" in info.key)
+
+
 def names_of(shards: CachedShards) -> list[str]:
     return [shards.info(number).stored.basename for number in range(SHARDS)]
-
-
-def kept(shards: CachedShards) -> int:
-    """Shards that are in the cache, whole."""
-    return sum(not held.filling for held in shards.cache.contents().values())
-
-
-def in_order(shards: CachedShards) -> Order:
-    """One shard after the other."""
-    return Order(shards._manifest.shard_samples, OrderSpec(1, 1, 1, "none"))
 
 
 # Names.
@@ -182,7 +178,7 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
 def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind: str) -> None:
     """With room for two shards: the next one comes while one is read, and none is fetched in vain."""
     store = NotedStore(folders[kind])
-    largest = max(len(store.get(info.key)) for info in store.list() if "000" in info.key)
+    largest = largest_of(store)
     shards = opened(store, CacheMemory(2 * largest + 200))
     if kind == "tar_foreign":  # their sizes are not in the index: they are planned with when they are known
         for number in range(SHARDS):
@@ -210,8 +206,7 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
 
 def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
     store = NotedStore(folders["mds"])
-    sizes = [len(store.get(info.key)) for info in store.list() if info.key.endswith(".mds")]
-    shards = opened(store, CacheMemory(max(sizes) + 100))
+    shards = opened(store, CacheMemory(largest_of(store) + 100))
     _plan = shards.follow(in_order(shards), int(shards._manifest.shard_starts[3]), None)
     wait_until(lambda: shards.fetcher.is_there(3))
     shards.close()
@@ -221,7 +216,7 @@ def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
 def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[str, Path]) -> None:
     """One follows the order, one begins three shards later; there is room for two shards of each."""
     store = NotedStore(folders["mds"])
-    largest = max(len(store.get(info.key)) for info in store.list() if "000" in info.key)
+    largest = largest_of(store)
     capacity = 4 * largest + 400
     shards = opened(store, CacheMemory(capacity))
     order, starts = in_order(shards), shards._manifest.shard_starts

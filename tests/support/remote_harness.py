@@ -28,6 +28,7 @@ from shardkit.datasets.locate import find_remote
 from shardkit.formats import mds, tar
 from shardkit.loaders import StreamingLoader
 from shardkit.manifest import ShardInfo
+from shardkit.order.order import Order, OrderSpec
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.store import Store
@@ -40,6 +41,8 @@ __all__ = [
     "Remote",
     "fetch_threads",
     "fresh_url",
+    "in_order",
+    "kept",
     "make_remote_kind",
     "put_folder",
     "quick_policy",
@@ -180,3 +183,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def kept(shards: CachedShards) -> int:
+    """Shards that are in the cache, whole."""
+    return sum(not held.filling for held in shards.cache.contents().values())
+
+
+def in_order(shards: CachedShards) -> Order:
+    """One shard after the other."""
+    return Order(shards._manifest.shard_samples, OrderSpec(1, 1, 1, "none"))
