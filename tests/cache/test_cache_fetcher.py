@@ -28,7 +28,6 @@ from shardkit.formats.mds import read_index
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import StoreError
 from support.cache_entries import leased, room
-from support.stores import FaultRule, FaultyStore
 from support.noted_store import NotedStore
 from support.remote_harness import (
     SOON_SECONDS,
@@ -39,6 +38,7 @@ from support.remote_harness import (
     wait_until,
     write_hashed,
 )
+from support.stores import FaultRule, FaultyStore
 
 SHARDS = 6
 ROWS = np.random.default_rng(3).integers(0, 500, (SHARDS * 20, 100)).astype(np.uint16)
