@@ -106,9 +106,8 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
     """
     known = {}
     for dataset, name in zip(streams.datasets, streams.names, strict=True):
-        tokenizer = (dataset.card or {}).get("tokenizer")
-        if isinstance(tokenizer, dict) and tokenizer.get("digest") is not None:
-            known[str(tokenizer["digest"])] = name
+        if dataset.card is not None and (digest := dataset.card.tokenizer.digest) is not None:
+            known[digest] = name
     if len(known) > 1:
         raise ValueError(
             f"streams {' and '.join(map(repr, known.values()))} were made by different tokenizers: the same "
@@ -122,17 +121,16 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
 
 
 def _eos_id_of(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
-    tokenizer = (dataset.card or {}).get("tokenizer")
-    stated = tokenizer.get("eos_id") if isinstance(tokenizer, dict) else None
+    stated = None if dataset.card is None else dataset.card.tokenizer.eos_id
     eos_id = config.eos_id if config.eos_id is not None else stated
     if not config.document_extras:
-        return eos_id if isinstance(eos_id, int) else None
+        return eos_id
     if token_key is None:
         raise ValueError(
             "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
             f"{dataset.location} gives none among {', '.join(column.name for column in dataset.columns)}"
         )
-    if isinstance(eos_id, bool) or not isinstance(eos_id, int):
+    if type(eos_id) is not int:
         raise ValueError(
             "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
             f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"

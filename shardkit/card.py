@@ -1,28 +1,265 @@
-"""A card's funnel as steps in the order in which a build takes them, for whoever draws it.
+"""The card of a dataset, `dataset.json`: what the dataset says of itself.
 
-    read -> quarantined -> lost while reading -> each filter -> duplicates by kind -> empty -> kept
+`DatasetCard` is its only reader. Opening a dataset parses the JSON and checks nothing else: cards of
+conversions, of other versions and of other tools have only some of what builds write, and keys that this
+version does not know stay in `data`. What a card says is read in two ways:
 
-Rules of one filter are one step: which of them took how much is in the card's `filters`.
+    lenient   `tokenizer`, `source_labels`: None or empty where the card does not state it
+              soundly, so that any dataset can be opened and trained on
+    checked   `tokens`, `funnel`, `inputs` and all else that builds write: by pydantic, at the first read;
+              ShardError names the key that is wrong, and a damaged section harms only its readers
 
-Histograms with bins of powers of two: counts and sums are exact, and those of parts add up.
-
-Bin b holds the values of b bits: bin 0 the value 0, bin 1 the value 1, bin 2 the values 2 and 3, bin b those
-from 2^(b-1) to 2^b - 1. So no range has to be known before, and 64 bins hold anything.
+The bytes of a build's card are JSON with sorted keys: the same facts are the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
+from types import UnionType
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bin", "FunnelStep", "Histogram", "funnel_steps"]
+from shardkit.errors import ShardError
+from shardkit.manifest import FileInfo, checked_basename
 
+__all__ = [
+    "CARD_NAME",
+    "MAX_CARD_BYTES",
+    "Bin",
+    "Count",
+    "CounterFacts",
+    "DatasetCard",
+    "DedupFacts",
+    "EditFacts",
+    "FilterFacts",
+    "FunnelCounts",
+    "FunnelStep",
+    "GroupFacts",
+    "Histogram",
+    "InputFacts",
+    "LanguageCounts",
+    "NearFacts",
+    "PairFacts",
+    "PrecisionFacts",
+    "RecallBand",
+    "RecallFacts",
+    "RuleFacts",
+    "SourceLoss",
+    "StageLoss",
+    "TokenizerFacts",
+]
+
+CARD_NAME = "dataset.json"
+MAX_CARD_BYTES = 16 << 20
 _DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of documents, and of bytes of text in them."""
+
+    documents: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.documents + other.documents, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """The tokenizer of a dataset, and `path`, where the recipe says that it is."""
+
+    file: str | None = None
+    digest: str | None = None
+    eos: str | None = None
+    eos_id: int | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FunnelCounts:
+    """What became of records: read = kept + dropped (by rule) + quarantined (by error)."""
+
+    read: Count
+    kept: Count
+    dropped: dict[str, Count]
+    quarantined: dict[str, Count]
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageCounts:
+    """Documents that were kept, and tokens in them."""
+
+    documents: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: LanguageCounts) -> LanguageCounts:
+        return LanguageCounts(self.documents + other.documents, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFacts:
+    """An input of the recipe; `languages` is None if no filter determines languages."""
+
+    source: str
+    files: int
+    bytes: int
+    digest: str
+    funnel: FunnelCounts
+    tokens: int = 0  # cards of the first versions lack this and `languages`
+    languages: dict[str, LanguageCounts] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExcerptFacts:
+    """The beginning of a document as it was when a rule dropped it."""
+
+    file: str
+    record: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleFacts(Count):
+    """What the rule "<filter>/<rule>" dropped first; `alone`: how many of the sampled documents fail it."""
+
+    rule: str
+    alone: int
+    excerpts: list[ExcerptFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class EditFacts:
+    """Bytes that "<filter>/<edit>" cut out of texts; negative where they grew."""
+
+    edit: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CounterFacts:
+    """What "<filter>/<name>" counted, such as redacted addresses."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilterFacts:
+    """Rules in the order in which they were tried; all judged `sampled` documents, one in `one_in`."""
+
+    sampled: int
+    one_in: int
+    rules: list[RuleFacts]
+    cut: list[EditFacts]
+    counts: list[CounterFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class NearFacts:
+    """How near-duplicates were found. `against` are names of dedup indexes, `indexes` their digests."""
+
+    similarity: float
+    containment: float | None
+    unit: str
+    ngram: int
+    permutations: int
+    bands: int
+    rows: int
+    scope: str
+    against: list[str]
+    indexes: list[str] = field(default_factory=list)
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoss(Count):
+    """What a stage of duplicate removal took."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLoss(Count):
+    """What the first stage was given of an input, and what all stages removed of it, by reason."""
+
+    source: str
+    removed: dict[str, Count]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """How many documents that stayed stand for "1", "2", "3-10" ... documents."""
+
+    copies: str
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecallBand:
+    """Planted pairs of similarity `low` to `high`; theory expects `expected` candidates."""
+
+    low: float
+    high: float
+    pairs: int
+    candidates: int
+    verified: int
+    expected: float
+    interval: tuple[float, float]  # the share of candidates, 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class RecallFacts:
+    """Planted pairs by similarity; `left_out` could not be compared."""
+
+    bands: list[RecallBand]
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairFacts:
+    """The beginnings of a removed document and of the one that stayed."""
+
+    similarity: float
+    removed: str
+    kept: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionFacts:
+    """Removed documents compared again, by words: as similar as required, contained as allowed, or wrong.
+
+    `least` is the lowest similarity of the similar ones.
+    """
+
+    checked: int
+    left_out: int
+    similar: int
+    contained: int
+    wrong: int
+    least: float | None
+    excerpts: list[PairFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class DedupFacts:
+    """What duplicate removal did, by stage in the order in which they ran, and how well."""
+
+    near: NearFacts | None
+    stages: list[StageLoss]
+    sources: list[SourceLoss]
+    groups: list[GroupFacts]
+    largest_group: int
+    recall: RecallFacts | None
+    precision: PrecisionFacts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +276,6 @@ class FunnelStep:
     lost_bytes: int
     documents: int
     bytes: int
-
-
-def funnel_steps(card: Mapping[str, Any]) -> list[FunnelStep]:
-    """The steps of a card's `funnel`; those that lost nothing are left out. KeyError if it is not ours."""
-    funnel = card["funnel"]
-    documents, size = funnel["read"]["documents"], funnel["read"]["bytes"]
-    steps = [FunnelStep("read", "read", 0, 0, documents, size)]
-    losses = [
-        ("quarantined", reason, [lost]) for reason, lost in sorted(funnel["quarantined"].items())
-    ] + _dropped(card)
-    for kind, label, lost in losses:
-        lost_documents = sum(one["documents"] for one in lost)
-        lost_bytes = sum(one["bytes"] for one in lost)
-        documents, size = documents - lost_documents, size - lost_bytes
-        if lost_documents or lost_bytes:
-            steps.append(FunnelStep(kind, label, lost_documents, lost_bytes, documents, size))
-    kept = funnel["kept"]
-    return [*steps, FunnelStep("kept", "kept", 0, 0, kept["documents"], kept["bytes"])]
-
-
-def _dropped(card: Mapping[str, Any]) -> list[tuple[str, str, list[Mapping[str, int]]]]:
-    """(kind, label, losses) of each filter or other step that drops."""
-    groups: dict[str, list[Mapping[str, int]]] = {}
-    for reason, lost in card["funnel"]["dropped"].items():
-        groups.setdefault(reason.partition("/")[0], []).append(lost)
-    ranks = {name: (1, number) for number, name in enumerate(_filters(card))}
-    ranks |= {name: (2, number) for number, name in enumerate((*_DUPLICATES, "empty"))}
-    names = sorted(groups, key=lambda name: (*ranks.get(name, (0, 0)), name))
-    return [("dropped", name, groups[name]) for name in names]
-
-
-def _filters(card: Mapping[str, Any]) -> Sequence[str]:
-    """Names of the recipe's filters in their order, each once."""
-    entries = (card.get("recipe") or {}).get("filters") or ()
-    return list(dict.fromkeys(name for entry in entries for name in entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +295,11 @@ class Bin:
 
 @dataclass(slots=True)
 class Histogram:
-    """`counts[b]` values of b bits each, which add up to `sums[b]`; neither ends in a bin without values."""
+    """`counts[b]` values of b bits each, which add up to `sums[b]`; neither ends in a bin without values.
+
+    Bin 0 holds the value 0, bin b the values from 2^(b-1) to 2^b - 1. So no range has to be known before, 64
+    bins hold anything, counts and sums are exact, and those of parts add up.
+    """
 
     counts: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
@@ -135,10 +341,182 @@ class Histogram:
         """The inverse of `to_dict`."""
         return cls(list(data["counts"]), list(data["sums"]))
 
+
+class _Stated(Generic[_T]):
+    """What builds write under a key of this name, checked at each read."""
+
+    def __init__(self, kind: type[_T] | UnionType) -> None:
+        self._kind = kind
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, card: DatasetCard, owner: type) -> _T:
+        if self._name not in card.data:
+            raise ShardError(card.where, f"has no {self._name!r}, which `shardkit build` writes")
+        found: _T = _checked(self._kind, card.data[self._name], self._name, card.where)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetCard:
+    """A card; `data` is all that it says, as plain data. `where` is the file, for errors."""
+
+    data: Mapping[str, Any]
+    where: str = field(default=CARD_NAME, compare=False)
+
+    fingerprint = _Stated(str)
+    shardkit_version = _Stated(str)
+    format = _Stated(str)
+    shards = _Stated(int)
+    samples = _Stated(int)
+    stored_bytes = _Stated(int)
+    dtype = _Stated(str)
+    sequence_length = _Stated(int)
+    tokens = _Stated(int)
+    padding = _Stated(int)
+    recipe = _Stated(dict[str, Any])  # without the keys that decide no byte
+    recipe_digest = _Stated(str)
+    inputs = _Stated(list[InputFacts])
+    funnel = _Stated(FunnelCounts)
+    dedup = _Stated[DedupFacts | None](DedupFacts | None)
+    filters = _Stated[FilterFacts | None](FilterFacts | None)
+    filter_files = _Stated(dict[str, str])  # digests of word lists and models
+    packing = _Stated(dict[str, int])
+    histograms = _Stated(dict[str, Histogram])  # "lengths" of documents, "row_padding", "row_pieces"
+
     @classmethod
-    def total(cls, parts: Iterable[Mapping[str, Any]]) -> Histogram:
-        """The sum of histograms that are plain data."""
-        total = cls()
-        for part in parts:
-            total.add(cls.from_dict(part))
-        return total
+    def read(cls, file: Path) -> DatasetCard | None:
+        """The card in a file; None if there is no such file, ShardError if it cannot be read."""
+        if not file.is_file():
+            return None
+        try:
+            with file.open("rb") as opened:
+                return cls.parse(str(file), opened.read(MAX_CARD_BYTES + 1))
+        except OSError as error:
+            raise ShardError(file, f"cannot be read: {error}") from error
+
+    @classmethod
+    def parse(cls, where: str, text: bytes) -> DatasetCard:
+        """The card in the bytes of a file; ShardError if it is no JSON object, or too large."""
+        if len(text) > MAX_CARD_BYTES:
+            raise ShardError(where, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ShardError(where, f"cannot be read: {error}") from error
+        if not isinstance(data, dict):
+            raise ShardError(where, "a dataset's card must be a JSON object")
+        return cls(data, where)
+
+    def to_bytes(self) -> bytes:
+        """The card as builds store it."""
+        return json.dumps(self.data, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+    def has(self, *keys: str) -> bool:
+        """Whether the card states all of these, and none as null or empty."""
+        return all(self.data.get(key) not in (None, "", [], {}) for key in keys)
+
+    def check_fingerprint(self, fingerprint: str) -> None:
+        """ShardError if the card states another one, and so is the card of other shards."""
+        stated = self.data.get("fingerprint", fingerprint)
+        if stated != fingerprint:
+            problem = f"is the card of another dataset: fingerprint {stated}, index {fingerprint}"
+            raise ShardError(self.where, problem)
+
+    @property
+    def tokenizer(self) -> TokenizerFacts:
+        """The tokenizer, as far as the card states it soundly."""
+        kinds = {"file": str, "digest": str, "eos": str, "eos_id": int}
+        stated, recipe = _mapping(self.data.get("tokenizer")), _mapping(self.data.get("recipe"))
+        facts: dict[str, Any] = {k: stated[k] for k, kind in kinds.items() if type(stated.get(k)) is kind}
+        path = _mapping(recipe.get("tokenizer")).get("path")
+        return TokenizerFacts(**facts, path=path if isinstance(path, str) else None)
+
+    @property
+    def source_labels(self) -> list[str]:
+        """The recipe's labels of its inputs, by number."""
+        inputs = self.data.get("inputs")
+        return [
+            str(_mapping(entry).get("source", number))
+            for number, entry in enumerate(inputs if isinstance(inputs, list) else ())
+        ]
+
+    @property
+    def file_names(self) -> list[str]:
+        """The files beside the shards: provenance, report, quarantine."""
+        files = self.data.get("files", {})
+        if not isinstance(files, Mapping):
+            raise ShardError(self.where, "`files` must map names to sizes and hashes")
+        return list(files)
+
+    def file(self, name: str) -> FileInfo:
+        """Size and hashes of one of `file_names`; ShardError if they are not sound."""
+        checked_basename(name, self.where)
+        stated = _mapping(self.data["files"][name])
+        hashes = {kind: value for kind, value in stated.items() if kind != "bytes"}
+        size = stated.get("bytes")
+        if type(size) is not int or size < 0:
+            raise ShardError(self.where, f"{name}: a size in bytes and hashes are expected")
+        if not all(isinstance(value, str) for value in hashes.values()):
+            raise ShardError(self.where, f"{name}: hashes must be strings")
+        return FileInfo(name, size, hashes)
+
+    def languages(self) -> dict[str, LanguageCounts]:
+        """Counts of all inputs by language, most tokens first; {} if no filter determined languages."""
+        total: dict[str, LanguageCounts] = {}
+        for each in self.inputs:
+            for label, counts in (each.languages or {}).items():
+                total[label] = total.get(label, LanguageCounts()) + counts
+        return dict(sorted(total.items(), key=lambda item: (-item[1].tokens, item[0])))
+
+    def funnel_steps(self) -> list[FunnelStep]:
+        """The funnel as steps in the order in which a build takes them; those that lost nothing are left out.
+
+            read -> quarantined -> lost while reading -> each filter -> duplicates by kind -> empty -> kept
+
+        Rules of one filter are one step: which of them took how much is in `filters`.
+        """
+        funnel = self.funnel
+        dropped: dict[str, Count] = {}
+        for reason, lost in funnel.dropped.items():
+            step = reason.partition("/")[0]
+            dropped[step] = dropped.get(step, Count()) + lost
+        entries = self.data.get("recipe") and self.recipe.get("filters", [])
+        filters = _checked(list[dict[str, Any]], entries or [], "recipe.filters", self.where)
+        order = [*dict.fromkeys(name for entry in filters for name in entry), *_DUPLICATES, "empty"]
+        ranks = {name: rank for rank, name in reversed([*enumerate(order)])}
+        losses = [("quarantined", *item) for item in sorted(funnel.quarantined.items())]
+        losses += [
+            ("dropped", name, dropped[name]) for name in sorted(dropped, key=lambda n: (ranks.get(n, -1), n))
+        ]
+        left = funnel.read
+        steps = [FunnelStep("read", "read", 0, 0, left.documents, left.bytes)]
+        for kind, label, lost in losses:
+            left = Count(left.documents - lost.documents, left.bytes - lost.bytes)
+            if lost != Count():
+                steps.append(FunnelStep(kind, label, lost.documents, lost.bytes, left.documents, left.bytes))
+        return [*steps, FunnelStep("kept", "kept", 0, 0, funnel.kept.documents, funnel.kept.bytes)]
+
+
+def _mapping(stated: object) -> Mapping[str, Any]:
+    return stated if isinstance(stated, Mapping) else {}
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter  # slow to import, and not needed to open a dataset
+
+    return TypeAdapter(kind)
+
+
+def _checked(kind: Any, data: object, key: str, where: str) -> Any:
+    """Plain data as `kind`; ShardError names the key that is wrong."""
+    try:
+        return _adapter(kind).validate_json(json.dumps(data), strict=True)
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+        if errors := getattr(error, "errors", None):
+            [first, *_] = errors(include_url=False)
+            problem = f"{'.'.join(map(str, (key, *first['loc'])))}: {first['msg']}"
+        raise ShardError(where, f"is not as `shardkit build` writes it: {problem}") from error

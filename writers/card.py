@@ -6,17 +6,18 @@ gives the same bytes anywhere. `report.html` (shardkit.writers.report) is a func
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import shardkit
+from shardkit.card import DatasetCard, DedupFacts, FilterFacts
 from shardkit.hashing import digest_of, hash_bytes
 from shardkit.manifest import Manifest
 from shardkit.writers.funnel import Funnel
 from shardkit.writers.recipe import Recipe
 
-__all__ = ["card_bytes", "describe_file", "make_card", "recipe_content"]
+__all__ = ["describe_file", "make_card", "recipe_content"]
 
 CARD_VERSION = 1
 FILE_HASH = "xxh3_128"
@@ -42,11 +43,11 @@ def make_card(
     tokenizer: Mapping[str, Any],
     inputs: Sequence[Mapping[str, Any]],
     partitions: int,
-    dedup: Mapping[str, Any] | None = None,
-    filters: Mapping[str, Any] | None = None,
+    dedup: DedupFacts | None = None,
+    filters: FilterFacts | None = None,
     filter_files: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """What a dataset says of itself, but for its `files`."""
+) -> DatasetCard:
+    """The card of a dataset, without its `files`."""
     content = recipe_content(recipe)
     sources = [
         dict(entry)
@@ -58,7 +59,7 @@ def make_card(
         for number, entry in enumerate(inputs)
     ]
     packed = funnel.packed
-    return {
+    facts = {
         "card_version": CARD_VERSION,
         "shardkit_version": shardkit.__version__,
         "fingerprint": manifest.fingerprint,
@@ -77,17 +78,13 @@ def make_card(
         "recipe": content,
         "inputs": sources,
         "funnel": funnel.to_dict(),
-        "dedup": dedup,
-        "filters": filters,
+        "dedup": None if dedup is None else asdict(dedup),
+        "filters": None if filters is None else asdict(filters),
         "filter_files": dict(filter_files or {}),
         "packing": {"partitions": partitions, **packed},
         "histograms": {name: histogram.to_dict() for name, histogram in funnel.histograms.items()},
     }
-
-
-def card_bytes(card: Mapping[str, Any]) -> bytes:
-    """The card as stored."""
-    return json.dumps(card, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    return DatasetCard(facts)
 
 
 def describe_file(data: bytes) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shardkit.card import Histogram
+from pydantic import TypeAdapter
+
+from shardkit.card import Count, CounterFacts, EditFacts, ExcerptFacts, FilterFacts, Histogram, RuleFacts
 from shardkit.errors import ConservationError
 from shardkit.writers.filters.chain import EXCERPTS, SAMPLE, Excerpt, FilterChain, Filtered
-from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.ledger import Ledger
 
 __all__ = ["PACKED", "FilterCounts", "Funnel", "filters_card"]
 
@@ -155,38 +157,20 @@ class FilterCounts:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a commit."""
-        excerpts = {reason: [asdict(one) for one in shown] for reason, shown in self.excerpts.items()}
-        return {
-            "reasons": list(self.reasons),
-            "edits": list(self.edits),
-            "dropped": {reason: asdict(count) for reason, count in self.dropped.items()},
-            "cut": dict(self.cut),
-            "counts": dict(self.counts),
-            "alone": dict(self.alone),
-            "sampled": self.sampled,
-            "excerpts": excerpts,
-        }
+        plain: dict[str, Any] = _COUNTS.dump_python(self, mode="json")
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FilterCounts:
         """The inverse of `to_dict`."""
-        return cls(
-            tuple(data["reasons"]),
-            tuple(data["edits"]),
-            {reason: Count(**count) for reason, count in data["dropped"].items()},
-            Counter(data["cut"]),
-            Counter(data["counts"]),
-            Counter(data["alone"]),
-            data["sampled"],
-            {reason: [Excerpt(**one) for one in shown] for reason, shown in data["excerpts"].items()},
-        )
+        return _COUNTS.validate_python(data)
 
 
-def filters_card(splits: Iterable[FilterCounts]) -> dict[str, Any] | None:
-    """What the card says of all splits; None for a recipe without filters.
+_COUNTS = TypeAdapter(FilterCounts)
 
-    report/filters.py describes it.
-    """
+
+def filters_card(splits: Iterable[FilterCounts]) -> FilterFacts | None:
+    """What the card says of all splits; None for a recipe without filters."""
     total = FilterCounts()
     for counts in splits:
         total.reasons, total.edits = counts.reasons, counts.edits  # of one recipe: all alike
@@ -195,16 +179,16 @@ def filters_card(splits: Iterable[FilterCounts]) -> dict[str, Any] | None:
         return None
     rules = []
     for reason in total.reasons:
-        dropped = asdict(total.dropped.get(reason, Count()))
-        shown = [{"file": x.file, "record": x.record, "text": x.text} for x in total.excerpts.get(reason, ())]
-        rules.append({"rule": reason, **dropped, "alone": total.alone[reason], "excerpts": shown})
-    return {
-        "sampled": total.sampled,
-        "one_in": SAMPLE,
-        "rules": rules,
-        "cut": [{"edit": edit, "bytes": total.cut[edit]} for edit in total.edits],
-        "counts": [{"name": name, "count": total.counts[name]} for name in sorted(total.counts)],
-    }
+        dropped = total.dropped.get(reason, Count())
+        shown = [ExcerptFacts(x.file, x.record, x.text) for x in total.excerpts.get(reason, ())]
+        rules.append(RuleFacts(rule=reason, alone=total.alone[reason], excerpts=shown, **asdict(dropped)))
+    return FilterFacts(
+        sampled=total.sampled,
+        one_in=SAMPLE,
+        rules=rules,
+        cut=[EditFacts(edit, total.cut[edit]) for edit in total.edits],
+        counts=[CounterFacts(name, total.counts[name]) for name in sorted(total.counts)],
+    )
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:

@@ -172,6 +172,6 @@ def _removed(survivors: Survivors) -> dict[str, int]:
     for counts in survivors.counts:
         for reason, count in counts.ledger.dropped.items():
             removed[reason] = removed.get(reason, 0) + count.documents
-    for stage in (survivors.card or {}).get("stages", []):
-        removed[stage["stage"]] = stage["documents"]
+    for stage in survivors.card.stages if survivors.card else ():
+        removed[stage.stage] = stage.documents
     return removed

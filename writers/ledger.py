@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from shardkit.card import Count
 from shardkit.errors import BuildError, ConservationError
 
 __all__ = ["BadRecord", "Count", "Ledger", "Quarantine", "check_bad_fraction", "first_of", "snippet_of"]
@@ -23,23 +24,12 @@ __all__ = ["BadRecord", "Count", "Ledger", "Quarantine", "check_bad_fraction", "
 _SNIPPET_BYTES = 160  # enough to recognize the record, too little to leak a corpus into logs
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A number of documents, and of bytes in them."""
-
-    documents: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.documents + other.documents, self.bytes + other.bytes)
-
-
 @dataclass(slots=True)
 class Ledger:
     """Counts of one task, or of many merged."""
 
-    read: Count = Count()
-    kept: Count = Count()
+    read: Count = field(default_factory=Count)
+    kept: Count = field(default_factory=Count)
     dropped: dict[str, Count] = field(default_factory=dict)
     quarantined: dict[str, Count] = field(default_factory=dict)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.card import Histogram
-from shardkit.errors import BuildError, RecipeError
+from shardkit.card import CARD_NAME, DatasetCard, Histogram
+from shardkit.errors import BuildError, RecipeError, ShardError
 from shardkit.formats.provenance import provenance_name
 from shardkit.hashing import digest_of
 from shardkit.manifest import Manifest
@@ -30,7 +30,7 @@ from shardkit.progress import Listener, make_listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.annotations import ANNOTATIONS_FILE
-from shardkit.writers.card import card_bytes, describe_file, make_card, recipe_content
+from shardkit.writers.card import describe_file, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.runner import Journal, Runner
@@ -47,7 +47,6 @@ from shardkit.writers.ledger import Ledger
 from shardkit.writers.progress import StageProgress, say
 from shardkit.writers.publish import (
     ANNOTATIONS_FOLDER,
-    CARD_NAME,
     QUARANTINE_NAME,
     REPORT_NAME,
     RemoteOutput,
@@ -178,7 +177,7 @@ def refuse_own_files(splits: Sequence[Split], *places: Path | str) -> None:
 
 def _published_card(
     output: Path | RemoteOutput, inputs: BuildInputs, tokenizer_digest: str, *, replace: bool
-) -> dict[str, Any] | None:
+) -> DatasetCard | None:
     """The card of the dataset at `output` if this build would make the same one; None if it has to run.
 
     BuildError if there is another dataset and `replace` is not set, or if a store cannot be reached.
@@ -189,36 +188,36 @@ def _published_card(
     damage = found.problem and f"which is damaged ({found.problem})"
     problem = damage
     if found.contents is not None:
-        problem = _difference(found.card, inputs, tokenizer_digest) or damage
+        problem = _difference(found.contents.card, inputs, tokenizer_digest) or damage
     if problem is not None or found.contents is None:
         raise BuildError(
             f"{output}: already holds a dataset, {problem}; choose another output, or use --replace "
             f"to put this one in its place"
         )
     finish_published(output, found.contents)
-    return found.card
+    return found.contents.card
 
 
-def _difference(card: dict[str, Any] | None, inputs: BuildInputs, tokenizer_digest: str) -> str | None:
+def _difference(card: DatasetCard | None, inputs: BuildInputs, tokenizer_digest: str) -> str | None:
     """Why the card is not that of this build, or None."""
     recipe, splits = inputs.recipe, inputs.splits
-    if card is None or "recipe_digest" not in card:
+    if card is None or not card.has("recipe_digest"):
         return "which no recipe made"
     try:
-        if card["recipe_digest"] != digest_of(recipe_content(recipe)):
+        if card.recipe_digest != digest_of(recipe_content(recipe)):
             return "made by another recipe"
-        if card["shardkit_version"] != shardkit.__version__:
-            return f"made by shardkit {card['shardkit_version']}"
-        if card["tokenizer"]["digest"] != tokenizer_digest:
+        if card.shardkit_version != shardkit.__version__:
+            return f"made by shardkit {card.shardkit_version}"
+        if card.tokenizer.digest != tokenizer_digest:
             return "made with another tokenizer"
-        indexes = [index.digest for index in inputs.indexes]
-        if recipe.dedup.near and card["dedup"]["near"]["indexes"] != indexes:
+        near = None if card.dedup is None else card.dedup.near
+        if recipe.dedup.near and (near is None or near.indexes != [index.digest for index in inputs.indexes]):
             return "made against other indexes"
-        if card["filter_files"] != inputs.filter_files:
+        if card.filter_files != inputs.filter_files:
             return "made with other lists or models of its filters"
         names = ("source", "files", "bytes", "digest")
-        stated = [{name: entry[name] for name in names} for entry in card["inputs"]]
-    except (KeyError, TypeError):
+        stated = [{name: getattr(entry, name) for name in names} for entry in card.inputs]
+    except ShardError:
         return "whose card cannot be read"
     if stated != describe_inputs(recipe, splits, hash_splits(splits)):
         return "made from other input files"
@@ -232,12 +231,13 @@ def _remove_left(work: Work) -> None:
             journal.remove()
 
 
-def _result_of_card(location: str, card: Mapping[str, Any], seconds: float) -> BuildResult:
+def _result_of_card(location: str, card: DatasetCard, seconds: float) -> BuildResult:
     names = ("fingerprint", "format", "samples", "shards", "sequence_length", "tokens", "padding")
+    funnel = card.funnel
     return BuildResult(
         location,
-        **{name: card[name] for name in names},
-        funnel=Ledger.from_dict(card["funnel"]),
+        **{name: getattr(card, name) for name in names},
+        funnel=Ledger(funnel.read, funnel.kept, funnel.dropped, funnel.quarantined),
         seconds={"scan": seconds},
         total_seconds=seconds,
         tasks=0,
@@ -333,8 +333,8 @@ def _describe(inputs: BuildInputs, outputs: Outputs, funnel: Funnel) -> _Dataset
     side_files = {name for commit in cleaned for name in commit.outputs if name.endswith(".jsonl")}
     for name in sorted(side_files - {QUARANTINE_FILE}):  # reports of filters beyond the page
         texts[name] = _joined(cleaned, name)
-    card["files"] = files | {name: describe_file(text) for name, text in texts.items()}
-    texts[CARD_NAME] = card_bytes(card)
+    files |= {name: describe_file(text) for name, text in texts.items()}
+    texts[CARD_NAME] = DatasetCard({**card.data, "files": files}).to_bytes()
     return _Dataset(manifest, links, tables, texts)
 
 

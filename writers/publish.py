@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from shardkit.datasets.locate import CARD_NAME
+from shardkit.card import CARD_NAME
 from shardkit.errors import BuildError, ShardError, ShardkitError
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.progress import Listener, TransferListener, TransferProgress
@@ -55,7 +54,6 @@ from shardkit.writers.progress import StageProgress
 
 __all__ = [
     "ANNOTATIONS_FOLDER",
-    "CARD_NAME",
     "QUARANTINE_NAME",
     "REPORT_NAME",
     "PublishedDataset",
@@ -95,11 +93,6 @@ class PublishedDataset:
 
     contents: Contents | None
     problem: str | None
-
-    @property
-    def card(self) -> dict[str, Any] | None:
-        card = None if self.contents is None else self.contents.card
-        return None if card is None else dict(card)
 
 
 def find_published(output: Path | RemoteOutput) -> PublishedDataset | None:

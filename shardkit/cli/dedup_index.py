@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from shardkit.cli.common import (
     add_json_argument,
@@ -18,9 +18,6 @@ from shardkit.cli.common import (
     storage_options,
 )
 from shardkit.units import format_bytes
-
-if TYPE_CHECKING:
-    from shardkit.writers.dedup.index import DedupIndex
 
 __all__ = ["add_parser", "run"]
 
@@ -86,7 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result.to_dict())
     elif not arguments.quiet:
-        _tell(result.location, result.documents, result.bytes, result.removed)
+        console = stderr_console()
+        for reason, lost in sorted(result.removed.items()):
+            console.print(f"removed: {reason}: {lost:,} documents")
+        console.print(
+            f"{result.location} holds the signatures of {result.documents:,} documents, "
+            f"{format_bytes(result.bytes)} of text"
+        )
     return 0
 
 
@@ -98,30 +101,15 @@ def _sketch(text: str) -> int:
     return size
 
 
-def _tell(location: object, documents: int, text_bytes: int, removed: Mapping[str, int]) -> None:
-    console = stderr_console()
-    for reason, lost in sorted(removed.items()):
-        console.print(f"removed: {reason}: {lost:,} documents")
-    text = format_bytes(text_bytes)
-    console.print(f"{location} holds the signatures of {documents:,} documents, {text} of text")
-
-
 def _show(path: str, *, as_json: bool) -> None:
-    from pathlib import Path
-
+    from shardkit.writers.dedup.bands import render_curve
     from shardkit.writers.dedup.index import open_index
 
     index = open_index(Path(path))
-    if as_json:
-        print_json(index.to_dict())
-    else:
-        _show_table(index)
-
-
-def _show_table(index: DedupIndex) -> None:
-    from shardkit.writers.dedup.bands import render_curve
-
     facts = index.to_dict()
+    if as_json:
+        print_json(facts)
+        return
     sketch = f"the {facts['sketch']:,} smallest hashes" if facts["sketch"] else "all hashes"
     lines = [
         ("documents", f"{index.documents:,}, {format_bytes(index.bytes)} of text"),

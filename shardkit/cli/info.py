@@ -1,8 +1,7 @@
 """`shardkit info`: what a dataset is, from its index and card alone.
 
-What `shardkit info` draws of a card: funnel, rules, sources, languages and lengths as short tables.
-
-Everything is optional: cards of older versions and of conversions have only some of it.
+A card is drawn as short tables: funnel, rules, sources, languages and lengths. Everything is optional,
+because cards of older versions and of conversions have only some of it.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import add_storage_arguments, print_json, stdout_console, storage_options
+from shardkit.errors import ShardError
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shardkit.card import DatasetCard, FunnelCounts, Histogram, InputFacts, LanguageCounts
     from shardkit.storage.store import StorageOptions
 
 __all__ = ["add_parser", "bar", "card_tables", "describe", "printable", "run", "sparkline"]
@@ -52,7 +53,7 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
     from shardkit.datasets.dataset import open_dataset
 
     with open_dataset(path, storage=storage) as dataset:
-        manifest, dtype = dataset.manifest, dataset.token_dtype
+        manifest, dtype, card = dataset.manifest, dataset.token_dtype, dataset.card
         samples = manifest.shard_samples
         return {
             "path": str(path),
@@ -69,7 +70,7 @@ def describe(path: str, storage: StorageOptions | None = None) -> dict[str, Any]
             "token_column": dataset.token_column,
             "sequence_length": dataset.sequence_length,
             "dtype": None if dtype is None else dtype.name,
-            "card": dataset.card,
+            "card": None if card is None else card.data,
         }
 
 
@@ -86,17 +87,19 @@ def _size(count: int | None) -> str:
 def _show(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from shardkit.card import DatasetCard  # NumPy: not for --help
+
     console = stdout_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     lines, pictures = _lines(facts), []
     try:
-        card = facts["card"] or {}
+        card = DatasetCard(facts["card"] or {})
         lines += _card_lines(card)
         pictures = card_tables(card, blocks=console.encoding.lower().startswith("utf"))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        lines.append(("card", f"is not one that shardkit wrote ({error!r})"))
+    except (ShardError, ArithmeticError, LookupError, ValueError) as error:
+        lines.append(("card", f"is not one that shardkit wrote ({error})"))
     for name, value in lines:
         table.add_row(name, printable(value))
     console.print(table)
@@ -126,17 +129,18 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _card_lines(card: dict[str, Any]) -> list[tuple[str, str]]:
+def _card_lines(card: DatasetCard) -> list[tuple[str, str]]:
     """What the card says in one line each; whatever an older one lacks is left out."""
     lines = []
-    if {"tokens", "padding"} <= card.keys():
-        share = 100 * card["padding"] / max(1, card["tokens"] + card["padding"])
-        lines.append(("tokens", f"{card['tokens']:,}, and {card['padding']:,} of padding ({share:.3f} %)"))
-    if tokenizer := card.get("tokenizer"):
-        eos = f"eos {tokenizer.get('eos')} = {tokenizer.get('eos_id')}"
-        lines.append(("tokenizer", f"{tokenizer.get('file')}, {eos}, digest {tokenizer.get('digest')}"))
-    if "recipe_digest" in card:
-        lines.append(("recipe", f"digest {card['recipe_digest']}, shardkit {card.get('shardkit_version')}"))
+    if card.has("tokens", "padding"):
+        share = 100 * card.padding / max(1, card.tokens + card.padding)
+        lines.append(("tokens", f"{card.tokens:,}, and {card.padding:,} of padding ({share:.3f} %)"))
+    if card.has("tokenizer"):
+        known = card.tokenizer
+        eos = f"eos {known.eos} = {known.eos_id}"
+        lines.append(("tokenizer", f"{known.file}, {eos}, digest {known.digest}"))
+    if card.has("recipe_digest", "shardkit_version"):
+        lines.append(("recipe", f"digest {card.recipe_digest}, shardkit {card.shardkit_version}"))
     return lines
 
 
@@ -173,22 +177,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-def card_tables(card: Mapping[str, Any], *, blocks: bool) -> list[Table]:
-    """The tables of what the card has; KeyError, TypeError and others if it is not ours."""
-    tables = [
-        _funnel(card, blocks) if card.get("funnel") else None,
-        _rules(card["funnel"], blocks) if card.get("funnel") else None,
-        _sources(card["inputs"], blocks) if card.get("inputs") else None,
-        _languages(card.get("inputs") or (), blocks),
-        _histograms(card.get("histograms") or {}, blocks),
-    ]
-    return [table for table in tables if table is not None and table.row_count]
+def card_tables(card: DatasetCard, *, blocks: bool) -> list[Table]:
+    """The tables of what the card has; ShardError if a section is not as builds write it."""
+    tables = []
+    if card.has("funnel"):
+        tables += [_funnel(card, blocks), _rules(card.funnel, blocks)]
+    if card.has("inputs"):
+        tables += [_sources(card.inputs, blocks), _languages(card.languages(), blocks)]
+    if card.has("histograms"):
+        tables.append(_histograms(card.histograms, blocks))
+    return [table for table in tables if table.row_count]
 
 
-def _funnel(card: Mapping[str, Any], blocks: bool) -> Table:
-    from shardkit.card import funnel_steps  # NumPy: not for --help
-
-    steps = funnel_steps(card)
+def _funnel(card: DatasetCard, blocks: bool) -> Table:
+    steps = card.funnel_steps()
     rows = []
     for step in steps:
         rows.append(
@@ -205,74 +207,64 @@ def _funnel(card: Mapping[str, Any], blocks: bool) -> Table:
     return _table(("funnel", ">lost", ">documents", ">of read", "|", ">text", "|"), rows)
 
 
-def _rules(funnel: Mapping[str, Any], blocks: bool) -> Table:
+def _rules(funnel: FunnelCounts, blocks: bool) -> Table:
     """The rules that dropped most documents."""
-    dropped = [(lost["documents"], reason) for reason, lost in funnel["dropped"].items()]
+    dropped = [(lost.documents, reason) for reason, lost in funnel.dropped.items()]
     dropped = sorted((one for one in dropped if one[0]), key=lambda one: (-one[0], one[1]))
     most = dropped[0][0] if dropped else 0
     rows = [
         (
             reason,
             f"{documents:,}",
-            _percent(documents, funnel["read"]["documents"]),
+            _percent(documents, funnel.read.documents),
             bar(documents, most, blocks=blocks),
         )
         for documents, reason in dropped[:MOST_RULES]
     ]
     if rest := dropped[MOST_RULES:]:
         documents = sum(count for count, _ in rest)
-        share = _percent(documents, funnel["read"]["documents"])
+        share = _percent(documents, funnel.read.documents)
         rows.append((f"{len(rest)} others", f"{documents:,}", share, ""))
     return _table(("dropped most by", ">documents", ">of read", "|"), rows)
 
 
-def _sources(inputs: Sequence[Mapping[str, Any]], blocks: bool) -> Table:
-    tokens = [source.get("tokens", 0) for source in inputs]
+def _sources(inputs: Sequence[InputFacts], blocks: bool) -> Table:
+    tokens = [source.tokens for source in inputs]
     rows = [
         (
-            str(source["source"]),
-            f"{source['files']:,}",
-            f"{source['funnel']['read']['documents']:,}",
-            f"{source['funnel']['kept']['documents']:,}",
-            f"{count:,}",
-            _percent(count, sum(tokens)),
-            bar(count, max(tokens), blocks=blocks),
+            source.source,
+            f"{source.files:,}",
+            f"{source.funnel.read.documents:,}",
+            f"{source.funnel.kept.documents:,}",
+            f"{source.tokens:,}",
+            _percent(source.tokens, sum(tokens)),
+            bar(source.tokens, max(tokens), blocks=blocks),
         )
-        for source, count in zip(inputs, tokens, strict=True)
+        for source in inputs
     ]
     return _table(("sources", ">files", ">read", ">kept", ">tokens", ">of all", "|"), rows)
 
 
-def _languages(inputs: Iterable[Mapping[str, Any]], blocks: bool) -> Table:
-    tokens: dict[str, int] = {}
-    documents: dict[str, int] = {}
-    for source in inputs:
-        for label, counts in (source.get("languages") or {}).items():
-            tokens[label] = tokens.get(label, 0) + counts["tokens"]
-            documents[label] = documents.get(label, 0) + counts["documents"]
-    order = sorted(tokens, key=lambda label: (-tokens[label], label))
-    whole, most = sum(tokens.values()), max(tokens.values(), default=0)
+def _languages(languages: Mapping[str, LanguageCounts], blocks: bool) -> Table:
+    tokens = [counts.tokens for counts in languages.values()]
     rows = [
         (
             label,
-            f"{documents[label]:,}",
-            f"{tokens[label]:,}",
-            _percent(tokens[label], whole),
-            bar(tokens[label], most, blocks=blocks),
+            f"{counts.documents:,}",
+            f"{counts.tokens:,}",
+            _percent(counts.tokens, sum(tokens)),
+            bar(counts.tokens, max(tokens), blocks=blocks),
         )
-        for label in order[:MOST_LANGUAGES]
+        for label, counts in list(languages.items())[:MOST_LANGUAGES]
     ]
-    if rest := order[MOST_LANGUAGES:]:
-        counts = sum(tokens[label] for label in rest)
-        kept = f"{sum(documents[label] for label in rest):,}"
-        rows.append((f"{len(rest)} others", kept, f"{counts:,}", _percent(counts, whole), ""))
+    if rest := list(languages.values())[MOST_LANGUAGES:]:
+        documents, count = sum(c.documents for c in rest), sum(c.tokens for c in rest)
+        rows.append((f"{len(rest)} others", f"{documents:,}", f"{count:,}", _percent(count, sum(tokens)), ""))
     return _table(("languages", ">documents", ">tokens", ">of all", "|"), rows)
 
 
-def _histograms(histograms: Mapping[str, Any], blocks: bool) -> Table:
+def _histograms(histograms: Mapping[str, Histogram], blocks: bool) -> Table:
     """One line each: range, mean, and the counts of bins that double in width."""
-    from shardkit.card import Histogram  # NumPy: not for --help
-
     rows = []
     for name, what in (
         ("lengths", "tokens a document"),
@@ -280,7 +272,7 @@ def _histograms(histograms: Mapping[str, Any], blocks: bool) -> Table:
         ("row_pieces", "pieces a row"),
     ):
         if name in histograms:
-            histogram = Histogram.from_dict(histograms[name])
+            histogram = histograms[name]
             if bins := histogram.bins():
                 line = sparkline([one.count for one in bins], blocks=blocks)
                 mean = histogram.sum / histogram.count

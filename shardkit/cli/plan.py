@@ -388,11 +388,11 @@ def _measure(arguments: argparse.Namespace) -> tuple[Measured | None, int | None
     if arguments.recipe is not None and arguments.dataset is not None:
         raise ValueError("give a recipe to measure or --from a dataset, not both")
     if arguments.dataset is not None:
+        from shardkit.card import DatasetCard
         from shardkit.datasets.dataset import open_dataset
 
         with open_dataset(arguments.dataset, storage=storage_options(arguments)) as dataset:
-            card, where = dataset.card, dataset.location
-        found = measured_from_card(card or {}, where)
+            found = measured_from_card(dataset.card or DatasetCard({}, dataset.location))
         return found, found.read_bytes, []
     if arguments.recipe is None:
         return None, None, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardkit.cli.common import add_json_argument, count, print_columns, print_json, stdout_console
+from shardkit.cli.common import add_json_argument, argument, count, print_columns, print_json, stdout_console
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -30,7 +30,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument(
         "--learning-rate",
-        type=_positive,
+        type=argument(_positive),
         default=0.5,
         metavar="X",
         help="initial learning rate (default: 0.5)",
@@ -58,7 +58,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--seed", type=count, default=17, metavar="N", help="random seed (default: 17)")
     parser.add_argument(
         "--held-out",
-        type=_part,
+        type=argument(_part),
         default=0.1,
         metavar="X",
         help="share of records to hold out for measuring (default: 0.1)",
@@ -95,21 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < (value := float(text)) < 1000:
+        raise ValueError(f"{text!r} is not a number above 0")
     return value
 
 
 def _part(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    if not 0 <= (value := float(text)) < 1:
+        raise ValueError(f"{text!r} is not a number from 0 to below 1")
     return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None

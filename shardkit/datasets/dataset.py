@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions, open_cache
-from shardkit.datasets.locate import CARD_NAME, Found, locate
+from shardkit.card import DatasetCard
+from shardkit.datasets.locate import Found, locate
 from shardkit.errors import ShardError, warn_user
 from shardkit.files import Closing, open_maps
 from shardkit.formats.tar.values import checked_decode
@@ -86,7 +87,7 @@ class Dataset(Closing):
         folder: Path | None,
         manifest: Manifest,
         *,
-        card: dict[str, object] | None = None,
+        card: DatasetCard | None = None,
         options: ReadOptions | None = None,
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
@@ -343,12 +344,8 @@ def open_dataset(
     elif found.versions is not None:
         manifest, tar_indexes = _scan_local(found, found.versions, cache)
     card = found.card
-    where = found.store.url if found.store is not None else str(found.folder)
-    if verify and card and card.get("fingerprint", manifest.fingerprint) != manifest.fingerprint:
-        problem = (
-            f"is the card of another dataset: fingerprint {card['fingerprint']}, index {manifest.fingerprint}"
-        )
-        raise ShardError(f"{where}/{CARD_NAME}", problem)
+    if verify and card is not None:
+        card.check_fingerprint(manifest.fingerprint)
     return Dataset(found.folder, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
 
 

@@ -7,23 +7,21 @@ index and the card, no shard. Tars that nothing describes are `Found` with their
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.errors import ShardError
 from shardkit.manifest import Manifest
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
 
-__all__ = ["CARD_NAME", "INDEX_NAMES", "Found", "find_local", "find_remote", "locate"]
+__all__ = ["INDEX_NAMES", "Found", "find_local", "find_remote", "locate"]
 
-MAX_CARD_BYTES = 16 << 20
-CARD_NAME = "dataset.json"
 INDEX_NAMES = ("index.json", "shards.json")
 _FORBIDDEN = 403
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
@@ -38,7 +36,7 @@ class Found:
 
     folder: Path | None
     manifest: Manifest
-    card: dict[str, object] | None = None
+    card: DatasetCard | None = None
     store: ResilientStore | None = None
     versions: Sequence[str] | None = None
 
@@ -81,7 +79,7 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
 
 def _read_description(file: Path, storage: StorageOptions | None) -> Found:
     """The dataset that a local index or list describes."""
-    card = _read_card(file.parent / CARD_NAME)
+    card = DatasetCard.read(file.parent / CARD_NAME)
     if file.name == "index.json":
         from shardkit.formats import mds
 
@@ -95,7 +93,7 @@ def _listed(
     where: str | os.PathLike[str],
     text: bytes,
     folder: Path | None,
-    card: dict[str, object] | None,
+    card: DatasetCard | None,
     storage: StorageOptions | None,
 ) -> Found:
     """The tars of a list, in its folder or where its URLs say."""
@@ -123,7 +121,7 @@ def find_remote(store: Store, index_name: str | None = None, storage: StorageOpt
         raise ShardError(store.url, f"has both {' and '.join(there)}; open the one that is meant")
     [(name, text)] = there.items()
     where, answer = f"{store.url}/{name}", answers[CARD_NAME]
-    card = _parse_card(f"{store.url}/{CARD_NAME}", answer) if isinstance(answer, bytes) else None
+    card = DatasetCard.parse(f"{store.url}/{CARD_NAME}", answer) if isinstance(answer, bytes) else None
     if name != "index.json":
         return _listed(where, text, None, card, storage)
     from shardkit.formats import mds
@@ -212,27 +210,3 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
             )
         raise ShardError(folder, problem)
     return _unscanned(folder, local_objects(folder, names))
-
-
-def _read_card(file: Path) -> dict[str, object] | None:
-    if not file.is_file():
-        return None
-    if file.stat().st_size > MAX_CARD_BYTES:
-        raise ShardError(file, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise ShardError(file, f"cannot be read: {error}") from error
-    return _parse_card(str(file), text)
-
-
-def _parse_card(where: str, text: bytes) -> dict[str, object]:
-    if len(text) > MAX_CARD_BYTES:
-        raise ShardError(where, f"a dataset's card is larger than {MAX_CARD_BYTES:,} bytes")
-    try:
-        card = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ShardError(where, f"cannot be read: {error}") from error
-    if not isinstance(card, dict):
-        raise ShardError(where, "a dataset's card must be a JSON object")
-    return card

@@ -8,26 +8,25 @@ remote. Remote shards are read as they are in the store, past any cache.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardkit.cache.download import check_hashes, unpack
+from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
-from shardkit.datasets.locate import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.formats import mds, tar
 from shardkit.hashing import HASH_NAMES
-from shardkit.manifest import UNKNOWN, ShardInfo, checked_basename
+from shardkit.manifest import UNKNOWN, ShardInfo
 from shardkit.storage.store import StorageOptions, StoreError, hash_object, read_object
 
 __all__ = ["Problem", "VerifyReport", "verify"]
 
 MAX_THREADS = 32
 MAX_LISTED = 1000  # problems that a report holds; a dataset that is all wrong needs no longer list
-_MAX_FILES = 1 << 20  # a card names one provenance table a partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,7 @@ def _check_names(dataset: Dataset) -> Iterator[Problem]:
         seen.add(info.stored.basename)
 
 
-def _check_card(dataset: Dataset, card: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_card(dataset: Dataset, card: DatasetCard) -> Iterator[Problem]:
     """What the card says against what the index says."""
     manifest = dataset.manifest
     length, dtype = dataset.sequence_length, dataset.token_dtype
@@ -185,33 +184,34 @@ def _check_card(dataset: Dataset, card: Mapping[str, Any]) -> Iterator[Problem]:
         "dtype": None if dtype is None else dtype.name,
     }
     for name, fact in facts.items():
-        if name in card and card[name] != fact:
-            yield Problem(CARD_NAME, f"{name} is {card[name]!r}, the shards have {fact!r}")
-    tokens, padding = card.get("tokens"), card.get("padding")
+        if (stated := card.data.get(name, fact)) != fact:
+            yield Problem(CARD_NAME, f"{name} is {stated!r}, the shards have {fact!r}")
+    tokens, padding = card.data.get("tokens"), card.data.get("padding")
     if isinstance(tokens, int) and isinstance(padding, int) and length is not None:
         cells = manifest.samples * length
         if tokens + padding != cells:
             yield Problem(CARD_NAME, f"{tokens:,} tokens and {padding:,} of padding; the rows hold {cells:,}")
 
 
-def _check_files(dataset: Dataset, card: Mapping[str, Any], *, quick: bool) -> Iterator[Problem]:
+def _check_files(dataset: Dataset, card: DatasetCard, *, quick: bool) -> Iterator[Problem]:
     """The files beside the shards that the card names: provenance, report, quarantine."""
-    files = card.get("files", {})
-    if not isinstance(files, Mapping) or len(files) > _MAX_FILES:
-        yield Problem(CARD_NAME, "`files` must map names to sizes and hashes")
+    try:
+        names = card.file_names
+    except ShardError as error:
+        yield Problem(CARD_NAME, error.problem)
         return
-    for name, entry in files.items():
+    for name in names:
         try:
-            size = dataset.store.head(checked_basename(name, CARD_NAME)).bytes
-            if size != entry["bytes"]:
-                yield Problem(name, f"{size:,} bytes, the card states {entry['bytes']:,}")
+            stated = card.file(name)
+            size = dataset.store.head(name).bytes
+            if size != stated.bytes:
+                yield Problem(name, f"{size:,} bytes, the card states {stated.bytes:,}")
                 continue
-            expected = {kind: digest for kind, digest in entry.items() if kind != "bytes"}
-            found = {} if quick else hash_object(dataset.store, name, expected)
+            found = {} if quick else hash_object(dataset.store, name, stated.hashes)
             for kind, digest in found.items():
-                if digest != expected[kind]:
-                    yield Problem(name, f"{kind} {digest}, the card states {expected[kind]}")
+                if digest != stated.hashes[kind]:
+                    yield Problem(name, f"{kind} {digest}, the card states {stated.hashes[kind]}")
         except StoreError as error:
             yield Problem(name, f"cannot be read: {error.problem}")
-        except (ShardError, ValueError, KeyError, TypeError) as error:
+        except (ShardError, ValueError) as error:
             yield Problem(name, f"is described wrongly by the card: {error}")

@@ -17,7 +17,7 @@ from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
-from shardkit.datasets.locate import CARD_NAME
+from shardkit.card import CARD_NAME
 from shardkit.errors import ShardError
 from shardkit.files import link_or_copy
 from shardkit.hashing import hash_file

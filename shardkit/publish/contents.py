@@ -13,12 +13,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardkit.datasets.locate import CARD_NAME, INDEX_NAMES, MAX_CARD_BYTES
+from shardkit.card import CARD_NAME, MAX_CARD_BYTES, DatasetCard
+from shardkit.datasets.locate import INDEX_NAMES
 from shardkit.errors import ShardError
-from shardkit.files import load_json
 from shardkit.formats.mds.index import TABLE_NAME
 from shardkit.hashing import HASH_NAMES, digest_of, hash_bytes
-from shardkit.manifest import FileInfo, Manifest, checked_basename
+from shardkit.manifest import FileInfo, Manifest
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, Store
 
 __all__ = [
@@ -65,7 +65,7 @@ class Contents:
     manifest: Manifest
     index_name: str
     index: bytes
-    card: Mapping[str, object] | None
+    card: DatasetCard | None
     card_bytes: bytes | None
     files: tuple[FileInfo, ...]
 
@@ -96,7 +96,7 @@ class Contents:
             return True
         if self.manifest.format != other.manifest.format or self.index_name != other.index_name:
             return False
-        cards = {json.dumps(c.card, sort_keys=True) for c in (self, other) if c.card is not None}
+        cards = {json.dumps(c.card.data, sort_keys=True) for c in (self, other) if c.card is not None}
         return len(cards) < 2 and list(self.manifest.shards) == list(other.manifest.shards)
 
 
@@ -181,16 +181,14 @@ def make_contents(
     """
     from shardkit.formats import mds, tar
 
-    index_file, card_file = f"{where}/{index_name}", f"{where}/{CARD_NAME}"
+    index_file = f"{where}/{index_name}"
     manifest = (mds.parse_index if index_name == "index.json" else tar.parse_shard_list)(index_file, index)
     files = [shard.stored for shard in manifest.shards]
-    facts = None if card is None else _parse_card(card_file, card)
-    if card is not None and facts is not None:
-        stated = facts.get("fingerprint", manifest.fingerprint)
-        if stated != manifest.fingerprint:
-            problem = f"is the card of another dataset: fingerprint {stated}, index {manifest.fingerprint}"
-            raise ShardError(card_file, problem)
-        files += _files_of_card(card_file, facts)
+    facts = None
+    if card is not None:
+        facts = DatasetCard.parse(f"{where}/{CARD_NAME}", card)
+        facts.check_fingerprint(manifest.fingerprint)
+        files += [facts.file(name) for name in facts.file_names]
         files.append(FileInfo(CARD_NAME, len(card), {CONTENT_HASH: content_hash(card)}))
     if table is not None:
         files.append(FileInfo(TABLE_NAME, len(table), {CONTENT_HASH: content_hash(table)}))
@@ -260,31 +258,3 @@ def _read(store: Store, name: str) -> bytes | None:
         raise ShardError(f"{store.url}/{name}", f"{problem}: put it there again")
     except ObjectNotFoundError:
         return None
-
-
-def _parse_card(file: str, data: bytes) -> dict[str, object]:
-    try:
-        card = load_json(data)
-    except ValueError as error:
-        raise ShardError(file, f"cannot be read: {error}") from error
-    if not isinstance(card, dict):
-        raise ShardError(file, "a dataset's card must be a JSON object")
-    return card
-
-
-def _files_of_card(card_file: str, card: Mapping[str, object]) -> list[FileInfo]:
-    """The files beside the shards: provenance, report, quarantine."""
-    stated = card.get("files", {})
-    if not isinstance(stated, Mapping) or len(stated) > MAX_FILES:
-        raise ShardError(card_file, "`files` must map names to sizes and hashes")
-    files = []
-    for name, entry in stated.items():
-        checked_basename(name, card_file)
-        size = entry.get("bytes") if isinstance(entry, Mapping) else None
-        if not isinstance(entry, Mapping) or type(size) is not int or size < 0:
-            raise ShardError(card_file, f"{name}: a size in bytes and hashes are expected")
-        hashes = {kind: value for kind, value in entry.items() if kind != "bytes"}
-        if not all(isinstance(value, str) for value in hashes.values()):
-            raise ShardError(card_file, f"{name}: hashes must be strings")
-        files.append(FileInfo(name, size, hashes))
-    return files

@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from shardkit.datasets.locate import CARD_NAME
+from shardkit.card import CARD_NAME
 from shardkit.errors import ShardError, ShardkitError
 from shardkit.files import fsync_path, load_json
 from shardkit.formats.mds.index import TABLE_NAME

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.cli.main import main
 from shardkit.errors import BuildError
 from shardkit.tools.plan.build import measured_from_card
@@ -265,7 +266,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sample_of_everything_measures_what_the_build_s_card_says(corpus: Path) -> None:
     sample = measure_sample(corpus, share=Fraction(1), progress=False)
     built = build(corpus, progress=False)
-    expected = measured_from_card(json.loads((built.output / "dataset.json").read_text()), "")
+    card = DatasetCard.read(built.output / CARD_NAME)
+    assert card is not None
+    expected = measured_from_card(card)
     found = sample.measured
     assert (found.read_bytes, found.kept_bytes) == (expected.read_bytes, expected.kept_bytes)
     assert found.funnel.retention == expected.funnel.retention

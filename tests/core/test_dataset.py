@@ -175,7 +175,9 @@ def test_the_card_is_read_and_with_verify_held_against_the_index(tmp_path: Path)
     assert shardkit.open_dataset(folder).card is None
     fingerprint = shardkit.open_dataset(folder).fingerprint
     (folder / "dataset.json").write_text(json.dumps({"fingerprint": fingerprint, "eos": 0}))
-    assert shardkit.open_dataset(folder, verify=True).card == {"fingerprint": fingerprint, "eos": 0}
+    card = shardkit.open_dataset(folder, verify=True).card
+    assert card is not None
+    assert card.data == {"fingerprint": fingerprint, "eos": 0}
     assert shardkit.open_dataset(folder / "shard-00000.tar").card is None
     (folder / "dataset.json").write_text('{"fingerprint": "other"}')
     with pytest.raises(ShardError, match="card of another dataset"):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from shardkit.cache.contract import CacheOptions
+from shardkit.card import MAX_CARD_BYTES
 from shardkit.cli.info import describe
 from shardkit.cli.main import main
-from shardkit.datasets import locate
 from shardkit.datasets.dataset import open_dataset
 from shardkit.datasets.locate import find_remote
 from shardkit.datasets.verify import verify
@@ -326,14 +326,10 @@ def test_a_store_that_fails_is_not_taken_for_an_absent_file(upload: Upload, key:
         (b"[" * 100_000, "cannot be read"),
         (b"\xff", "cannot be read"),
         (b"[]", "must be a JSON object"),
-        (b'{"a": "' + b"x" * 300 + b'"}', "is larger than 300 bytes"),
+        (b'{"a": "' + b"x" * MAX_CARD_BYTES + b'"}', "is larger than 16,777,216 bytes"),
     ],
 )
-def test_a_card_that_is_none_is_named(
-    upload: Upload, where: str, card: bytes, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "larger" in words:
-        monkeypatch.setattr(locate, "MAX_CARD_BYTES", 300)
+def test_a_card_that_is_none_is_named(upload: Upload, where: str, card: bytes, words: str) -> None:
     store = upload(where, "tar")
     store.put("dataset.json", card)
     with pytest.raises(ShardError, match=words) as caught:

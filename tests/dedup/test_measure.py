@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.test_planted import corpus, nothing, write_split
+from shardkit.card import PrecisionFacts
 from shardkit.writers.dedup import measure
 from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.config import NearDedupConfig
@@ -123,7 +125,7 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
         removed=np.packbits(bits, bitorder="little"),
     )
     left = [copy for copy, number in enumerate(numbers) if number not in removed]
-    assert result["left_out"] == 60 - len(left) > 0
+    assert result.left_out == 60 - len(left) > 0
     expected = []
     for low, high in [(0, 50), (50, 60), (60, 70), (70, 80), (80, 85), (85, 90), (90, 95), (95, 101)]:
         inside = [copy for copy in left if low <= int(planted[copy]["shared"]) < high]
@@ -142,7 +144,7 @@ def test_recall_by_band_is_that_of_a_set_of_pairs(
                     "interval": pytest.approx(binomial_interval(hits, len(inside)), abs=1e-6),
                 }
             )
-    assert result["bands"] == expected
+    assert [asdict(band) for band in result.bands] == expected
     assert sum(true[copy] in candidates for copy in left) > 20
 
 
@@ -150,8 +152,8 @@ def test_copies_of_documents_that_are_not_compared_are_left_out(tmp_path: Path) 
     population = make_population(tmp_path, 2)
     planted = np.array([(2, 4, 9, 10), (2, 6, 9, 10)], PLANTED)  # part 2 has the rows 3, 6, 9, ...
     result = measure_recall(planted, population, [], [], (14, 8))
-    assert result["left_out"] == 1
-    assert [(band["low"], band["pairs"], band["candidates"]) for band in result["bands"]] == [(0.9, 1, 0)]
+    assert result.left_out == 1
+    assert [(band.low, band.pairs, band.candidates) for band in result.bands] == [(0.9, 1, 0)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=40), st.data())
@@ -194,7 +196,7 @@ TEXTS = {
 }
 
 
-def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> dict[str, Any]:
+def check(tmp_path: Path, pairs: Sequence[tuple[str, str]], **config: Any) -> PrecisionFacts:
     """The measure of (removed, kept) texts, each removed one in the second split."""
     names = list(TEXTS)
     first = write_split(tmp_path / "0.arrow", list(enumerate(TEXTS.values())), batch_rows=3)
@@ -224,21 +226,21 @@ def test_a_removed_document_is_measured_by_its_words(
     tmp_path: Path, removed: str, kept: str, verdict: str, least: float | None
 ) -> None:
     result = check(tmp_path, [(removed, kept)])
-    assert {name for name in ("similar", "contained", "wrong") if result[name]} == {verdict}
-    assert (result["checked"], result["left_out"], result["least"]) == (1, 0, least)
-    [excerpt] = result["excerpts"]
-    assert (excerpt["removed"], excerpt["kept"]) == (TEXTS[removed][:120], TEXTS[kept][:120])
+    assert {name for name in ("similar", "contained", "wrong") if getattr(result, name)} == {verdict}
+    assert (result.checked, result.left_out, result.least) == (1, 0, least)
+    [excerpt] = result.excerpts
+    assert (excerpt.removed, excerpt.kept) == (TEXTS[removed][:120], TEXTS[kept][:120])
 
 
 def test_containment_counts_only_where_the_recipe_says_so_and_never_for_small_ones(tmp_path: Path) -> None:
     pairs = [("below 0.8", "whole"), ("small", "small, alike")]
     result = check(tmp_path, pairs, containment=0.9)
-    assert (result["similar"], result["contained"], result["wrong"]) == (0, 1, 1)
+    assert (result.similar, result.contained, result.wrong) == (0, 1, 1)
 
 
 def test_excerpts_are_of_pairs_that_differ_while_there_are_any(tmp_path: Path) -> None:
     result = check(tmp_path, [("whole", "whole"), ("at 0.8", "whole"), ("same words", "whole")])
-    assert [excerpt["similarity"] for excerpt in result["excerpts"]] == [0.8]
+    assert [excerpt.similarity for excerpt in result.excerpts] == [0.8]
 
 
 def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
@@ -259,12 +261,12 @@ def test_a_sample_depends_on_ids_and_leaves_out_what_lost_to_an_index(
         for count, seed in [(59, 0), (1000, 5), (20, 1), (20, 2), (0, 1)]
     ]
     assert results[0] == results[1]
-    assert (results[0]["checked"], results[0]["left_out"], results[0]["similar"]) == (50, 9, 50)
+    assert (results[0].checked, results[0].left_out, results[0].similar) == (50, 9, 50)
     assert results[2] != results[3]
-    assert results[2]["checked"] + results[2]["left_out"] == 20
-    assert results[4]["checked"] == results[4]["left_out"] == len(results[4]["excerpts"]) == 0
-    assert len(results[0]["excerpts"]) == 10
-    assert results[0]["least"] == round(100 / 102, 6)
+    assert results[2].checked + results[2].left_out == 20
+    assert results[4].checked == results[4].left_out == len(results[4].excerpts) == 0
+    assert len(results[0].excerpts) == 10
+    assert results[0].least == round(100 / 102, 6)
 
 
 def test_planted_copies_of_real_documents_are_measured_from_their_own_table(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_planted_copies_of_real_documents_are_measured_from_their_own_table(tmp_
     pairs = [(int(row["original_row"]), 60 + copy) for copy, row in enumerate(planted)]
     folders = [write_pairs(tmp_path / "pairs", [pairs])]
     result = measure_recall(planted, Population(parts), [Artifact(path) for path in folders], [], (14, 8))
-    assert result["left_out"] == 0
-    assert sum(band["pairs"] for band in result["bands"]) == 28
-    assert all((band["candidates"], band["verified"]) == (band["pairs"], 0) for band in result["bands"])
-    assert all(0 < band["expected"] <= band["pairs"] for band in result["bands"])
+    assert result.left_out == 0
+    assert sum(band.pairs for band in result.bands) == 28
+    assert all((band.candidates, band.verified) == (band.pairs, 0) for band in result.bands)
+    assert all(0 < band.expected <= band.pairs for band in result.bands)

@@ -15,6 +15,7 @@ import pytest
 from shardkit.cache import contract as options
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.memory import CacheMemory
+from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders import defaults as setup
@@ -225,12 +226,12 @@ def test_the_id_that_ends_documents_is_the_given_one_or_the_cards(folder: Path, 
     assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(), "tokens") == 7
     assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(eos_id=9, labels=True), "tokens") == 9
     for bad in (None, True, "7"):
-        dataset.card = {"tokenizer": {"eos_id": bad}}
+        dataset.card = DatasetCard({"tokenizer": {"eos_id": bad}})
         with pytest.raises(ValueError, match=r"states none in dataset\.json"):
             find_eos_id(Streams([dataset], ["data"]), LoaderConfig(labels=True), "tokens")
     with pytest.raises(ValueError, match="need a column of tokens of constant length"):
         find_eos_id(Streams([dataset], ["data"]), LoaderConfig(labels=True, eos_id=1), None)
-    dataset.card = {"tokenizer": "gpt2"}
+    dataset.card = DatasetCard({"tokenizer": "gpt2"})
     assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(), "tokens") is None
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.formats import mds, tar
 from shardkit.manifest import Manifest
-from shardkit.writers.card import card_bytes, describe_file
+from shardkit.writers.card import describe_file
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.publish import CARD_NAME, REPORT_NAME, RemoteOutput, global_shards, publish
+from shardkit.writers.publish import REPORT_NAME, RemoteOutput, global_shards, publish
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, renumber
 from support.small_build import tree
 
@@ -56,7 +57,7 @@ class Built:
             "samples": self.manifest.samples,
             "files": {name: describe_file(data) for name, data in sides.items()},
         }
-        self.texts = {CARD_NAME: card_bytes(card)}
+        self.texts = {CARD_NAME: DatasetCard(card).to_bytes()}
 
     def publish(self, output: Path | RemoteOutput, *, replace: bool = False) -> None:
         publish(output, self.manifest, self.links, self.texts, replace=replace)

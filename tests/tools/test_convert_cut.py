@@ -66,7 +66,8 @@ def test_rows_are_the_stream_of_all_documents(
         writer = RowWriter(
             folder, output, background, column="tokens", dtype=np.dtype(np.uint32), shape=(length,)
         )
-        counts = cut_rows(blocks_of(texts, cuts), writer, cut, lambda size: None)
+        counts = TokenCounts()
+        cut_rows(blocks_of(texts, cuts), writer, cut, counts)
         manifest, _ = writer.finish()
     counts.check(manifest.samples * length)
     found = [np.asarray(sample["tokens"]) for sample in open_dataset(folder)] if manifest.samples else []
@@ -87,8 +88,8 @@ def test_documents_come_back_whole_from_any_blocks(
     filled = [text for text in texts if text]
     if any(texts):
         assert counts.documents_dropped == len(texts) - len(filled)
-    assert [tokens.tolist() for _, tokens, _ in found] == [t + (ends if t[-1] != eos else []) for t in filled]
-    counts.check(sum(len(tokens) for _, tokens, _ in found))
+    assert [tokens.tolist() for _, tokens in found] == [t + (ends if t[-1] != eos else []) for t in filled]
+    counts.check(sum(len(tokens) for _, tokens in found))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_an_id_that_does_not_fit_is_named(
             tmp_path, OutputOptions(), background, column="tokens", dtype=np.dtype(dtype), shape=(2,)
         )
     with pytest.raises(ShardError) as caught:
-        cut_rows(blocks_of(texts, cuts), writer, cut, lambda size: None)
+        cut_rows(blocks_of(texts, cuts), writer, cut, TokenCounts())
     assert str(caught.value) == message
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkit.card import DatasetCard
 from shardkit.cli import plan as plan_command
 from shardkit.errors import ShardkitError
 from shardkit.order.order import default_lanes, default_window
@@ -230,7 +231,8 @@ LEDGER = {
 
 
 def test_a_card_s_rules_become_stages_in_the_order_in_which_they_ran() -> None:
-    funnel = funnel_of(LEDGER, ["length", "gopher_quality"])
+    card = {"funnel": LEDGER, "recipe": {"filters": [{"length": {}}, {"gopher_quality": {}}]}}
+    funnel = funnel_of(DatasetCard(card))
     assert [stage.name for stage in funnel.stages] == [
         "unreadable", "html", "length", "gopher_quality", "exact_duplicate", "near_duplicate",
     ]  # fmt: skip
@@ -243,11 +245,12 @@ def test_a_card_tells_bytes_a_token_and_padding() -> None:
         "tokens": 75,
         "padding": 25,
         "stored_bytes": 210,
-        "inputs": [{"bytes": 400}],
+        "inputs": [{"source": "a", "files": 1, "bytes": 400, "digest": "d", "funnel": LEDGER}],
         "recipe": {"filters": [{"length": {}}], "output": {"shard_bytes": 64}},
     }
-    found = measured_from_card(card, "here")
+    found = measured_from_card(DatasetCard(card))
     assert (found.text_bytes_per_token, found.padding) == (Fraction(4), Fraction(1, 4))
     assert (found.token_bytes, found.stored_bytes_per_text_byte) == (Fraction("2.1"), Fraction("0.4"))
-    with pytest.raises(ShardkitError, match="here: its card lacks what a plan needs"):
-        measured_from_card({key: value for key, value in card.items() if key != "funnel"}, "here")
+    del card["funnel"]
+    with pytest.raises(ShardkitError, match=r"here: lacks what a plan needs .* 'funnel'"):
+        measured_from_card(DatasetCard(card, "here"))

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from shardkit.card import DatasetCard
 from shardkit.cli.main import main
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders import Stream, StreamingLoader
@@ -294,7 +295,7 @@ def test_text_needs_the_tokenizer_of_the_dataset(
     assert "is not the tokenizer of this dataset" in capsys.readouterr().err
     (tmp_path / "none.json").write_text("{}")
     with pytest.warns(RuntimeWarning, match="is not the tokenizer of this dataset") as caught:
-        Decoder(tmp_path / "other.json", json.loads((path / "dataset.json").read_bytes()))
+        Decoder(tmp_path / "other.json", DatasetCard.read(path / "dataset.json"))
     assert caught[0].filename == __file__
     assert main(["trace", str(path), "--row", "1", "--tokenizer", str(tmp_path / "none.json")]) == 1
     assert "is no tokenizer that can be read" in capsys.readouterr().err

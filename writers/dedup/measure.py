@@ -30,13 +30,14 @@ from contextlib import contextmanager
 from itertools import groupby, pairwise
 from math import sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from shardkit.card import PairFacts, PrecisionFacts, RecallBand, RecallFacts
 from shardkit.writers.dedup.bands import probability
 from shardkit.writers.dedup.candidates import PAIR_RUNS_FILE, PAIRS_FILE
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
@@ -303,14 +304,11 @@ def measure_recall(
     bands_and_rows: tuple[int, int],
     *,
     removed: npt.NDArray[np.uint8] | None = None,
-) -> dict[str, Any]:
-    """{"bands": one entry a band that has planted pairs, "left_out": pairs that could not be compared}.
+) -> RecallFacts:
+    """Count planted pairs by band of similarity; bands without any are left out.
 
     `planted` are PLANTED rows; `removed` has a bit for each number (little bit order) of documents that were
     taken out before candidates were sought: their copies have nothing to meet and are left out.
-    An entry: {"low", "high", "pairs", "candidates", "verified", "expected", "interval"}; `verified` pairs are
-    alike enough to be removed, `expected` is the number of candidates that theory expects, `interval` the
-    two ends of the share of candidates.
     """
     originals, priorities = _originals(planted, population)
     copies = np.arange(population.planted.start, population.planted.stop, dtype=np.uint64)
@@ -328,10 +326,8 @@ def measure_recall(
     for folder in edge_folders:
         verified |= _edges_in(folder, edges)
     similarity = planted["shared"][chosen] / np.maximum(planted["union"][chosen], 1)
-    return {
-        "bands": _by_band(similarity, candidates, verified, *bands_and_rows),
-        "left_out": len(planted) - len(chosen),
-    }
+    bands = _by_band(similarity, candidates, verified, *bands_and_rows)
+    return RecallFacts(bands, left_out=len(planted) - len(chosen))
 
 
 def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
@@ -350,23 +346,24 @@ def _by_band(
     verified: npt.NDArray[np.bool_],
     bands: int,
     rows: int,
-) -> list[dict[str, Any]]:
+) -> list[RecallBand]:
     table = []
     for low, high in pairwise(BAND_EDGES):
         inside = (similarity >= low) & ((similarity < high) | (high == 1.0))
         count, found = int(inside.sum()), int((inside & candidates).sum())
         if count:
             expected = sum(probability(value, bands, rows) for value in sorted(similarity[inside].tolist()))
+            least, most = binomial_interval(found, count)
             table.append(
-                {
-                    "low": low,
-                    "high": high,
-                    "pairs": count,
-                    "candidates": found,
-                    "verified": int((inside & verified).sum()),
-                    "expected": round(expected, 3),
-                    "interval": [round(end, 6) for end in binomial_interval(found, count)],
-                }
+                RecallBand(
+                    low,
+                    high,
+                    pairs=count,
+                    candidates=found,
+                    verified=int((inside & verified).sum()),
+                    expected=round(expected, 3),
+                    interval=(round(least, 6), round(most, 6)),
+                )
             )
     return table
 
@@ -470,13 +467,11 @@ def measure_precision(
     *,
     count: int,
     seed: int,
-) -> dict[str, Any]:
+) -> PrecisionFacts:
     """Compare `count` removed documents (NEAR_LOSER rows of a file) with those they are booked on, by words.
 
-    {"checked": pairs compared, "left_out": sampled ones that lost to an index, whose texts are not here,
-    "similar": of those checked, pairs at or above their threshold, "contained": others that the containment
-    rule allows, "wrong": the rest, "least": the lowest similarity of the similar ones or None,
-    "excerpts": up to ten pairs, below 1 if possible, least alike first: {"similarity", "removed", "kept"}}
+    Left out are those that lost to an index, whose texts are not here. Excerpts are up to ten pairs, below 1
+    if possible, least alike first.
     """
     sample = _sample(losers, population, count, seed)
     parts, rows = population.locate(sample["kept"])
@@ -501,18 +496,15 @@ def measure_precision(
     compared.sort()
     shown = [pair for pair in compared if pair[0] < 1] or compared  # the same words twice tell little
     step = max(1, -(-len(shown) // EXCERPTS))
-    return {
-        "checked": len(compared),
-        "left_out": len(sample) - len(compared),
-        **{name: verdicts.count(name) for name in ("similar", "contained", "wrong")},
-        "least": min(
-            (round(least, 6) for least, verdict, *_ in compared if verdict == "similar"), default=None
-        ),
-        "excerpts": [
-            {"similarity": round(similarity, 6), "removed": removed, "kept": kept}
-            for similarity, _, removed, kept in shown[::step]
-        ],
-    }
+    return PrecisionFacts(
+        checked=len(compared),
+        left_out=len(sample) - len(compared),
+        similar=verdicts.count("similar"),
+        contained=verdicts.count("contained"),
+        wrong=verdicts.count("wrong"),
+        least=min((round(least, 6) for least, verdict, *_ in compared if verdict == "similar"), default=None),
+        excerpts=[PairFacts(round(s, 6), removed, kept) for s, _, removed, kept in shown[::step]],
+    )
 
 
 def _sample(losers: Artifact, population: Population, count: int, seed: int) -> npt.NDArray[np.void]:

@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import TypeAdapter
 
+from shardkit.card import PrecisionFacts, RecallFacts
 from shardkit.hashing import digest_of, hash_file
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.bands import partitions_for as band_partitions
@@ -340,8 +341,13 @@ def _numbers_between(candidates: Sequence[Artifact], first: int, last: int) -> n
 class Measured(PlainCounts):
     """`measure_precision` of what was removed, and `measure_recall` if anything was planted."""
 
-    precision: Mapping[str, Any]
-    recall: Mapping[str, Any] | None = None
+    precision: PrecisionFacts
+    recall: RecallFacts | None = None
+
+    @classmethod
+    def of(cls, commit: Commit) -> Measured:
+        """What the task committed."""
+        return TypeAdapter(cls).validate_python(commit.counts)
 
 
 def _measure(

@@ -1,28 +1,16 @@
 """The part of the report that tells what duplicate removal did, and how well: tables and one S-curve.
 
-A function of the card's `dedup`, which is plain data without times, paths or numbers of workers:
-
-    near        None without near-duplicate removal, or {"similarity", "containment", "unit", "ngram",
-                "permutations", "bands", "rows", "scope", "against": names of indexes, "counts": of near.py}
-    stages      [{"stage": reason, "documents", "bytes"}] in the order they ran
-    sources     [{"source", "documents", "bytes", "removed": {reason: {"documents", "bytes"}}}], one an input,
-                `documents` and `bytes` being what the first stage was given
-    groups      [{"copies": "1", "2", "3-10", …, "groups"}]: documents that stayed, by how many they stand for
-    largest_group  documents that one stands for at most
-    recall      None or what shardkit.writers.dedup.measure.measure_recall gives
-    precision   None or what shardkit.writers.dedup.measure.measure_precision gives
-
-The picture has no scripts; what it shows is in the table below it, too.
+A function of the card's `dedup`. The picture has no scripts; what it shows is in the table below it, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from shardkit.card import Count, DedupFacts, NearFacts, PairFacts, PrecisionFacts, RecallBand, RecallFacts
 from shardkit.units import format_bytes
 from shardkit.writers.dedup.bands import probability
-from shardkit.writers.report.html import bars, cell, facts, number, percent, section, table, text
+from shardkit.writers.report.html import bars, cell, counted, facts, number, percent, section, table, text
 
 __all__ = ["render_dedup"]
 
@@ -31,108 +19,105 @@ _CURVE_POINTS = 100
 _LEAST_SIMILARITY = 0.5
 
 
-def render_dedup(dedup: Mapping[str, Any]) -> str:
+def render_dedup(dedup: DedupFacts) -> str:
     """The section as HTML."""
-    near, recall, precision = dedup["near"], dedup["recall"], dedup["precision"]
+    near, recall, precision = dedup.near, dedup.recall, dedup.precision
     body = [
-        _stages(dedup["stages"], dedup["sources"]),
-        _sources(dedup["stages"], dedup["sources"]),
-        _groups(dedup["groups"], dedup["largest_group"]),
+        _stages(dedup),
+        _sources(dedup),
+        _groups(dedup),
     ]
     if near is not None:
         body += ["<h3>Near-duplicates</h3>", _parameters(near)]
         if recall is not None:
-            body += ["<h3>Recall</h3>", _picture(near, recall["bands"]), _recall(recall)]
+            body += ["<h3>Recall</h3>", _picture(near, recall.bands), _recall(recall)]
         if precision is not None:
-            body += ["<h3>Precision</h3>", _precision(precision), _excerpts(precision["excerpts"])]
+            body += ["<h3>Precision</h3>", _precision(precision), _excerpts(precision.excerpts)]
     return section("Duplicates", *body)
 
 
-def _stages(stages: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[str, Any]]) -> str:
-    documents = sum(source["documents"] for source in sources)
-    whole = sum(source["bytes"] for source in sources)
-    steps = [("read", "compared", documents, whole)]
-    steps += [("dropped", _label(s["stage"]), s["documents"], s["bytes"]) for s in stages]
+def _stages(dedup: DedupFacts) -> str:
+    whole = sum(dedup.sources, Count())
+    steps = [("read", "compared", whole)] + [("dropped", _label(s.stage), s) for s in dedup.stages]
     rows = [
         [
             cell(label),
-            number(count),
-            number(percent(count, documents)),
-            bars(documents, (kind, count)),
-            number(format_bytes(size)),
-            number(percent(size, whole)),
-            bars(whole, (kind, size)),
+            *counted(count.documents, whole.documents, whole.documents, kind),
+            number(format_bytes(count.bytes)),
+            number(percent(count.bytes, whole.bytes)),
+            bars(whole.bytes, (kind, count.bytes)),
         ]
-        for kind, label, count, size in steps
+        for kind, label, count in steps
     ]
     head = ("", ">documents", ">of compared", "|", ">text", ">of compared", "|")
     return table(head, rows, caption="What was compared, and removed by each stage")
 
 
-def _sources(stages: Sequence[Mapping[str, Any]], sources: Sequence[Mapping[str, Any]]) -> str:
-    reasons = [stage["stage"] for stage in stages]
+def _sources(dedup: DedupFacts) -> str:
+    reasons = [stage.stage for stage in dedup.stages]
     rows = []
-    for source in sources:
-        row = [cell(source["source"]), number(source["documents"])]
+    for source in dedup.sources:
+        row = [cell(source.source), number(source.documents)]
         for reason in reasons:
-            lost = source["removed"].get(reason, {"documents": 0, "bytes": 0})
-            row.append(number(f"{lost['documents']:,} ({percent(lost['documents'], source['documents'])})"))
-            row.append(number(format_bytes(lost["bytes"])))
+            lost = source.removed.get(reason, Count())
+            row.append(number(f"{lost.documents:,} ({percent(lost.documents, source.documents)})"))
+            row.append(number(format_bytes(lost.bytes)))
         rows.append(row)
     names = [name for reason in reasons for name in (f">{_label(reason)}", ">text")]
     return table(("source", ">compared", *names), rows, caption="Removed, by source")
 
 
-def _groups(groups: Sequence[Mapping[str, Any]], largest: int) -> str:
-    most = max((group["groups"] for group in groups), default=0)
+def _groups(dedup: DedupFacts) -> str:
+    most = max((group.groups for group in dedup.groups), default=0)
     rows = [
-        [number(text(group["copies"])), number(group["groups"]), bars(most, ("other", group["groups"]))]
-        for group in groups
+        [number(text(group.copies)), number(group.groups), bars(most, ("other", group.groups))]
+        for group in dedup.groups
     ]
     caption = "Documents that stayed, by how many they stand for, themselves included"
     found = table((">stands for", ">documents", "|"), rows, caption=caption)
-    return f'{found}<p class="note">One document stands for {largest:,} at most, itself included.</p>'
+    note = f"One document stands for {dedup.largest_group:,} at most, itself included."
+    return f'{found}<p class="note">{note}</p>'
 
 
-def _parameters(near: Mapping[str, Any]) -> str:
+def _parameters(near: NearFacts) -> str:
     told = {
-        "Removed if": f"Jaccard similarity of the sets of n-grams is at least {near['similarity']:g}"
-        + (f", or containment at least {near['containment']:g}" if near["containment"] is not None else "")
+        "Removed if": f"Jaccard similarity of the sets of n-grams is at least {near.similarity:g}"
+        + (f", or containment at least {near.containment:g}" if near.containment is not None else "")
         + ", verified on all n-grams",
-        "n-grams": f"{near['ngram']} {near['unit']}",
-        "Candidates": f"{near['permutations']} permutations, {near['bands']} bands of {near['rows']} rows",
-        "Scope": near["scope"],
+        "n-grams": f"{near.ngram} {near.unit}",
+        "Candidates": f"{near.permutations} permutations, {near.bands} bands of {near.rows} rows",
+        "Scope": near.scope,
     }
-    if (counts := near.get("counts", {})).get("hubs"):
+    if (counts := near.counts).get("hubs"):
         told["Large buckets"] = (
             f"{counts['hubs']:,}, the largest of {counts['largest_bucket']:,} documents, "
             "compared by sub-bands and leaders; "
             f"{counts['bounded']:,} times a document had more alike ones than pairs are made of"
         )
-    if near["against"]:
-        told["Against"] = ", ".join(near["against"])
+    if near.against:
+        told["Against"] = ", ".join(near.against)
     return facts(told, caption="How they were looked for")
 
 
-def _picture(near: Mapping[str, Any], bands: Sequence[Mapping[str, Any]]) -> str:
+def _picture(near: NearFacts, bands: Sequence[RecallBand]) -> str:
     """The curve of theory, and for each band what theory expects of its pairs and what was measured."""
     left, top, width, height = _PLOT
     steps = [
         _LEAST_SIMILARITY + (1 - _LEAST_SIMILARITY) * i / _CURVE_POINTS for i in range(_CURVE_POINTS + 1)
     ]
-    curve = " ".join(f"{_x(s):.1f},{_y(probability(s, near['bands'], near['rows'])):.1f}" for s in steps)
+    curve = " ".join(f"{_x(s):.1f},{_y(probability(s, near.bands, near.rows)):.1f}" for s in steps)
     parts = [_axes(), f'<polyline class="curve" points="{curve}"/>']
-    if near["similarity"] >= _LEAST_SIMILARITY:
-        x = f"{_x(near['similarity']):.1f}"
+    if near.similarity >= _LEAST_SIMILARITY:
+        x = f"{_x(near.similarity):.1f}"
         parts.append(f'<line class="threshold" x1="{x}" y1="{top}" x2="{x}" y2="{top + height}"/>')
         parts.append(f'<text x="{x}" y="12" text-anchor="middle">least similarity</text>')
     for band in bands:
-        if band["low"] >= _LEAST_SIMILARITY:
+        if band.low >= _LEAST_SIMILARITY:
             parts.append(_mark(band))
     y = top + height + 66
     legend = (
         f'<line class="curve" x1="{left}" y1="{y}" x2="{left + 24}" y2="{y}"/>'
-        f'<text x="{left + 32}" y="{y + 4}">S-curve of {near["bands"]} x {near["rows"]}</text>'
+        f'<text x="{left + 32}" y="{y + 4}">S-curve of {near.bands} x {near.rows}</text>'
         f'<circle class="expected" cx="{left + 170}" cy="{y}" r="5"/>'
         f'<text x="{left + 182}" y="{y + 4}">expected of the planted pairs</text>'
         f'<circle class="measured" cx="{left + 382}" cy="{y}" r="3"/>'
@@ -164,10 +149,10 @@ def _axes() -> str:
     return "".join(parts)
 
 
-def _mark(band: Mapping[str, Any]) -> str:
-    x = f"{_x((band['low'] + band['high']) / 2):.1f}"
-    low, high = (f"{_y(end):.1f}" for end in band["interval"])
-    expected, measured = (f"{_y(band[name] / band['pairs']):.1f}" for name in ("expected", "candidates"))
+def _mark(band: RecallBand) -> str:
+    x = f"{_x((band.low + band.high) / 2):.1f}"
+    low, high = (f"{_y(end):.1f}" for end in band.interval)
+    expected, measured = (f"{_y(n / band.pairs):.1f}" for n in (band.expected, band.candidates))
     return (
         f'<line class="measured" x1="{x}" y1="{low}" x2="{x}" y2="{high}"/>'
         f'<circle class="expected" cx="{x}" cy="{expected}" r="5"/>'
@@ -183,53 +168,53 @@ def _y(share: float) -> float:
     return _PLOT[1] + _PLOT[3] * (1 - share)
 
 
-def _recall(recall: Mapping[str, Any]) -> str:
+def _recall(recall: RecallFacts) -> str:
     rows = []
-    for band in recall["bands"]:
-        low, high = band["interval"]
+    for band in recall.bands:
+        low, high = band.interval
         rows.append(
             [
-                cell(f"{band['low']:.2f} to {band['high']:.2f}"),
-                number(f"{band['pairs']:,}"),
-                number(percent(band["candidates"], band["pairs"])),
+                cell(f"{band.low:.2f} to {band.high:.2f}"),
+                number(f"{band.pairs:,}"),
+                number(percent(band.candidates, band.pairs)),
                 number(f"{100 * low:.2f} to {100 * high:.2f} %"),
-                number(percent(band["expected"], band["pairs"])),
-                number(percent(band["verified"], band["pairs"])),
+                number(percent(band.expected, band.pairs)),
+                number(percent(band.verified, band.pairs)),
             ]
         )
     names = (">planted pairs", ">candidates", ">95 % interval", ">expected", ">verified")
     note = "Planted pairs are copies of documents with words replaced, at known similarity; none is written."
-    if recall["left_out"]:
-        note += f" {recall['left_out']:,} more were planted beside documents that had been removed before."
+    if recall.left_out:
+        note += f" {recall.left_out:,} more were planted beside documents that had been removed before."
     found = table(("similarity", *names), rows, caption="Planted pairs by similarity")
     return f'{found}<p class="note">{note}</p>'
 
 
-def _precision(precision: Mapping[str, Any]) -> str:
-    checked, wrong = precision["checked"], precision["wrong"]
+def _precision(precision: PrecisionFacts) -> str:
+    checked, wrong = precision.checked, precision.wrong
     right = checked - wrong
     said = (
         f"Of the removed documents, {checked:,} were drawn by hash and compared again, word by word, with "
         f"what stayed in their place: {right:,} ({percent(right, checked)}) are rightly removed"
     )
-    if precision["contained"]:
-        said += f", {precision['contained']:,} of them as contained in it"
-    if precision["least"] is not None:
-        said += f"; the least similarity among the similar is {precision['least']:.4f}"
+    if precision.contained:
+        said += f", {precision.contained:,} of them as contained in it"
+    if precision.least is not None:
+        said += f"; the least similarity among the similar is {precision.least:.4f}"
     said = f"{said}." if checked else "No removed document was compared again."
-    if precision["left_out"]:
-        said += f" {precision['left_out']:,} more lost to an index, which holds no texts."
+    if precision.left_out:
+        said += f" {precision.left_out:,} more lost to an index, which holds no texts."
     alarm = f'<p class="wrong">{wrong:,} were wrongly removed.</p>' if wrong else ""
     return f"<p>{said}</p>{alarm}"
 
 
-def _excerpts(excerpts: Sequence[Mapping[str, Any]]) -> str:
+def _excerpts(excerpts: Sequence[PairFacts]) -> str:
     if not excerpts:
         return ""
     rows = [
         [
-            number(f"{pair['similarity']:.3f}"),
-            *(f'<td class="text" dir="auto">{text(pair[side])}</td>' for side in ("removed", "kept")),
+            number(f"{pair.similarity:.3f}"),
+            *(f'<td class="text" dir="auto">{text(side)}</td>' for side in (pair.removed, pair.kept)),
         ]
         for pair in excerpts
     ]

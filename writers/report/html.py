@@ -14,7 +14,20 @@ from html import escape
 
 from shardkit.units import format_bytes
 
-__all__ = ["STYLE", "bars", "cell", "facts", "name", "number", "percent", "section", "size", "table", "text"]
+__all__ = [
+    "STYLE",
+    "bars",
+    "cell",
+    "counted",
+    "facts",
+    "name",
+    "number",
+    "percent",
+    "section",
+    "size",
+    "table",
+    "text",
+]
 
 # Control characters are not allowed in HTML; those of the direction of writing would turn what follows.
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -52,6 +65,11 @@ def bars(whole: float, *parts: tuple[str, float]) -> str:
         if whole and part > 0
     )
     return f'<td class="bar" aria-hidden="true">{spans}</td>'
+
+
+def counted(count: int, whole: int, most: int, kind: str = "other") -> list[str]:
+    """Three cells: a number, its share of `whole`, and its bar, as wide as the column at `most`."""
+    return [number(count), number(percent(count, whole)), bars(most, (kind, count))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:

@@ -1,40 +1,24 @@
-"""The page: its sections in order, each a function of the card.
+"""The report of a dataset, a function of its card: one HTML page without scripts, with nothing to fetch.
 
-No times, no folder names, no number of workers; one file without scripts and without anything to fetch.
-
-The funnel of a build, its sources and its languages.
-
-The part of the report that tells what the filters did: each rule in order and alone, cuts, excerpts.
-
-A function of the card's `filters` (filter_counts.filters_card), which is plain data:
-
-    sampled, one_in  documents that every rule judged alone, whatever else they fail: one in so many
-    rules      [{"rule": "<filter>/<rule>", "documents", "bytes", "alone", "excerpts"}] in the order they were
-               tried; documents and bytes as dropped by it first, `alone` among the sampled; excerpts
-               [{"file", "record", "text"}] of documents it dropped, as they were then
-    cut        [{"edit": "<filter>/<name>", "bytes"}] taken out of texts; negative where they grew
-    counts     [{"name": "<filter>/<name>", "count"}] of what editors counted, such as addresses redacted
-
-How long documents are, and how rows are filled: histograms with bins of powers of two.
-
-How long a build took, as a page of its own: a dataset's report knows no times, which are of one run.
+No times, no folder names, no number of workers. How long a build took is a page of its own (`render_times`):
+times are of one run, not of the dataset.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from shardkit.card import Histogram, funnel_steps
+from shardkit.card import Count, DatasetCard, FilterFacts, Histogram, InputFacts, LanguageCounts
 from shardkit.units import format_bytes
-from shardkit.writers.languages import add_languages
 from shardkit.writers.report.dedup import render_dedup
 from shardkit.writers.report.html import (
     STYLE,
     bars,
     cell,
+    counted,
     facts,
     name,
     number,
@@ -61,9 +45,9 @@ __all__ = [
 _MOST_LANGUAGES = 30
 
 
-def render_funnel(card: Mapping[str, Any]) -> str:
+def render_funnel(card: DatasetCard) -> str:
     """What each step lost and what it left."""
-    steps = funnel_steps(card)
+    steps = card.funnel_steps()
     documents, whole = steps[0].documents, steps[0].bytes
     rows = []
     for step in steps:
@@ -100,46 +84,42 @@ def _lost(lost: int) -> str:
     return f"−{format_bytes(lost)}" if lost > 0 else f"+{format_bytes(-lost)}"
 
 
-def render_sources(card: Mapping[str, Any]) -> str:
+def render_sources(card: DatasetCard) -> str:
     """What each input of the recipe came to."""
-    inputs = card["inputs"]
-    most = max((entry["tokens"] for entry in inputs), default=0)
+    inputs = card.inputs
+    most = max((entry.tokens for entry in inputs), default=0)
     rows = []
     for entry in inputs:
-        read, kept = entry["funnel"]["read"]["documents"], entry["funnel"]["kept"]["documents"]
+        read, kept = entry.funnel.read.documents, entry.funnel.kept.documents
         rows.append(
             [
-                cell(entry["source"]),
-                number(entry["files"]),
-                number(format_bytes(entry["bytes"])),
+                cell(entry.source),
+                number(entry.files),
+                number(format_bytes(entry.bytes)),
                 number(read),
                 number(kept),
                 number(percent(kept, read)),
-                number(entry["tokens"]),
-                number(percent(entry["tokens"], card["tokens"])),
-                bars(most, ("other", entry["tokens"])),
+                *counted(entry.tokens, card.tokens, most),
             ]
         )
     head = ("source", ">files", ">stored", ">read", ">kept", ">of read", ">tokens", ">of all", "|tokens")
     return section("Sources", table(head, rows, caption="Documents and tokens by source"))
 
 
-def render_languages(card: Mapping[str, Any]) -> str:
+def render_languages(card: DatasetCard) -> str:
     """Documents and tokens by language, if a filter of the recipe knows languages."""
-    by_source = [entry["languages"] for entry in card["inputs"]]
-    if any(languages is None for languages in by_source):
+    languages, inputs = card.languages(), card.inputs
+    if any(entry.languages is None for entry in inputs):
         return ""
-    languages = add_languages(by_source)
-    shown = list(languages.items())[:_MOST_LANGUAGES]
-    most = max((counts["tokens"] for counts in languages.values()), default=0)
-    documents = sum(counts["documents"] for counts in languages.values())
+    most = max((counts.tokens for counts in languages.values()), default=0)
+    documents = sum(counts.documents for counts in languages.values())
     rows = [
-        _language(label, counts, documents, card["tokens"], most, _sources_of(label, card["inputs"]))
-        for label, counts in shown
+        _language(label, counts, documents, card.tokens, most, _sources_of(label, inputs))
+        for label, counts in list(languages.items())[:_MOST_LANGUAGES]
     ]
     if rest := list(languages.values())[_MOST_LANGUAGES:]:
-        others = {name: sum(counts[name] for counts in rest) for name in ("documents", "tokens")}
-        rows.append(_language(f"{len(rest):,} others", others, documents, card["tokens"], most, ""))
+        others = sum(rest, LanguageCounts())
+        rows.append(_language(f"{len(rest):,} others", others, documents, card.tokens, most, ""))
     head = ("language", "mostly from", ">documents", ">of all", ">tokens", ">of all", "|tokens")
     note = (
         '<p class="note">The language that the language filter found most likely for each document that was '
@@ -150,113 +130,106 @@ def render_languages(card: Mapping[str, Any]) -> str:
 
 
 def _language(
-    label: str, counts: Mapping[str, int], documents: int, tokens: int, most: int, sources: str
+    label: str, counts: LanguageCounts, documents: int, tokens: int, most: int, sources: str
 ) -> list[str]:
     return [
         cell(label),
         cell(sources),
-        number(counts["documents"]),
-        number(percent(counts["documents"], documents)),
-        number(counts["tokens"]),
-        number(percent(counts["tokens"], tokens)),
-        bars(most, ("other", counts["tokens"])),
+        number(counts.documents),
+        number(percent(counts.documents, documents)),
+        *counted(counts.tokens, tokens, most),
     ]
 
 
-def _sources_of(label: str, inputs: Sequence[Mapping[str, Any]]) -> str:
+def _sources_of(label: str, inputs: Sequence[InputFacts]) -> str:
     """The sources with most tokens in a language."""
-    tokens = [(entry["languages"].get(label, {"tokens": 0})["tokens"], entry["source"]) for entry in inputs]
+    none = LanguageCounts()
+    tokens = [((entry.languages or {}).get(label, none).tokens, entry.source) for entry in inputs]
     shown = [(count, name) for count, name in sorted(tokens, key=lambda one: -one[0]) if count][:2]
     whole = sum(count for count, _ in tokens)
     return ", ".join(f"{name} {100 * count / whole:.0f}\u00a0%" for count, name in shown)
 
 
-def render_filters(filters: Mapping[str, Any], read: Mapping[str, int]) -> str:
+def render_filters(filters: FilterFacts, read: Count) -> str:
     """The section as HTML; `read` are the documents and bytes that came in."""
     parts = []
-    if filters["rules"]:
+    if filters.rules:
         parts += [_rules(filters, read), _note(filters)]
-    if filters["cut"]:
-        parts.append(_cut(filters["cut"], read["bytes"]))
-    if filters["counts"]:
-        parts.append(_counts(filters["counts"]))
-    if shown := [rule for rule in filters["rules"] if rule["excerpts"]]:
-        parts += ["<h3>Some of what was dropped</h3>", _excerpts(shown)]
+    if filters.cut:
+        parts.append(_cut(filters, read.bytes))
+    if filters.counts:
+        parts.append(_counts(filters))
+    if any(rule.excerpts for rule in filters.rules):
+        parts += ["<h3>Some of what was dropped</h3>", _excerpts(filters)]
     return section("Filters", *parts)
 
 
-def _rules(filters: Mapping[str, Any], read: Mapping[str, int]) -> str:
-    most = max((rule["documents"] for rule in filters["rules"]), default=0)
-    most_alone = max((rule["alone"] for rule in filters["rules"]), default=0)
+def _rules(filters: FilterFacts, read: Count) -> str:
+    most = max((rule.documents for rule in filters.rules), default=0)
+    most_alone = max((rule.alone for rule in filters.rules), default=0)
     rows = [
         [
-            name(rule["rule"]),
-            number(rule["documents"]),
-            number(percent(rule["documents"], read["documents"])),
-            bars(most, ("dropped", rule["documents"])),
-            number(format_bytes(rule["bytes"])),
-            number(percent(rule["alone"], filters["sampled"])),
-            bars(most_alone, ("dropped", rule["alone"])),
+            name(rule.rule),
+            *counted(rule.documents, read.documents, most, "dropped"),
+            number(format_bytes(rule.bytes)),
+            number(percent(rule.alone, filters.sampled)),
+            bars(most_alone, ("dropped", rule.alone)),
         ]
-        for rule in filters["rules"]
+        for rule in filters.rules
     ]
     head = ("rule", ">documents", ">of read", "|dropped, in order", ">text", ">fail it", "|alone")
     return table(head, rows, caption="What each rule dropped, in the order in which they were tried")
 
 
-def _note(filters: Mapping[str, Any]) -> str:
+def _note(filters: FilterFacts) -> str:
     return (
         '<p class="note">In order: by the first rule that a document fails. Alone: of a sample of '
-        f"{filters['sampled']:,} documents (one in {filters['one_in']:,}, drawn by hash), those that fail "
+        f"{filters.sampled:,} documents (one in {filters.one_in:,}, drawn by hash), those that fail "
         "the rule whatever else they fail.</p>"
     )
 
 
-def _cut(cut: Sequence[Mapping[str, Any]], whole: int) -> str:
-    most = max((abs(one["bytes"]) for one in cut), default=0)
+def _cut(filters: FilterFacts, whole: int) -> str:
+    most = max((abs(one.bytes) for one in filters.cut), default=0)
     rows = [
         [
-            name(one["edit"]),
-            number(size(one["bytes"])),
-            number(percent(abs(one["bytes"]), whole)),
-            bars(most, ("dropped", one["bytes"])),
+            name(one.edit),
+            number(size(one.bytes)),
+            number(percent(abs(one.bytes), whole)),
+            bars(most, ("dropped", one.bytes)),
         ]
-        for one in cut
+        for one in filters.cut
     ]
     return table(("edit", ">text", ">of read", "|"), rows, caption="Cut out of documents")
 
 
-def _counts(counts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [[name(one["name"]), number(one["count"])] for one in counts]
+def _counts(filters: FilterFacts) -> str:
+    rows = [[name(one.name), number(one.count)] for one in filters.counts]
     return table(("what", ">count"), rows, caption="Counted by editors")
 
 
-def _excerpts(rules: Sequence[Mapping[str, Any]]) -> str:
+def _excerpts(filters: FilterFacts) -> str:
     rows = []
-    for rule in rules:
-        for place, shown in enumerate(rule["excerpts"]):
-            found = f"<bdi>{text(shown['file'])}</bdi>, record&nbsp;{shown['record']:,}"
-            excerpt = f'<td class="text" dir="auto">{text(shown["text"])}</td>'
-            rows.append([name(rule["rule"] if not place else ""), f'<td class="place">{found}</td>', excerpt])
+    for rule in filters.rules:
+        for place, shown in enumerate(rule.excerpts):
+            found = f"<bdi>{text(shown.file)}</bdi>, record&nbsp;{shown.record:,}"
+            excerpt = f'<td class="text" dir="auto">{text(shown.text)}</td>'
+            rows.append([name(rule.rule if not place else ""), f'<td class="place">{found}</td>', excerpt])
     head = ("rule", "document", "its beginning, when it was dropped")
     return table(head, rows, caption="Up to three documents of each rule, drawn by hash")
 
 
-def render_lengths(card: Mapping[str, Any]) -> str:
+def render_lengths(card: DatasetCard) -> str:
     """Documents, and the tokens in them, by length."""
-    lengths = _histogram(card, "lengths")
+    lengths = card.histograms["lengths"]
     bins = lengths.bins()
     most = max((one.count for one in bins), default=0)
     most_tokens = max((one.sum for one in bins), default=0)
     rows = [
         [
             number(one.label),
-            number(one.count),
-            number(percent(one.count, lengths.count)),
-            bars(most, ("other", one.count)),
-            number(one.sum),
-            number(percent(one.sum, lengths.sum)),
-            bars(most_tokens, ("other", one.sum)),
+            *counted(one.count, lengths.count, most),
+            *counted(one.sum, lengths.sum, most_tokens),
         ]
         for one in bins
     ]
@@ -266,14 +239,14 @@ def render_lengths(card: Mapping[str, Any]) -> str:
     return section("Document lengths", table(head, rows, caption=caption), f'<p class="note">{mean}</p>')
 
 
-def render_packing(card: Mapping[str, Any]) -> str:
+def render_packing(card: DatasetCard) -> str:
     """What rows are made of."""
-    packing, length = card["packing"], card["sequence_length"]
-    cells, pieces = card["tokens"] + card["padding"], _histogram(card, "row_pieces")
+    packing, length = card.packing, card.sequence_length
+    cells, pieces = card.tokens + card.padding, card.histograms["row_pieces"]
     told = {
-        "Strategy": card["recipe"]["pack"]["strategy"],
+        "Strategy": card.recipe["pack"]["strategy"],
         "Partitions": f"{packing['partitions']:,}, packed each by itself",
-        "Padding": f"{card['padding']:,} tokens, {percent(card['padding'], cells)} of all",
+        "Padding": f"{card.padding:,} tokens, {percent(card.padding, cells)} of all",
         "Documents cut": f"{packing['cut_documents']:,} of {packing['documents']:,} "
         f"({percent(packing['cut_documents'], packing['documents'])}); {packing['needless_cuts']:,} of them "
         "would have fitted into one row",
@@ -282,7 +255,7 @@ def render_packing(card: Mapping[str, Any]) -> str:
     return section(
         "Packing",
         facts(told, caption=f"Rows of {length:,} tokens"),
-        _rows(_histogram(card, "row_padding"), ">tokens of padding", "Rows by their tokens of padding"),
+        _rows(card.histograms["row_padding"], ">tokens of padding", "Rows by their tokens of padding"),
         _rows(pieces, ">pieces", "Rows by the documents, or parts of some, in them"),
     )
 
@@ -290,44 +263,32 @@ def render_packing(card: Mapping[str, Any]) -> str:
 def _rows(histogram: Histogram, name: str, caption: str) -> str:
     bins = histogram.bins()
     most = max((one.count for one in bins), default=0)
-    rows = [
-        [
-            number(one.label),
-            number(one.count),
-            number(percent(one.count, histogram.count)),
-            bars(most, ("other", one.count)),
-        ]
-        for one in bins
-    ]
+    rows = [[number(one.label), *counted(one.count, histogram.count, most)] for one in bins]
     return table((name, ">rows", ">of all", "|"), rows, caption=caption)
-
-
-def _histogram(card: Mapping[str, Any], name: str) -> Histogram:
-    return Histogram.from_dict(card["histograms"].get(name, {"counts": [], "sums": []}))
 
 
 _SECTION = re.compile(r'<section id="([^"]+)">\n<h2>([^<]+)</h2>')
 
 
-def render_report(card: Mapping[str, Any]) -> bytes:
+def render_report(card: DatasetCard) -> bytes:
     """The card as one HTML page."""
     body = [
         render_funnel(card),
         render_sources(card),
         render_languages(card),
-        render_filters(card["filters"], card["funnel"]["read"]) if card["filters"] else "",
-        render_dedup(card["dedup"]) if card["dedup"] else "",
+        render_filters(card.filters, card.funnel.read) if card.filters else "",
+        render_dedup(card.dedup) if card.dedup else "",
         render_lengths(card),
         render_packing(card),
         _made_from(card),
-        section("Recipe", f"<pre>{text_of_json(card['recipe'])}</pre>"),
+        section("Recipe", f"<pre>{text_of_json(card.recipe)}</pre>"),
     ]
     links = "".join(
         f'<a href="#{anchor}">{title}</a>' for part in body for anchor, title in _SECTION.findall(part)
     )
     start = (
-        f"<h1>Dataset report</h1>\n<p>Fingerprint <code>{text(card['fingerprint'])}</code>, made by shardkit "
-        f"{text(card['shardkit_version'])}.</p>\n<nav>{links}</nav>\n{_facts(card)}"
+        f"<h1>Dataset report</h1>\n<p>Fingerprint <code>{text(card.fingerprint)}</code>, made by shardkit "
+        f"{text(card.shardkit_version)}.</p>\n<nav>{links}</nav>\n{_facts(card)}"
     )
     return html_page("Dataset report", [start, *body])
 
@@ -348,28 +309,28 @@ def text_of_json(content: Any) -> str:
     return "\n".join(text(line) for line in lines)
 
 
-def _facts(card: Mapping[str, Any]) -> str:
-    documents = card["funnel"]["kept"]["documents"]
+def _facts(card: DatasetCard) -> str:
+    documents = card.funnel.kept.documents
     told = {
-        "Tokens": f"{card['tokens']:,} in {documents:,} documents",
-        "Samples": f"{card['samples']:,} rows of {card['sequence_length']:,} tokens ({card['dtype']})",
-        "Shards": f"{card['shards']:,} ({card['format']}), {format_bytes(card['stored_bytes'])}",
-        "Seed": f"{card['recipe']['seed']}",
+        "Tokens": f"{card.tokens:,} in {documents:,} documents",
+        "Samples": f"{card.samples:,} rows of {card.sequence_length:,} tokens ({card.dtype})",
+        "Shards": f"{card.shards:,} ({card.format}), {format_bytes(card.stored_bytes)}",
+        "Seed": f"{card.recipe['seed']}",
     }
     return facts(told, caption="The dataset")
 
 
-def _made_from(card: Mapping[str, Any]) -> str:
+def _made_from(card: DatasetCard) -> str:
     """Digests of all that decides what the dataset is, but for the code."""
-    tokenizer = card["tokenizer"]
-    rows = [[cell("input"), cell(entry["source"]), _code(entry["digest"])] for entry in card["inputs"]]
-    rows.append([cell("tokenizer"), cell(tokenizer["file"]), _code(tokenizer["digest"])])
+    tokenizer = card.tokenizer
+    rows = [[cell("input"), cell(entry.source), _code(entry.digest)] for entry in card.inputs]
+    rows.append([cell("tokenizer"), cell(tokenizer.file or ""), _code(tokenizer.digest or "")])
     rows += [
         [cell("file of a filter"), cell(path), _code(digest)]
-        for path, digest in sorted(card["filter_files"].items())
+        for path, digest in sorted(card.filter_files.items())
     ]
-    rows.append([cell("recipe"), cell("all keys but places"), _code(card["recipe_digest"])])
-    eos = f"Documents end in {text(tokenizer['eos'])} = {tokenizer['eos_id']}."
+    rows.append([cell("recipe"), cell("all keys but places"), _code(card.recipe_digest)])
+    eos = f"Documents end in {text(tokenizer.eos or '')} = {tokenizer.eos_id}."
     head = ("what", "name", "digest")
     return section("Made from", table(head, rows, caption="Digests of what was read"), f"<p>{eos}</p>")
 

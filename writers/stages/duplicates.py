@@ -6,9 +6,10 @@ A build books the removals of its stages `exact`, `lines` and `near` here; each 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
 
+from shardkit.card import Count, DedupFacts, GroupFacts, NearFacts, SourceLoss, StageLoss
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import NearResult
@@ -16,7 +17,7 @@ from shardkit.writers.dedup.resolve import GROUP_SIZES
 from shardkit.writers.dedup.signatures import bands_and_rows
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.ledger import Ledger
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.exact import ExactDuplicates
 
@@ -84,32 +85,28 @@ class DuplicateLosses:
         exact: Sequence[Commit],
         near: NearResult | None,
         indexes: Sequence[DedupIndex],
-    ) -> dict[str, Any] | None:
+    ) -> DedupFacts | None:
         """The card's entry, which report/dedup.py shows; None without duplicate removal."""
         if not self._lost:
             return None
         groups, largest = self._groups(exact, near)
         measured = None if near is None else near.measured
-        return {
-            "near": None if near is None else _near_card(recipe, near, indexes),
-            "stages": [{"stage": reason, **_plain(self.total(reason))} for reason in self._lost],
-            "sources": self._sources(),
-            "groups": [{"copies": name, "groups": n} for name, n in zip(_CLASSES, groups, strict=True)],
-            "largest_group": largest,
-            "recall": None if measured is None else measured.recall,
-            "precision": None if measured is None else measured.precision,
-        }
-
-    def _sources(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "source": label,
-                "documents": self._compared[number].documents,
-                "bytes": self._compared[number].bytes,
-                "removed": {reason: _plain(counts[number]) for reason, counts in self._lost.items()},
-            }
-            for number, label in enumerate(self._labels)
-        ]
+        return DedupFacts(
+            near=None if near is None else _near_facts(recipe, near, indexes),
+            stages=[StageLoss(stage=reason, **asdict(self.total(reason))) for reason in self._lost],
+            sources=[
+                SourceLoss(
+                    source=label,
+                    removed={reason: counts[number] for reason, counts in self._lost.items()},
+                    **asdict(self._compared[number]),
+                )
+                for number, label in enumerate(self._labels)
+            ],
+            groups=[GroupFacts(name, count) for name, count in zip(_CLASSES, groups, strict=True)],
+            largest_group=largest,
+            recall=None if measured is None else measured.recall,
+            precision=None if measured is None else measured.precision,
+        )
 
     def _groups(self, exact: Sequence[Commit], near: NearResult | None) -> tuple[list[int], int]:
         """Number of kept documents by class of how many they represent, and the most that one represents."""
@@ -124,23 +121,23 @@ class DuplicateLosses:
         return groups, largest
 
 
-def _near_card(recipe: Recipe, near: NearResult, indexes: Sequence[DedupIndex]) -> dict[str, Any]:
+def _near_facts(recipe: Recipe, near: NearResult, indexes: Sequence[DedupIndex]) -> NearFacts:
     config = recipe.dedup.near
     assert config is not None
     bands, rows = bands_and_rows(config)
-    return {
-        "similarity": config.similarity,
-        "containment": config.containment,
-        "unit": config.minhash.unit,
-        "ngram": config.minhash.ngram,
-        "permutations": config.minhash.permutations,
-        "bands": bands,
-        "rows": rows,
-        "scope": config.scope,
-        "against": list(config.against),
-        "indexes": [index.digest for index in indexes],
-        "counts": near.counts,
-    }
+    return NearFacts(
+        similarity=config.similarity,
+        containment=config.containment,
+        unit=config.minhash.unit,
+        ngram=config.minhash.ngram,
+        permutations=config.minhash.permutations,
+        bands=bands,
+        rows=rows,
+        scope=config.scope,
+        against=list(config.against),
+        indexes=[index.digest for index in indexes],
+        counts=dict(near.counts),
+    )
 
 
 def _class_names() -> list[str]:
@@ -150,7 +147,3 @@ def _class_names() -> list[str]:
 
 
 _CLASSES = _class_names()
-
-
-def _plain(count: Count) -> dict[str, int]:
-    return {"documents": count.documents, "bytes": count.bytes}

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardkit.card import DedupFacts
 from shardkit.errors import BuildError, RecipeError, warn_user
 from shardkit.writers.dedup import exact as exact_dedup
 from shardkit.writers.dedup import lines
@@ -91,7 +92,7 @@ class Survivors:
     removed: Mapping[str, Count]
     lines_cut: Sequence[Ledger]
     near: NearResult | None
-    card: Mapping[str, Any] | None
+    card: DedupFacts | None
     kept: Count
     concurrent: Sequence[Commit]
 

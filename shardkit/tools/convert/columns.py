@@ -26,7 +26,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,7 @@ from shardkit.formats.tar.members import split_name
 from shardkit.formats.tar.values import decode_npy
 from shardkit.manifest import Column
 
-__all__ = ["KEY", "Mapped", "keep_columns", "npy_bytes", "to_members", "to_values"]
+__all__ = ["KEY", "Mapped", "keep_columns", "npy_bytes", "to_members", "to_values", "unchanged"]
 
 KEY = "__key__"
 
@@ -81,6 +81,11 @@ class Mapped:
     target: str
     encoding: str
     convert: Convert
+
+
+def unchanged(columns: Iterable[Column]) -> list[Mapped]:
+    """The same names and the same bytes, which are not looked at."""
+    return [Mapped(c.name, c.name, c.encoding, lambda data: data) for c in columns]
 
 
 def keep_columns(columns: Sequence[Column]) -> list[Mapped]:

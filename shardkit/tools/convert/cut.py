@@ -6,7 +6,7 @@ checked at the end. An id that does not fit the rows' type stops the conversion 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardkit.errors import ConservationError, ShardError
 from shardkit.tools.convert.source import CutOptions, TokenBlock, TokenSource
 from shardkit.tools.convert.write import RowWriter
 
-__all__ = ["TokenCounts", "choose_dtype", "copy_rows", "cut_rows", "documents"]
+__all__ = ["TokenCounts", "choose_dtype", "cut_rows", "documents", "equal_rows"]
 
 Tokens = npt.NDArray[Any]
 
@@ -48,11 +48,8 @@ def choose_dtype(source: TokenSource, cut: CutOptions) -> np.dtype[Any]:
     return np.dtype(np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32)
 
 
-def cut_rows(
-    blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, count: Callable[[int], None]
-) -> TokenCounts:
-    """Concatenate all documents and cut every `sequence_length` tokens; `count` gets source bytes."""
-    counts = TokenCounts()
+def cut_rows(blocks: Iterable[TokenBlock], writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None:
+    """Concatenate all documents and cut every `sequence_length` tokens."""
     last: int | None = None  # last token of an unfinished document, which may need an eos
     pending = False
     for block in blocks:
@@ -69,9 +66,7 @@ def cut_rows(
         writer.append(tokens)
         if block.ends_file and cut.per_file:
             _end_stream(writer, cut, counts)
-        count(block.source_bytes)
     _end_stream(writer, cut, counts)
-    return counts
 
 
 def _end_stream(writer: RowWriter, cut: CutOptions, counts: TokenCounts) -> None:
@@ -104,18 +99,10 @@ def _with_eos(block: TokenBlock, eos: int, before: int | None) -> Tokens:
     return np.insert(block.tokens.astype(wide, copy=False), places, eos)
 
 
-def copy_rows(
-    blocks: Iterable[TokenBlock],
-    open_writer: Callable[[int], RowWriter],
-    dtype: np.dtype[Any],
-    count: Callable[[int], None],
-) -> tuple[RowWriter | None, TokenCounts]:
-    """Copy rows; ShardError names the first that has another length than the first row.
-
-    `open_writer(length)` is called when the length is known. Returns no writer if there are no rows.
-    """
-    counts = TokenCounts()
-    writer: RowWriter | None = None
+def equal_rows(
+    blocks: Iterable[TokenBlock], dtype: np.dtype[Any], counts: TokenCounts
+) -> Iterator[tuple[int, Tokens]]:
+    """Yield (length of all rows, tokens); ShardError names the first row of another length than row 0."""
     length = carried = 0
     for block in blocks:
         _check_range(block, dtype)
@@ -123,7 +110,7 @@ def copy_rows(
         if len(lengths):
             lengths[0] += carried
             carried = len(block.tokens) - int(block.ends[-1])
-            if writer is None:
+            if not length:
                 length = int(lengths[0])
                 if not length:
                     raise ShardError(block.file, "row 0 is empty: choose a sequence length, or keep lengths")
@@ -136,17 +123,13 @@ def copy_rows(
                 )
         else:
             carried += len(block.tokens)
-        if writer is None and length:
-            writer = open_writer(length)
-        if writer is None:
+        if not length:
             raise ShardError(block.file, "its first document is too long for a row: choose --sequence-length")
         counts.tokens_read += len(block.tokens)
         counts.documents += len(block.ends)
-        writer.append(block.tokens)
-        count(block.source_bytes)
-    if writer is not None and carried:
+        yield length, block.tokens
+    if carried:
         raise ShardError(block.file, f"{carried:,} tokens after its last document")
-    return writer, counts
 
 
 def documents(
@@ -154,12 +137,12 @@ def documents(
     dtype: np.dtype[Any],
     cut: CutOptions,
     counts: TokenCounts,
-) -> Iterator[tuple[str, Tokens, int]]:
-    """Yield (where, tokens, bytes of the source) of each document."""
+) -> Iterator[tuple[str, Tokens]]:
+    """Yield (where, tokens) of each document."""
     held: list[Tokens] = []
     for block in blocks:
         _check_range(block, dtype)
-        start, read = 0, block.source_bytes
+        start = 0
         counts.tokens_read += len(block.tokens)
         for number, end in enumerate(block.ends.tolist()):
             held.append(block.tokens[start:end])
@@ -176,8 +159,7 @@ def documents(
             if cut.eos is not None and tokens[-1] != cut.eos:
                 tokens = np.append(tokens, dtype.type(cut.eos))
                 counts.eos_added += 1
-            yield where, tokens, read
-            read = 0
+            yield where, tokens
         if start < len(block.tokens):
             held.append(block.tokens[start:].copy())
     if held:

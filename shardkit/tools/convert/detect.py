@@ -28,7 +28,6 @@ AnySource = (
     DatasetRows | DatasetTokens | DatasetSamples | ArrowSource | LitdataSamples | LitdataTokens
     | MegatronSource | NanogptSource
 )  # fmt: skip
-
 _ARROW = (".arrow", ".parquet")
 
 

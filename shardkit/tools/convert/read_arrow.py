@@ -7,7 +7,6 @@ refused with file and row. Files are read batch by batch and hashed once they ar
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from shardkit.errors import MissingExtraError, ShardError
 from shardkit.hashing import hash_file
 from shardkit.manifest import FileInfo, checked_basename
-from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock
+from shardkit.tools.convert.source import BLOCK_BYTES, SOURCE_HASH, TOKEN_COLUMNS, TokenBlock, read_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,10 +36,10 @@ _MAX_BATCH_ROWS = 1 << 16
 def saved_files(folder: Path) -> list[Path]:
     """The files of a `save_to_disk` folder in their order; ShardError if it is not whole, or has splits."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = read_json(folder / "dataset_dict.json", _MAX_STATE_BYTES).get("splits", [])
         names = ", ".join(map(str, splits))[:200] if isinstance(splits, list) else ""
         raise ShardError(folder, f"has splits ({names}): name one, such as {folder}/train")
-    state = _json(folder / "state.json")
+    state = read_json(folder / "state.json", _MAX_STATE_BYTES)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         problem = "keeps its order in an indices file: flatten_indices() and save_to_disk() first"
         raise ShardError(folder / "state.json", problem)
@@ -267,17 +266,3 @@ def _token_type(path: Path, schema: pa.Schema, column: str) -> np.dtype[Any]:
     if not _is_list(kind) or not pa.types.is_integer(kind.value_type):
         raise ShardError(path, f"column {column!r} is {kind}, not a list of integers a row")
     return np.dtype(kind.value_type.to_pandas_dtype())
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > _MAX_STATE_BYTES:
-            raise ShardError(file, f"is larger than {_MAX_STATE_BYTES:,} bytes")
-        content = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ShardError(file, f"is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ShardError(file, "is no JSON object")
-    return content

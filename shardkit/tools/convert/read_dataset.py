@@ -20,7 +20,7 @@ from shardkit.formats.tar.shard import TarShard
 from shardkit.formats.tar.values import decode_npy
 from shardkit.formats.tar.writer import COLUMN_NAME, KEY_DIGITS
 from shardkit.manifest import Column, FileInfo
-from shardkit.tools.convert.columns import KEY, Mapped, keep_columns, to_members, to_values
+from shardkit.tools.convert.columns import KEY, Mapped, keep_columns, to_members, to_values, unchanged
 from shardkit.tools.convert.source import BLOCK_BYTES, TOKEN_COLUMNS, CutOptions, Sample, TokenBlock
 
 __all__ = ["DatasetRows", "DatasetSamples", "DatasetTokens", "dataset_source"]
@@ -65,8 +65,8 @@ class DatasetRows(_DatasetSource):
         assert dtype is not None
         self.dtype, self.shape = dtype, shape
 
-    def rows(self) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
-        """Rows in order, a few megabytes at a time."""
+    def rows(self) -> Iterator[tuple[npt.NDArray[Any], int]]:
+        """(rows (n, *shape), bytes of the source) in order, a few megabytes at a time."""
         for _, shard, where, size in self._shards():
             if not len(shard):
                 continue
@@ -78,7 +78,7 @@ class DatasetRows(_DatasetSource):
             step = max(1, BLOCK_BYTES // max(1, matrix[0].nbytes))
             for start in range(0, len(matrix), step):
                 rows = matrix[start : start + step]
-                yield where, rows, size * len(rows) // len(matrix)
+                yield np.ascontiguousarray(rows), size * len(rows) // len(matrix)
 
 
 class DatasetTokens(_DatasetSource):
@@ -229,11 +229,7 @@ def _tokens(dataset: Dataset, chosen: Sequence[Column], cut: CutOptions) -> Data
 
 
 def _tar_samples(dataset: Dataset, chosen: Sequence[Column], target: str) -> DatasetSamples:
-    noted = _noted(dataset)
-    if target == "mds":
-        mapped = to_values(chosen, noted)
-    else:
-        mapped = [Mapped(c.name, c.name, c.encoding, lambda data: data) for c in chosen]
+    mapped = to_values(chosen, _noted(dataset)) if target == "mds" else unchanged(chosen)
     return DatasetSamples(dataset, mapped, has_keys=not _is_counted(dataset))
 
 
@@ -279,7 +275,7 @@ def _is_counted(dataset: Dataset) -> bool:
 
 def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
     """What the card of tars that were converted from MDS says of their columns; {} if it is not sound."""
-    noted = (dataset.card or {}).get("columns")
+    noted = None if dataset.card is None else dataset.card.data.get("columns")
     if not isinstance(noted, dict):
         return {}
     sound: dict[str, Mapping[str, str]] = {}
@@ -295,7 +291,7 @@ def _noted(dataset: Dataset) -> Mapping[str, Mapping[str, str]]:
 
 def _noted_members(dataset: Dataset) -> Mapping[str, str]:
     """What the card of MDS that was converted from tars says of their members; {} if it is not sound."""
-    noted = (dataset.card or {}).get("members")
+    noted = None if dataset.card is None else dataset.card.data.get("members")
     if not isinstance(noted, dict) or not all(isinstance(name, str) for name in noted.values()):
         return {}
     return noted

@@ -25,23 +25,22 @@ from shardkit.errors import ShardError
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.hashing import hash_bytes
 from shardkit.manifest import Column, FileInfo, checked_basename
-from shardkit.tools.convert.columns import to_members
-from shardkit.tools.convert.source import SOURCE_HASH, Sample, TokenBlock
+from shardkit.tools.convert.columns import to_members, unchanged
+from shardkit.tools.convert.source import SOURCE_HASH, Sample, TokenBlock, read_json
 
 __all__ = ["LitdataSamples", "LitdataTokens", "is_litdata", "litdata_source"]
 
 _MAX_INDEX_BYTES = 1 << 30
-
 _MAX_CHUNK_BYTES = 1 << 32  # offsets are u32
-
 _TORCH_DTYPES = {
     0: "float32", 1: "float32", 2: "float64", 3: "float64", 8: "float16", 9: "float16", 11: "uint8",
     12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64", 20: "uint16",
 }  # fmt: skip
-
 _NUMPY_DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
+# Of leaves with a header: the type of its words, and the types of values by number.
+_WITH_HEADER = {"tensor": (">u4", _TORCH_DTYPES), "numpy": ("<u4", dict(enumerate(_NUMPY_DTYPES)))}
 # Leaves whose bytes are those of an MDS value.
 _SAME = {"str": "str", "bytes": "bytes", "int": "int", "jpeg": "jpeg", "float": "float64", "pil": "pil"}
 
@@ -74,17 +73,8 @@ class _Index:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "index.json"
-        try:
-            if self.file.stat().st_size > _MAX_INDEX_BYTES:
-                raise self.refused(f"is larger than {_MAX_INDEX_BYTES:,} bytes")
-            content = json.loads(self.file.read_bytes())
-        except OSError as error:
-            raise self.refused(f"cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise self.refused(f"is not JSON: {error}") from error
-        config, chunks = (
-            content.get(key) if isinstance(content, dict) else None for key in ("config", "chunks")
-        )
+        content = read_json(self.file, _MAX_INDEX_BYTES)
+        config, chunks = content.get("config"), content.get("chunks")
         if not isinstance(config, dict) or not isinstance(chunks, list) or not chunks:
             raise self.refused("is no litdata index: it has no config, or no chunks")
         self.config: dict[str, Any] = config
@@ -206,23 +196,21 @@ class LitdataSamples(_Litdata):
     def __init__(self, index: _Index, target: str) -> None:
         super().__init__(index)
         names = _leaf_names(index)
-        self._leaves = []
+        columns, self._leaves = [], []
         for name, leaf in zip(names, index.formats, strict=True):
             found = _leaf(leaf)
             if found is None:
                 raise index.refused(f"leaf {name!r} is {leaf}, which has no place in an MDS column")
-            self._leaves.append((name, *found))
-        self.columns = {name: encoding for name, encoding, _ in self._leaves}
-        self.names = dict(zip(names, names, strict=True))
-        self._members: dict[str, tuple[str, Callable[[memoryview], bytes | memoryview]]] = {}
-        if target == "wds":
-            try:
-                mapped = to_members([Column(n, e, encoding_of(e).size) for n, e in self.columns.items()])
-            except ValueError as error:
-                raise index.refused(str(error)) from error
-            self._members = {column.source: (column.target, column.convert) for column in mapped}
-            self.columns = {column.target: column.encoding for column in mapped}
-            self.names = {column.target: column.source for column in mapped}
+            encoding, convert = found
+            columns.append(Column(name, encoding, encoding_of(encoding).size))
+            self._leaves.append(convert)
+        try:
+            mapped = to_members(columns) if target == "wds" else unchanged(columns)
+        except ValueError as error:
+            raise index.refused(str(error)) from error
+        self._columns = list(zip(columns, mapped, strict=True))
+        self.columns = {column.target: column.encoding for column in mapped}
+        self.names = {column.target: column.source for column in mapped}
 
     def samples(self) -> Iterator[Sample]:
         """Items in order; ShardError names the one that is damaged."""
@@ -244,16 +232,11 @@ class LitdataSamples(_Litdata):
         if head + sum(sizes) != len(data):
             raise ValueError(f"leaves of {sum(sizes):,} bytes in {len(data) - head:,}")
         values: dict[str, bytes | memoryview] = {}
-        for (name, encoding, convert), size in zip(self._leaves, sizes, strict=True):
+        for convert, (column, mapped), size in zip(self._leaves, self._columns, sizes, strict=True):
             leaf, head = convert(data[head : head + size]), head + size
-            found = encoding_of(encoding)
-            if found.size not in (None, len(leaf)):
-                raise ValueError(f"{name!r}: {len(leaf):,} bytes for {encoding}")
-            if name in self._members:
-                target, to_member = self._members[name]
-                values[target] = to_member(memoryview(leaf))
-            else:
-                values[name] = leaf
+            if column.size not in (None, len(leaf)):
+                raise ValueError(f"{column.name!r}: {len(leaf):,} bytes for {column.encoding}")
+            values[mapped.target] = mapped.convert(memoryview(leaf))
         return values
 
 
@@ -302,10 +285,9 @@ def _leaf(name: str) -> tuple[str, Callable[[memoryview], bytes | memoryview]] |
     if (dtype := _array_dtype(name)) is not None:
         encode = encoding_of(f"ndarray:{dtype}").encode
         return f"ndarray:{dtype}", lambda data: encode(_flat(data, dtype))
-    if name == "tensor":
-        return "ndarray", lambda data: encoding_of("ndarray").encode(_tensor(data))
-    if name == "numpy":
-        return "ndarray", lambda data: encoding_of("ndarray").encode(_array(data))
+    if name in _WITH_HEADER:
+        word, dtypes = _WITH_HEADER[name]
+        return "ndarray", lambda data: encoding_of("ndarray").encode(_array(data, word, dtypes))
     return None
 
 
@@ -328,17 +310,8 @@ def _flat(data: memoryview, dtype: str) -> npt.NDArray[Any]:
     return values
 
 
-def _tensor(data: memoryview) -> npt.NDArray[Any]:
-    """u32 type, u32 axes, u32 dims, big-endian; then the values."""
-    return _with_header(data, ">u4", _TORCH_DTYPES)
-
-
-def _array(data: memoryview) -> npt.NDArray[Any]:
-    """The same in little-endian, with NumPy's numbers of types."""
-    return _with_header(data, "<u4", dict(enumerate(_NUMPY_DTYPES)))
-
-
-def _with_header(data: memoryview, word: str, dtypes: Mapping[int, str]) -> npt.NDArray[Any]:
+def _array(data: memoryview, word: str, dtypes: Mapping[int, str]) -> npt.NDArray[Any]:
+    """u32 type, u32 axes, u32 dims, as `word` says; then the values, little-endian."""
     if len(data) < 8:
         raise ValueError("an array without a header")
     number, axes = (int(value) for value in np.frombuffer(data[:8], word))

@@ -1,4 +1,6 @@
-"""Megatron's indexed datasets: `name.bin`, tokens one after the other, and `name.idx`, which says where.
+"""Tokens in .bin files: documents of Megatron's .bin/.idx pairs, and streams without any ends.
+
+Megatron's .bin has tokens one after the other, and its .idx says where documents lie:
 
     .idx  "MMIDIDX" 00 00 | u64 version 1 | u8 dtype | u64 sequences n | u64 documents m
           i32 sizes[n] | i64 pointers[n] (bytes into .bin) | i64 documents[m] (first sequence of each, then n)
@@ -8,8 +10,6 @@ that says otherwise is refused. Every size, pointer and document is checked befo
 memory does not grow with the number of sequences. Datasets with a mode for each sequence (multimodal) hold
 more than tokens and are refused.
 
-Streams of tokens in .bin files, as nanoGPT, llm.c and modded-nanogpt write them.
-
 nanoGPT writes bare little-endian uint16. llm.c and modded-nanogpt put 256 int32 before the tokens: magic,
 version, number of tokens, zeros; 20240520 stands for uint16 (GPT-2), 20240801 for uint32 (Llama 3). Neither
 says where documents end, so the files are one stream, in the order in which they are named.
@@ -18,6 +18,7 @@ says where documents end, so the files are one stream, in the order in which the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -25,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import ShardError
-from shardkit.hashing import hash_file
+from shardkit.hashing import hash_file, new_hash
 from shardkit.manifest import FileInfo
-from shardkit.tools.convert.source import NO_ENDS, HashedPieces, TokenBlock
+from shardkit.tools.convert.source import BLOCK_BYTES, NO_ENDS, SOURCE_HASH, TokenBlock
 
 __all__ = ["MegatronSource", "NanogptSource", "megatron_files"]
 
@@ -43,6 +44,49 @@ DTYPES = {
 }  # fmt: skip
 
 _PIECE = 1 << 18  # entries of the index looked at a time
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """The tokens of a file of `bytes` behind its first `start` bytes; at the end, its digest is in `info`."""
+
+    path: Path
+    start: int
+    dtype: np.dtype[Any]
+    bytes: int
+    info: FileInfo | None = field(default=None, init=False)
+
+    def __iter__(self) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+        """(tokens, whether they end the file); ShardError if the file is not as it was."""
+        changed = ShardError(self.path, "changed while it was read; convert it again")
+        hasher = new_hash(SOURCE_HASH)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                head = file.read(self.start)
+                hasher.update(head)
+                size = len(head)
+                while True:
+                    data = np.empty(BLOCK_BYTES, np.uint8)  # a new one each time: views of it may be kept
+                    filled = _fill(file, data.data)
+                    if not filled:
+                        break
+                    hasher.update(data[:filled].data)
+                    size += filled
+                    if filled % self.dtype.itemsize or size > self.bytes:
+                        raise changed
+                    yield data[:filled].view(self.dtype), size == self.bytes
+        except OSError as error:
+            raise ShardError(self.path, f"cannot be read: {error.strerror or error}") from error
+        if size != self.bytes:
+            raise changed
+        self.info = FileInfo(self.path.name, size, {SOURCE_HASH: hasher.hexdigest()})
+
+
+def _fill(file: Any, view: memoryview) -> int:
+    filled = 0
+    while filled < len(view) and (count := file.readinto(view[filled:])):
+        filled += count
+    return filled
 
 
 def megatron_files(path: Path) -> tuple[Path, Path] | None:
@@ -83,12 +127,11 @@ class MegatronSource:
 
     def blocks(self) -> Iterator[TokenBlock]:
         """All tokens in order, and where documents end."""
-        pieces = HashedPieces(self._path, 0, self.dtype.itemsize)
+        pieces = _Tokens(self._path, 0, self.dtype, self.bytes)
         with self._index.open("rb") as file:
             ends = _Feed(self._document_ends(file))
             start = document = document_start = 0
-            for data in pieces:
-                tokens = data.view(self.dtype)
+            for tokens, ends_file in pieces:
                 here = ends.take(start + len(tokens))
                 yield TokenBlock(
                     tokens,
@@ -96,15 +139,13 @@ class MegatronSource:
                     str(self._path),
                     document,
                     start - document_start,
-                    len(data),
-                    ends_file=(start + len(tokens)) * self.dtype.itemsize == self.bytes,
+                    tokens.nbytes,
+                    ends_file,
                 )
                 start += len(tokens)
                 if len(here):
                     document, document_start = document + len(here), int(here[-1])
         assert pieces.info is not None
-        if pieces.info.bytes != self.bytes:
-            raise ShardError(self._path, "changed while it was read; convert it again")
         self.files_done = 1
         digest = hash_file(self._index, pieces.info.hashes)
         self.digests = [pieces.info, FileInfo(self._index.name, self._index.stat().st_size, digest)]
@@ -274,19 +315,11 @@ class NanogptSource:
     def blocks(self) -> Iterator[TokenBlock]:
         """All tokens in order."""
         for path in self._paths:
-            pieces, token, size = HashedPieces(path, self._start, self.dtype.itemsize), 0, path.stat().st_size
-            for data in pieces:
-                if len(data) % self.dtype.itemsize:
-                    raise ShardError(path, "was changed while it was read; convert it again")
-                tokens = data.view(self.dtype)
+            pieces, token = _Tokens(path, self._start, self.dtype, path.stat().st_size), 0
+            for tokens, ends_file in pieces:
+                yield TokenBlock(tokens, NO_ENDS, str(path), 0, token, tokens.nbytes, ends_file)
                 token += len(tokens)
-                last = self._start + token * self.dtype.itemsize >= size
-                yield TokenBlock(
-                    tokens, NO_ENDS, str(path), 0, token - len(tokens), len(data), ends_file=last
-                )
             assert pieces.info is not None
-            if pieces.info.bytes != size:
-                raise ShardError(path, "was changed while it was read; convert it again")
             self.digests.append(pieces.info)
             self.files_done += 1
 

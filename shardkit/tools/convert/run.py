@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,14 +25,12 @@ from typing import Any
 import numpy as np
 
 import shardkit
-from shardkit.datasets.dataset import Dataset, open_dataset
-from shardkit.datasets.locate import CARD_NAME
+from shardkit.card import CARD_NAME
+from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
 from shardkit.files import move_durably, publish_bytes
 from shardkit.formats.mds.encodings import encoding_of
 from shardkit.formats.mds.index import TABLE_NAME
-from shardkit.formats.mds.shard import MdsShard
-from shardkit.formats.tar.shard import TarShard
 from shardkit.manifest import Manifest
 from shardkit.progress import TransferListener, TransferProgress, make_listener
 from shardkit.publish.api import publish_files
@@ -41,17 +39,17 @@ from shardkit.publish.publication import RefusedError, Settings
 from shardkit.publish.transports import LocalFiles, holds_dataset, locked_folder
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote, local_path
-from shardkit.tools.convert.columns import KEY, npy_bytes
-from shardkit.tools.convert.cut import TokenCounts, choose_dtype, copy_rows, cut_rows, documents
+from shardkit.tools.convert.columns import KEY, npy_bytes, unchanged
+from shardkit.tools.convert.cut import TokenCounts, choose_dtype, cut_rows, documents, equal_rows
 from shardkit.tools.convert.detect import AnySource, Kind, open_source
+from shardkit.tools.convert.read_dataset import DatasetRows, DatasetSamples
 from shardkit.tools.convert.source import (
-    BLOCK_BYTES,
     CutOptions,
     OutputOptions,
-    RowSource,
     Sample,
     SampleSource,
     Source,
+    TokenBlock,
     TokenSource,
 )
 from shardkit.tools.convert.write import (
@@ -218,17 +216,17 @@ class _Conversion:
             raise ShardError(
                 self._name, "has rows of its own, which cannot be cut, padded or given another type"
             )
-        if isinstance(source, RowSource):
+        if isinstance(source, DatasetRows):
             writer = self._row_writer(source.column, source.dtype, source.shape)
-            for _, rows, size in source.rows():
-                writer.append(np.ascontiguousarray(rows).reshape(-1))
+            for rows, size in source.rows():
+                writer.append(rows.reshape(-1))
                 self._count(size)
             return self._finish_rows(writer, source.column, None)
         assert isinstance(source, SampleSource)
         return self._write_samples(source)
 
     def _write_tokens(self, source: TokenSource) -> _Written:
-        cut, dtype = self._cut, choose_dtype(source, self._cut)
+        cut, dtype, counts = self._cut, choose_dtype(source, self._cut), TokenCounts()
         if not source.has_documents and cut.sequence_length is None:
             raise ShardError(self._name, "does not say where documents end: choose a --sequence-length")
         if not source.has_documents and cut.eos is not None:
@@ -236,19 +234,17 @@ class _Conversion:
             raise ShardError(self._name, problem)
         if cut.keep_lengths:
             return self._write_documents(source, dtype)
+        blocks = self._counted(source.blocks())
+        writer: RowWriter | None = None
         if cut.sequence_length is not None:
             writer = self._row_writer(TOKENS, dtype, (cut.sequence_length,))
-            counts = cut_rows(source.blocks(), writer, cut, self._count)
+            cut_rows(blocks, writer, cut, counts)
         else:
-            found, counts = copy_rows(
-                source.blocks(),
-                lambda length: self._row_writer(TOKENS, dtype, (length,)),
-                dtype,
-                self._count,
-            )
-            if found is None:
-                raise ShardError(self._name, "has no rows")
-            writer = found
+            for length, tokens in equal_rows(blocks, dtype, counts):
+                writer = writer or self._row_writer(TOKENS, dtype, (length,))
+                writer.append(tokens)
+        if writer is None:
+            raise ShardError(self._name, "has no rows")
         written = self._finish_rows(writer, TOKENS, counts, source.left_out)
         counts.check(written.manifest.samples * writer.row_values)
         return written
@@ -260,10 +256,9 @@ class _Conversion:
         name = TOKENS if is_mds else f"{TOKENS}.npy"
         writer = self._sample_writer({TOKENS: encoding})
         encode = encoding_of(encoding).encode if is_mds else npy_bytes
-        for where, tokens, size in documents(source.blocks(), dtype, self._cut, counts):
-            writer.write(Sample({name: encode(tokens)}, None, where, size))
+        for where, tokens in documents(self._counted(source.blocks()), dtype, self._cut, counts):
+            writer.write(Sample({name: encode(tokens)}, None, where, 0))
             cells += len(tokens)
-            self._count(size)
         counts.check(cells)
         manifest, digest = writer.finish()
         return _Written(manifest, digest, {name: encoding}, counts=counts, left_out=source.left_out)
@@ -292,6 +287,11 @@ class _Conversion:
         manifest, digest = writer.finish()
         columns = {c.name: c.encoding for shard in manifest.shards[:1] for c in shard.columns}
         return _Written(manifest, digest, columns, column=column, counts=counts, left_out=left_out)
+
+    def _counted(self, blocks: Iterable[TokenBlock]) -> Iterator[TokenBlock]:
+        for block in blocks:
+            yield block
+            self._count(block.source_bytes)
 
     def _count(self, size: int) -> None:
         """`size` more bytes of the source are converted."""
@@ -361,55 +361,22 @@ def _check(folder: Path, written: _Written) -> None:
     """ShardError unless the shards hold the values that were read from the source."""
     with open_dataset(folder, decode=False) as dataset:
         if written.column is not None:
-            digest = _digest_of_rows(dataset, written.column)
+            rows_digest = content_hasher()
+            for rows, _ in DatasetRows(dataset, dataset.columns[0], written.column).rows():
+                rows_digest.update(rows.reshape(-1).view(np.uint8).data)
+            digest = rows_digest.hexdigest()
         else:
-            digest = _digest_of_samples(dataset, has_keys=written.has_keys)
+            samples = DatasetSamples(dataset, unchanged(dataset.columns), has_keys=written.has_keys)
+            sample_digest = SampleDigest()
+            for sample in samples.samples():
+                sample_digest.add(sample)
+            digest = sample_digest.hexdigest()
         if digest != written.digest:
             raise ShardError(
                 dataset.location,
                 f"holds other rows than were read from the source (digest {digest}, expected "
                 f"{written.digest}): the disk or the memory is faulty; nothing was published",
             )
-
-
-def _digest_of_rows(dataset: Dataset, column: str) -> str:
-    """Of all rows, hashed as they are stored."""
-    digest = content_hasher()
-    for number in range(len(dataset.manifest.shards)):
-        rows = dataset.shard(number).fixed_rows(column)
-        if rows is None:
-            raise ShardError(dataset.where(number), "holds other rows than were written")
-        step = max(1, BLOCK_BYTES // max(1, rows[:1].nbytes))
-        for start in range(0, len(rows), step):
-            digest.update(np.ascontiguousarray(rows[start : start + step]).view(np.uint8).data)
-        dataset.keep_only(())
-    return digest.hexdigest()
-
-
-def _digest_of_samples(dataset: Dataset, *, has_keys: bool) -> str:
-    """Of all values of all samples."""
-    digest = SampleDigest()
-    for number in range(len(dataset.manifest.shards)):
-        shard = dataset.shard(number)
-        for row in range(len(shard)):
-            digest.add(_payloads(shard, row, has_keys=has_keys))
-        dataset.keep_only(())
-    return digest.hexdigest()
-
-
-def _payloads(shard: object, row: int, *, has_keys: bool) -> dict[str, bytes | memoryview]:
-    if isinstance(shard, MdsShard):
-        return dict(shard.payloads(row))
-    assert isinstance(shard, TarShard)
-    payloads: dict[str, bytes | memoryview] = {}
-    for name, value in shard.sample(row).items():
-        if name == KEY:
-            if has_keys:
-                payloads[KEY] = str(value).encode("utf-8", "surrogateescape")
-        else:
-            assert isinstance(value, bytes)
-            payloads[name] = value
-    return payloads
 
 
 @contextmanager

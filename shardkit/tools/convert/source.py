@@ -8,8 +8,9 @@ how rows become files.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from shardkit.errors import ShardError
 from shardkit.formats.compression import parse_compression
 from shardkit.formats.mds.index import MAX_SHARD_BYTES
-from shardkit.hashing import Hasher, new_hash
+from shardkit.hashing import new_hash
 from shardkit.manifest import FileInfo
 from shardkit.units import parse_bytes
 
@@ -31,14 +32,13 @@ __all__ = [
     "SOURCE_HASH",
     "TOKEN_COLUMNS",
     "CutOptions",
-    "HashedPieces",
     "OutputOptions",
-    "RowSource",
     "Sample",
     "SampleSource",
     "Source",
     "TokenBlock",
     "TokenSource",
+    "read_json",
 ]
 
 BLOCK_BYTES = 1 << 23  # of a source at a time: large enough to hide Python's overhead, small for the caches
@@ -103,18 +103,6 @@ class TokenSource(Source, Protocol):
 
 
 @runtime_checkable
-class RowSource(Source, Protocol):
-    """Rows of one fixed column."""
-
-    column: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    def rows(self) -> Iterator[tuple[str, Array, int]]:
-        """(file, rows (n, *shape), bytes of the source) in order."""
-
-
-@runtime_checkable
 class SampleSource(Source, Protocol):
     """Samples of any columns, as they go into the target."""
 
@@ -127,45 +115,19 @@ class SampleSource(Source, Protocol):
     def samples(self) -> Iterator[Sample]: ...
 
 
-@dataclass(slots=True)
-class HashedPieces:
-    """A file's bytes from `start` on, in arrays of whole items; its digest is in `info` at the end."""
-
-    path: Path
-    start: int
-    itemsize: int
-    info: FileInfo | None = field(default=None, init=False)
-
-    def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
-        hasher = new_hash(SOURCE_HASH)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                size = self._hash_head(file.read(self.start), hasher)
-                piece = BLOCK_BYTES // self.itemsize * self.itemsize
-                while True:
-                    data = np.empty(piece, np.uint8)  # a new one each time: views of it may be kept
-                    filled = _fill(file, data.data)
-                    if not filled:
-                        break
-                    hasher.update(data[:filled].data)
-                    size += filled
-                    yield data[:filled]
-        except OSError as error:
-            raise ShardError(self.path, f"cannot be read: {error.strerror or error}") from error
-        self.info = FileInfo(self.path.name, size, {SOURCE_HASH: hasher.hexdigest()})
-
-    def _hash_head(self, head: bytes, hasher: Hasher) -> int:
-        if len(head) != self.start:
-            raise ShardError(self.path, f"ends after {len(head):,} bytes, inside of its header")
-        hasher.update(head)
-        return len(head)
-
-
-def _fill(file: Any, view: memoryview) -> int:
-    filled = 0
-    while filled < len(view) and (count := file.readinto(view[filled:])):
-        filled += count
-    return filled
+def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
+    """The object in a JSON file; ShardError if there is none."""
+    try:
+        if file.stat().st_size > max_bytes:
+            raise ShardError(file, f"is larger than {max_bytes:,} bytes")
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ShardError(file, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ShardError(file, f"is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ShardError(file, "is no JSON object")
+    return content
 
 
 DTYPES = ("uint16", "uint32")

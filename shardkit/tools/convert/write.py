@@ -11,15 +11,13 @@ shard of MDS, or one sample of a tar in memory.
 
 from __future__ import annotations
 
-import os
 import tarfile
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +29,7 @@ from shardkit.formats.tar.members import BLOCK, padded, split_name
 from shardkit.formats.tar.shard_list import describe_tar
 from shardkit.formats.tar.values import WRITTEN_HEADER_BYTES
 from shardkit.formats.tar.writer import KEY_DIGITS, RECORD_BYTES
-from shardkit.hashing import Hasher, new_hash
+from shardkit.hashing import Hasher, hash_file, new_hash
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
 from shardkit.tools.convert.columns import KEY
 from shardkit.tools.convert.source import OutputOptions, Sample
@@ -187,8 +185,11 @@ class SampleDigest:
     def __init__(self) -> None:
         self._hasher: Hasher = content_hasher()
 
-    def add(self, payloads: Mapping[str, bytes | memoryview]) -> None:
-        """One more sample: {column or extension: bytes}."""
+    def add(self, sample: Sample) -> None:
+        """One more sample; its key counts as a value."""
+        payloads = dict(sample.payloads)
+        if sample.key is not None:
+            payloads[KEY] = sample.key.encode("utf-8", "surrogateescape")
         for name in sorted(payloads):
             data = payloads[name]
             self._hasher.update(f"{name}\0{len(data)}\0".encode())
@@ -226,7 +227,7 @@ class MdsSampleWriter:
         try:
             if sample.key is not None:
                 payloads[KEY] = sample.key.encode()
-            self._digest.add(payloads)
+            self._digest.add(sample)
             self._writer.write_encoded(payloads)
         except ValueError as error:
             raise ShardError(sample.where, str(error)) from error
@@ -243,28 +244,26 @@ class TarSampleWriter:
         self._folder, self._output = folder, output
         self._digest = SampleDigest()
         self._shards: list[ShardInfo] = []
-        self._file: FileIO | None = None
+        self._file: BinaryIO | None = None
         self._size = self._samples = self._written = 0
         self._last_key: str | None = None
-        self._hashers: dict[str, Hasher] = {}
 
     def write(self, sample: Sample) -> None:
         """Append a sample; ShardError if its key cannot name members."""
         key = f"{self._written:0{KEY_DIGITS}d}" if sample.key is None else sample.key
         self._check_key(key, sample)
         members = [(f"{key}.{name}", sample.payloads[name]) for name in sorted(sample.payloads)]
-        named = {} if sample.key is None else {KEY: key.encode("utf-8", "surrogateescape")}
-        self._digest.add({**sample.payloads, **named})
+        self._digest.add(sample)
         heads = [_header(name, len(data), sample.where) for name, data in members]
         size = sum(len(h) + padded(len(m[1])) for h, m in zip(heads, members, strict=True))
         if self._samples and self._size + size + RECORD_BYTES > self._output.limit:
             self._close()
         if self._file is None:
-            self._open()
+            self._file = (self._folder / self._name).open("wb")
+            self._size = self._samples = 0
         for head, (_, data) in zip(heads, members, strict=True):
-            self._put(head)
-            self._put(data)
-            self._put(bytes(-len(data) % BLOCK))
+            self._file.writelines((head, data, bytes(-len(data) % BLOCK)))
+        self._size += size
         self._samples += 1
         self._written += 1
         self._last_key = key
@@ -287,41 +286,19 @@ class TarSampleWriter:
                     sample.where, f"its key {key[:200]!r} cannot name members: no dots in its last part"
                 )
 
-    def _open(self) -> None:
-        name = f"shard-{len(self._shards):05d}.tar"
-        self._file = (self._folder / name).open("wb", buffering=0)
-        self._buffer = bytearray()
-        self._hashers = {hash_name: new_hash(hash_name) for hash_name in self._output.hashes}
-        self._size = self._samples = 0
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._buffer += data
-        self._size += len(data)
-        if len(self._buffer) >= 1 << 20:
-            self._flush()
-
-    def _flush(self) -> None:
-        assert self._file is not None
-        view = memoryview(bytes(self._buffer))
-        for hasher in self._hashers.values():
-            hasher.update(view)
-        while view:
-            view = view[os.write(self._file.fileno(), view) :]
-        self._buffer = bytearray()
+    @property
+    def _name(self) -> str:
+        return f"shard-{len(self._shards):05d}.tar"
 
     def _close(self) -> None:
         assert self._file is not None
         end = -(-(self._size + 2 * BLOCK) // RECORD_BYTES) * RECORD_BYTES
-        self._put(bytes(end - self._size))
-        self._flush()
+        self._file.write(bytes(end - self._size))
         self._file.close()
-        self._file = None
-        name = f"shard-{len(self._shards):05d}.tar"
-        raw = FileInfo(name, self._size, {n: h.hexdigest() for n, h in sorted(self._hashers.items())})
+        self._file, name = None, self._name
+        raw = FileInfo(name, end, hash_file(self._folder / name, sorted(self._output.hashes)))
         # What readers will find is what the list states of columns; it proves the tar's structure, too.
-        shard = tar.open_shard(
-            self._folder, describe_tar(name, stored_bytes=self._size, samples=self._samples)
-        )
+        shard = tar.open_shard(self._folder, describe_tar(name, stored_bytes=end, samples=self._samples))
         self._shards.append(replace(shard.info, raw=raw, columns=shard.columns))
         shard.close()
 

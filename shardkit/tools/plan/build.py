@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, prod
-from typing import Any
 
-from shardkit.errors import ShardkitError
+from shardkit.card import DatasetCard
+from shardkit.errors import ShardError, ShardkitError
 from shardkit.storage.object_file import _MOST_BYTES as RANGE_BYTES
 from shardkit.storage.s3_upload import PART_BYTES
 from shardkit.tools.plan.quantities import Prices
@@ -181,11 +181,6 @@ def plan_build(needs: BuildNeeds) -> BuildPlan:
     )
 
 
-_DUPLICATES = ("exact_duplicate", "duplicate_lines", "near_duplicate", "empty")  # behind all filters
-
-_UNREADABLE = "unreadable"
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measurements of a build; None: not measured."""
@@ -207,56 +202,41 @@ class Measured:
     work_bytes_per_text_byte: Fraction | None = None
 
 
-def measured_from_card(card: Mapping[str, Any], where: str) -> Measured:
-    """From the parsed dataset.json; ShardkitError if it is not a card that a build wrote."""
+def measured_from_card(card: DatasetCard) -> Measured:
+    """ShardkitError if it is not a card that a build wrote."""
     try:
-        ledger, tokens, padding = card["funnel"], int(card["tokens"]), int(card["padding"])
-        read, kept = int(ledger["read"]["bytes"]), int(ledger["kept"]["bytes"])
-        stored = sum(int(source["bytes"]) for source in card["inputs"])
-        if not (tokens and kept and stored):
+        read, kept, cells = card.funnel.read.bytes, card.funnel.kept.bytes, card.tokens + card.padding
+        stored = sum(each.bytes for each in card.inputs)
+        if not (card.tokens and kept and stored):
             raise ValueError("it holds no tokens")
         return Measured(
-            funnel=funnel_of(ledger, [next(iter(entry)) for entry in card["recipe"]["filters"]]),
+            funnel=funnel_of(card),
             read_bytes=read,
             stored_bytes=stored,
             kept_bytes=kept,
-            tokens=tokens,
-            text_bytes_per_token=Fraction(kept, tokens),
+            tokens=card.tokens,
+            text_bytes_per_token=Fraction(kept, card.tokens),
             stored_bytes_per_text_byte=Fraction(stored, read),
-            token_bytes=Fraction(int(card["stored_bytes"]), tokens + padding),
-            padding=Fraction(padding, tokens + padding),
-            shard_bytes=int(card["recipe"]["output"]["shard_bytes"]),
+            token_bytes=Fraction(card.stored_bytes, cells),
+            padding=Fraction(card.padding, cells),
+            shard_bytes=int(card.recipe["output"]["shard_bytes"]),
         )
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (ShardError, KeyError, TypeError, ValueError) as error:
         raise ShardkitError(
-            f"{where}: its card lacks what a plan needs ({error!r}); only `shardkit build` writes such cards"
+            f"{card.where}: lacks what a plan needs ({error!r}); only cards of `shardkit build` have it"
         ) from error
 
 
-def funnel_of(ledger: Mapping[str, Any], filters: list[str]) -> Funnel:
-    """The stages of a build's ledger, as a card has it, that lost anything; `filters` in their order.
-
-    What could not be read comes first, then what readers, filters and duplicate removal dropped and cut.
-    """
+def funnel_of(card: DatasetCard) -> Funnel:
+    """The stages of a build that lost anything: what could not be read comes first, as one stage."""
+    read, *steps = card.funnel_steps()
     lost: dict[str, int] = {}
-    for kind in ("quarantined", "dropped"):
-        for reason, count in ledger[kind].items():
-            stage = _UNREADABLE if kind == "quarantined" else reason.partition("/")[0]
-            lost[stage] = lost.get(stage, 0) + int(count["bytes"])
-
-    def place(stage: str) -> tuple[int, int]:
-        if stage == _UNREADABLE:
-            return 0, 0
-        # A name that is used twice stands where it is used first.
-        for number, names in enumerate((filters, _DUPLICATES), 2):
-            if stage in names:
-                return number, names.index(stage)
-        return 1, 0  # what readers drop: pages that are none, mark-up
-
-    stages = []
-    left = int(ledger["read"]["bytes"])
-    for stage in sorted(lost, key=lambda name: (place(name), name)):
-        if lost[stage]:
-            stages.append(Stage(stage, Fraction(left - lost[stage], left)))
-            left -= lost[stage]
+    for step in steps:
+        name = "unreadable" if step.kind == "quarantined" else step.label
+        lost[name] = lost.get(name, 0) + step.lost_bytes
+    stages, left = [], read.bytes
+    for name, size in lost.items():
+        if size:
+            stages.append(Stage(name, Fraction(left - size, left)))
+            left -= size
     return Funnel(tuple(stages))

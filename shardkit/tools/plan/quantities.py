@@ -1,10 +1,8 @@
-"""Numbers as people write them ("14.8T", "10MB/s", "25Gbit/s", "50ms", "40 %") to exact ones, and back.
+"""Quantities of a plan: numbers as people write them ("14.8T", "25Gbit/s", "50ms", "40 %"), and prices.
 
-What machines and an object store charge: assumptions, each to be replaced by what you pay.
-
-The defaults are AWS's list prices of us-east-1 for S3 Standard and on-demand general-purpose machines as of
-2025, first tier, in US dollars. Traffic from S3 to machines of the same region is free; out to the Internet
-it is 0.09 a GB, to another region 0.02. Whoever trains pays less than list, or pays in machines owned.
+Prices are assumptions, each to be replaced by what you pay. The defaults are AWS's list prices of us-east-1
+for S3 Standard and on-demand general-purpose machines as of 2025, first tier, in US dollars. Traffic from S3
+to machines of the same region is free; out to the Internet it is 0.09 a GB, to another region 0.02.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Duplicates are found within the sample only, so duplicate removal keeps less of 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -17,13 +16,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.errors import BuildError, ShardkitError
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.plan.build import Measured, measured_from_card
 from shardkit.writers.estimate import Piece, choose_pieces, put_pieces
 from shardkit.writers.inputs.scan import Split, scan_inputs
 from shardkit.writers.pipeline import build, with_overrides
-from shardkit.writers.publish import CARD_NAME
 from shardkit.writers.recipe import Recipe
 
 __all__ = ["Sample", "measure_sample"]
@@ -134,17 +133,17 @@ def _build(
     derived = recipe.model_copy(update=changes).in_folder(recipe.folder)
     before = _core_seconds()
     try:
-        result = build(derived, workers=workers, progress=progress)
+        build(derived, workers=workers, progress=progress)
     except BuildError as error:
         raise BuildError(f"building from a sample: {error}") from error
     seconds = _core_seconds() - before
-    card = json.loads((folder / "out" / CARD_NAME).read_text())
+    card = DatasetCard.read(folder / "out" / CARD_NAME)
+    assert card is not None
     shards = {file.stat().st_ino for file in (folder / "out").rglob("*") if file.is_file()}
     held = {status.st_ino: status.st_size for status in _files(folder / "work")}
     work = sum(size for inode, size in held.items() if inode not in shards)
-    read = [entry["funnel"]["read"]["bytes"] for entry in card["inputs"]]
-    by_source = dict(zip(stored, read, strict=True))
-    return _Built(measured_from_card(card, result.location), seconds, work, stored, by_source)
+    read = [entry.funnel.read.bytes for entry in card.inputs]
+    return _Built(measured_from_card(card), seconds, work, stored, dict(zip(stored, read, strict=True)))
 
 
 def _files(folder: Path) -> list[os.stat_result]:

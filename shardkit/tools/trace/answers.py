@@ -39,7 +39,7 @@ class Tracer:
 
     def __init__(self, dataset: Dataset, decoder: Decoder | None = None, characters: int = 160) -> None:
         self.dataset = dataset
-        self.labels = _source_labels(dataset)
+        self.labels = [] if dataset.card is None else dataset.card.source_labels
         self.problem: str | None = None
         """Why documents are unknown; None if they are known."""
         self.table: ProvenanceTable | None = None
@@ -58,10 +58,9 @@ class Tracer:
 
     def how_to_see_text(self) -> str:
         """What to do to see text."""
-        stated = (self.dataset.card or {}).get("tokenizer")
         named = ""
-        if isinstance(stated, dict) and stated.get("file"):
-            named = f" {stated['file']} (digest {stated.get('digest')}), which the dataset was made with,"
+        if self.dataset.card is not None and (stated := self.dataset.card.tokenizer).file:
+            named = f" {stated.file} (digest {stated.digest}), which the dataset was made with,"
         return f"no text is shown: give --tokenizer with the tokenizer.json{named} to see it"
 
     def known(self) -> ProvenanceTable:
@@ -330,19 +329,9 @@ def _by_source(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _source_labels(dataset: Dataset) -> list[str]:
-    """The recipe's labels of its inputs, by number; [] if the card does not say."""
-    inputs = (dataset.card or {}).get("inputs")
-    if not isinstance(inputs, list):
-        return []
-    return [
-        str(entry.get("source", n)) if isinstance(entry, dict) else str(n) for n, entry in enumerate(inputs)
-    ]
-
-
 def source_numbers(dataset: Dataset, labels: Collection[str]) -> list[int]:
     """The numbers of the inputs with these labels; ShardkitError for one that the card does not name."""
-    known = _source_labels(dataset)
+    known = [] if dataset.card is None else dataset.card.source_labels
     for label in labels:
         if label not in known:
             names = ", ".join(dict.fromkeys(known)) or "none that the card names"

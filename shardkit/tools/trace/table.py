@@ -115,11 +115,8 @@ class ProvenanceTable:
                 f"{dataset.location}: has no provenance tables, so documents are not known: only datasets "
                 f"built by shardkit have {PROVENANCE_FOLDER}/*.parquet beside their shards"
             )
-        card = dataset.card or {}
-        if card.get("fingerprint", dataset.fingerprint) != dataset.fingerprint:
-            raise ShardError(
-                dataset.location, "its card, and so its provenance, is of other shards than its index"
-            )
+        if dataset.card is not None:
+            dataset.card.check_fingerprint(dataset.fingerprint)
         self._names = sorted(self._objects)
         self._parts: dict[int, _Part] = {}
         self._lock = Lock()

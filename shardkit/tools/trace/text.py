@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.card import DatasetCard, TokenizerFacts
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import MissingExtraError, ShardError, ShardkitError, warn_user
 
@@ -29,13 +29,13 @@ class Decoder:
     than the one that the dataset's card names by its digest: ids may then mean other text.
     """
 
-    def __init__(self, path: Path, card: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, card: DatasetCard | None = None) -> None:
         try:
             import tokenizers
         except ModuleNotFoundError as error:
             raise MissingExtraError("tokenizers", "write", "decoding text") from error
         self.path = path
-        stated = _stated(card)
+        stated = TokenizerFacts() if card is None else card.tokenizer
         try:
             data = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
@@ -43,11 +43,11 @@ class Decoder:
                 self._tokenizer.decoder = tokenizers.decoders.ByteLevel()  # else it shows bytes as letters
         except Exception as error:  # of `tokenizers`, which raises plain ones
             raise ShardkitError(f"{path}: is no tokenizer that can be read: {error}") from error
-        self.eos_id = stated.get("eos_id")
-        if stated.get("digest") not in (None, _digest(data)):
+        self.eos_id = stated.eos_id
+        if stated.digest not in (None, _digest(data)):
             warn_user(
-                f"{path} is not the tokenizer of this dataset ({stated.get('file')}, digest "
-                f"{stated['digest']}): the text may be wrong"
+                f"{path} is not the tokenizer of this dataset ({stated.file}, digest {stated.digest}): "
+                "the text may be wrong"
             )
 
     def text(self, tokens: Row) -> str:
@@ -67,11 +67,8 @@ class Decoder:
 
 def find_tokenizer(dataset: Dataset) -> Path | None:
     """The file that the card names, if it is still there and the same: as named, or beside the dataset."""
-    card = dataset.card or {}
-    digest = _stated(card).get("digest")
-    recipe = card.get("recipe")
-    named = recipe.get("tokenizer", {}).get("path") if isinstance(recipe, dict) else None
-    if not isinstance(named, str) or digest is None:
+    stated = TokenizerFacts() if dataset.card is None else dataset.card.tokenizer
+    if (named := stated.path) is None or stated.digest is None:
         return None
     places = [Path(named)]
     if dataset.shards is None:
@@ -79,7 +76,7 @@ def find_tokenizer(dataset: Dataset) -> Path | None:
         places += [parent / named for parent in (folder, *folder.parents[:2])]
     for path in places:
         try:
-            if path.is_file() and _digest(path.read_bytes()) == digest:
+            if path.is_file() and _digest(path.read_bytes()) == stated.digest:
                 return path
         except OSError:
             continue
@@ -115,11 +112,6 @@ def _rows(dataset: Dataset, shard: int, rows: npt.NDArray[np.int64], column: str
     if fixed is not None:
         return (fixed[row] for row in rows)
     return (np.asarray(opened.sample(row)[column]) for row in rows.tolist())
-
-
-def _stated(card: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    stated = (card or {}).get("tokenizer")
-    return stated if isinstance(stated, dict) else {}
 
 
 def _digest(data: bytes) -> str:
