@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.readers.streams import Columns
+from shardkit.loaders.streams import Columns
 
 __all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments"]
 

@@ -18,7 +18,7 @@ from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardkit.datasets.dataset import Dataset
-    from shardkit.loaders.readers.sources import TokenDtype
+    from shardkit.loaders.sources import TokenDtype
     from shardkit.order.exclusions import Exclusions
     from shardkit.order.order import Shuffle
     from shardkit.order.run_settings import Tail

@@ -6,7 +6,7 @@ from shardkit.datasets.dataset import MAX_RESIDENT_BYTES, Dataset
 from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.streams import Streams
 from shardkit.order.order import default_lanes, default_window
 from shardkit.order.residency import lanes_of_part
 from shardkit.units import format_bytes, parse_bytes

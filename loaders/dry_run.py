@@ -43,7 +43,7 @@ def first_settings(
     lanes, window = config.lanes or 1, config.window or 1
     if shuffle == "window" and (config.lanes is None or config.window is None):
         from shardkit.loaders.defaults import stream_sizes
-        from shardkit.loaders.readers.sources import open_source
+        from shardkit.loaders.sources import open_source
 
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
         lanes, window = stream_sizes(opened.streams, plan, config, nodes, source.stored_bytes)

@@ -35,7 +35,7 @@ from shardkit.loaders.metrics import LoaderStats, Telemetry, telemetry_sources
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
-from shardkit.loaders.readers.sources import TokenDtype, open_source
+from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.loaders.config import BUSY_SECONDS
-from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.streams import Streams
 from shardkit.units import format_bytes
 
 __all__ = ["CacheStats", "LoaderStats", "Source", "StoreStats", "Telemetry", "telemetry_sources", "verdict"]

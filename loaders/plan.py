@@ -27,7 +27,7 @@ from typing import Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.streams import Streams
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Located, Order, rank_slice

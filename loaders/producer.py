@@ -36,9 +36,8 @@ from shardkit.errors import ShardkitError, StreamExhaustedError
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
-from shardkit.loaders.readers.mixed import MixedShapesError
-from shardkit.loaders.readers.sources import SourceInfo
-from shardkit.loaders.readers.streams import ReadRows, Streams
+from shardkit.loaders.sources import MixedShapesError, SourceInfo
+from shardkit.loaders.streams import ReadRows, Streams
 from shardkit.storage.store import StoreError
 
 __all__ = ["Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher"]

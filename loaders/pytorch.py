@@ -52,11 +52,10 @@ from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id
 from shardkit.loaders.distributed import StopTogether
-from shardkit.loaders.readers.sources import SourceInfo, TokenDtype, open_source
-from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
-from shardkit.loaders.streams import open_streams
+from shardkit.loaders.streams import Streams, open_streams
 
 __all__ = ["MapDataset", "StreamingDataLoader", "StreamingDataset", "state_of", "unchanged"]
 

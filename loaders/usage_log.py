@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shardkit.errors import warn_user
 from shardkit.formats.usage_log import MAGIC, SUFFIX, RunHead, end_record, id_type, step_record
-from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.streams import Streams
 from shardkit.order.run_settings import RunSettings
 from shardkit.storage.url import is_remote
 

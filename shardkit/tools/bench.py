@@ -22,7 +22,7 @@ import numpy as np
 
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.loader import StreamingLoader
-from shardkit.loaders.readers.sources import TokenDtype
+from shardkit.loaders.sources import TokenDtype
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit.loaders.readers import fixed as gather
-from shardkit.loaders.readers.fixed import Gather, _Choice
+from shardkit.loaders import gather
+from shardkit.loaders.gather import Gather, _Choice
 
 
 def source(stored: str) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], int]:

@@ -12,8 +12,8 @@ import torch
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.readers.decoded import DecodedSamples
-from shardkit.loaders.readers.fixed import FixedRows, _MappedColumn, _reader_by_shard
+from shardkit.loaders.gather import FixedRows, _MappedColumn, _reader_by_shard
+from shardkit.loaders.sources import DecodedSamples
 from support.loader_data import columns_sample, make_dataset, token_rows
 
 

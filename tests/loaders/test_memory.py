@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardkit.loaders.readers.fixed import OutputMemory
+from shardkit.loaders.gather import OutputMemory
 
 SHAPE, INT64 = (4, 8192), np.dtype(np.int64)
 

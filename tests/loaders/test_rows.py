@@ -9,8 +9,8 @@ import pytest
 
 from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
-from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
-from shardkit.loaders.readers.streams import Streams
+from shardkit.loaders.gather import FixedColumn, FixedRows
+from shardkit.loaders.streams import Streams
 from support.loader_data import make_dataset, token_rows
 
 

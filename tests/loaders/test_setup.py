@@ -23,8 +23,7 @@ from shardkit.loaders.config import LoaderConfig, Stream
 from shardkit.loaders.defaults import find_eos_id, shuffle_sizes
 from shardkit.loaders.metrics import telemetry_sources
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.readers.streams import Streams
-from shardkit.loaders.streams import Opened, open_streams
+from shardkit.loaders.streams import Opened, Streams, open_streams
 from shardkit.storage.memory import MemoryStore
 from support.loader_data import parts, token_rows, write_card
 from support.remote_harness import fresh_url, put_folder, write_hashed

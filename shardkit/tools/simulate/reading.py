@@ -13,8 +13,7 @@ from typing import Literal
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.reader import FIRST_ROWS
 from shardkit.cache.rows import MAX_THREADS
-from shardkit.loaders import config, producer
-from shardkit.loaders.readers import sources
+from shardkit.loaders import config, producer, sources
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.fetching import NEVER, Fetching
 from shardkit.tools.simulate.scenario import Demand, NodeUses, Scenario

@@ -25,9 +25,8 @@ from shardkit.files import load_json
 from shardkit.loaders.config import LoaderConfig, Stream
 from shardkit.loaders.dry_run import first_settings
 from shardkit.loaders.plan import Arrangement, BatchPlan
-from shardkit.loaders.readers.streams import Streams
 from shardkit.loaders.state import LoaderState
-from shardkit.loaders.streams import open_streams
+from shardkit.loaders.streams import Streams, open_streams
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.order import Shuffle
 from shardkit.order.run_settings import RunSettings, Tail

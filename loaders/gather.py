@@ -44,7 +44,7 @@ import torch
 
 from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
-from shardkit.loaders.readers.streams import ReadRows, Streams
+from shardkit.loaders.streams import ReadRows, Streams
 
 __all__ = ["FixedColumn", "FixedRows", "Gather", "OutputMemory"]
 

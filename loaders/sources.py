@@ -1,29 +1,43 @@
-"""Chooses how a loader reads: gathered if all wanted columns have constant size, decoded otherwise.
+"""How planned samples are read: gathered if all wanted columns have constant size, decoded otherwise.
 
-Streams whose rows look the same in memory share one reader; others each have their own, and `mixed` joins
-what they give. Columns that could not be in one batch are refused when the loader is made.
+`open_source` chooses once, when a loader is made. Streams whose rows look the same in memory share one
+reader (`gather.FixedRows`). `DecodedSamples` reads any column, sample by sample: numbers and arrays of
+constant shape become one array, everything else (text, images, arrays of any length) a list with one entry
+per sample. Which columns are stacked follows from their encoding in the index, so a key never changes its
+type from one batch to the next. `MixedSource` joins what streams that need different readers give. Columns
+that could not be in one batch are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.loaders.readers.decoded import DecodedSamples, constant_layout
-from shardkit.loaders.readers.fixed import FixedColumn, FixedRows
-from shardkit.loaders.readers.mixed import MixedSource
-from shardkit.loaders.readers.streams import Source, Streams
+from shardkit.errors import ShardError
+from shardkit.formats.mds.encodings import encoding_of
+from shardkit.loaders.gather import FixedColumn, FixedRows
+from shardkit.loaders.streams import Columns, ReadRows, Streams
 from shardkit.manifest import Column
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SourceInfo", "TokenDtype", "open_source", "output_dtype"]
+__all__ = [
+    "DecodedSamples",
+    "MixedShapesError",
+    "Source",
+    "SourceInfo",
+    "TokenDtype",
+    "open_source",
+    "output_dtype",
+]
 
 TokenDtype: TypeAlias = "torch.dtype | np.dtype[np.generic] | type | str | None"
 
@@ -35,6 +49,16 @@ PLAN_BYTES = 1 << 30
 _UNKNOWN_BYTES = 1 << 16  # of a sample, where a list does not state the sizes of its tars
 
 _PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
+
+
+class Source(Protocol):
+    """Opens the shards of planned samples."""
+
+    def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
+        """Return (a reader of samples (shard[i], row[i]), whether shards had to be fetched first).
+
+        Shards are numbered as in `Streams.once`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +190,7 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
 
 def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
     column = next((column for column in dataset.columns if column.name == name), None)
-    return None if column is None else constant_layout(column)
+    return None if column is None else _constant_layout(column)
 
 
 def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:
@@ -195,7 +219,7 @@ def _fixed_columns(
     fixed = {}
     for key, name in names.items():
         column = by_name.get(name)
-        layout = None if column is None or column.size is None else constant_layout(column)
+        layout = None if column is None or column.size is None else _constant_layout(column)
         if column is None or layout is None:
             return None
         dtype, shape = layout
@@ -233,3 +257,138 @@ def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtyp
     if not np.can_cast(native, wanted) and (native.name, wanted.name) not in _SAME_SIZE:
         raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use torch.int64")
     return wanted
+
+
+def _constant_layout(column: Column) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
+    """(type, shape) of every value of a column of equal numbers or arrays; None for any other column."""
+    try:
+        encoding = encoding_of(column.encoding)
+    except ValueError:
+        return None  # an extension that only tars know
+    return None if encoding.dtype is None else (encoding.dtype, encoding.shape)
+
+
+class DecodedSamples:
+    """Reads the wanted columns of any dataset."""
+
+    def __init__(
+        self, streams: Streams, names: Mapping[str, str], delivered: Mapping[str, np.dtype[np.generic]]
+    ) -> None:
+        """`streams`: a single one; `names`: dataset's column name by the batch's.
+
+        `delivered`: types of columns that are converted.
+        """
+        (dataset,) = streams.datasets
+        self._streams = streams
+        self._names = dict(names)
+        self._wanted = frozenset(names.values())
+        self._delivered = dict(delivered)
+        by_name = {column.name: column for column in dataset.columns}
+        layouts = {
+            name: _constant_layout(by_name[column]) for name, column in names.items() if column in by_name
+        }
+        self._stacked = {name: layout[0] for name, layout in layouts.items() if layout is not None}
+
+    def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
+        """As `Source.open_rows`."""
+        is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
+        if (reader := self._streams.readers[0]) is not None:
+            reader.follow()  # whole shards are needed from the first sample on
+
+        def read(low: int, high: int) -> Columns:
+            places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))
+            # Shard by shard: a decompressed one must not be forgotten and opened again within a batch.
+            by_shard = np.argsort(shard[low:high], kind="stable").tolist()
+            found = {
+                i: self._streams.shard(places[i][0]).sample(places[i][1], self._wanted) for i in by_shard
+            }
+            samples = [found[i] for i in range(len(places))]
+            return {name: self._column(name, samples, places) for name in self._names}
+
+        return read, is_late
+
+    def _column(
+        self, name: str, samples: list[dict[str, object]], places: list[tuple[int, int]]
+    ) -> npt.NDArray[np.generic] | list[object]:
+        column = self._names[name]
+        for sample, place in zip(samples, places, strict=True):
+            if column not in sample:
+                problem = f"has no column {column!r}; name those that all samples have with columns=[...]"
+                raise self._error(place, problem)
+        values = [sample[column] for sample in samples]
+        if name not in self._stacked:
+            return values
+        dtype = self._delivered.get(name, self._stacked[name])
+        arrays = [np.asarray(value) for value in values]
+        for array, place in zip(arrays, places, strict=True):
+            if array.shape != arrays[0].shape:
+                found = f"has shape {array.shape} in column {column!r}, others {arrays[0].shape}"
+                raise self._error(place, found)
+        return np.stack(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+
+    def _error(self, place: tuple[int, int], problem: str) -> ShardError:
+        return ShardError(self._streams.where(place[0]), f"sample {place[1]} {problem}")
+
+
+class MixedShapesError(ValueError):
+    """A batch would hold sequences of different lengths."""
+
+
+class MixedSource:
+    """Reads streams of any kinds, whose columns have the same names."""
+
+    def __init__(self, streams: Streams, sources: Sequence[Source]) -> None:
+        self._streams = streams
+        self._sources = list(sources)
+
+    def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
+        """As `Source.open_rows`."""
+        by_shard = np.argsort(shard, kind="stable")
+        parts: list[tuple[npt.NDArray[np.int64], ReadRows]] = []
+        is_late = False
+        for stream, piece, numbers in self._streams.split(shard[by_shard]):
+            where = np.sort(by_shard[piece])  # in the order in which they are asked for
+            if len(where):
+                own = shard[where] - np.int32(self._streams.first_shard(stream))
+                assert len(own) == len(numbers)
+                read, waits = self._sources[stream].open_rows(own, row[where])
+                parts.append((where, read))
+                is_late |= waits
+        return partial(_read, parts), is_late
+
+
+def _read(parts: list[tuple[npt.NDArray[np.int64], ReadRows]], low: int, high: int) -> Columns:
+    found = []
+    for where, read in parts:
+        first, last = np.searchsorted(where, (low, high)).tolist()
+        if first < last:
+            found.append((where[first:last] - low, read(first, last)))
+    if len(found) == 1:
+        return found[0][1]
+    if not found:
+        return parts[0][1](0, 0) if parts else {}
+    return {name: _joined([(where, columns[name]) for where, columns in found]) for name in found[0][1]}
+
+
+def _joined(
+    parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.generic] | list[object]]],
+) -> npt.NDArray[np.generic] | list[object]:
+    count = sum(len(where) for where, _ in parts)
+    first = parts[0][1]
+    if isinstance(first, list):
+        values: list[object] = [None] * count
+        for where, part in parts:
+            for place, value in zip(where.tolist(), part, strict=True):
+                values[place] = value
+        return values
+    shapes = {part.shape[1:] for _, part in parts if isinstance(part, np.ndarray)}
+    if len(shapes) > 1:
+        found = " and ".join(map(str, sorted(shapes)))
+        raise MixedShapesError(
+            f"samples of different shapes, {found}, would be in one batch: with mixed_lengths=True, let the "
+            "weights change at a multiple of the batch over all ranks, from some streams to others"
+        )
+    whole = np.empty((count, *shapes.pop()), dtype=first.dtype)
+    for where, part in parts:
+        whole[where] = part
+    return whole

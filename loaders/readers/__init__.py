@@ -1,1 +1,0 @@
-"""Readers of planned samples: gathered from memory maps, decoded one by one, or mixed."""
