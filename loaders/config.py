@@ -143,7 +143,7 @@ class LoaderConfig:
     prefetch_batches: int = 64
     """Most batches ready ahead of the training loop; 0: no thread, batches are made on request."""
     prefetch_bytes: int | str = "256MiB"
-    """Most bytes ready ahead of the training loop; one group of batches is always allowed."""
+    """Most bytes ready ahead of the training loop; one batch is always allowed."""
     timeout_seconds: float = 600.0
     """Longest wait for one batch that is being prefetched."""
     cache_dir: str | os.PathLike[str] | None = None

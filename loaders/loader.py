@@ -31,7 +31,7 @@ from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
 from shardkit.loaders.defaults import find_eos_id, stream_sizes
 from shardkit.loaders.distributed import StopTogether, find_place
-from shardkit.loaders.metrics import LoaderStats, Telemetry, telemetry_sources
+from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
@@ -78,7 +78,7 @@ class StreamingLoader:
         self.config = LoaderConfig.of(options)
         place = self._place = find_place(rank, world_size)
         self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
-        self._running: Prefetcher[Group] | None = None
+        self._running: Prefetcher | None = None
         self._iteration: object = None
         self._stop_together = StopTogether(
             self, on_peer_error=StreamingLoader._interrupt, grace_seconds=self.config.stop_grace_seconds
@@ -103,7 +103,7 @@ class StreamingLoader:
             mark_padding=tail == "pad",
             split_ids=streams.split_ids if len(streams) > 1 else None,
         )
-        self._telemetry = Telemetry(batch_size, sources=telemetry_sources(streams.once))
+        self._telemetry = Telemetry(batch_size, shards=streams.remote)
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
             self._metrics = MetricsFile(file, self._telemetry, labels={"rank": place.rank})
@@ -140,11 +140,16 @@ class StreamingLoader:
         if limit is not None and (self.config.endless or limit.position < epoch_end):
             warn_user(limit.message(self._plan.global_batch))
 
-    def _start(self, first: int = 0, every: int = 1) -> Prefetcher[Group]:
+    def _start(self, first: int = 0, every: int = 1) -> Prefetcher:
         """Begin to produce batches from the next one on, and to fetch their shards."""
         config = self.config
         maker = GroupMaker(
-            self._arrangement, self._plan, self._source, self._maker, streams=self._opened.streams
+            self._arrangement,
+            self._plan,
+            self._source,
+            self._maker,
+            streams=self._opened.streams,
+            most_bytes=self._prefetch_bytes,
         )
         self._fetch_ahead()
         cursor = (self.position, self._plan.delivered(self._cursor))
@@ -160,8 +165,7 @@ class StreamingLoader:
     def _fetch_ahead(self) -> None:
         """Start the cache readers of remote datasets: they fetch shards in the order that this run needs."""
         streams = self._opened.streams
-        remote = [dataset.shards for dataset in streams.once.datasets if dataset.shards is not None]
-        if not remote:
+        if not (remote := streams.remote):
             return
         positions, shares = self._arrangement.positions(self.position), self._arrangement.shares()
         for dataset, reader, who in zip(
@@ -185,7 +189,7 @@ class StreamingLoader:
         part = batch // place.world_size
         return lanes_of_part(batch, self._settings.order.lanes, slice(first * part, (first + count) * part))
 
-    def _deliver(self, running: Prefetcher[Group], iteration: object) -> Iterator[Batch]:
+    def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         try:
             while (group := self._next_group(running)) is not None:
                 for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
@@ -209,7 +213,7 @@ class StreamingLoader:
         finally:
             running.close()
 
-    def _next_group(self, running: Prefetcher[Group]) -> Group | None:
+    def _next_group(self, running: Prefetcher) -> Group | None:
         began = time.perf_counter()
         group = running.get()
         if group is not None:
@@ -282,7 +286,7 @@ class StreamingLoader:
         """Stop prefetching and close the shards; batches already handed out stay valid."""
         self._stop()
         if self._metrics is not None:
-            self._metrics.close()
+            self._metrics.write()
         if self.usage is not None:
             self.usage.close()
         self._stop_together.close()
@@ -302,9 +306,8 @@ class StreamingLoader:
         """Another rank has failed: end every wait for a batch or shard now. Called from any thread."""
         if (running := self._running) is not None:
             running.fail(error)
-        for dataset in self._opened.streams.once.datasets:
-            if dataset.shards is not None:
-                dataset.shards.close()
+        for shards in self._opened.streams.remote:
+            shards.close()
 
     def _watch_peers(self) -> None:
         """Listen for errors of other ranks; DataLoader workers leave that to the process that made them."""

@@ -5,27 +5,26 @@ totals of cache and store are read only when someone asks for `stats`. One threa
 and any thread may ask, without a lock, so an answer may lack the step that is being counted. Time runs from
 the moment the first batch was asked for: what a script does before is not the loader's.
 
-`verdict` says whether training waited for data and, if it did, the likeliest reason: the first rule of
-`_CAUSES` that applies, from the figures alone. The wait for the first batch (opening shards, a cold cache) is
-counted apart: a run that lost a second once, at its start, is not input-bound.
+`verdict` says whether training waited for data and, if it did, the likeliest reason, from the figures alone.
+The wait for the first batch (opening shards, a cold cache) is counted apart: a run that lost a second once,
+at its start, is not input-bound.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.shards import CachedShards
 from shardkit.loaders.config import BUSY_SECONDS
-from shardkit.loaders.streams import Streams
 from shardkit.units import format_bytes
 
-__all__ = ["CacheStats", "LoaderStats", "Source", "StoreStats", "Telemetry", "telemetry_sources", "verdict"]
+__all__ = ["CacheStats", "LoaderStats", "StoreStats", "Telemetry", "verdict"]
 
 FED_SHARE = 0.01  # of the time lost in steps that waited: below, nothing is worth changing
 
@@ -143,88 +142,41 @@ def verdict(stats: LoaderStats) -> str:
     waited = f"{_percent(_share(slow, stats.steps))} of steps waited"
     if slow <= 0 or lost_share < FED_SHARE:
         return f"fed: {waited}{bad}"
-    cause = next(found for rule in _CAUSES if (found := rule(stats)))
-    return f"input-bound: {waited}, {_percent(lost_share)} of the time{bad}; {cause}"
+    return f"input-bound: {waited}, {_percent(lost_share)} of the time{bad}; {_likeliest_cause(stats)}"
 
 
-def _cache_too_small(stats: LoaderStats) -> str | None:
+def _likeliest_cause(stats: LoaderStats) -> str:
+    """Why steps waited, and what to do: the first rule that applies."""
+    cache, store = stats.cache or CacheStats(), stats.store or StoreStats()
     # First: fetching again what was there is also what makes a store throttle.
-    cache = stats.cache or CacheStats()
     again = _share(cache.refetched_bytes, cache.fetched_bytes)
+    too_small = f"the cache of {format_bytes(cache.capacity_bytes)} is too small"
     if again >= REFETCHED_SHARE:
         why = f"{_percent(again)} of the bytes fetched had been evicted before they were needed"
-    elif cache.bypassed and cache.bypassed >= REFETCHED_SHARE * cache.misses:
-        why = f"{cache.bypassed:.0f} shards found no room"
-    else:
-        return None
-    return f"the cache of {format_bytes(cache.capacity_bytes)} is too small ({why}): raise cache_bytes"
-
-
-def _throttled(stats: LoaderStats) -> str | None:
-    store = stats.store or StoreStats()
-    if not store.throttled or store.throttled < THROTTLED_SHARE * store.requests:
-        return None
-    why = f"{store.throttled:.0f} answers 503 to {store.requests:.0f} requests"
-    return f"the store throttles ({why}): lower connections, use more prefixes or raise cache_bytes"
-
-
-def _failing_store(stats: LoaderStats) -> str | None:
-    store = stats.store or StoreStats()
-    if not store.retries or store.retries < RETRIED_SHARE * store.requests:
-        return None
-    why = f"{store.retries:.0f} retries, {store.errors:.0f} errors, {store.requests:.0f} requests"
-    return f"the store fails ({why}): check the network and the endpoint"
-
-
-def _slow_store(stats: LoaderStats) -> str | None:
+        return f"{too_small} ({why}): raise cache_bytes"
+    if cache.bypassed and cache.bypassed >= REFETCHED_SHARE * cache.misses:
+        return f"{too_small} ({cache.bypassed:.0f} shards found no room): raise cache_bytes"
+    if _share(store.throttled, store.requests) >= THROTTLED_SHARE:
+        why = f"{store.throttled:.0f} answers 503 to {store.requests:.0f} requests"
+        return f"the store throttles ({why}): lower connections, use more prefixes or raise cache_bytes"
+    if _share(store.retries, store.requests) >= RETRIED_SHARE:
+        why = f"{store.retries:.0f} retries, {store.errors:.0f} errors, {store.requests:.0f} requests"
+        return f"the store fails ({why}): check the network and the endpoint"
     # A prefetcher that keeps up hides a slow store: it is to blame only if shards were missing when needed.
-    store = stats.store or StoreStats()
-    if not _missed(stats):
-        return None
-    first_byte = store.first_byte_p99_seconds
-    if first_byte is not None and first_byte >= SLOW_FIRST_BYTE_SECONDS:
-        return f"the store is slow (GET p99 {_seconds(first_byte)}): raise connections or cache_bytes"
-    rate = format_bytes(_share(store.read_bytes, stats.seconds))
-    return f"the store delivers {rate}/s, less than is used: raise connections or cache_bytes"
-
-
-def _decompression(stats: LoaderStats) -> str | None:
-    cache = stats.cache or CacheStats()
-    if not cache.decompressed_bytes:
-        return None
-    rate = format_bytes(_share(cache.decompressed_bytes, stats.seconds))
-    return f"decompression ({rate}/s) is too slow here: give it more CPU cores or store shards uncompressed"
-
-
-def _only_reading(stats: LoaderStats) -> str | None:
-    busy_seconds = _share(stats.seconds - stats.wait_seconds, stats.steps)
-    if busy_seconds >= BUSY_SECONDS:
-        return None
-    return "the loop does nothing but read: this is as fast as batches are made here"
-
-
-def _processor(stats: LoaderStats) -> str | None:
+    if (store.read_bytes if stats.cache is None else cache.misses + cache.row_reads) > 0:
+        first_byte = store.first_byte_p99_seconds
+        if first_byte is not None and first_byte >= SLOW_FIRST_BYTE_SECONDS:
+            return f"the store is slow (GET p99 {_seconds(first_byte)}): raise connections or cache_bytes"
+        rate = format_bytes(_share(store.read_bytes, stats.seconds))
+        return f"the store delivers {rate}/s, less than is used: raise connections or cache_bytes"
+    if cache.decompressed_bytes:
+        rate = format_bytes(_share(cache.decompressed_bytes, stats.seconds))
+        return (
+            f"decompression ({rate}/s) is too slow here: give it more CPU cores or store shards uncompressed"
+        )
+    if _share(stats.seconds - stats.wait_seconds, stats.steps) < BUSY_SECONDS:
+        return "the loop does nothing but read: this is as fast as batches are made here"
     return "batches are made too slowly on this machine: look for busy CPU cores or a slow local disk"
-
-
-_Cause = Callable[[LoaderStats], str | None]
-
-_CAUSES: tuple[_Cause, ...] = (
-    _cache_too_small,
-    _throttled,
-    _failing_store,
-    _slow_store,
-    _decompression,
-    _only_reading,
-    _processor,
-)
-
-
-def _missed(stats: LoaderStats) -> bool:
-    """Whether readers had to wait for the store; without a cache, every read is such a wait."""
-    if stats.cache is None:
-        return stats.store is not None and stats.store.read_bytes > 0
-    return stats.cache.misses + stats.cache.row_reads > 0
 
 
 def _share(part: float, whole: float) -> float:
@@ -239,37 +191,29 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-Source = Callable[[], Mapping[str, float | None]]
-"""Gives running totals since its start by name, e.g. {"hits": 812, "misses": 3}; None: not known yet."""
-
 CLASSES_PER_DOUBLING = 8
 _FIRST_CLASS_SECONDS = 1e-6  # what is not longer counts as no wait
 _CLASSES = 2 + 32 * CLASSES_PER_DOUBLING  # up to 1.2 hours; longer waits are in the last class
 _OFFSET = 1 - CLASSES_PER_DOUBLING * math.log2(_FIRST_CLASS_SECONDS)  # class 0 is for no wait at all
 
-T = TypeVar("T", CacheStats, StoreStats)
-
 
 class Telemetry:
     """Counts a loader's steps and waits, and shows them next to what its cache and its store did.
 
-    `batch_size`: samples of a step on this rank. `sources`: running totals of "cache" and "store", with the
-    names of `CacheStats` and `StoreStats`; missing names are 0, others are ignored. A step that waited longer
-    than `slow_step_seconds` is a slow one.
+    `batch_size`: samples of a step on this rank. `shards`: of the remote datasets, with their caches and
+    stores. A step that waited longer than `slow_step_seconds` is a slow one.
     """
 
     def __init__(
         self,
         batch_size: int,
         *,
-        sources: Mapping[str, Source] | None = None,
+        shards: Sequence[CachedShards] = (),
         slow_step_seconds: float = 1e-3,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if unknown := sorted(set(sources or {}) - {"cache", "store"}):
-            raise ValueError(f"unknown sources {', '.join(unknown)}: known are cache, store")
         self._batch_size = batch_size
-        self._sources = dict(sources or {})
+        self._shards = tuple(shards)
         self._slow_step_seconds = slow_step_seconds
         self._clock = clock
         self._started: float | None = None
@@ -324,17 +268,9 @@ class Telemetry:
             slow_wait_seconds=self._slow_wait_seconds,
             queue_depth=self._queue_depth,
             queue_depth_mean=self._queue_depths / self._waits if self._waits else 0.0,
-            cache=self._totals(CacheStats, "cache"),
-            store=self._totals(StoreStats, "store"),
+            cache=_cache_stats(self._shards) if self._shards else None,
+            store=_store_stats(self._shards) if self._shards else None,
         )
-
-    def _totals(self, kind: type[T], name: str) -> T | None:
-        """What a source has counted; None without that source."""
-        if name not in self._sources:
-            return None
-        totals = self._sources[name]()
-        known = {entry.name: totals.get(entry.name) for entry in fields(kind)}
-        return kind(**{name: value for name, value in known.items() if value is not None})
 
 
 def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> float:
@@ -349,36 +285,32 @@ def _quantile(histogram: npt.NDArray[np.int64], part: float, longest: float) -> 
     return longest if found == _CLASSES - 1 else min(edge, longest)
 
 
-def telemetry_sources(streams: Streams) -> dict[str, Source]:
-    """The totals of all remote streams' caches and stores together; empty if every stream is local."""
-    remote = [dataset.shards for dataset in streams.datasets if dataset.shards is not None]
-    if not remote:
-        return {}
+def _cache_stats(shards: Sequence[CachedShards]) -> CacheStats:
+    """The totals of the caches together; what a cache that all datasets share holds counts once."""
+    counted = [each.counters() for each in shards]
+    total = {entry.name: sum(each[entry.name] for each in counted) for entry in fields(CacheStats)}
+    if shards[0].cache.is_shared:
+        total |= {name: counted[0][name] for name in ("used_bytes", "capacity_bytes")}
+    return CacheStats(**total)
 
-    def cache() -> dict[str, float | None]:
-        counted = [shards.counters() for shards in remote]
-        total: dict[str, float | None] = {name: sum(each[name] for each in counted) for name in counted[0]}
-        if remote[0].cache.is_shared:  # each stream sees all of it
-            total |= {name: counted[0][name] for name in ("used_bytes", "capacity_bytes")}
-        return total
 
-    def store() -> dict[str, float | None]:
-        seen = [shards.store.metrics.snapshot() for shards in remote]
-        slowest = {
-            f"first_byte_p{round(100 * part)}_seconds": max(
-                (t for each in seen if (t := each.first_byte_seconds(part)) is not None), default=None
-            )
-            for part in (0.5, 0.99)
-        }
-        return slowest | {
-            "requests": sum(sum(each.requests.values()) for each in seen),
-            "errors": sum(sum(each.errors.values()) for each in seen),
-            "read_bytes": sum(each.bytes_read for each in seen),
-            "retries": sum(each.retries for each in seen),
-            "outages": sum(each.outages for each in seen),
-            "throttled": sum(each.throttled for each in seen),
-            "hedges": sum(each.hedges for each in seen),
-            "resumed_bodies": sum(each.resumed_bodies for each in seen),
-        }
+def _store_stats(shards: Sequence[CachedShards]) -> StoreStats:
+    """The totals of the stores together, and the percentiles of the slowest."""
+    seen = [each.store.metrics.snapshot() for each in shards]
 
-    return {"cache": cache, "store": store}
+    def slowest(quantile: float) -> float | None:
+        times = [each.first_byte_seconds(quantile) for each in seen]
+        return max((time for time in times if time is not None), default=None)
+
+    return StoreStats(
+        requests=sum(sum(each.requests.values()) for each in seen),
+        errors=sum(sum(each.errors.values()) for each in seen),
+        read_bytes=sum(each.bytes_read for each in seen),
+        retries=sum(each.retries for each in seen),
+        outages=sum(each.outages for each in seen),
+        throttled=sum(each.throttled for each in seen),
+        hedges=sum(each.hedges for each in seen),
+        resumed_bodies=sum(each.resumed_bodies for each in seen),
+        first_byte_p50_seconds=slowest(0.5),
+        first_byte_p99_seconds=slowest(0.99),
+    )

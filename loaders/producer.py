@@ -11,7 +11,7 @@ once, and keeps its order. The thread runs only while the loop has something els
 back sooner than `BUSY_SECONDS` leaves nothing to overlap with, and two threads that take turns with Python's
 lock and each other's caches are slower than one (16 microseconds gather 8 rows; waking a thread costs more).
 So a loop that only reads runs at full speed on a busy machine too, and a loop that trains finds its batches
-ready. An error in the thread is raised where the item was due, with the thread's traceback. `close` ends the
+ready. An error in the thread is raised where the group was due, with the thread's traceback. `close` ends the
 thread; so do leaving the loop and the interpreter's end. Nothing here survives a fork: a child must start its
 own.
 """
@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -66,10 +65,6 @@ class Group:
     ids: npt.NDArray[np.int64]  # (batches, batch size): of the samples, -1 is padding
     bytes: int
 
-    @property
-    def batch_count(self) -> int:
-        return len(self.batches)
-
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
@@ -93,9 +88,12 @@ class GroupMaker:
         maker: BatchMaker,
         *,
         streams: Streams,
+        most_bytes: int = GROUP_BYTES,
     ) -> None:
+        """`most_bytes`: of a group, except that one batch is always allowed."""
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
         self._streams = streams
+        self._group_bytes = min(most_bytes, GROUP_BYTES)
         self._planning, self._reading = "", 0
 
     def groups(self, cursor: Cursor, *, endless: bool, first: int = 0, every: int = 1) -> Iterator[Group]:
@@ -174,7 +172,7 @@ class GroupMaker:
     def _read(self, planned: _Planned) -> Iterator[Group]:
         size, cursors, ids, real = self._plan.batch_size, planned.cursors, planned.ids, planned.real
         make, read = self._maker.make, planned.read
-        per_group = max(1, GROUP_BYTES // (size * (self._source.delivered_bytes or GROUP_BYTES)))
+        per_group = max(1, self._group_bytes // (size * (self._source.delivered_bytes or GROUP_BYTES)))
         for first in range(0, len(cursors), per_group):
             done = cursors[first : first + per_group]
             low, high = first * size, (first + len(done)) * size
@@ -206,37 +204,24 @@ class GroupMaker:
         return f"{self._streams.infos[int(used[0])].stored.basename}{more}"
 
 
-class Item(Protocol):
-    """What a prefetcher needs to know of what it hands out: a `Group`."""
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def batch_count(self) -> int: ...
-
-
-T = TypeVar("T", bound=Item)
-
-
-class Prefetcher(Generic[T]):
+class Prefetcher:
     """Hands out what `source` yields; `describe` says what is being read when a wait takes too long."""
 
     def __init__(
         self,
-        source: Iterator[T],
+        source: Iterator[Group],
         describe: Callable[[], str],
         *,
         most_batches: int,
         most_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        """`most_…`: ready ahead of the loop, except that one item is always allowed; 0 batches: no thread."""
+        """`most_…`: ready ahead of the loop, but one group is always allowed; 0 batches: no thread."""
         self._source, self._describe = source, describe
         self._most_batches, self._most_bytes = most_batches, most_bytes
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
-        self._ready: deque[T] = deque()
+        self._ready: deque[Group] = deque()
         self._ready_batches = self._ready_bytes = 0
         self._busy = False  # someone is advancing the source
         self._wanted = False  # the thread may advance it
@@ -247,19 +232,19 @@ class Prefetcher(Generic[T]):
         self._returned = time.perf_counter()
         self._busy_times = 0
 
-    def get(self) -> T | None:
-        """The next item, or None at the end. Raises what the source raised, or LoaderTimeoutError."""
+    def get(self) -> Group | None:
+        """The next group, or None at the end. Raises what the source raised, or LoaderTimeoutError."""
         if os.getpid() != self._process:
             raise RuntimeError("this iterator belongs to the parent process: call iter(loader) in this one")
         is_busy = time.perf_counter() - self._returned > BUSY_SECONDS
         self._busy_times = self._busy_times + 1 if is_busy else 0
         wanted = self._busy_times >= _BUSY_TIMES and self._most_batches > 0
         if self._thread is None and not wanted and not self._ended:
-            item = self._advance()
+            group = self._advance()
         else:
-            item = self._get_from_either(wanted)
+            group = self._get_from_either(wanted)
         self._returned = time.perf_counter()
-        return item
+        return group
 
     @property
     def ready_batches(self) -> int:
@@ -289,12 +274,12 @@ class Prefetcher(Generic[T]):
                 thread.join(_JOIN_SECONDS)
         self._source = iter(())  # an iterator of a closed loader keeps no shards open
 
-    def _get_from_either(self, wanted: bool) -> T | None:
+    def _get_from_either(self, wanted: bool) -> Group | None:
         with self._changed:
             self._let_thread_run(wanted)
-            item = self._take_ready()
-            if item is not None or self._ended:
-                return item
+            group = self._take_ready()
+            if group is not None or self._ended:
+                return group
             self._busy = True
         try:
             return self._advance()
@@ -303,8 +288,8 @@ class Prefetcher(Generic[T]):
                 self._busy = False
                 self._changed.notify_all()
 
-    def _take_ready(self) -> T | None:
-        """The next ready item, or None; waits for it while the thread is at work."""
+    def _take_ready(self) -> Group | None:
+        """The next ready group, or None; waits for it while the thread is at work."""
         deadline = time.monotonic() + self._timeout_seconds
         while not self._ready and self._busy and self._error is None:
             left = deadline - time.monotonic()
@@ -312,26 +297,26 @@ class Prefetcher(Generic[T]):
                 raise LoaderTimeoutError(f"no batch within {self._timeout_seconds:g} s: {self._describe()}")
             self._changed.wait(left)
         if self._ready:
-            item = self._ready.popleft()
-            self._ready_batches -= item.batch_count
-            self._ready_bytes -= item.bytes
+            group = self._ready.popleft()
+            self._ready_batches -= len(group.batches)
+            self._ready_bytes -= group.bytes
             self._changed.notify_all()
-            return item
+            return group
         if self._error is not None:
             raise self._error
         return None
 
-    def _advance(self) -> T | None:
-        """The source's next item, or None at its end; nobody else can advance it meanwhile."""
+    def _advance(self) -> Group | None:
+        """The source's next group, or None at its end; nobody else can advance it meanwhile."""
         try:
-            item = next(self._source, None)
+            group = next(self._source, None)
         except BaseException as error:
             # A generator that raised is at its end: asked again, it would pass for a finished epoch.
             self._ended, self._error = True, error
             raise
-        if item is None:
+        if group is None:
             self._ended = True
-        return item
+        return group
 
     def _let_thread_run(self, wanted: bool) -> None:
         if wanted and not self._wanted:
@@ -356,17 +341,17 @@ class Prefetcher(Generic[T]):
                 if self._ended:
                     return
                 self._busy = True
-            item = error = None
+            group = error = None
             try:
-                item = next(self._source, None)
+                group = next(self._source, None)
             except BaseException as raised:
                 error = raised
             with self._changed:
                 self._busy = False
-                if item is None:
+                if group is None:
                     self._ended, self._error = True, error
                 elif not self._ended:
-                    self._ready.append(item)
-                    self._ready_batches += item.batch_count
-                    self._ready_bytes += item.bytes
+                    self._ready.append(group)
+                    self._ready_batches += len(group.batches)
+                    self._ready_bytes += group.bytes
                 self._changed.notify_all()

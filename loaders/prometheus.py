@@ -14,59 +14,51 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
 
 from shardkit.errors import warn_user
-from shardkit.loaders.metrics import LoaderStats
+from shardkit.loaders.metrics import LoaderStats, Telemetry
 
 __all__ = ["MetricsFile", "render"]
 
-_Kind = Literal["counter", "gauge"]
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _WAIT = ("step_wait_seconds", "What steps waited for their batch.")
-# (field of LoaderStats, name, kind, help)
-_LOADER: tuple[tuple[str, str, _Kind, str], ...] = (
-    ("samples", "samples_total", "counter", "Samples handed over by this rank."),
-    ("seconds", "running_seconds_total", "counter", "Time since the first batch was asked for."),
-    ("slow_steps", "slow_steps_total", "counter", "Steps that waited longer than the threshold."),
-    ("slow_wait_seconds", "slow_wait_seconds_total", "counter", "What the slow steps waited together."),
-    ("slow_step_seconds", "slow_step_threshold_seconds", "gauge", "Steps that wait longer are slow."),
-    ("first_wait_seconds", "first_wait_seconds", "gauge", "The wait for the first batch."),
-    ("wait_last_seconds", "last_wait_seconds", "gauge", "The latest wait."),
-    ("wait_max_seconds", "max_wait_seconds", "gauge", "The longest wait."),
-    ("queue_depth", "queue_depth", "gauge", "Batches ready behind the latest one."),
+_Metrics = tuple[tuple[str, str, str], ...]  # (field of the figures, name, help)
+_LOADER: _Metrics = (
+    ("samples", "samples_total", "Samples handed over by this rank."),
+    ("seconds", "running_seconds_total", "Time since the first batch was asked for."),
+    ("slow_steps", "slow_steps_total", "Steps that waited longer than the threshold."),
+    ("slow_wait_seconds", "slow_wait_seconds_total", "What the slow steps waited together."),
+    ("slow_step_seconds", "slow_step_threshold_seconds", "Steps that wait longer are slow."),
+    ("first_wait_seconds", "first_wait_seconds", "The wait for the first batch."),
+    ("wait_last_seconds", "last_wait_seconds", "The latest wait."),
+    ("wait_max_seconds", "max_wait_seconds", "The longest wait."),
+    ("queue_depth", "queue_depth", "Batches ready behind the latest one."),
 )
-_CACHE: tuple[tuple[str, str, _Kind, str], ...] = (
-    ("hits", "hits_total", "counter", "Shards that were in the cache."),
-    ("misses", "misses_total", "counter", "Shards that were not."),
-    ("evictions", "evictions_total", "counter", "Shards removed to make room."),
-    ("fetched_bytes", "fetched_bytes_total", "counter", "Bytes fetched into the cache."),
-    ("refetched_bytes", "refetched_bytes_total", "counter", "Bytes fetched again after their eviction."),
-    ("decompressed_bytes", "decompressed_bytes_total", "counter", "Bytes that decompression gave."),
-    ("row_reads", "row_reads_total", "counter", "Rows read before their shard was there."),
-    ("bypassed", "bypassed_total", "counter", "Shards read without being kept."),
-    ("quarantined", "quarantined_total", "counter", "Shards whose bytes were wrong."),
-    ("used_bytes", "used_bytes", "gauge", "Bytes in the cache."),
-    ("capacity_bytes", "capacity_bytes", "gauge", "Bytes that the cache may hold."),
+_CACHE: _Metrics = (
+    ("hits", "hits_total", "Shards that were in the cache."),
+    ("misses", "misses_total", "Shards that were not."),
+    ("evictions", "evictions_total", "Shards removed to make room."),
+    ("fetched_bytes", "fetched_bytes_total", "Bytes fetched into the cache."),
+    ("refetched_bytes", "refetched_bytes_total", "Bytes fetched again after their eviction."),
+    ("decompressed_bytes", "decompressed_bytes_total", "Bytes that decompression gave."),
+    ("row_reads", "row_reads_total", "Rows read before their shard was there."),
+    ("bypassed", "bypassed_total", "Shards read without being kept."),
+    ("quarantined", "quarantined_total", "Shards whose bytes were wrong."),
+    ("used_bytes", "used_bytes", "Bytes in the cache."),
+    ("capacity_bytes", "capacity_bytes", "Bytes that the cache may hold."),
 )
-_STORE: tuple[tuple[str, str, _Kind, str], ...] = (
-    ("requests", "requests_total", "counter", "Requests sent to the object store."),
-    ("read_bytes", "read_bytes_total", "counter", "Bytes read from the object store."),
-    ("retries", "retries_total", "counter", "Requests made again after a failure."),
-    ("outages", "outages_total", "counter", "Times that requests failed for more than a few seconds."),
-    ("throttled", "throttled_total", "counter", "Answers 503, slow down."),
-    ("hedges", "hedges_total", "counter", "Requests doubled because the first took long."),
-    ("resumed_bodies", "resumed_bodies_total", "counter", "Reads continued on a new connection."),
-    ("errors", "errors_total", "counter", "Requests that failed."),
-    ("first_byte_p50_seconds", "first_byte_p50_seconds", "gauge", "Half of the first bytes came sooner."),
-    ("first_byte_p99_seconds", "first_byte_p99_seconds", "gauge", "99 % of the first bytes came sooner."),
+_STORE: _Metrics = (
+    ("requests", "requests_total", "Requests sent to the object store."),
+    ("read_bytes", "read_bytes_total", "Bytes read from the object store."),
+    ("retries", "retries_total", "Requests made again after a failure."),
+    ("outages", "outages_total", "Times that requests failed for more than a few seconds."),
+    ("throttled", "throttled_total", "Answers 503, slow down."),
+    ("hedges", "hedges_total", "Requests doubled because the first took long."),
+    ("resumed_bodies", "resumed_bodies_total", "Reads continued on a new connection."),
+    ("errors", "errors_total", "Requests that failed."),
+    ("first_byte_p50_seconds", "first_byte_p50_seconds", "Half of the first bytes came sooner."),
+    ("first_byte_p99_seconds", "first_byte_p99_seconds", "99 % of the first bytes came sooner."),
 )
-
-
-class HasStats(Protocol):
-    """What a metrics file shows: a `Telemetry`."""
-
-    def stats(self) -> LoaderStats: ...
 
 
 def render(stats: LoaderStats, labels: Mapping[str, object] | None = None) -> str:
@@ -75,7 +67,7 @@ def render(stats: LoaderStats, labels: Mapping[str, object] | None = None) -> st
 
 
 class MetricsFile:
-    """Keeps `path` current with `telemetry`: call `step` at every step and `close` at the end.
+    """Keeps `path` current with `telemetry`: call `step` at every step and `write` at the end.
 
     Every rank needs a path of its own. A step that finds the file current costs a look at the clock.
     """
@@ -83,7 +75,7 @@ class MetricsFile:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        telemetry: HasStats,
+        telemetry: Telemetry,
         *,
         every_seconds: float = 10.0,
         labels: Mapping[str, object] | None = None,
@@ -116,20 +108,11 @@ class MetricsFile:
             temporary.write_text(render(self._telemetry.stats(), self._labels), encoding="utf-8")
             temporary.replace(self.path)
         except Exception as error:  # whatever it is, figures are not worth a training run
-            self._warn(error)
-
-    def close(self) -> None:
-        """Write the last figures; the file stays."""
-        self.write()
-
-    def _warn(self, error: Exception) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        why = f"{type(error).__name__}: {error}"
-        text = f"{self.path}: cannot write the loader's metrics ({why}); training goes on"
-        with contextlib.suppress(RuntimeWarning):  # python -W error: still no reason to stop training
-            warn_user(text)
+            if not self._warned:
+                self._warned = True
+                why = f"{type(error).__name__}: {error}"
+                with contextlib.suppress(RuntimeWarning):  # python -W error: still no reason to stop training
+                    warn_user(f"{self.path}: cannot write the loader's metrics ({why}); training goes on")
 
 
 def _lines(stats: LoaderStats, labels: Mapping[str, object]) -> Iterator[str]:
@@ -142,11 +125,12 @@ def _lines(stats: LoaderStats, labels: Mapping[str, object]) -> Iterator[str]:
     yield f"{name}_count{text} {_number(stats.steps)}"
     parts = (("", stats, _LOADER), ("cache_", stats.cache, _CACHE), ("store_", stats.store, _STORE))
     for prefix, part, metrics in parts:
-        for field, short, kind, described in metrics if part is not None else ():
+        for field, short, described in metrics if part is not None else ():
             value = getattr(part, field)
             if value is not None:
-                yield from _head(f"shardkit_{prefix}{short}", kind, described)
-                yield f"shardkit_{prefix}{short}{text} {_number(value)}"
+                name = f"shardkit_{prefix}{short}"
+                yield from _head(name, "counter" if name.endswith("_total") else "gauge", described)
+                yield f"{name}{text} {_number(value)}"
 
 
 def _head(name: str, kind: str, described: str) -> tuple[str, str]:

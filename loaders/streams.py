@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.reader import CacheReader
+from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.manifest import ShardInfo
@@ -96,6 +97,11 @@ class Streams:
         ]
         first = [who[0] for who in self.sharing]
         return Streams([self.datasets[i] for i in first], names, readers=[self.readers[i] for i in first])
+
+    @cached_property
+    def remote(self) -> tuple[CachedShards, ...]:
+        """The shards of each remote dataset."""
+        return tuple(dataset.shards for dataset in self.once.datasets if dataset.shards is not None)
 
     def in_datasets(self, shards: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The numbers in `once` of shards."""

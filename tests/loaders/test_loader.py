@@ -33,14 +33,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One batch a group, as batches of real size have it: the thread then has a part in these small runs.
-    monkeypatch.setattr("shardkit.loaders.producer.GROUP_BYTES", 1)
-
-
 def loader_of(data: Path, **arguments: Any) -> StreamingLoader:
-    return StreamingLoader(data, **({"batch_size": 4, "rank": 0, "world_size": 1} | arguments))
+    # One batch a group, as batches of real size have it: the thread then has a part in these small runs.
+    options = {"batch_size": 4, "rank": 0, "world_size": 1, "prefetch_bytes": 1}
+    return StreamingLoader(data, **(options | arguments))
 
 
 def ids_of(loader: StreamingLoader) -> list[int]:
@@ -412,8 +408,9 @@ def test_several_dataloader_workers_are_refused_instead_of_repeating_samples(dat
     assert len(found) == 14
 
 
-def test_importing_the_package_imports_torch_only_for_the_loader() -> None:
-    code = "import sys, shardkit.loaders.plan, shardkit.loaders.state; print('torch' in sys.modules)"
+def test_planning_and_counting_need_no_torch() -> None:
+    modules = "shardkit.loaders.plan, shardkit.loaders.state, shardkit.loaders.prometheus"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

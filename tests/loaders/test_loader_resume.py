@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -10,9 +12,10 @@ from typing import Any, get_args
 import pytest
 
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.order.run_settings import Tail
 from support.loader_data import KINDS, make_dataset
-from support.resume import assert_exact_resume, assert_exact_resume_in_new_process
+from support.resume import Batch, assert_exact_resume, assert_exact_resume_in_new_process
 
 SAMPLES = 53
 TAILS = get_args(Tail)
@@ -49,13 +52,19 @@ def test_extras_resume_exactly(datasets: dict[str, Path]) -> None:
     assert_exact_resume(partial(make, datasets["mds"], batch_size=5, tail="pad", **extras), steps=14)
 
 
-def test_with_every_batch_made_by_the_thread_the_run_is_the_same(
-    datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardkit.loaders.producer.GROUP_BYTES", 1)
-    monkeypatch.setattr("shardkit.loaders.producer.BUSY_SECONDS", -1.0)
-    for kind in ("mds", "columns"):
-        assert_exact_resume(partial(make, datasets[kind], batch_size=4), steps=16)
+class Training(StreamingLoader):
+    """A loader whose loop has work of its own, so that a thread makes the batches."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            yield batch
+            time.sleep(1.5 * BUSY_SECONDS)
+
+
+@pytest.mark.parametrize("kind", ["mds", "columns"])
+def test_a_run_whose_batches_a_thread_makes_resumes_exactly(datasets: dict[str, Path], kind: str) -> None:
+    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True, "prefetch_bytes": 1}
+    assert_exact_resume(partial(Training, datasets[kind], **arguments), steps=16)
 
 
 def test_without_prefetching_and_endless_the_run_is_the_same(datasets: dict[str, Path]) -> None:

@@ -7,13 +7,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from shardkit.loaders.config import BUSY_SECONDS
-from shardkit.loaders.producer import LoaderTimeoutError, Prefetcher
+from shardkit.loaders.producer import Group, LoaderTimeoutError, Prefetcher
 
 
 class Limits(NamedTuple):
@@ -26,19 +26,20 @@ LIMITS = Limits(batches=4, bytes=1 << 20, timeout_seconds=30)
 SLOW = 20 * BUSY_SECONDS
 
 
-@dataclass
-class Item:
-    number: int
-    bytes: int = 100
-    batch_count: int = 1
+def group(number: int) -> Group:
+    """One batch of 100 bytes, which is its number."""
+    return Group([{"number": number}], [(number + 1, number + 1)], np.array([[number]]), bytes=100)
 
 
-def numbers(count: int) -> Iterator[Item]:
-    for number in range(count):
-        yield Item(number)
+def numbers(count: int) -> Iterator[Group]:
+    return map(group, range(count))
 
 
-def prefetch(source: Iterator[Item], limits: Limits = LIMITS) -> Prefetcher[Item]:
+def number_of(found: Group) -> int:
+    return int(found.batches[0]["number"])
+
+
+def prefetch(source: Iterator[Group], limits: Limits = LIMITS) -> Prefetcher:
     return Prefetcher(
         source,
         lambda: "rank 3, reading shard.00007.mds",
@@ -48,10 +49,10 @@ def prefetch(source: Iterator[Item], limits: Limits = LIMITS) -> Prefetcher[Item
     )
 
 
-def drain(prefetcher: Prefetcher[Item], pause: float = 0.0) -> list[int]:
+def drain(prefetcher: Prefetcher, pause: float = 0.0) -> list[int]:
     found = []
     while (item := prefetcher.get()) is not None:
-        found.append(item.number)
+        found.append(number_of(item))
         if pause:
             time.sleep(pause)
     return found
@@ -72,8 +73,8 @@ def test_items_come_in_their_order_whoever_made_them(pause: float) -> None:
 def test_a_loop_that_changes_its_pace_still_gets_every_item_once() -> None:
     prefetcher, found = prefetch(numbers(200)), []
     while (item := prefetcher.get()) is not None:
-        found.append(item.number)
-        time.sleep(SLOW if item.number % 20 < 8 else 0)
+        found.append(number_of(item))
+        time.sleep(SLOW if number_of(item) % 20 < 8 else 0)
     prefetcher.close()
     assert found == list(range(200))
 
@@ -81,10 +82,10 @@ def test_a_loop_that_changes_its_pace_still_gets_every_item_once() -> None:
 def test_a_loop_with_work_of_its_own_finds_its_items_made_by_the_thread() -> None:
     makers = []
 
-    def source() -> Iterator[Item]:
+    def source() -> Iterator[Group]:
         for number in range(20):
             makers.append(threading.current_thread().name)
-            yield Item(number)
+            yield group(number)
 
     prefetcher = prefetch(source())
     drain(prefetcher, SLOW)
@@ -103,11 +104,11 @@ def test_without_prefetching_there_is_no_thread() -> None:
 def test_the_thread_stays_within_its_limits(limits: Limits, most: int) -> None:
     made = 0
 
-    def source() -> Iterator[Item]:
+    def source() -> Iterator[Group]:
         nonlocal made
         for number in range(100):
             made += 1
-            yield Item(number)
+            yield group(number)
 
     prefetcher = prefetch(source(), limits)
     for taken in range(1, 8):
@@ -120,7 +121,7 @@ def test_the_thread_stays_within_its_limits(limits: Limits, most: int) -> None:
 
 @pytest.mark.parametrize("pause", [0.0, SLOW])
 def test_an_error_comes_where_its_item_was_due_with_its_own_traceback(pause: float) -> None:
-    def source() -> Iterator[Item]:
+    def source() -> Iterator[Group]:
         yield from numbers(5)
         broken_on_purpose()
 
@@ -130,7 +131,7 @@ def test_an_error_comes_where_its_item_was_due_with_its_own_traceback(pause: flo
     prefetcher = prefetch(source())
     for number in range(5):
         assert (item := prefetcher.get()) is not None
-        assert item.number == number
+        assert number_of(item) == number
         time.sleep(pause)
     with pytest.raises(OSError, match="disk on fire") as caught:
         prefetcher.get()
@@ -143,11 +144,11 @@ def test_an_error_comes_where_its_item_was_due_with_its_own_traceback(pause: flo
 def test_a_wait_that_is_too_long_says_what_it_waited_for() -> None:
     release = threading.Event()
 
-    def source() -> Iterator[Item]:
+    def source() -> Iterator[Group]:
         yield from numbers(4)
         if threading.current_thread().name == "shardkit-prefetch":
             release.wait(20)
-        yield Item(4)
+        yield group(4)
 
     prefetcher = prefetch(source(), Limits(4, 1 << 20, timeout_seconds=0.2))
     with pytest.raises(

@@ -21,7 +21,6 @@ from shardkit.loaders import StreamingLoader
 from shardkit.loaders import defaults as setup
 from shardkit.loaders.config import LoaderConfig, Stream
 from shardkit.loaders.defaults import find_eos_id, shuffle_sizes
-from shardkit.loaders.metrics import telemetry_sources
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.streams import Opened, Streams, open_streams
 from shardkit.storage.memory import MemoryStore
@@ -232,21 +231,3 @@ def test_the_id_that_ends_documents_is_the_given_one_or_the_cards(folder: Path, 
         find_eos_id(Streams([dataset], ["data"]), LoaderConfig(labels=True, eos_id=1), None)
     dataset.card = DatasetCard({"tokenizer": "gpt2"})
     assert find_eos_id(Streams([dataset], ["data"]), LoaderConfig(), "tokens") is None
-
-
-def test_a_local_dataset_has_no_figures_and_a_remote_one_has_those_of_cache_and_store(
-    folder: Path, url: str
-) -> None:
-    assert telemetry_sources(Streams([open_dataset(folder)], ["data"])) == {}
-    with open_dataset(url) as dataset:
-        sources = telemetry_sources(Streams([dataset], ["data"]))
-        before = sources["store"]()
-        dataset[0]
-        store, cache = sources["store"](), sources["cache"]()
-        size = dataset.manifest.shards[0].stored.bytes
-    assert before["requests"] == 3  # two indexes and a card
-    assert store["requests"] == 4
-    assert store["read_bytes"] == (before["read_bytes"] or 0) + size
-    assert store["errors"] == before["errors"] == 1  # one of the indexes is not there
-    assert store["first_byte_p99_seconds"] is not None
-    assert (cache["misses"], cache["fetched_bytes"]) == (1, size)

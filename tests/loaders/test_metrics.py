@@ -1,13 +1,154 @@
-"""What the one line says, for figures of every kind."""
+"""Steps and waits are counted exactly, and one line says what the figures mean."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardkit.loaders.metrics import CacheStats, LoaderStats, StoreStats, verdict
+from shardkit.cache.shards import CachedShards
+from shardkit.datasets.dataset import open_dataset
+from shardkit.loaders.metrics import CacheStats, LoaderStats, StoreStats, Telemetry, verdict
+from shardkit.storage.memory import MemoryStore
+from support.loader_data import parts, token_rows
+from support.remote_harness import fresh_url, put_folder, write_hashed
+
+WAITS = st.floats(0.0, 5000.0) | st.floats(0.0, 1e-3)
+CLASS = 2 ** (1 / 8)
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def hand_over(telemetry: Telemetry, count: int, wait: float, depth: int) -> None:
+    """`count` batches that came out of one wait."""
+    telemetry.step(wait, depth)
+    for _ in range(count - 1):
+        telemetry.more()
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), WAITS, st.integers(0, 64)), min_size=1, max_size=60))
+def test_sums_are_exact_and_percentiles_within_a_class(entries: list[tuple[int, float, int]]) -> None:
+    telemetry = Telemetry(8)
+    for count, wait, depth in entries:
+        hand_over(telemetry, count, wait, depth)
+    stats = telemetry.stats()
+    waits = np.sort([wait for _, wait, _ in entries] + [0.0] * sum(count - 1 for count, _, _ in entries))
+    assert (stats.steps, stats.samples) == (len(waits), 8 * len(waits))
+    assert stats.wait_seconds == pytest.approx(waits.sum())
+    assert stats.slow_steps == int((waits > 1e-3).sum())
+    assert stats.slow_wait_seconds == pytest.approx(waits[waits > 1e-3].sum())
+    assert (stats.wait_last_seconds, stats.first_wait_seconds) == (entries[-1][1], entries[0][1])
+    assert stats.queue_depth == entries[-1][2]
+    assert stats.queue_depth_mean == pytest.approx(np.mean([depth for _, _, depth in entries]))
+    for part, found in ((0.5, stats.wait_p50_seconds), (0.99, stats.wait_p99_seconds)):
+        exact = waits[int(np.ceil(part * len(waits))) - 1]
+        exact = 0.0 if exact <= 1e-6 else exact
+        assert exact <= found * (1 + 1e-9) or found == stats.wait_max_seconds
+        assert found <= exact * CLASS * (1 + 1e-9) or exact > 4000
+    assert stats.wait_max_seconds == (waits[-1] if waits[-1] > 1e-6 else 0.0)
+
+
+def test_time_runs_from_the_moment_the_first_batch_was_asked_for() -> None:
+    clock = Clock()
+    telemetry = Telemetry(1, clock=clock)
+    clock.now += 600.0  # the model is being built
+    assert telemetry.stats().seconds == 0.0
+    clock.now += 3.0
+    telemetry.step(3.0)
+    clock.now += 1.0
+    assert telemetry.stats().seconds == 4.0
+
+
+def remote(folder: Path) -> CachedShards:
+    """A dataset in a store that has answered all that opening it needs."""
+    store = MemoryStore(fresh_url())
+    put_folder(folder, store)
+    shards = open_dataset(store.url).shards
+    assert shards is not None
+    return shards
+
+
+def test_the_figures_of_cache_and_store_are_those_of_all_remote_datasets_together(tmp_path: Path) -> None:
+    infos = write_hashed(tmp_path / "data", "mds", token_rows(40), parts(40, 4))
+    assert (Telemetry(1).stats().cache, Telemetry(1).stats().store) == (None, None)
+    each = [remote(tmp_path / "data") for _ in range(2)]
+    telemetry = Telemetry(1, shards=each)
+    before = telemetry.stats()
+    sizes = [infos[number].stored.bytes for number in (0, 2)]
+    for shards, number in zip(each, (0, 2), strict=True):
+        shards.load(number)
+    stats = telemetry.stats()
+    assert before.cache is not None
+    assert before.store is not None
+    assert stats.cache is not None
+    assert stats.store is not None
+    assert stats.store.requests == before.store.requests + 2
+    assert stats.store.read_bytes == before.store.read_bytes + sum(sizes)
+    assert stats.store.errors == before.store.errors > 0  # other kinds of index, and cards, are not there
+    assert stats.store.first_byte_p99_seconds is not None
+    assert (stats.cache.misses, stats.cache.fetched_bytes, stats.cache.used_bytes) == (
+        2,
+        sum(sizes),
+        sum(sizes),
+    )
+    assert stats.cache.capacity_bytes == sum(shards.cache.capacity for shards in each)
+    for shards in each:
+        shards.close()
+
+
+def test_the_threshold_decides_what_is_slow() -> None:
+    telemetry = Telemetry(1, slow_step_seconds=0.5)
+    for wait in (0.4, 0.5, 0.6):
+        telemetry.step(wait)
+    stats = telemetry.stats()
+    assert (stats.slow_steps, stats.slow_step_seconds) == (1, 0.5)
+
+
+def test_another_thread_may_ask_at_any_time() -> None:
+    telemetry, done, seen = Telemetry(1), threading.Event(), []
+
+    def ask() -> None:
+        while not done.is_set():
+            seen.append(telemetry.stats())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while len(seen) < 20:
+        hand_over(telemetry, 2, 0.002, 1)
+    done.set()
+    asking.join(10)
+    steps = [stats.steps for stats in seen]
+    assert steps == sorted(steps)
+    assert all(stats.wait_p50_seconds >= 0 and stats.wait_max_seconds <= 0.002 * CLASS for stats in seen)
+
+
+def test_a_step_costs_microseconds_at_most() -> None:
+    # Half of one on a quiet machine; the bound leaves room for a busy one and fails for anything clumsy.
+    telemetry, best = Telemetry(8), 1.0
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(10_000):
+            telemetry.step(3e-5, 4)
+        best = min(best, (time.thread_time() - start) / 10_000)
+    assert best < 3e-6
+
+
+# The verdict, for figures of every kind.
 
 TRAINING = LoaderStats(steps=1000, seconds=100.0)
 # 340 of 1,000 steps waited 30 s of 100 s
