@@ -123,24 +123,41 @@ class BatchMaker:
         padding = sample_ids < 0 if self.mark_padding else None
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
+        segments = self._segments(columns, padding)
         parts: dict[str, list[Any]] = {}
         size = 0
-        for name, values in (columns | self._extras(columns, sample_ids, padding)).items():
+        for name, values in (columns | self._extras(columns, segments, sample_ids, padding)).items():
             if isinstance(values, np.ndarray):
                 size += values.nbytes
                 parts[name] = _tensors(values, count)
             else:
                 parts[name] = [values[i * self.batch_size : (i + 1) * self.batch_size] for i in range(count)]
-        parts |= self._bounds(columns, padding)
+        if self.config.cu_seqlens and segments is not None:
+            bounds = segments.cu_seqlens(self.batch_size)
+            parts["cu_seqlens"] = [torch.from_numpy(array) for array, _ in bounds]
+            parts["max_seqlen"] = [longest for _, longest in bounds]
         names = list(parts)
         return [dict(zip(names, values, strict=True)) for values in zip(*parts.values(), strict=True)], size
 
-    def _extras(self, columns: Columns, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:
+    def _segments(self, columns: Columns, padding: _Bools | None) -> Segments | None:
+        """The documents in all rows, if an option needs them."""
+        if not self.config.document_extras:
+            return None
+        assert self.eos_id is not None
+        return Segments(self._tokens(columns), self.eos_id, padding)
+
+    def _extras(
+        self,
+        columns: Columns,
+        segments: Segments | None,
+        sample_ids: npt.NDArray[np.int64],
+        padding: _Bools | None,
+    ) -> Columns:
         extras: Columns = {}
-        if self.config.labels or self.config.position_ids or self.config.document_ids:
-            tokens, segments = self._segments(columns, padding)
+        if segments is not None:
             if self.config.labels:
-                extras["labels"] = segments.labels(tokens, mask_starts=self.config.masks_document_starts)
+                masked = self.config.masks_document_starts
+                extras["labels"] = segments.labels(self._tokens(columns), mask_starts=masked)
             if self.config.position_ids:
                 extras["position_ids"] = segments.position_ids()
             if self.config.document_ids:
@@ -153,22 +170,11 @@ class BatchMaker:
             extras["is_padding"] = padding
         return extras
 
-    def _bounds(self, columns: Columns, padding: _Bools | None) -> dict[str, list[Any]]:
-        if not self.config.cu_seqlens:
-            return {}
-        _, segments = self._segments(columns, padding)
-        bounds = segments.cu_seqlens(self.batch_size)
-        return {
-            "cu_seqlens": [torch.from_numpy(array) for array, _ in bounds],
-            "max_seqlen": [longest for _, longest in bounds],
-        }
-
-    def _segments(self, columns: Columns, padding: _Bools | None) -> tuple[_Array, Segments]:
+    def _tokens(self, columns: Columns) -> _Array:
         assert self.token_key is not None
-        assert self.eos_id is not None
         tokens = columns[self.token_key]
         assert isinstance(tokens, np.ndarray)
-        return tokens, Segments(tokens, self.eos_id, padding)
+        return tokens
 
     def _filled(self, name: str, values: _Array | list[object], padding: _Bools) -> _Array | list[object]:
         """`values` with padding samples put in: eos (or 0) in arrays, None in lists."""

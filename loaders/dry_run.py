@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.defaults import stream_sizes
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.state import LoaderState, resume
 from shardkit.loaders.streams import Opened
@@ -37,13 +38,10 @@ def first_settings(
     tail: Tail = "carry",
 ) -> RunSettings:
     """The settings that a loader with these options begins with. ValueError says what cannot be."""
-    mixture = opened.mixture(config)
-    samples = sum(opened.kept) if mixture is None else mixture.epoch_samples
-    plan = BatchPlan(samples, batch_size, 0, world_size, tail)
+    plan = BatchPlan(opened.epoch_samples(config), batch_size, 0, world_size, tail)
     lanes, window = config.lanes or 1, config.window or 1
     if shuffle == "window" and (config.lanes is None or config.window is None):
-        from shardkit.loaders.defaults import stream_sizes
-        from shardkit.loaders.sources import open_source
+        from shardkit.loaders.sources import open_source  # needs torch, as given lanes and window do not
 
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
         lanes, window = stream_sizes(opened.streams, plan, config, nodes, source.stored_bytes)

@@ -85,8 +85,7 @@ class StreamingLoader:
         )
         self._watch_peers()
         self._opened = open_streams(dataset, self.config, place.local_world_size)
-        streams, mixture = self._opened.streams, self._opened.mixture(self.config)
-        samples = sum(self._opened.kept) if mixture is None else mixture.epoch_samples
+        streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
         self._plan = BatchPlan(samples, batch_size, place.rank, place.world_size, tail)
         self._source = open_source(
             streams, self.config.columns, dtype, mixed_lengths=self.config.mixed_lengths
@@ -148,7 +147,6 @@ class StreamingLoader:
             self._plan,
             self._source,
             self._maker,
-            streams=self._opened.streams,
             most_bytes=self._prefetch_bytes,
         )
         self._fetch_ahead()
@@ -316,9 +314,13 @@ class StreamingLoader:
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
+        return self.epoch_batches(self._cursor)
+
+    def epoch_batches(self, cursor: Cursor) -> int:
+        """`len` at another cursor of this run."""
         if self.config.endless:
             raise TypeError("an endless loader has no length")
-        return self._plan.delivered(self._cursor) + self._plan.batches_left(self.position)
+        return self._plan.delivered(cursor) + self._plan.batches_left(cursor[0])
 
     @property
     def dataset(self) -> Dataset:

@@ -193,7 +193,7 @@ class Arrangement:
         limits: Sequence[int | None],
     ) -> None:
         """`exclusions`, `limits`: of each stream; a limit is the most samples that it may deliver in all."""
-        self._streams = streams
+        self.streams = streams
         self._settings = settings
         self._limits = tuple(limits)
         mixed = settings.mixture
@@ -230,11 +230,11 @@ class Arrangement:
         weights = [max(each) for each in zip(*(w for _, w in mixed.schedule.segments), strict=True)]
         sample_bytes = {
             id(dataset): int(dataset.manifest.raw_bytes.clip(0).sum()) / max(1, len(dataset))
-            for dataset in self._streams.once.datasets
+            for dataset in self.streams.once.datasets
         }
         flows = [
             weight * sample_bytes[id(dataset)]
-            for weight, dataset in zip(weights, self._streams.datasets, strict=True)
+            for weight, dataset in zip(weights, self.streams.datasets, strict=True)
         ]
         return [0.5 / len(flows) + 0.5 * flow / (sum(flows) or 1) for flow in flows]
 
@@ -258,5 +258,5 @@ class Arrangement:
                 continue
             position = most if self._mixture is None else self._mixture.position_of(stream, most)
             if position is not None:
-                found.append(Limit(position, self._streams.names[stream], most))
+                found.append(Limit(position, self.streams.names[stream], most))
         return min(found, key=lambda limit: limit.position, default=None)

@@ -36,7 +36,7 @@ from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.sources import MixedShapesError, SourceInfo
-from shardkit.loaders.streams import ReadRows, Streams
+from shardkit.loaders.streams import ReadRows
 from shardkit.storage.store import StoreError
 
 __all__ = ["Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher"]
@@ -44,11 +44,11 @@ __all__ = ["Group", "GroupMaker", "LoaderTimeoutError", "Prefetcher"]
 PLAN_ROWS = 65536  # of one rank; six milliseconds of planning
 PLAN_POSITIONS = 1 << 20  # of all ranks; 8 MiB
 GROUP_BYTES = 2 << 20
-_GROWTH = 8  # of each plan over the one before
+PLAN_GROWTH = 8  # of each plan over the one before
 # A plan maps all its shards, the next one is made while it is read, and Linux allows a process 65,530 maps.
 MAX_PLAN_SHARDS = 8192
 
-_BUSY_TIMES = 2  # in a row: once may be the operating system's doing
+BUSY_TIMES = 2  # in a row: once may be the operating system's doing
 _JOIN_SECONDS = 5.0  # how long closing waits for a thread in the middle of a read
 
 
@@ -87,12 +87,11 @@ class GroupMaker:
         source: SourceInfo,
         maker: BatchMaker,
         *,
-        streams: Streams,
         most_bytes: int = GROUP_BYTES,
     ) -> None:
         """`most_bytes`: of a group, except that one batch is always allowed."""
         self._arrangement, self._plan, self._source, self._maker = arrangement, plan, source, maker
-        self._streams = streams
+        self._streams = arrangement.streams
         self._group_bytes = min(most_bytes, GROUP_BYTES)
         self._planning, self._reading = "", 0
 
@@ -119,9 +118,9 @@ class GroupMaker:
                 left -= (len(planned.cursors) - 1) * every + 1
                 # A plan waits for all its shards: while they must be fetched first, short plans wait for few.
                 if planned.is_late:
-                    rows = max(rows // _GROWTH, self._plan.batch_size)
+                    rows = max(rows // PLAN_GROWTH, self._plan.batch_size)
                 else:
-                    rows = min(rows * _GROWTH, most)
+                    rows = min(rows * PLAN_GROWTH, most)
             if not endless:
                 return
 
@@ -238,7 +237,7 @@ class Prefetcher:
             raise RuntimeError("this iterator belongs to the parent process: call iter(loader) in this one")
         is_busy = time.perf_counter() - self._returned > BUSY_SECONDS
         self._busy_times = self._busy_times + 1 if is_busy else 0
-        wanted = self._busy_times >= _BUSY_TIMES and self._most_batches > 0
+        wanted = self._busy_times >= BUSY_TIMES and self._most_batches > 0
         if self._thread is None and not wanted and not self._ended:
             group = self._advance()
         else:

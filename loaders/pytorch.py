@@ -215,12 +215,12 @@ class StreamingDataLoader(DataLoader[Batch]):
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         self._follow_dataset()
-        return self._batches.epoch_batches(self._cursor)
+        return self._batches.loader.epoch_batches(self._cursor)
 
     def state_dict(self) -> State:
         """Where the loop is, as plain data, the same on every rank."""
         self._follow_dataset()
-        return self._batches.state_at(self._cursor)
+        return self._batches.loader.state_at(self._cursor)
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken, as `StreamingLoader.load_state_dict`. Ends the live iterator."""

@@ -48,7 +48,7 @@ PLAN_BYTES = 1 << 30
 
 _UNKNOWN_BYTES = 1 << 16  # of a sample, where a list does not state the sizes of its tars
 
-_PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
+PLANS_IN_CACHE = 16  # a plan reaches so little ahead that what it needs early does not evict what is in use
 
 
 class Source(Protocol):
@@ -128,7 +128,7 @@ def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype
         delivered[token_key] = output_dtype(dtype, dataset.token_dtype)
     plan_bytes = PLAN_BYTES
     if dataset.shards is not None:
-        plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // _PLANS_IN_CACHE)
+        plan_bytes = min(plan_bytes, dataset.shards.cache.capacity // PLANS_IN_CACHE)
     fixed = _fixed_columns(dataset, names, delivered)
     if fixed is None:
         sizes = dataset.manifest.raw_bytes

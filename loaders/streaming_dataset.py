@@ -251,18 +251,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
-        return self.epoch_batches(self.next)
-
-    def epoch_batches(self, cursor: Cursor) -> int:
-        """`len` at (position, batches delivered in its epoch)."""
-        if self.loader.config.endless:
-            raise TypeError("an endless loader has no length")
-        plan = self.loader.plan
-        return plan.delivered(cursor) + plan.batches_left(cursor[0])
-
-    def state_at(self, cursor: Cursor) -> State:
-        """The state at (position, batches delivered in its epoch)."""
-        return self.loader.state_at(cursor)
+        return self.loader.epoch_batches(self.next)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()

@@ -240,6 +240,11 @@ class Opened:
         )
         return RunSettings(order, tail, streams, self.mixture(config))
 
+    def epoch_samples(self, config: LoaderConfig) -> int:
+        """Samples of an epoch, as configured."""
+        mixture = self.mixture(config)
+        return sum(self.kept) if mixture is None else mixture.epoch_samples
+
     def mixture(self, config: LoaderConfig) -> MixtureSettings | None:
         """How the streams are mixed as configured; None for a single one. ValueError says what cannot be."""
         if len(self.streams) == 1:

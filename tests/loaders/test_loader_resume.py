@@ -63,8 +63,9 @@ class Training(StreamingLoader):
 
 @pytest.mark.parametrize("kind", ["mds", "columns"])
 def test_a_run_whose_batches_a_thread_makes_resumes_exactly(datasets: dict[str, Path], kind: str) -> None:
-    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True, "prefetch_bytes": 1}
-    assert_exact_resume(partial(Training, datasets[kind], **arguments), steps=16)
+    place: dict[str, Any] = {"rank": 0, "world_size": 1}
+    make_one = partial(Training, datasets[kind], batch_size=4, return_ids=True, prefetch_bytes=1, **place)
+    assert_exact_resume(make_one, steps=16)
 
 
 def test_without_prefetching_and_endless_the_run_is_the_same(datasets: dict[str, Path]) -> None:

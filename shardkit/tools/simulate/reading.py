@@ -32,12 +32,12 @@ class Reading:
         self.fetching = Fetching(scenario, uses, node)
         self.hits = self.misses = self.row_reads = self.used_rows = 0
         self.touched: set[int] = set()  # shards that plans have opened
-        plan_bytes = min(sources.PLAN_BYTES, scenario.cache_bytes // sources._PLANS_IN_CACHE)
+        plan_bytes = min(sources.PLAN_BYTES, scenario.cache_bytes // sources.PLANS_IN_CACHE)
         most = min(plan_bytes // scenario.shards.sample_bytes, producer.PLAN_ROWS)
         self._most_rows = max(scenario.batch_size, most)
         delivered = scenario.batch_size * (scenario.delivered_bytes or scenario.shards.sample_bytes)
         self._batch_bytes = delivered
-        self._group_steps = max(1, producer.GROUP_BYTES // delivered)
+        self._group_steps = max(1, min(scenario.prefetch_bytes, producer.GROUP_BYTES) // delivered)
         self._keeps_open = int(scenario.entry_bytes.sum()) <= scenario.cache_bytes
         self._rows = scenario.batch_size
         self._cold_left = FetchLimits().single_rows
@@ -63,7 +63,7 @@ class Reading:
         self._gets += 1
         # The loader starts its thread once it has seen twice that the loop does other work.
         busy = self._scenario.step_seconds > config.BUSY_SECONDS
-        self._has_thread = busy and self._gets > 2 and self._scenario.prefetch_batches > 0
+        self._has_thread = busy and self._gets > producer.BUSY_TIMES and self._scenario.prefetch_batches > 0
         self._is_awaited = True
         self._proceed()
         while not self._queue:
@@ -141,9 +141,9 @@ class Reading:
             shard: n for shard, n in zip(shards, rows.tolist(), strict=True) if not fetching.has(shard)
         }
         if missing:
-            self._rows = max(self._rows // producer._GROWTH, scenario.batch_size)
+            self._rows = max(self._rows // producer.PLAN_GROWTH, scenario.batch_size)
         else:
-            self._rows = min(self._rows * producer._GROWTH, self._most_rows)
+            self._rows = min(self._rows * producer.PLAN_GROWTH, self._most_rows)
         self._open &= set(shards) if not self._keeps_open else self._open
         singly = self._read_singly(missing)
         self._pending = deque(shard for shard in shards if shard not in singly and shard not in self._open)

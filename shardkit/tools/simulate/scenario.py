@@ -16,13 +16,17 @@ import numpy as np
 from shardkit.arrays import Ints
 from shardkit.cache.folder import SEAL_BYTES
 from shardkit.datasets.dataset import Dataset
+from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.defaults import DEFAULT_WINDOWS_BYTES
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
 from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
+from shardkit.units import parse_bytes
 
 __all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "Shards", "spread_nodes"]
 
 MAX_SHARDS = 20_000_000
+
+_LOADER = LoaderConfig()  # its defaults
 
 _PART_POSITIONS = 1 << 20
 _LEAST_POSITIONS = 1 << 12
@@ -121,9 +125,9 @@ class Scenario:
     seed: int = 17
     delivered_bytes: int = 0
     """Of a sample in a batch; 0: as stored."""
-    prefetch_batches: int = 64
-    prefetch_bytes: int = 256 << 20
-    connections: int = 16
+    prefetch_batches: int = _LOADER.prefetch_batches
+    prefetch_bytes: int = parse_bytes(_LOADER.prefetch_bytes)
+    connections: int = _LOADER.connections
     """Of each rank."""
     network: Network = field(default_factory=Network)
     step_seconds: float = 1.0
