@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,69 +38,76 @@ RETRIED_SHARE = 0.05  # of requests made again
 SLOW_FIRST_BYTE_SECONDS = 0.5  # S3 answers most requests within 0.2 s
 
 
+METRIC, HELP = "metric", "help"  # keys of a figure's metadata, as `prometheus` shows it
+
+
+def _counter(what: str, name: str | None = None) -> Any:
+    """A figure that only grows; `name`: of its metric, if it is not called like the figure."""
+    return _figure(what, f"{name}_total" if name else "{}_total")
+
+
+def _gauge(what: str, name: str = "{}", default: float | None = 0) -> Any:
+    return _figure(what, name, default)
+
+
+def _figure(what: str, name: str, default: float | None = 0) -> Any:
+    return field(default=default, metadata={METRIC: name, HELP: what})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStats:
     """What the shard cache did since the start; used and capacity bytes are of now."""
 
-    hits: float = 0
-    misses: float = 0
-    evictions: float = 0
-    fetched_bytes: float = 0
-    refetched_bytes: float = 0
-    """Of these, bytes that had been in the cache before and were evicted."""
-    decompressed_bytes: float = 0
-    row_reads: float = 0
-    """Rows read by themselves because their shard was not there yet."""
-    bypassed: float = 0
-    """Shards read without being kept: the cache had no room."""
-    quarantined: float = 0
-    """Shards whose bytes were wrong."""
-    used_bytes: float = 0
-    capacity_bytes: float = 0
+    hits: float = _counter("Shards that were in the cache.")
+    misses: float = _counter("Shards that were not.")
+    evictions: float = _counter("Shards removed to make room.")
+    fetched_bytes: float = _counter("Bytes fetched into the cache.")
+    refetched_bytes: float = _counter("Bytes fetched again after their eviction.")
+    decompressed_bytes: float = _counter("Bytes that decompression gave.")
+    row_reads: float = _counter("Rows read before their shard was there.")
+    bypassed: float = _counter("Shards read without being kept.")
+    quarantined: float = _counter("Shards whose bytes were wrong.")
+    used_bytes: float = _gauge("Bytes in the cache.")
+    capacity_bytes: float = _gauge("Bytes that the cache may hold.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStats:
     """What the object store was asked since the start; percentiles are of its latest requests."""
 
-    requests: float = 0
-    read_bytes: float = 0
-    retries: float = 0
-    outages: float = 0
-    """Times that requests failed for more than a few seconds."""
-    throttled: float = 0
-    """Answers "slow down" (503)."""
-    hedges: float = 0
-    """Requests made a second time because the first took long."""
-    resumed_bodies: float = 0
-    errors: float = 0
-    first_byte_p50_seconds: float | None = None
-    first_byte_p99_seconds: float | None = None
+    requests: float = _counter("Requests sent to the object store.")
+    read_bytes: float = _counter("Bytes read from the object store.")
+    retries: float = _counter("Requests made again after a failure.")
+    outages: float = _counter("Times that requests failed for more than a few seconds.")
+    throttled: float = _counter("Answers 503, slow down.")
+    hedges: float = _counter("Requests doubled because the first took long.")
+    resumed_bodies: float = _counter("Reads continued on a new connection.")
+    errors: float = _counter("Requests that failed.")
+    first_byte_p50_seconds: float | None = _gauge("Half of the first bytes came sooner.", default=None)
+    first_byte_p99_seconds: float | None = _gauge("99 % of the first bytes came sooner.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderStats:
     """The figures of one rank over `seconds`. A step is a batch handed over; a wait is the loop's for it.
 
-    Percentiles come from a histogram of 8 classes per doubling: at most 9 % too high. `slow_steps` are those
-    that waited longer than `slow_step_seconds`. `cache` and `store` are None where there is none.
+    Percentiles come from a histogram of 8 classes per doubling: at most 9 % too high. `cache` and `store` are
+    None where there is none. Prometheus gets steps, waits and their percentiles as one summary.
     """
 
     steps: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    first_wait_seconds: float = 0.0
-    """The wait for the first batch."""
+    samples: int = _counter("Samples handed over by this rank.")
+    seconds: float = _counter("Time since the first batch was asked for.", "running_seconds")
+    first_wait_seconds: float = _gauge("The wait for the first batch.")
     wait_seconds: float = 0.0
-    wait_last_seconds: float = 0.0
+    wait_last_seconds: float = _gauge("The latest wait.", "last_wait_seconds")
     wait_p50_seconds: float = 0.0
     wait_p99_seconds: float = 0.0
-    wait_max_seconds: float = 0.0
-    slow_step_seconds: float = 1e-3
-    slow_steps: int = 0
-    slow_wait_seconds: float = 0.0
-    """What the slow steps waited together."""
-    queue_depth: float = 0.0
+    wait_max_seconds: float = _gauge("The longest wait.", "max_wait_seconds")
+    slow_step_seconds: float = _gauge("Steps that wait longer are slow.", "slow_step_threshold_seconds", 1e-3)
+    slow_steps: int = _counter("Steps that waited longer than the threshold.")
+    slow_wait_seconds: float = _counter("What the slow steps waited together.")
+    queue_depth: float = _gauge("Batches ready behind the latest one.")
     queue_depth_mean: float = 0.0
     cache: CacheStats | None = None
     store: StoreStats | None = None

@@ -13,52 +13,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from shardkit.errors import warn_user
-from shardkit.loaders.metrics import LoaderStats, Telemetry
+from shardkit.loaders.metrics import HELP, METRIC, LoaderStats, Telemetry
 
 __all__ = ["MetricsFile", "render"]
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_WAIT = ("step_wait_seconds", "What steps waited for their batch.")
-_Metrics = tuple[tuple[str, str, str], ...]  # (field of the figures, name, help)
-_LOADER: _Metrics = (
-    ("samples", "samples_total", "Samples handed over by this rank."),
-    ("seconds", "running_seconds_total", "Time since the first batch was asked for."),
-    ("slow_steps", "slow_steps_total", "Steps that waited longer than the threshold."),
-    ("slow_wait_seconds", "slow_wait_seconds_total", "What the slow steps waited together."),
-    ("slow_step_seconds", "slow_step_threshold_seconds", "Steps that wait longer are slow."),
-    ("first_wait_seconds", "first_wait_seconds", "The wait for the first batch."),
-    ("wait_last_seconds", "last_wait_seconds", "The latest wait."),
-    ("wait_max_seconds", "max_wait_seconds", "The longest wait."),
-    ("queue_depth", "queue_depth", "Batches ready behind the latest one."),
-)
-_CACHE: _Metrics = (
-    ("hits", "hits_total", "Shards that were in the cache."),
-    ("misses", "misses_total", "Shards that were not."),
-    ("evictions", "evictions_total", "Shards removed to make room."),
-    ("fetched_bytes", "fetched_bytes_total", "Bytes fetched into the cache."),
-    ("refetched_bytes", "refetched_bytes_total", "Bytes fetched again after their eviction."),
-    ("decompressed_bytes", "decompressed_bytes_total", "Bytes that decompression gave."),
-    ("row_reads", "row_reads_total", "Rows read before their shard was there."),
-    ("bypassed", "bypassed_total", "Shards read without being kept."),
-    ("quarantined", "quarantined_total", "Shards whose bytes were wrong."),
-    ("used_bytes", "used_bytes", "Bytes in the cache."),
-    ("capacity_bytes", "capacity_bytes", "Bytes that the cache may hold."),
-)
-_STORE: _Metrics = (
-    ("requests", "requests_total", "Requests sent to the object store."),
-    ("read_bytes", "read_bytes_total", "Bytes read from the object store."),
-    ("retries", "retries_total", "Requests made again after a failure."),
-    ("outages", "outages_total", "Times that requests failed for more than a few seconds."),
-    ("throttled", "throttled_total", "Answers 503, slow down."),
-    ("hedges", "hedges_total", "Requests doubled because the first took long."),
-    ("resumed_bodies", "resumed_bodies_total", "Reads continued on a new connection."),
-    ("errors", "errors_total", "Requests that failed."),
-    ("first_byte_p50_seconds", "first_byte_p50_seconds", "Half of the first bytes came sooner."),
-    ("first_byte_p99_seconds", "first_byte_p99_seconds", "99 % of the first bytes came sooner."),
-)
 
 
 def render(stats: LoaderStats, labels: Mapping[str, object] | None = None) -> str:
@@ -116,26 +79,24 @@ class MetricsFile:
 
 
 def _lines(stats: LoaderStats, labels: Mapping[str, object]) -> Iterator[str]:
-    text = _label_text(labels)
-    name, described = f"shardkit_{_WAIT[0]}", _WAIT[1]
-    yield from _head(name, "summary", described)
+    text, name = _label_text(labels), "shardkit_step_wait_seconds"
+    yield from _head(name, "summary", "What steps waited for their batch.")
     for quantile, value in (("0.5", stats.wait_p50_seconds), ("0.99", stats.wait_p99_seconds)):
         yield f"{name}{_label_text(labels, quantile)} {_number(value)}"
     yield f"{name}_sum{text} {_number(stats.wait_seconds)}"
     yield f"{name}_count{text} {_number(stats.steps)}"
-    parts = (("", stats, _LOADER), ("cache_", stats.cache, _CACHE), ("store_", stats.store, _STORE))
-    for prefix, part, metrics in parts:
-        for field, short, described in metrics if part is not None else ():
-            value = getattr(part, field)
-            if value is not None:
-                name = f"shardkit_{prefix}{short}"
-                yield from _head(name, "counter" if name.endswith("_total") else "gauge", described)
+    for prefix, part in (("", stats), ("cache_", stats.cache), ("store_", stats.store)):
+        for figure in fields(part) if part is not None else ():
+            value = getattr(part, figure.name)
+            if METRIC in figure.metadata and value is not None:
+                name = f"shardkit_{prefix}{figure.metadata[METRIC].format(figure.name)}"
+                kind = "counter" if name.endswith("_total") else "gauge"
+                yield from _head(name, kind, figure.metadata[HELP])
                 yield f"{name}{text} {_number(value)}"
 
 
 def _head(name: str, kind: str, described: str) -> tuple[str, str]:
-    escaped = described.replace("\\", r"\\").replace("\n", r"\n")
-    return f"# HELP {name} {escaped}", f"# TYPE {name} {kind}"
+    return f"# HELP {name} {described}", f"# TYPE {name} {kind}"
 
 
 def _label_text(labels: Mapping[str, object], quantile: str | None = None) -> str:
