@@ -1,8 +1,9 @@
 """What the peers' own tests ask of training runs, as strict claims about ours, beside what the peers do.
 
-Scenarios of mosaicml-streaming's tests (elastic determinism, partitions, sampling, cache limits, streams) and
-of webdataset's and litdata's (uneven shards, fewer samples than workers, drop_last): every one is checked by
-the rows that were delivered, over all ranks.
+Scenarios of mosaicml-streaming's tests (partitions, sampling, streams) and of webdataset's and litdata's
+(uneven shards, fewer samples than workers, drop_last): every one is checked by the rows that were delivered,
+over all ranks. Elastic determinism is in tests/loaders/test_resume.py, caches far below the dataset are in
+test_loader_remote.py.
 """
 
 from __future__ import annotations
@@ -16,20 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
-from shardkit.storage import open_store
 from support import peers
+from support.default_cases import cases
 from support.loader_data import make_dataset, token_rows
-from support.remote_harness import fresh_url, put_folder
-from support.resume import State, batches
+from support.resume import batches, run_ranks
 
-WORLDS = [1, 2, 3, 4, 6, 8]
-SOME_WORLDS = [1, 3, 8, *(pytest.param(size, marks=pytest.mark.extended) for size in (2, 4, 6))]
-GLOBAL_BATCH = 24  # every world size divides it
+WORLDS = cases([1, 2, 3, 4, 6, 8], [1, 3, 8])
 LENGTH = 4
 SIZES = (1, 30, 0, 7, 111, 2, 49)
 """Samples of the uneven shards: one of them is empty, two hold a batch each."""
@@ -68,74 +65,19 @@ def numbers(batch: dict[str, Any]) -> list[int]:
     ]
 
 
-def global_batches(
-    data: Any, world_size: int, steps: int | None, *, state: State | None = None, **options: Any
-) -> list[tuple[list[int], State]]:
-    """(all ranks' rows, the state they share) of the next steps, or of one epoch."""
-    of_ranks = []
-    for rank in range(world_size):
-        with loader_of(data, rank, world_size, **options) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            source = iter(loader) if steps is None else islice(batches(loader), steps)
-            of_ranks.append([(numbers(batch), loader.state_dict()) for batch in source])
-    found = []
-    for parts in zip(*of_ranks, strict=True):  # strict: all ranks have equally many steps
-        states = [state for _, state in parts]
-        assert all(other == states[0] for other in states)
-        found.append((sorted(number for rows, _ in parts for number in rows), states[0]))
-    return found
+def global_batches(data: Any, world_size: int, steps: int | None = None, **options: Any) -> list[list[int]]:
+    """All ranks' rows in each of the next steps, or of one epoch; they have equally many and one state."""
 
+    def make(rank: int, world_size: int) -> StreamingLoader:
+        return loader_of(data, rank, world_size, **options)
 
-# Elastic determinism: mosaicml's test_elastic (canonical nodes), for every number of ranks and every stop.
-
-
-@pytest.fixture(scope="module")
-def reference(uneven: Path) -> list[tuple[list[int], State]]:
-    """One rank's run of two epochs and a half."""
-    return global_batches(uneven, 1, 20, batch_size=GLOBAL_BATCH)
-
-
-def test_two_epochs_have_each_sample_of_uneven_shards_twice(reference: list[tuple[list[int], State]]) -> None:
-    drawn = [number for rows, _ in reference for number in rows]
-    assert Counter(drawn[:400]).keys() == set(range(200))
-    assert set(Counter(drawn[:384]).values()) <= {1, 2}
-    counts = Counter(drawn)
-    assert len(drawn) == 480
-    assert set(counts.values()) == {2, 3}
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_every_world_size_draws_the_same_global_batches(
-    uneven: Path, reference: list[tuple[list[int], State]], world_size: int
-) -> None:
-    assert global_batches(uneven, world_size, 20, batch_size=GLOBAL_BATCH // world_size) == reference
-
-
-@pytest.mark.parametrize(
-    ("every", "worlds"),
-    [(5, [1, 3, 8]), pytest.param(1, WORLDS, marks=pytest.mark.extended)],
-    ids=["some stops", "every stop"],
-)
-def test_every_stop_goes_on_exactly_on_every_world_size(
-    uneven: Path, reference: list[tuple[list[int], State]], every: int, worlds: list[int]
-) -> None:
-    for done in range(every, len(reference), every):
-        for world_size in worlds:
-            rest = global_batches(
-                uneven,
-                world_size,
-                min(3, len(reference) - done),
-                state=reference[done - 1][1],
-                batch_size=GLOBAL_BATCH // world_size,
-            )
-            assert rest == reference[done : done + 3], (done, world_size)
+    return [rows for rows, _ in run_ranks(make, world_size, steps, samples=numbers)]
 
 
 # Epoch sizes: where StreamingDataset repeats samples, and webdataset and litdata give ranks unequal counts.
 
 
-@pytest.mark.parametrize("world_size", SOME_WORLDS)
+@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("samples", [1, 5, 23, 24, 25, 97])
 @pytest.mark.parametrize("tail", ["carry", "pad"])
 def test_an_epoch_has_each_sample_once_and_equal_steps_on_all_ranks(
@@ -143,8 +85,8 @@ def test_an_epoch_has_each_sample_once_and_equal_steps_on_all_ranks(
 ) -> None:
     """Batches above the dataset and fewer samples than ranks among them."""
     folder = write_shards(tmp_path / "data", (samples,))
-    found = global_batches(folder, world_size, None, batch_size=4, tail=tail)
-    drawn = [number for rows, _ in found for number in rows]
+    found = global_batches(folder, world_size, batch_size=4, tail=tail)
+    drawn = [number for rows in found for number in rows]
     steps = -(-samples // (4 * world_size))
     assert len(found) == steps
     assert len(drawn) == 4 * world_size * steps
@@ -160,8 +102,8 @@ def test_an_epoch_has_each_sample_once_and_equal_steps_on_all_ranks(
 def test_dropped_tails_lose_less_than_one_global_batch_and_say_so_if_nothing_is_left(
     uneven: Path, world_size: int
 ) -> None:
-    found = global_batches(uneven, world_size, None, batch_size=7, tail="drop")
-    drawn = [number for rows, _ in found for number in rows]
+    found = global_batches(uneven, world_size, batch_size=7, tail="drop")
+    drawn = [number for rows in found for number in rows]
     assert len(set(drawn)) == len(drawn) == 200 // (7 * world_size) * 7 * world_size
     with pytest.raises(ValueError, match="would deliver nothing"):
         loader_of(uneven, 0, world_size, batch_size=201, tail="drop")
@@ -181,7 +123,7 @@ def test_mosaicml_repeats_samples_where_ranks_do_not_divide_them_and_we_do_not(
     folder = write_shards(tmp_path / "data", (samples,))
     for epoch in (None, 2 * -(-samples // (2 * ranks))):
         found = global_batches(folder, ranks, epoch, batch_size=2, tail="pad")
-        counts = Counter(number for rows, _ in found for number in rows if number >= 0)
+        counts = Counter(number for rows in found for number in rows if number >= 0)
         assert counts == dict.fromkeys(range(samples), 1 if epoch is None else 2)
 
 
@@ -200,24 +142,9 @@ def test_webdataset_gives_ranks_unequal_steps_where_ours_are_equal(
         theirs = wds.WebDataset(shards, shardshuffle=False, nodesplitter=wds.split_by_node)
         steps.append(len(list(theirs.decode().to_tuple("tokens.npy").batched(4, partial=False))))
     assert steps[0] != steps[1]
-    found = global_batches(folder, 2, None, batch_size=4, tail="pad", columns=["tokens"])
+    found = global_batches(folder, 2, batch_size=4, tail="pad", columns=["tokens"])
     expected = sorted([-1] * 3 + token_rows(53)[:, 0].tolist())
-    assert sorted(number for rows, _ in found for number in rows) == expected
-
-
-# Workers of a DataLoader.
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
-@pytest.mark.parametrize("workers", [0, 1, pytest.param(3, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("tail", ["carry", "pad", "drop"])
-def test_workers_draw_the_same_batches_in_every_epoch(uneven: Path, workers: int, tail: str) -> None:
-    options: dict[str, Any] = {"batch_size": 17, "tail": tail, "rank": 1, "world_size": 2}
-    with loader_of(uneven, **options) as loader:
-        expected = [[numbers(batch) for batch in loader] for _ in range(3)]
-    dataset = StreamingDataset(uneven, seed=9, window=40, **options)
-    loading = StreamingDataLoader(dataset, num_workers=workers, persistent_workers=workers > 0)
-    assert [[numbers(batch) for batch in loading] for _ in range(3)] == expected
+    assert sorted(number for rows in found for number in rows) == expected
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
@@ -231,34 +158,6 @@ def test_fewer_samples_than_ranks_and_workers_are_delivered_once(tmp_path: Path,
         assert len(steps) == 1
         seen += steps[0]
     assert sorted(seen) == [-1, -1, -1, 0, 1, 2, 3, 4]
-
-
-# Cache limits far below the dataset.
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.filterwarnings("ignore:cache_bytes")  # it is told to be small; that is the point
-def test_a_cache_of_one_or_two_shards_gives_the_same_order(
-    tmp_path: Path, in_memory: bool, shards: int
-) -> None:
-    folder = write_shards(tmp_path / "data", (40,) * 12)
-    url = fresh_url()
-    put_folder(folder, open_store(url))
-    shard_bytes = open_dataset(folder).manifest.shards[0].raw.bytes
-    options: dict[str, Any] = {
-        "batch_size": 24,
-        "lanes": 3,
-        "window": 50,
-        "seed": 9,
-        "rank": 0,
-        "world_size": 1,
-    }
-    with StreamingLoader(folder, **options) as loader:
-        expected = [numbers(batch) for batch in islice(batches(loader), 30)]
-    cache_dir = None if in_memory else tmp_path / "cache"
-    with StreamingLoader(url, cache_dir=cache_dir, cache_bytes=shards * shard_bytes + 1, **options) as loader:
-        assert [numbers(batch) for batch in islice(batches(loader), 30)] == expected
 
 
 # Streams: mosaicml's proportion, repeat and choose.

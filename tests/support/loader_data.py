@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,19 @@ def parts(samples: int, shards: int) -> list[tuple[int, int]]:
 
 
 def make_dataset(
-    folder: Path, kind: str, *, samples: int = 53, shards: int = 5, dtype: str = "uint16"
+    folder: Path,
+    kind: str,
+    *,
+    samples: int = 53,
+    shards: int = 5,
+    dtype: str = "uint16",
+    sizes: Sequence[int] | None = None,
 ) -> Path:
-    """A dataset of `kind`; all but "columns" hold `token_rows(samples)`."""
+    """A dataset of `kind`; all but "columns" hold `token_rows(samples)`. `sizes`: samples of each shard."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = token_rows(samples, dtype=dtype)
-    pieces = [
-        (f"{number:05d}", rows[low:high], low) for number, (low, high) in enumerate(parts(samples, shards))
-    ]
+    edges = parts(samples, shards) if sizes is None else list(pairwise([0, *accumulate(sizes)]))
+    pieces = [(f"{number:05d}", rows[low:high], low) for number, (low, high) in enumerate(edges)]
     if kind in ("mds", "mds_zstd"):
         compression = "zstd" if kind == "mds_zstd" else None
         infos = [

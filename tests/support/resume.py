@@ -11,7 +11,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from shardkit.loaders import StreamingLoader
 Batch = dict[str, Any]
 State = dict[str, Any]
 Maker = Callable[[], StreamingLoader]
+RankMaker = Callable[[int, int], StreamingLoader]
 
 
-def batches(loader: StreamingLoader) -> Iterator[Batch]:
+def batches(loader: Iterable[Batch]) -> Iterator[Batch]:
     """All batches from here on, epoch after epoch."""
     while True:
         yield from loader
@@ -34,7 +35,42 @@ def batches(loader: StreamingLoader) -> Iterator[Batch]:
 
 def run(loader: StreamingLoader, steps: int) -> list[tuple[Batch, State]]:
     """The next `steps` batches, each with the state that a checkpoint taken while holding it would keep."""
-    return [(batch, json.loads(json.dumps(loader.state_dict()))) for batch in islice(batches(loader), steps)]
+    return [(batch, saved(loader)) for batch in islice(batches(loader), steps)]
+
+
+def saved(loader: StreamingLoader) -> State:
+    """The state as it comes out of a checkpoint."""
+    state: State = json.loads(json.dumps(loader.state_dict()))
+    return state
+
+
+def run_ranks(
+    make: RankMaker,
+    world_size: int,
+    steps: int | None,
+    state: State | None = None,
+    *,
+    samples: Callable[[Batch], list[Any]] = lambda batch: batch["sample_id"].tolist(),
+) -> list[tuple[list[Any], State]]:
+    """(the global batch's samples, the state after it) of the next steps of all ranks; None: of an epoch."""
+    of_ranks = []
+    for rank in range(world_size):
+        with make(rank, world_size) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            source = iter(loader) if steps is None else islice(batches(loader), steps)
+            of_ranks.append([(samples(batch), saved(loader)) for batch in source])
+    found = []
+    for step in zip(*of_ranks, strict=True):  # strict: all ranks have equally many steps
+        assert all(state == step[0][1] for _, state in step), "all ranks must keep the same state"
+        found.append(([sample for own, _ in step for sample in own], step[0][1]))
+    return found
+
+
+def assert_same(got: Iterable[Batch], expected: Sequence[tuple[Batch, State]], where: str) -> None:
+    """The batches are those of a run, in number too."""
+    for number, (batch, (wanted, _)) in enumerate(zip(got, expected, strict=True)):
+        assert_equal(batch, wanted, f"{where}, batch {number}")
 
 
 def assert_equal(got: Batch, expected: Batch, where: str) -> None:

@@ -1,0 +1,298 @@
+"""Exact resume: at every step, for every kind of dataset, on any number of ranks.
+
+For numbers of ranks, one reference run on one rank records the samples of every step's global batch and the
+state after it. Runs on other numbers of ranks must give the same sets and, byte for byte, the same states;
+runs begun from a recorded state, on any number of ranks, must give the sets and states that follow. So any
+stop, on any number of ranks, goes on exactly on any other: all pairs are covered though none is run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.errors import StateError
+from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import BUSY_SECONDS
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
+from shardkit.order.run_settings import Tail
+from support.default_cases import cases
+from support.loader_data import KINDS, make_dataset
+from support.resume import (
+    Batch,
+    RankMaker,
+    State,
+    assert_exact_resume,
+    assert_exact_resume_in_new_process,
+    batches,
+    run_ranks,
+)
+
+TAILS = get_args(Tail)
+SAMPLES = 53
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    folder = tmp_path_factory.mktemp("small")
+    return {kind: open_dataset(make_dataset(folder / kind, kind)) for kind in KINDS}
+
+
+def make(data: Dataset, **arguments: Any) -> StreamingLoader:
+    return StreamingLoader(
+        data, **({"rank": 0, "world_size": 1, "return_ids": True, "window": 9} | arguments)
+    )
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_resumed_at_any_step_goes_on_exactly(small: dict[str, Dataset], kind: str, tail: str) -> None:
+    for world_size, batch_size in ((1, 4), (2, 3)):
+        arguments = {"batch_size": batch_size, "rank": world_size - 1, "world_size": world_size, "tail": tail}
+        epoch = -(-SAMPLES // (world_size * batch_size))
+        assert_exact_resume(partial(make, small[kind], **arguments), steps=epoch + 5, tail_steps=8)
+
+
+EXTRAS = {"labels": True, "position_ids": True, "document_ids": True, "cu_seqlens": True, "eos_id": 0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": "global"},
+        {"shuffle": "none"},
+        {"tail": "pad", **EXTRAS},
+        {"endless": True},
+        {"prefetch_batches": 0},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_any_options_resume_exactly(small: dict[str, Dataset], options: dict[str, Any]) -> None:
+    assert_exact_resume(partial(make, small["mds"], batch_size=5, **options), steps=14, tail_steps=5)
+
+
+class Training(StreamingLoader):
+    """A loader whose loop has work of its own, so that a thread makes the batches."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            yield batch
+            time.sleep(1.5 * BUSY_SECONDS)
+
+
+@pytest.mark.parametrize("kind", ["mds", "columns"])
+def test_a_run_whose_batches_a_thread_makes_resumes_exactly(small: dict[str, Dataset], kind: str) -> None:
+    place: dict[str, Any] = {"rank": 0, "world_size": 1}
+    make_one = partial(Training, small[kind], batch_size=4, return_ids=True, prefetch_bytes=1, **place)
+    assert_exact_resume(make_one, steps=16)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["mds", "columns"])
+def test_a_new_process_goes_on_exactly(small: dict[str, Dataset], kind: str, tmp_path: Path) -> None:
+    options = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True, "window": 9}
+    arguments = {"dataset": small[kind].location, **options}
+    assert_exact_resume_in_new_process(arguments, tmp_path, steps=20, at=[0, 13])
+
+
+# Batch size and number of ranks change.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(1, 4), (2, 3), (3, 1), (5, 2)],
+        [(4, 1), (1, 7), (3, 2), (1, 1)],
+        [(3, 5), (5, 1), (2, 2), (1, 13)],
+    ],
+)
+def test_each_epoch_is_delivered_exactly_once_whatever_changes_between_runs(
+    small: dict[str, Dataset], kind: str, runs: list[tuple[int, int]]
+) -> None:
+    """Stop, change world size and batch size, go on, over and over, through three epochs."""
+    state: State | None = None
+    delivered: list[int] = []
+    number = 0
+    while len(delivered) < 3 * SAMPLES:
+        world_size, batch_size = runs[number % len(runs)]
+        found = run_ranks(sized(small[kind], batch_size), world_size, 2 + number % 3, state)
+        delivered += [i for ids, _ in found for i in ids]
+        state, number = found[-1][1], number + 1
+        assert state["position"] == len(delivered)
+    # Batches differ in size, so that their order inside does; the epoch's edges lie inside of batches.
+    assert state is not None
+    alone = run_ranks(sized(small[kind], 1), 1, len(delivered), state | {"position": 0})
+    assert sorted(delivered) == sorted(i for (i,), _ in alone)
+    assert min(delivered.count(i) for i in range(SAMPLES)) >= 3
+
+
+def test_a_dropped_tail_stays_dropped_when_the_next_run_has_smaller_batches(
+    small: dict[str, Dataset],
+) -> None:
+    *_, (_, state) = run_ranks(sized(small["mds"], 10, tail="drop"), 1, 5)
+    assert state["position"] == SAMPLES
+    rest = run_ranks(sized(small["mds"], 1, tail="drop"), 1, SAMPLES, state)
+    assert sorted(i for (i,), _ in rest) == list(range(SAMPLES))
+
+
+def sized(data: Dataset, batch_size: int, **options: Any) -> RankMaker:
+    return lambda rank, world_size: make(
+        data, batch_size=batch_size, rank=rank, world_size=world_size, window=None, **options
+    )
+
+
+GLOBAL_BATCH = 120
+SIZES = {"mds": 400, "mds_zstd": 250, "tar": 310, "foreign_tar": 130}
+UNEVEN = (1, 60, 0, 14, 222, 4, 99)  # samples of the shards of "mds": one is empty, one has two batches
+CHANGE = 5 * GLOBAL_BATCH + 50  # inside of a batch
+WORLDS_BEFORE = cases([1, 2, 3, 4, 6, 8], [3, 8])
+WORLDS_AFTER = cases([1, 2, 3, 5, 8], [1, 5])
+STEPS = 16
+
+Run = list[tuple[list[tuple[int, int]], State]]
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    folder = tmp_path_factory.mktemp("datasets")
+    return {
+        kind: open_dataset(
+            make_dataset(folder / kind, kind, samples=samples, sizes=UNEVEN if kind == "mds" else None)
+        )
+        for kind, samples in SIZES.items()
+    }
+
+
+def arguments_of(datasets: dict[str, Dataset], kind: str, **options: Any) -> dict[str, Any]:
+    """A loader's, but for batch size and rank; "mixture" has all kinds, changing weights, rows left out."""
+    data: Dataset | list[Stream] = datasets["mds" if kind == "mixture" else kind]
+    if kind == "mixture":
+        weights = {"mds": 5, "mds_zstd": 3, "tar": 1, "foreign_tar": 0.5}
+        data = [
+            Stream(datasets[name], weight, name=name, exclude=[(10, 25), 60] if name == "mds" else None)
+            for name, weight in weights.items()
+        ]
+        options["schedule"] = [(0, weights), (CHANGE, {"mds": 1, "foreign_tar": 4})]
+        options["epoch_samples"] = 700
+    return {"dataset": data, "return_ids": True, "window": 20, "prefetch_batches": 0, **options}
+
+
+def run_of(arguments: dict[str, Any], world_size: int, state: State | None, steps: int) -> Run:
+    """(sorted samples of the global batch, state after it) of the next steps, over all ranks."""
+
+    def make(rank: int, world_size: int) -> StreamingLoader:
+        size = GLOBAL_BATCH // world_size
+        return StreamingLoader(batch_size=size, rank=rank, world_size=world_size, **arguments)
+
+    found = run_ranks(make, world_size, steps, state, samples=places)
+    return [(sorted(samples), after) for samples, after in found]
+
+
+def places(batch: Batch) -> list[tuple[int, int]]:
+    """(stream, row in its dataset) of a batch's samples; -1 for padding."""
+    rows = batch["sample_id"].tolist()
+    streams = batch["stream_id"].tolist() if "stream_id" in batch else [0] * len(rows)
+    # A row says itself which it is: what was read must be what was planned.
+    tokens = [int(row[0]) for row in batch["tokens"]]
+    assert all(first == number + 1 or number == -1 for first, number in zip(tokens, rows, strict=True))
+    return list(zip(streams, rows, strict=True))
+
+
+@pytest.fixture(scope="module", params=[*SIZES, "mixture"])
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(datasets: dict[str, Dataset], kind: str) -> Run:
+    return run_of(arguments_of(datasets, kind), 1, None, STEPS)
+
+
+def test_the_reference_run_crosses_epochs_and_a_change_of_weights(reference: Run, kind: str) -> None:
+    if kind != "mixture":
+        delivered = [row for ids, _ in reference for _, row in ids]
+        size = SIZES[kind]
+        assert len(delivered) > 2 * size
+        assert max(delivered.count(row) for row in range(size)) <= -(-len(delivered) // size) + 1
+        return
+    before = [stream for ids, _ in reference[:5] for stream, _ in ids]
+    for stream, weight in enumerate((10, 6, 2, 1)):
+        assert abs(before.count(stream) - len(before) * weight / 19) < 4  # exact for every 19 positions
+    after = [stream for ids, _ in reference[6:] for stream, _ in ids]
+    assert {stream: after.count(stream) for stream in set(after)} == {0: 240, 3: 960}
+    rows = {row for ids, _ in reference for stream, row in ids if stream == 0}
+    assert rows == set(range(400)) - {*range(10, 25), 60}
+
+
+@pytest.mark.parametrize("world_size", WORLDS_BEFORE)
+def test_any_number_of_ranks_has_the_same_batches_and_states(
+    datasets: dict[str, Dataset], reference: Run, kind: str, world_size: int
+) -> None:
+    assert run_of(arguments_of(datasets, kind), world_size, None, STEPS) == reference
+
+
+@pytest.mark.parametrize("world_size", WORLDS_AFTER)
+@pytest.mark.parametrize("stop", cases(["some", "every"], ["some"]))
+def test_a_run_goes_on_exactly_on_any_number_of_ranks(
+    datasets: dict[str, Dataset], reference: Run, kind: str, world_size: int, stop: str
+) -> None:
+    """From the first step, from inside of an epoch, from its edge, from behind a change of weights."""
+    epoch = -(-SIZES.get(kind, 700) // GLOBAL_BATCH)
+    some = sorted({1, 2, epoch, CHANGE // GLOBAL_BATCH + 1})
+    for done in some if stop == "some" else range(1, STEPS):
+        rest = run_of(arguments_of(datasets, kind), world_size, reference[done - 1][1], min(4, STEPS - done))
+        assert rest == reference[done : done + 4], f"after step {done}"
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize("world_size", cases([2, 5], [5]))
+def test_dropped_and_padded_tails_are_the_same_too(
+    datasets: dict[str, Dataset], kind: str, tail: str, world_size: int
+) -> None:
+    arguments = arguments_of(datasets, kind, tail=tail)
+    expected = run_of(arguments, 1, None, 8)
+    for done in (0, 1, 3, 5):
+        state = expected[done - 1][1] if done else None
+        assert run_of(arguments, world_size, state, 8 - done) == expected[done:]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_of_a_dataloader_make_the_same_batches_and_states_from_anywhere(
+    datasets: dict[str, Dataset], reference: Run, kind: str, workers: int
+) -> None:
+    arguments = arguments_of(datasets, kind)
+    for done in (0, 1, 2, CHANGE // GLOBAL_BATCH + 1, STEPS - 2):
+        dataset = StreamingDataset(batch_size=GLOBAL_BATCH, rank=0, world_size=1, **arguments)
+        loader = StreamingDataLoader(dataset, num_workers=workers)
+        if done:
+            loader.load_state_dict(reference[done - 1][1])
+        rest = [
+            (sorted(places(batch)), loader.state_dict()) for batch in islice(batches(loader), STEPS - done)
+        ]
+        dataset.close()
+        assert rest == reference[done:]
+
+
+def test_what_differs_is_refused_with_a_list_and_a_fork_goes_on_from_the_position(
+    datasets: dict[str, Dataset],
+) -> None:
+    state = run_of(arguments_of(datasets, "mixture"), 2, None, 3)[-1][1]
+    streams = [Stream(datasets["tar"]), *(Stream(datasets[name]) for name in list(SIZES)[1:])]
+    other = StreamingLoader(streams, batch_size=4, seed=5, rank=0, world_size=1)
+    with pytest.raises(StateError) as caught:
+        other.load_state_dict(state)
+    for words in ("seed: saved 17, loader has 5", "stream 0", "without those of exclusion list"):
+        assert words in str(caught.value)
+    other.load_state_dict(state, on_mismatch="fork")
+    assert other.position == 3 * GLOBAL_BATCH
+    next(iter(other))
