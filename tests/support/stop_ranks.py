@@ -1,7 +1,8 @@
-"""Ranks that stop together, as real processes: `python stop_ranks.py FOLDER` runs what its stdin names.
+"""Ranks that stop together, as real processes: `python stop_ranks.py FOLDER` runs all scenarios at once.
 
-torch is imported once and every rank is a fork, so that a scenario takes the time of its waits only. A rank
-ends as a script does, by returning or by an uncaught error. Its output is FOLDER/SCENARIO.RANK.
+torch is imported once and every rank is a fork, so that this takes the time of the longest waits only. A rank
+ends as a script does, by returning or by an uncaught error. Its output is FOLDER/SCENARIO.RANK; how all of
+them ended goes to FOLDER/ends.json.
 """
 
 from __future__ import annotations
@@ -130,23 +131,24 @@ def fork(name: str, rank: int, folder: Path) -> int:
     return process
 
 
-def wait(processes: list[int], held: list[int]) -> list[dict[str, float]]:
+def wait(ranks: dict[str, list[int]]) -> dict[str, list[dict[str, float]]]:
     """Exit codes (negative: the signal) and seconds; held ranks are killed when the others have ended."""
     began = time.monotonic()
-    ends: dict[int, dict[str, float]] = {}
-    while len(ends) < len(processes):
-        late = time.monotonic() - began > LIMIT_SECONDS
-        for rank, process in enumerate(processes):
-            if rank in ends:
-                continue
-            if late or (rank in held and len(ends) >= len(processes) - len(held)):
-                os.kill(process, signal.SIGKILL)
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
-                code = os.waitstatus_to_exitcode(status)
-                ends[rank] = {"code": code, "seconds": time.monotonic() - began}
+    ends: dict[str, dict[int, dict[str, float]]] = {name: {} for name in ranks}
+    while any(len(ends[name]) < WORLD_SIZE for name in ranks):
+        seconds = time.monotonic() - began
+        for name, processes in ranks.items():
+            held, ended = HELD.get(name, []), ends[name]
+            for rank, process in enumerate(processes):
+                if rank in ended:
+                    continue
+                if seconds > LIMIT_SECONDS or (rank in held and len(ended) >= WORLD_SIZE - len(held)):
+                    os.kill(process, signal.SIGKILL)
+                found, status = os.waitpid(process, os.WNOHANG)
+                if found:
+                    ended[rank] = {"code": os.waitstatus_to_exitcode(status), "seconds": seconds}
         time.sleep(0.01)
-    return [ends[rank] for rank in range(len(processes))]
+    return {name: [ended[rank] for rank in range(WORLD_SIZE)] for name, ended in ends.items()}
 
 
 def free_port() -> int:
@@ -156,16 +158,16 @@ def free_port() -> int:
 
 
 def main(folder: Path) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    for line in sys.stdin:
-        name = line.strip()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks: dict[str, list[int]] = {}
+    for name, scenario in SCENARIOS.items():
         os.environ["MASTER_PORT"] = str(free_port())
-        processes = []
+        ranks[name] = []
         for rank in range(WORLD_SIZE):
-            processes.append(fork(name, rank, folder))
-            if processes[-1] == 0:
-                return SCENARIOS[name](rank)
-        tell(wait(processes, HELD.get(name, [])))
+            ranks[name].append(fork(name, rank, folder))
+            if ranks[name][-1] == 0:
+                return scenario(rank)
+    (folder / "ends.json").write_text(json.dumps(wait(ranks)))
     return None
 
 
