@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 from shardkit.storage.memory import MemoryStore
+from support.default_cases import cases
 from support.loader_data import make_dataset
 from support.remote_harness import fresh_url, make_remote_kind, put_folder
-from support.resume import Batch, State, assert_equal
+from support.resume import Batch, State, assert_equal, assert_same, batches, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -54,12 +54,7 @@ def exact_loader(dataset: StreamingDataset, workers: int, **more: Any) -> Stream
 def reference(path: Any, steps: int, **more: Any) -> list[tuple[Batch, State]]:
     """What a StreamingLoader gives, epoch after epoch, with the state after each batch."""
     with StreamingLoader(path, **arguments(**more)) as loader:
-        return [(batch, loader.state_dict()) for batch in islice(endless(loader), steps)]
-
-
-def endless(loader: Any) -> Iterator[Batch]:
-    while True:
-        yield from loader
+        return run(loader, steps)
 
 
 def epoch_lengths(path: Any, epochs: int, **more: Any) -> list[int]:
@@ -67,15 +62,7 @@ def epoch_lengths(path: Any, epochs: int, **more: Any) -> list[int]:
         return [sum(1 for _ in loader) for _ in range(epochs)]
 
 
-def assert_same(got: list[Batch], expected: list[tuple[Batch, State]], where: str) -> None:
-    assert len(got) == len(expected), where
-    for number, (batch, (wanted, _)) in enumerate(zip(got, expected, strict=True)):
-        assert_equal(batch, wanted, f"{where}, batch {number}")
-
-
-@pytest.mark.parametrize(
-    ("workers", "tail"), [(0, "carry"), (1, "carry"), (2, "carry"), (3, "carry"), (3, "drop"), (2, "pad")]
-)
+@pytest.mark.parametrize(("workers", "tail"), [(0, "carry"), (1, "carry"), (3, "drop"), (2, "pad")])
 def test_a_dataloader_gives_each_epoch_exactly(data: dict[str, Path], workers: int, tail: str) -> None:
     lengths = epoch_lengths(data["mds"], 2, tail=tail)
     dataset = StreamingDataset(data["mds"], **arguments(tail=tail))
@@ -88,7 +75,7 @@ def test_a_dataloader_gives_each_epoch_exactly(data: dict[str, Path], workers: i
     assert_same(list(chain(*got)), reference(data["mds"], sum(lengths), tail=tail), f"{workers} workers")
 
 
-@pytest.mark.parametrize("prefetch_factor", [1, 5])
+@pytest.mark.parametrize("prefetch_factor", cases([1, 5], [5]))
 def test_workers_that_persist_go_on_with_the_next_epoch(data: dict[str, Path], prefetch_factor: int) -> None:
     lengths = epoch_lengths(data["mds"], 4)
     dataset = StreamingDataset(data["mds"], **arguments())
@@ -110,10 +97,9 @@ def test_a_spawned_worker_gives_the_same_and_shares_where_it_is(data: dict[str, 
     assert dataset.state_dict(length) == expected[-1][1]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_an_endless_dataset_crosses_epochs(data: dict[str, Path], workers: int) -> None:
+def test_an_endless_dataset_crosses_epochs(data: dict[str, Path]) -> None:
     dataset = StreamingDataset(data["mds"], **arguments(endless=True))
-    got = list(islice(plain_loader(dataset, workers), 31))
+    got = list(islice(plain_loader(dataset, 3), 31))
     assert_same(got, reference(data["mds"], 31), "endless")
 
 
@@ -139,7 +125,7 @@ def test_workers_read_a_remote_dataset_through_one_cache(tmp_path: Path) -> None
     loader = exact_loader(dataset, 2)
     with StreamingLoader(dataset.loader.dataset, **arguments()) as other:
         next(iter(other))
-        assert_same(list(islice(endless(loader), 18)), expected, "remote")
+        assert_same(list(islice(batches(loader), 18)), expected, "remote")
     loader.close()
 
 
@@ -210,7 +196,7 @@ def test_a_dataset_goes_on_from_a_number_of_batches(data: dict[str, Path], worke
     for step in (5, lengths[0], lengths[0] + 2):
         dataset.load_state_dict(json.loads(json.dumps(expected[step - 1][1])))
         assert dataset.state_dict(0) == expected[step - 1][1]
-        assert_same(list(islice(endless(loader), 3)), expected[step : step + 3], f"from step {step}")
+        assert_same(list(islice(batches(loader), 3)), expected[step : step + 3], f"from step {step}")
 
 
 def test_with_workers_a_dataset_asks_how_many_batches_the_loop_has(data: dict[str, Path]) -> None:
@@ -228,8 +214,8 @@ def test_a_dataset_without_workers_is_a_streaming_loader(data: dict[str, Path]) 
     copied = pickle.loads(pickle.dumps(dataset))
     assert_same(list(islice(plain_loader(dataset, 1), 2)), expected[3:5], "gone on by a worker")
     dataset.load_state_dict(expected[2][1])
-    assert_same(list(islice(endless(dataset), 17)), expected[3:], "gone on")
-    assert_same(list(islice(endless(copied), 17)), expected[3:], "a copy is on its own")
+    assert_same(list(islice(batches(dataset), 17)), expected[3:], "gone on")
+    assert_same(list(islice(batches(copied), 17)), expected[3:], "a copy is on its own")
 
 
 @pytest.mark.parametrize("workers", [0, 1, pytest.param(3, marks=pytest.mark.extended)])
@@ -251,22 +237,22 @@ def test_states_go_from_any_loader_to_any_other(data: dict[str, Path]) -> None:
     """Other numbers of workers; a StreamingLoader; and another world size, in sets of samples."""
     expected = reference(data["mds"], 25)
     state = json.loads(json.dumps(expected[7][1]))
-    for workers in (0, 2, 3):
+    for workers in (0, 2):
         loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)
         loader.load_state_dict(state)
         assert loader.state_dict() == state
-        assert_same(list(islice(endless(loader), 8)), expected[8:16], f"{workers} workers")
+        assert_same(list(islice(batches(loader), 8)), expected[8:16], f"{workers} workers")
         state = json.loads(json.dumps(loader.state_dict()))
         with StreamingLoader(data["mds"], **arguments()) as plain:
             plain.load_state_dict(state)
-            assert_same(list(islice(endless(plain), 3)), expected[16:19], "a StreamingLoader")
+            assert_same(list(islice(batches(plain), 3)), expected[16:19], "a StreamingLoader")
         state = json.loads(json.dumps(expected[7][1]))
     parts = [StreamingDataset(data["mds"], **arguments(rank=r, world_size=3)) for r in range(3)]
     after = []
     for part in parts:
-        loader = exact_loader(part, 2)
+        loader = exact_loader(part, 1)
         loader.load_state_dict(state)
-        after.append([batch["sample_id"] for batch in islice(endless(loader), 2)])
+        after.append([batch["sample_id"] for batch in islice(batches(loader), 2)])
     ids = [int(i) for step in zip(*after, strict=True) for piece in step for i in piece]
     assert sorted(ids) == sorted(int(i) for batch, _ in expected[8:14] for i in batch["sample_id"])
 
@@ -277,7 +263,7 @@ def test_workers_that_persist_follow_a_state_and_an_early_end(data: dict[str, Pa
     dataset = StreamingDataset(data["mds"], **arguments(tail=tail))
     loader = exact_loader(dataset, 2, persistent_workers=True)
     assert_same(list(islice(loader, 5)), expected[:5], "at first")
-    assert_same(list(islice(endless(loader), 15)), expected[5:20], "after an early end")
+    assert_same(list(islice(batches(loader), 15)), expected[5:20], "after an early end")
     loader.load_state_dict(expected[2][1])
     assert_same(list(islice(loader, 5)), expected[3:8], "after a state")
     dataset.load_state_dict(expected[20][1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import traceback
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from shardkit.errors import StateError
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataset, state_of, unchanged
 from support.loader_data import make_dataset
-from support.resume import Batch, State, assert_equal
+from support.resume import Batch, State, assert_equal, assert_same, batches, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -37,12 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[tuple[Batch, State]]:
     with StreamingLoader(path, **ARGUMENTS) as loader:
-        return [(batch, loader.state_dict()) for batch in islice(endless(loader), STEPS)]
-
-
-def endless(loader: Any) -> Iterator[Batch]:
-    while True:
-        yield from loader
+        return run(loader, STEPS)
 
 
 def make(path: Path, workers: int, **more: Any) -> StatefulDataLoader:
@@ -55,11 +49,6 @@ def make(path: Path, workers: int, **more: Any) -> StatefulDataLoader:
         collate_fn=unchanged,
         **more,
     )
-
-
-def assert_same(got: list[Batch], expected: list[tuple[Batch, State]], where: str) -> None:
-    for number, (batch, (wanted, _)) in enumerate(zip(got, expected, strict=True)):
-        assert_equal(batch, wanted, f"{where}, batch {number}")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +82,7 @@ def test_it_goes_on_exactly_from_any_state(
         loader = make(path, workers, snapshot_every_n_steps=every, persistent_workers=persistent)
         loader.load_state_dict(json.loads(json.dumps(states[at, ended])))
         count = 12 if at < 14 else 5  # over the edge
-        assert_same(list(islice(endless(loader), count)), expected[at : at + count], f"from {at}, {ended}")
+        assert_same(list(islice(batches(loader), count)), expected[at : at + count], f"from {at}, {ended}")
     loader.load_state_dict(states[9, False])
     assert_same(list(islice(loader, 3)), expected[9:12], "the same loader, given an earlier state")
 
@@ -106,7 +95,7 @@ def test_a_run_goes_on_with_other_workers_or_without_torchdata(
     state = loader.state_dict()
     other = make(path, 1)
     other.dataset.load_state_dict(state_of(state))
-    assert_same(list(islice(endless(other), 8)), expected[8:16], "one worker")
+    assert_same(list(islice(batches(other), 8)), expected[8:16], "one worker")
     with StreamingLoader(path, **ARGUMENTS) as plain:
         plain.load_state_dict(state_of(state))
         assert_same(list(islice(plain, 4)), expected[8:12], "a StreamingLoader")

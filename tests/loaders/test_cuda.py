@@ -14,7 +14,7 @@ from shardkit.loaders import StreamingLoader
 from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset
-from support.resume import Batch, State, assert_equal, assert_exact_resume
+from support.resume import Batch, State, assert_equal, assert_exact_resume, batches, run
 
 GPU = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -35,14 +35,9 @@ def on_cpu(batch: Batch) -> Batch:
     return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
 
 
-def endless(loader: Any) -> Iterator[Batch]:
-    while True:
-        yield from loader
-
-
 def reference(path: Path, steps: int) -> list[tuple[Batch, State]]:
     with make(path) as loader:
-        return [(batch, loader.state_dict()) for batch in islice(endless(loader), steps)]
+        return run(loader, steps)
 
 
 @devices
@@ -64,7 +59,7 @@ def test_batches_and_states_are_the_loaders_however_far_ahead(path: Path, device
                     break
         ahead.load_state_dict(expected[4][1])
         assert ahead.state_dict() == expected[4][1]
-        for step, batch in enumerate(islice(endless(ahead), 12), 5):
+        for step, batch in enumerate(islice(batches(ahead), 12), 5):
             assert_equal(on_cpu(batch), expected[step][0], f"loaded, batch {step}")
 
 
@@ -117,7 +112,7 @@ def test_it_goes_over_a_dataloader_with_workers(path: Path, device: str) -> None
         dataset, num_workers=1, multiprocessing_context="fork", pin_memory=device == "cuda"
     )
     ahead = CudaPrefetcher(loader, device)
-    for step, batch in enumerate(islice(endless(ahead), 16)):
+    for step, batch in enumerate(islice(batches(ahead), 16)):
         assert_equal(on_cpu(batch), expected[step][0], f"batch {step}")
         assert ahead.state_dict() == expected[step][1]
     loader.close()
