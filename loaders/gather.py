@@ -224,8 +224,15 @@ class Gather:
     """Gathers rows of one shape and type and converts them to another type."""
 
     def __init__(
-        self, shape: tuple[int, ...], stored: np.dtype[np.generic], delivered: np.dtype[np.generic]
+        self,
+        shape: tuple[int, ...],
+        stored: np.dtype[np.generic],
+        delivered: np.dtype[np.generic],
+        *,
+        shared_bytes: int = _SHARED_BYTES,
     ) -> None:
+        """`shared_bytes`: smaller gathers are left to one core."""
+        self._shared_bytes = shared_bytes
         self._shape, self._stored, self._delivered = shape, stored, delivered
         self._row_bytes = stored.itemsize * prod(shape)
         self._output = OutputMemory()
@@ -258,7 +265,7 @@ class Gather:
 
     def _may_share(self, rows: int) -> bool:
         return (
-            rows * self._row_bytes >= _SHARED_BYTES
+            rows * self._row_bytes >= self._shared_bytes
             and self._torch_type is not None
             and threading.current_thread() is threading.main_thread()
             and os.getpid() == _PROCESS

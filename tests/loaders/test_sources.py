@@ -1,4 +1,4 @@
-"""Datasets of any columns through the same loader."""
+"""Datasets of any columns through the same loader: gathered where they can be, decoded where not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shardkit.errors import ShardError
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.gather import FixedRows, _MappedColumn, _reader_by_shard
+from shardkit.loaders.gather import FixedRows
 from shardkit.loaders.sources import DecodedSamples
 from support.loader_data import columns_sample, make_dataset, token_rows
 
@@ -107,49 +107,3 @@ def test_a_sample_without_a_wanted_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"a\.tar: sample 5 has no column 'cls'.*columns="):
         list(loader_of(tmp_path))
     assert len(list(loader_of(tmp_path, columns=["txt"]))) == 3
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int64"])
-@pytest.mark.parametrize("kind", ["mds", "mds_zstd", "tar"])
-def test_gathering_by_address_and_by_shard_give_the_same_rows(tmp_path: Path, kind: str, dtype: str) -> None:
-    loader = loader_of(make_dataset(tmp_path, kind, samples=200), dtype=dtype)
-    source = loader._source.source
-    assert isinstance(source, FixedRows)
-    (column,) = source._columns.values()
-    assert isinstance(column, _MappedColumn)
-    rng = np.random.default_rng(1)
-    sizes = loader.dataset.manifest.shard_samples
-    for _ in range(20):
-        shard = rng.integers(0, len(sizes), 70).astype(np.int32)
-        row = (rng.random(70) * sizes[shard]).astype(np.int64)
-        by_address = column.reader(shard, row, np.unique(shard), {})
-        by_shard = _reader_by_shard(dict(column._maps), column._column, shard, row)
-        expected = token_rows(200)[loader.dataset.manifest.shard_starts[shard] + row]
-        for low, high in ((0, 70), (3, 4), (11, 60), (5, 5)):
-            assert np.array_equal(by_address(low, high), expected[low:high])
-            assert np.array_equal(by_shard(low, high), expected[low:high])
-            assert by_address(low, high).dtype == by_shard(low, high).dtype == np.dtype(dtype)
-
-
-@pytest.mark.parametrize(("shard", "row"), [(0, -1), (0, 10), (1, 7)])
-def test_rows_that_a_shard_does_not_have_are_never_read(tmp_path: Path, shard: int, row: int) -> None:
-    """Rows are read by address: one too many would be someone else's memory."""
-    rows = token_rows(17, 8)
-    parts = enumerate((rows[:10], rows[10:]))
-    infos = [mds.write_rows_shard(tmp_path, f"shard.{number}.mds", part) for number, part in parts]
-    mds.write_index(tmp_path, infos)
-    source = StreamingLoader(tmp_path, batch_size=1, rank=0, world_size=1)._source.source
-    assert isinstance(source, FixedRows)
-    with pytest.raises(IndexError, match="beyond the end"):
-        source.open_rows(np.array([0, shard], dtype=np.int32), np.array([0, row], dtype=np.int64))
-
-
-def test_compressed_shards_get_few_enough_lanes_to_stay_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_dataset(tmp_path, "mds_zstd")
-    assert loader_of(folder, batch_size=12).state_dict()["lanes"] == 12
-    largest = max(info.raw.bytes for info in loader_of(folder).dataset.manifest.shards)
-    monkeypatch.setattr("shardkit.loaders.defaults.MAX_RESIDENT_BYTES", 4 * largest * 5)
-    assert loader_of(folder, batch_size=12).state_dict()["lanes"] == 4
-    assert loader_of(folder, batch_size=12, lanes=6).state_dict()["lanes"] == 6

@@ -18,11 +18,10 @@ from shardkit.cache.memory import CacheMemory
 from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders import defaults as setup
-from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.defaults import find_eos_id, shuffle_sizes
 from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.streams import Opened, Streams, open_streams
+from shardkit.loaders.streams import Streams
 from shardkit.storage.memory import MemoryStore
 from support.loader_data import parts, token_rows, write_card
 from support.remote_harness import fresh_url, put_folder, write_hashed
@@ -150,7 +149,6 @@ def test_what_is_free_on_a_machine_changes_nothing_but_a_warning(
     """Ranks on machines with different memory, sixty-four lanes between three: each row once an epoch."""
     seen: Counter[int] = Counter()
     states = []
-    monkeypatch.setattr(setup, "MEMORY_WINDOWS_BYTES", 20_000)
     for rank, free in enumerate((1 << 20, 1 << 21, 1 << 30)):
         monkeypatch.setattr(options, "_free_memory", lambda system, free=free: free)
         with StreamingLoader(
@@ -182,41 +180,6 @@ def test_local_datasets_are_limited_by_memory_only_if_they_are_compressed(
         assert sizes(dataset, lanes=16) == (16, window_of(2 << 30, 16))
     else:
         assert sizes(dataset, cache_bytes=1) == (16, window_of(4 << 30, 16))
-
-
-# Datasets, ids, figures.
-
-
-def the_one(opened: Opened) -> Dataset:
-    (dataset,) = opened.streams.datasets
-    return dataset
-
-
-def test_a_path_a_stream_and_a_dataset_are_the_same(folder: Path, url: str, tmp_path: Path) -> None:
-    config = LoaderConfig()
-    opened = the_one(open_streams(folder, config, 1))
-    assert the_one(open_streams(opened, config, 1)) is opened
-    assert the_one(open_streams([Stream(opened)], config, 1)) is opened
-    for where in (str(folder), [Stream(folder)], url, [Stream(url)]):
-        assert the_one(open_streams(where, config, 1)).fingerprint == opened.fingerprint
-    config = LoaderConfig(cache_dir=tmp_path, cache_bytes="3MB")
-    shards = the_one(open_streams(url, config, 1)).shards
-    assert shards is not None
-    assert (shards.cache.capacity, shards.cache.is_shared) == (3_000_000, True)
-
-
-def test_the_processes_of_a_machine_divide_its_memory(url: str) -> None:
-    one, four = (the_one(open_streams(url, LoaderConfig(), processes)).shards for processes in (1, 4))
-    assert one is not None
-    assert four is not None
-    assert isinstance(four.cache, CacheMemory)
-    assert 3 < one.cache.capacity / four.cache.capacity < 5  # what is free changes meanwhile
-
-
-@pytest.mark.parametrize("wrong", [[], ["a/path"], [Stream("a"), "b"]])
-def test_what_is_no_stream_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected a path, a Dataset or a list of Stream"):
-        open_streams(wrong, LoaderConfig(), 1)
 
 
 def test_the_id_that_ends_documents_is_the_given_one_or_the_cards(folder: Path, tmp_path: Path) -> None:

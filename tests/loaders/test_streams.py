@@ -1,4 +1,4 @@
-"""Loaders of several streams: proportions, schedules, limits, exclusions, and what is refused."""
+"""The streams of a loader: opened, mixed in proportions that may change, limited, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ import numpy as np
 import pytest
 import torch
 
+from shardkit.cache.memory import CacheMemory
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import StateError, StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
+from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.streams import Opened, open_streams
 from shardkit.order.exclusions import Exclusions
+from shardkit.storage.memory import MemoryStore
 from support.loader_data import make_dataset, token_rows
+from support.remote_harness import fresh_url, put_folder
 from support.resume import assert_equal, assert_exact_resume, batches, run
 
 SIZES = {"web": 53, "code": 31, "books": 40}
@@ -65,6 +70,50 @@ def ids_of(batch: dict[str, Any]) -> Iterator[tuple[int, int]]:
 
 def places(batch: dict[str, Any]) -> tuple[list[int], list[int]]:
     return batch["stream_id"].tolist(), batch["sample_id"].tolist()
+
+
+# What is opened.
+
+
+@pytest.fixture(scope="module")
+def url(folders: dict[str, Path]) -> str:
+    url = fresh_url()
+    put_folder(folders["web"], MemoryStore(url))
+    return url
+
+
+def the_one(opened: Opened) -> Dataset:
+    (dataset,) = opened.streams.datasets
+    return dataset
+
+
+def test_a_path_a_stream_and_a_dataset_are_the_same(
+    folders: dict[str, Path], url: str, tmp_path: Path
+) -> None:
+    config, folder = LoaderConfig(), folders["web"]
+    opened = the_one(open_streams(folder, config, 1))
+    assert the_one(open_streams(opened, config, 1)) is opened
+    assert the_one(open_streams([Stream(opened)], config, 1)) is opened
+    for where in (str(folder), [Stream(folder)], url, [Stream(url)]):
+        assert the_one(open_streams(where, config, 1)).fingerprint == opened.fingerprint
+    config = LoaderConfig(cache_dir=tmp_path, cache_bytes="3MB")
+    shards = the_one(open_streams(url, config, 1)).shards
+    assert shards is not None
+    assert (shards.cache.capacity, shards.cache.is_shared) == (3_000_000, True)
+
+
+def test_the_processes_of_a_machine_divide_its_memory(url: str) -> None:
+    one, four = (the_one(open_streams(url, LoaderConfig(), processes)).shards for processes in (1, 4))
+    assert one is not None
+    assert four is not None
+    assert isinstance(four.cache, CacheMemory)
+    assert 3 < one.cache.capacity / four.cache.capacity < 5  # what is free changes meanwhile
+
+
+@pytest.mark.parametrize("wrong", [[], ["a/path"], [Stream("a"), "b"]])
+def test_what_is_no_stream_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected a path, a Dataset or a list of Stream"):
+        open_streams(wrong, LoaderConfig(), 1)
 
 
 # What is delivered.
