@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit import open_dataset
-from shardkit.errors import ShardError, StateError
+from shardkit.errors import ShardError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import BUSY_SECONDS, LoaderConfig, LoaderOptions
 from support.loader_data import EOS, LENGTH, make_dataset, saved_bytes, token_rows, write_card
@@ -49,14 +48,6 @@ def test_tokens_are_int64_rows_of_the_dataset(data: Path) -> None:
         assert batch["tokens"].dtype == batch["sample_id"].dtype == torch.int64
         assert batch["tokens"].shape == (4, LENGTH)
         assert np.array_equal(batch["tokens"].numpy(), ROWS[batch["sample_id"].numpy()])
-
-
-def test_sample_ids_are_row_numbers_in_dataset_order(data: Path) -> None:
-    dataset = open_dataset(data)
-    batch = next(iter(loader_of(data, return_ids=True)))
-    for number, tokens in zip(batch["sample_id"].tolist(), batch["tokens"].numpy(), strict=True):
-        row: Any = dataset[number]["tokens"]
-        assert np.array_equal(row, tokens)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +114,6 @@ def test_len_counts_the_whole_epoch_also_in_its_middle_and_after_a_resume(data: 
     assert len(other) == 14
     assert sum(1 for _ in other) == 9
     assert len(other) == 13
-
-
-def test_all_ranks_have_equally_many_batches_and_one_state(data: Path) -> None:
-    for tail in ("carry", "drop", "pad"):
-        loaders = [loader_of(data, rank=rank, world_size=3, tail=tail) for rank in range(3)]
-        lengths = {len(loader) for loader in loaders}
-        assert {sum(1 for _ in loader) for loader in loaders} == lengths
-        assert len(lengths) == 1
-        assert loaders[0].state_dict() == loaders[1].state_dict() == loaders[2].state_dict()
 
 
 def test_leaving_a_for_and_starting_another_goes_on_with_the_next_batch(data: Path) -> None:
@@ -303,18 +285,6 @@ def test_cache_arguments_are_accepted_and_leave_a_local_dataset_alone(data: Path
 def test_bad_arguments_say_what_is_wrong(data: Path, arguments: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         loader_of(data, **arguments)
-
-
-def test_loading_the_state_of_another_run_is_refused_unless_forked(data: Path, tmp_path: Path) -> None:
-    loader = loader_of(data)
-    next(iter(loader))
-    state = loader.state_dict()
-    other = loader_of(make_dataset(tmp_path, "mds", samples=60), seed=18)
-    with pytest.raises(StateError, match=r"(?s)seed: saved 17, loader has 18.*53 samples.*60 samples"):
-        other.load_state_dict(state)
-    other.load_state_dict(state, on_mismatch="fork")
-    assert other.position == 4
-    assert other.state_dict()["seed"] == 18
 
 
 def test_the_defaults_of_lanes_and_window_stay_those_of_the_first_run(data: Path) -> None:
