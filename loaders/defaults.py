@@ -104,35 +104,30 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
 
     Streams whose tokens mean different things are refused.
     """
-    known = {}
-    for dataset, name in zip(streams.datasets, streams.names, strict=True):
-        if dataset.card is not None and (digest := dataset.card.tokenizer.digest) is not None:
-            known[digest] = name
+    tokenizers = [None if dataset.card is None else dataset.card.tokenizer for dataset in streams.datasets]
+    named = zip(tokenizers, streams.names, strict=True)
+    known = {each.digest: name for each, name in named if each is not None and each.digest is not None}
     if len(known) > 1:
         raise ValueError(
             f"streams {' and '.join(map(repr, known.values()))} were made by different tokenizers: the same "
             "ids would mean different text"
         )
-    found = [_eos_id_of(dataset, config, token_key) for dataset in streams.datasets]
-    stated = sorted({eos_id for eos_id in found if eos_id is not None})
-    if len(stated) > 1:
-        raise ValueError(f"streams end documents with different ids, {stated}: give eos_id=…")
-    return stated[0] if stated else None
-
-
-def _eos_id_of(dataset: Dataset, config: LoaderConfig, token_key: str | None) -> int | None:
-    stated = None if dataset.card is None else dataset.card.tokenizer.eos_id
-    eos_id = config.eos_id if config.eos_id is not None else stated
-    if not config.document_extras:
-        return eos_id
-    if token_key is None:
+    if config.document_extras and token_key is None:
+        columns = ", ".join(column.name for column in streams.datasets[0].columns)
         raise ValueError(
             "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
-            f"{dataset.location} gives none among {', '.join(column.name for column in dataset.columns)}"
+            f"{streams.datasets[0].location} gives none among {columns}"
         )
-    if type(eos_id) is not int:
-        raise ValueError(
-            "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
-            f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
-        )
-    return eos_id
+    stated: set[int] = set()
+    for dataset, tokenizer in zip(streams.datasets, tokenizers, strict=True):
+        eos_id = config.eos_id if config.eos_id is not None else tokenizer and tokenizer.eos_id
+        if type(eos_id) is int:
+            stated.add(eos_id)
+        elif config.document_extras:
+            raise ValueError(
+                "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
+                f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
+            )
+    if len(stated) > 1:
+        raise ValueError(f"streams end documents with different ids, {sorted(stated)}: give eos_id=…")
+    return next(iter(stated), None)

@@ -1,10 +1,10 @@
 """`measure_speed`: how fast a loader delivers a dataset on this machine, against a copy of the same bytes.
 
-Passes are made in turns, so that a neighbour's burst of work hits all alike, and each is told by the median
-of its runs. A local dataset has one pass, over files in the page cache (the first run warms it and is not
-counted). A remote one has "no cache" (an empty cache folder: everything comes from the store) and "from
-cache". The loop takes batches and does nothing with them, so the figures are an upper bound of what training
-can be fed with, and the CPU time per token is what the loader takes from it.
+Passes take turns, so that a burst of other work on the machine affects all of them alike, and the result is
+the median of each pass's runs. A local dataset has one pass, over files in the page cache (the first run
+warms it and does not count). A remote one has "no cache" (an empty cache folder: everything comes from the
+store) and "from cache". The loop discards its batches, so the rates are an upper bound of what training can
+be fed with, and the CPU time per token is what the loader takes away from training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,6 @@ class Speed:
         return asdict(self)
 
 
-@dataclass(slots=True)
-class _Run:
-    seconds: float
-    cpu_seconds: float
-    first_seconds: float
-    waits: list[float]
-    samples: int
-    tokens: int
-    bytes: int
-    fetched: float
-    copy_rate: float
-
-
 def measure_speed(
     path: str | os.PathLike[str],
     *,
@@ -97,7 +84,8 @@ def measure_speed(
     """Run every pass `runs` times for up to `seconds` each (a pass without cache: one epoch at most).
 
     `cache_dir`: where the cache of a remote dataset is made, and removed again; default: the system's
-    temporary folder. `progress` hears of each run. Raises ShardError, StoreError; ValueError for settings.
+    temporary folder. `progress` is called before each run. Raises ShardError, StoreError, and ValueError for
+    settings.
     """
     if runs < 1 or seconds <= 0 or batch_size < 1:
         raise ValueError("runs and batch_size must be at least 1, and seconds above 0")
@@ -105,7 +93,8 @@ def measure_speed(
         samples = len(dataset)
         length = dataset.sequence_length
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "dtype": dtype, "storage": storage}
-    made: dict[str, list[_Run]] = {}
+    made: dict[str, list[PassSpeed]] = {}
+    copy_rates: list[float] = []
     remote = is_remote(path)
     for run in range(runs + (not remote)):
         with tempfile.TemporaryDirectory(prefix="shardkit-bench-", dir=cache_dir) as folder:
@@ -114,15 +103,19 @@ def measure_speed(
                 progress(name, run)
                 cache = {"cache_dir": Path(folder)} if remote else {}
                 endless = name != "no cache"
-                found = _measure(path, length, seconds, **options, **cache, endless=endless)
+                found = _measure(name, path, length, seconds, **options, **cache, endless=endless)
                 if remote or run:  # the first one of local files warms the page cache
                     made.setdefault(name, []).append(found)
-    copy = statistics.median(run.copy_rate for group in made.values() for run in group)
-    passes = tuple(_summary(name, group, copy) for name, group in made.items())
+                    copy_rates.append(_copy_rate())
+    copy = statistics.median(copy_rates)
+    passes = tuple(_medians(group, copy) for group in made.values())
     return Speed(os.fspath(path), samples, batch_size, seconds, runs, copy, passes)
 
 
-def _measure(path: str | os.PathLike[str], length: int | None, seconds: float, **options: Any) -> _Run:
+def _measure(
+    name: str, path: str | os.PathLike[str], length: int | None, seconds: float, **options: Any
+) -> PassSpeed:
+    """One run of a pass, not yet compared with a copy."""
     waits: list[float] = []
     samples = size = 0
     start, cpu = time.perf_counter(), time.process_time()
@@ -138,16 +131,20 @@ def _measure(path: str | os.PathLike[str], length: int | None, seconds: float, *
             size += _bytes_of(batch)
         ended, cpu_ended = time.perf_counter(), time.process_time()
         store = loader.stats().store
-    return _Run(
-        seconds=ended - start,
-        cpu_seconds=cpu_ended - cpu,
-        first_seconds=waits[0],
-        waits=waits[1:] or waits,
-        samples=samples,
-        tokens=samples * (length or 0),
-        bytes=size,
-        fetched=0.0 if store is None else store.read_bytes,
-        copy_rate=_copy_rate(),
+    tokens, later = samples * (length or 0), waits[1:] or waits
+    return PassSpeed(
+        name=name,
+        runs=1,
+        batches=len(waits),
+        samples_per_second=samples / (ended - start),
+        tokens_per_second=tokens / (ended - start) if tokens else None,
+        bytes_per_second=size / (ended - start),
+        wait_p50_seconds=float(np.percentile(later, 50)),
+        wait_p99_seconds=float(np.percentile(later, 99)),
+        first_batch_seconds=waits[0],
+        cpu_seconds_per_token=(cpu_ended - cpu) / tokens if tokens else None,
+        copy_ratio=0.0,
+        fetched_bytes=0.0 if store is None else store.read_bytes,
     )
 
 
@@ -179,23 +176,13 @@ def _copy_rate() -> float:
     return best
 
 
-def _summary(name: str, runs: list[_Run], copy: float) -> PassSpeed:
-    def median(value: Callable[[_Run], float]) -> float:
-        return statistics.median(value(run) for run in runs)
-
-    has_tokens = all(run.tokens for run in runs)
-    rate = median(lambda run: run.bytes / run.seconds)
-    return PassSpeed(
-        name,
-        len(runs),
-        round(median(lambda run: len(run.waits) + 1)),
-        median(lambda run: run.samples / run.seconds),
-        median(lambda run: run.tokens / run.seconds) if has_tokens else None,
-        rate,
-        median(lambda run: float(np.percentile(run.waits, 50))),
-        median(lambda run: float(np.percentile(run.waits, 99))),
-        median(lambda run: run.first_seconds),
-        median(lambda run: run.cpu_seconds / run.tokens) if has_tokens else None,
-        rate / copy,
-        median(lambda run: run.fetched),
-    )
+def _medians(runs: list[PassSpeed], copy_rate: float) -> PassSpeed:
+    """The median of each figure of a pass."""
+    rows = [asdict(run) for run in runs]
+    figures = {
+        name: statistics.median(row[name] for row in rows)
+        for name, value in rows[0].items()
+        if isinstance(value, int | float)
+    }
+    figures |= {"runs": len(runs), "batches": round(figures["batches"])}
+    return replace(runs[0], **figures | {"copy_ratio": figures["bytes_per_second"] / copy_rate})
