@@ -4,16 +4,16 @@
 
 A class is a `Stream` over the whole dataset that leaves out the rows of all other classes. So everything that
 holds for mixtures holds for classes: shares are exact in every block, a schedule may change them, resuming is
-arithmetic, and each class goes through all of its samples, shuffled anew each time, before one comes again.
-(torch's WeightedRandomSampler draws with replacement: in as many draws as there are samples, e^-1 of them do
-not come at all, and neither its place nor the samples to come are part of a state.)
+arithmetic, and every sample of a class is delivered, in a new order on each pass, before any is repeated.
+(torch's WeightedRandomSampler draws with replacement: in as many draws as there are samples, a share of e^-1
+is never drawn, and neither its position nor the upcoming samples are part of a state.)
 
 All streams share one open dataset. Where shards come from a bucket, one plan fetches for all of its classes;
-but each class passes through the shards in an order of its own, so a cache should have room for the dataset
-(rows of constant size are read one by one where it has none).
+but each class visits the shards in a different order, so the cache should have room for the whole dataset
+(otherwise, rows of constant size are read one by one).
 
-Costs: one pass over the column, of columns of constant size in shards without others by one copy a shard;
-32 bytes a sample for as long as the streams live; about 150 bytes a stream in a state.
+Costs: one pass over the column (one copy per shard if all columns have constant size); 32 bytes per sample
+while the streams live; about 150 bytes per stream in a state.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ def balanced_streams(
 ) -> list[Stream]:
     """A stream for each value of `column`, ascending and called by its value, for a `StreamingLoader`.
 
-    Classes come equally often: all in the same number in each batch over all ranks, if its size is a multiple
-    of their number. With `weights` they come as often as those say, and never if they are not named there.
+    Classes are delivered equally often: the same number of samples of each in every global batch whose size
+    is a multiple of the number of classes. `weights` sets other shares; classes it does not name get none.
     Values are whole numbers, strings or bytes, at most 4,096 different ones. The column is read once, here;
     the streams may be used any number of times. With `return_ids`, a batch's `stream_id` numbers the classes
     as they are listed, and `sample_id` is the row in the dataset.
 
-    A path is opened as `storage` and `cache` say, which hold for the loader then instead of its own options;
-    an open dataset is read as it was opened.
-    ValueError for an unknown column, for values that are no classes, and for weights of classes that do not
-    occur.
+    A path is opened with `storage` and `cache`, which then replace the loader's own options; an open dataset
+    is read as it was opened. ValueError for an unknown column, for values that cannot be classes, and for
+    weights of classes that do not occur.
     """
     opened = _open(dataset, storage, cache)
     labels, codes = _read_classes(opened, column)
@@ -169,7 +168,7 @@ def _all_but(rows: npt.NDArray[np.intp], samples: int) -> Exclusions:
 
 
 def _exact(weight: float) -> Fraction:
-    """A weight as the decimal that it is written as; ValueError if it is none."""
+    """A weight as the decimal that it is written as; ValueError if it is not a number of at least 0."""
     if not isinstance(weight, (int, float, np.integer, np.floating)) or not 0 <= weight < float("inf"):
         raise ValueError(f"weights are numbers of at least 0, not {weight!r}")
     return Fraction(str(float(weight))) if isinstance(weight, (float, np.floating)) else Fraction(int(weight))
@@ -192,7 +191,7 @@ def _whole(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _name(label: Label) -> str:
-    """What a class is called: no two alike, and never ""."""
+    """A class's name: unique, and never ""."""
     if isinstance(label, bytes):
         return repr(label)[2:-1] or "b''"
     return str(label) or "''"
@@ -234,7 +233,7 @@ def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
     sizes = {number: max(info.stored.bytes, 0) for number, info in enumerate(infos)}
     readers = 1 if dataset.shards is None else _READERS
     waiting: deque[tuple[int, Future[_Labels]]] = deque()
-    with ThreadPoolExecutor(readers) as pool, reading(f"read {column}", sizes) as tell:
+    with ThreadPoolExecutor(readers) as pool, reading(f"read {column}", sizes) as report:
         numbers = iter(range(len(infos)))
         while True:
             while len(waiting) < 2 * readers and (number := next(numbers, None)) is not None:
@@ -243,7 +242,7 @@ def _read_shards(dataset: Dataset, column: str) -> Iterator[_Labels]:
                 return
             number, future = waiting.popleft()
             yield future.result()
-            tell(number)
+            report(number)
             if dataset.shards is not None:  # open shards would hold the room of those that are evicted
                 dataset.keep_only({number for number, _ in waiting})
 

@@ -35,7 +35,7 @@ BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: th
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A dataset and its share in a mixture.
+    """A dataset and its share of a mixture.
 
     Of every `sum of weights` consecutive samples, exactly `weight` come from this stream. Each pass over a
     stream is shuffled differently.

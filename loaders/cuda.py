@@ -1,13 +1,13 @@
 """`CudaPrefetcher`: batches on a GPU before the training loop asks for them.
 
-While a step computes, the next batch is copied on a stream of its own, from pinned memory. The loop's stream
-waits for the copy on the GPU; the loop's thread waits for nothing. Pinned and device memory are torch's to
-reuse: it knows which streams still need them (`record_stream` tells it of those that are handed out), so a
-batch may be kept for as long as one likes.
+While a step computes, the next batch is copied from pinned memory on a separate CUDA stream. The loop's
+stream waits for the copy on the GPU; the loop's thread never waits. torch reuses pinned and device memory
+and knows which streams still need it (`record_stream` registers the loop's), so a batch may be kept for any
+length of time.
 
-The loader is asked by the loop's own thread, `depth - 1` batches ahead of what the loop gets. The loader's
-state is kept with each batch: `state_dict` is that of the batch handed out last. An error of the loader comes
-as much ahead.
+The loop's own thread advances the loader, `depth - 1` batches ahead of what the loop gets. The loader's state
+is kept with each batch: `state_dict` is that of the batch handed out last. An error of the loader is raised
+as many batches early.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class CudaPrefetcher:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A batch, the loader's state with it, and what says that its copy is done (None: it is not copied)."""
+    """A batch, the loader's state with it, and the event that ends its copy (None: it is not copied)."""
 
     batch: Batch
     state: dict[str, object] | None

@@ -15,7 +15,7 @@ __all__ = ["find_eos_id", "shuffle_sizes", "stream_sizes"]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
 
-MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory, nobody having said how much of it
+MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory and no `cache_bytes` is given
 
 
 def stream_sizes(
@@ -24,8 +24,8 @@ def stream_sizes(
     """(lanes, window) for all streams: as configured, else what suits each of them and all together."""
     found = [shuffle_sizes(dataset, plan, config, nodes, row_bytes) for dataset in streams.once.datasets]
     lanes, window = (min(sizes) for sizes in zip(*found, strict=True))
-    # Streams of one dataset pass through its shards in orders of their own: of many, all shards are in use
-    # whatever the window. It is divided among them only where a cache must do with less than the dataset.
+    # Streams of one dataset visit its shards in different orders, so with many of them all shards are in use
+    # whatever the window. It is divided among them only if the cache is smaller than the dataset.
     parts = sum(
         len(who) if _is_larger(dataset, config) else 1
         for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True)

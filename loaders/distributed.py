@@ -6,7 +6,7 @@ from one and a world size from another would silently train on wrong parts. torc
 imported already.
 
 `StopTogether`: the failing rank writes its error to the store of the process group. On each rank a thread
-reads that store every `poll_seconds` through a connection of its own, because the group's may be blocked in a
+polls that store every `poll_seconds` through a separate connection, because the group's may be blocked in a
 wait. The loaders of the other ranks raise the error as `PeerError` at their next batch; a loop that waits for
 data is interrupted at once. A loop that hangs in a collective is left to the timeout of its process group,
 unless the user sets `grace_seconds`: if it has not returned to its loader after that time, its stacks are

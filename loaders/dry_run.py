@@ -2,8 +2,8 @@
 
 The order is the `Arrangement` that a loader makes of its settings, the batches are those of `BatchPlan`, a
 restart passes through the state's JSON and `resume`, and workers take turns as `StreamingDataset`'s do.
-Only index and card of the datasets are read. A rank's plan costs what it costs in training: about 5 ns for
-every position of the global batch and 100 ns for each of its own samples.
+Only the datasets' indexes and cards are read. Planning a rank costs as much as in training: about 5 ns per
+position of the global batch and 100 ns per sample of the rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PlannedRun:
 
     @property
     def position(self) -> int:
-        """Where the next step begins, as the loader says."""
+        """Where the next step begins: `StreamingLoader.position`."""
         return self._cursor[0]
 
     def steps(self, most: int) -> _Ints:
@@ -74,7 +74,7 @@ class PlannedRun:
         return ids
 
     def restart(self, batch_size: int, world_size: int) -> None:
-        """Go on from the state, as it comes out of a checkpoint, in a run of other ranks."""
+        """Continue with other ranks from the state as a checkpoint would give it back."""
         position, epoch_batches = self._cursor
         saved = LoaderState(position, epoch_batches, self._settings)
         loaded = LoaderState.from_dict(json.loads(json.dumps(saved.to_dict())))

@@ -1,8 +1,8 @@
 """How long training waits for data: counted at every step, summed up in one line.
 
 `Telemetry` costs half a microsecond per step: a few additions and one entry of a histogram. The running
-totals of cache and store are read only when someone asks for `stats`. One thread counts (the training loop's)
-and any thread may ask, without a lock, so an answer may lack the step that is being counted. Time runs from
+totals of cache and store are read only by `stats`. One thread counts (the training loop's) and any thread may
+call `stats`, without a lock, so its answer may lack the step that is being counted. Time runs from
 the moment the first batch was asked for: what a script does before is not the loader's.
 
 `verdict` says whether training waited for data and, if it did, the likeliest reason, from the figures alone.

@@ -53,7 +53,7 @@ _JOIN_SECONDS = 5.0  # how long closing waits for a thread in the middle of a re
 
 
 class LoaderTimeoutError(ShardkitError, TimeoutError):
-    """A batch did not arrive in time; the message says which and what was being read."""
+    """A batch did not arrive in time; the message says which, and what was being read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class Prefetcher:
         self._wanted = wanted
         if wanted and self._thread is None and not self._ended:
             self._thread = threading.Thread(target=self._run, name="shardkit-prefetch", daemon=True)
-            # A daemon, so that it cannot keep the process alive; stopped in order at exit all the same.
+            # A daemon, so that it cannot keep the process alive; it is still stopped cleanly at exit.
             atexit.register(self.close)
             self._thread.start()
 

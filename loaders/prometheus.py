@@ -25,14 +25,14 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def render(stats: LoaderStats, labels: Mapping[str, object] | None = None) -> str:
-    """The figures since the start as exposition text; `labels` (rank, job, …) stand on every sample."""
+    """The figures since the start as exposition text; every sample has the `labels` (rank, job, …)."""
     return "".join(f"{line}\n" for line in _lines(stats, labels or {}))
 
 
 class MetricsFile:
     """Keeps `path` current with `telemetry`: call `step` at every step and `write` at the end.
 
-    Every rank needs a path of its own. A step that finds the file current costs a look at the clock.
+    Each rank needs its own path. A step that finds the file current only reads the clock.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MetricsFile:
             self.write()
 
     def write(self) -> None:
-        """Write the file now. What goes wrong is warned of once."""
+        """Write the file now. Warn once if that fails."""
         # A name that the collector passes over, in the same folder so that the rename is atomic.
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
@@ -75,7 +75,7 @@ class MetricsFile:
                 self._warned = True
                 why = f"{type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeWarning):  # python -W error: still no reason to stop training
-                    warn_user(f"{self.path}: cannot write the loader's metrics ({why}); training goes on")
+                    warn_user(f"{self.path}: cannot write the loader's metrics ({why}); training continues")
 
 
 def _lines(stats: LoaderStats, labels: Mapping[str, object]) -> Iterator[str]:

@@ -19,7 +19,7 @@ workers know only what they made: the next `for` starts the epoch again, or the 
 made (when a loop is left within the last prefetch_factor * num_workers ones). To continue exactly, give the
 dataset `load_state_dict(dataset.state_dict(batches))`.
 
-Remote datasets: give `cache_dir`, which workers share. In memory, each worker has a cache of its own.
+Remote datasets: give `cache_dir`, which workers share. In memory, each worker has its own cache.
 
 `MapDataset` reads any dataset, local or remote, in its own order: order and resuming are the sampler's
 business. A DataLoader asks for a batch at a time (`__getitems__`), which one gather reads. Random samples
@@ -98,7 +98,7 @@ class MapDataset(TorchDataset[Sample]):
         self._source: SourceInfo | None = source
         self._process: int | None = os.getpid()
         self._maker = BatchMaker(
-            batch_size=1,  # so that each sample has memory of its own
+            batch_size=1,  # so that each sample has its own memory
             config=self._config,
             token_key=source.token_key,
             eos_id=find_eos_id(streams, self._config, source.token_key),
@@ -135,7 +135,7 @@ class MapDataset(TorchDataset[Sample]):
         return number % len(self)
 
     def _own_source(self) -> SourceInfo:
-        """This process's source: a child needs locks, threads and connections of its own."""
+        """This process's source: a child needs its own locks, threads and connections."""
         if self._source is None or self._process != os.getpid():
             self._dataset = copy.copy(self._dataset)
             self._source = open_source(Streams([self._dataset], ["0"]), self._config.columns, self._dtype)

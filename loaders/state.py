@@ -3,8 +3,8 @@
 A state holds one moving number, `position` (samples delivered to the training loop, over all ranks and
 epochs), and the run's settings (`shardkit.order.run_settings`). Loading compares every setting and refuses a
 difference with a list of what differs; batch size, world size and prefetching are no settings, so they may
-change. `lanes` and `window` have defaults that depend on the first run's batch size: a loader that was not
-told otherwise takes them from the state. `epoch_batches` (batches delivered in the epoch) only serves len().
+change. The defaults of `lanes` and `window` depend on the first run's batch size: a loader that was not given
+any takes them from the state. `epoch_batches` (batches delivered in the epoch) only serves len().
 
 A mixture's state holds its schedule of weights too, and how many samples it calls an epoch. What lies before
 the position must agree; what comes after it may be changed (a schedule given to the loader wins over the
@@ -108,7 +108,7 @@ def resume(
             "the state does not belong to this loader:\n"
             + "\n".join(f"  {each.what}: saved {each.before}, loader has {each.now}" for each in differences)
             + "\nuse the settings of the run that saved it, or load_state_dict(state, on_mismatch='fork') "
-            "to go on from its position with another order"
+            "to continue from its position in another order"
         )
     return LoaderState(saved.position, 0, current)
 
@@ -141,7 +141,7 @@ def _mixture(entry: object, streams: int) -> MixtureSettings | None:
 
 
 def _from_version_1(data: Mapping[str, object]) -> dict[str, Any]:
-    """What version 1 said, in the form of now: it had one stream, with a weight that meant nothing."""
+    """A state of version 1 in today's form: it had one stream, with a weight that meant nothing."""
     streams = data.get("streams")
     if isinstance(streams, list) and all(isinstance(entry, Mapping) for entry in streams):
         streams = [

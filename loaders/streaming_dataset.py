@@ -1,8 +1,7 @@
 """`StreamingDataset`: batches for a DataLoader, of which each worker makes its share.
 
-Each worker has a loader of its own, because threads, locks and connections do not survive a fork. Worker w of
-k makes the batches w, w + k, ... from where the iteration starts. Only that start must be known to all of
-them.
+Each worker has its own loader, because threads, locks and connections do not survive a fork. Worker w of k
+makes the batches w, w + k, ... from where the iteration starts. That start is all that workers must agree on.
 
 `SharedCursor` holds it in memory that a process shares with the DataLoader workers it starts, changed under a
 lock: a worker is a copy of the dataset of the process that iterates, which does not see what workers do.
@@ -17,7 +16,7 @@ by having entered before. A worker that ends after another iteration has begun c
 
 The memory is an unnamed file: forked workers inherit it, spawned ones are given its descriptor, and nothing
 is left behind however the processes end. A copy that is not a worker's (by pickle, or in a process that was
-forked for something else) gets numbers of its own.
+forked for something else) gets its own numbers.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
     @property
     def loader(self) -> StreamingLoader:
-        """The loader of this process; another process needs threads, locks and connections of its own."""
+        """The loader of this process; another process needs its own threads, locks and connections."""
         if self._process != os.getpid():
             state, arguments = self._loader.state_dict(), dict(self._arguments)
             if get_worker_info() is not None:

@@ -229,7 +229,7 @@ class Opened:
         return [spec.limit(kept) for spec, kept in zip(self.specs, self.kept, strict=True)]
 
     def settings(self, config: LoaderConfig, order: OrderSpec, tail: Tail) -> RunSettings:
-        """The settings of a run over these streams. ValueError says what cannot be."""
+        """The settings of a run over these streams. ValueError for impossible ones."""
         streams = tuple(
             StreamSettings(
                 dataset.fingerprint, kept, spec.name or "", excluded.digest if excluded is not None else ""
@@ -246,7 +246,7 @@ class Opened:
         return sum(self.kept) if mixture is None else mixture.epoch_samples
 
     def mixture(self, config: LoaderConfig) -> MixtureSettings | None:
-        """How the streams are mixed as configured; None for a single one. ValueError says what cannot be."""
+        """How the streams are mixed; None for a single one. ValueError for impossible settings."""
         if len(self.streams) == 1:
             if config.schedule is not None or config.epoch_samples is not None:
                 raise ValueError("schedule and epoch_samples belong to mixtures: give several streams")
@@ -271,7 +271,7 @@ class Opened:
 def open_streams(
     dataset: str | os.PathLike[str] | Dataset | Sequence[Stream], config: LoaderConfig, processes: int
 ) -> Opened:
-    """Open what a loader was given; `processes` of this machine divide its memory."""
+    """Open what a loader was given; `processes` on this machine share its memory."""
     if isinstance(dataset, (str, os.PathLike, Dataset)):
         specs: tuple[Stream, ...] = (Stream(dataset),)
     else:
@@ -303,7 +303,7 @@ def named_weights(names: Sequence[str], weights: Weights) -> list[float]:
 
 
 def _cache_options(config: LoaderConfig, processes: int, streams: int) -> CacheOptions:
-    """Of one stream: in memory each has a part of its own, a folder is shared by all."""
+    """The options of one stream: in memory each has its own share, a folder is shared by all."""
     capacity = None if config.cache_bytes is None else parse_bytes(config.cache_bytes)
     if config.cache_dir is None:
         processes *= streams
@@ -340,7 +340,7 @@ def _names(specs: Sequence[Stream], datasets: Sequence[Dataset]) -> list[str]:
     ]
     given = Counter(spec.name for spec in specs if spec.name is not None)
     if twice := [name for name, count in given.items() if count > 1]:
-        raise ValueError(f"two streams are called {twice[0]!r}: give each a name of its own")
+        raise ValueError(f"two streams are called {twice[0]!r}: give each its own name")
     counts = Counter(found)
     return [
         name if counts[name] == 1 or spec.name is not None else f"{name}#{number}"

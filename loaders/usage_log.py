@@ -3,10 +3,10 @@
     loader = StreamingLoader("out", batch_size=8, usage_log="logs/run-7")
     shardkit audit --logs logs/run-7 out
 
-A step is logged before it is handed over, by one unbuffered write: what a killed process was given is in
-the log, but for a last record cut short. The file is created with the first step. What cannot be written is
-warned of once, and training goes on: the audit will miss the steps. `shardkit.formats.usage_log` has the
-format.
+A step is logged by one unbuffered write before it is handed over, so the log of a killed process has every
+step that its loop received, except that the last record may be truncated. The file is created with the first
+step. If writing fails, one warning says so and training continues: the audit will miss those steps. The
+format is in `shardkit.formats.usage_log`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UsageLog:
         """The file; None before the first step."""
 
     def begin(self, settings: RunSettings, position: int) -> None:
-        """The next step begins a run, or goes on from a state, at `position`."""
+        """Record with the next step that a run starts, or continues from a state, at `position`."""
         self._head_due = True
         self._head = RunHead(
             settings=settings.named(self._names),
@@ -63,7 +63,7 @@ class UsageLog:
         ).record()
 
     def step(self, start: int, ids: npt.NDArray[np.int64], after: int) -> None:
-        """A batch is handed over: its step begins at `start`, the next one at `after`; -1 is padding."""
+        """Log a batch that is handed over: a step from position `start` to `after`; id -1 is padding."""
         if self._failed:
             return
         record = step_record(start, ids.astype(self._type).tobytes())
@@ -78,7 +78,7 @@ class UsageLog:
         self._end = after
 
     def close(self) -> None:
-        """Say that the run ended in order."""
+        """Record that the run ended normally."""
         if self._descriptor is not None and self._process == os.getpid():
             try:
                 self._write(end_record(self._end))
@@ -104,5 +104,5 @@ class UsageLog:
 
     def _fail(self, error: OSError) -> None:
         self._failed = True
-        text = f"{self.path or self._folder}: cannot write the usage log ({error}); training goes on without"
-        warn_user(text)
+        where = self.path or self._folder
+        warn_user(f"{where}: cannot write the usage log ({error}); training continues without it")

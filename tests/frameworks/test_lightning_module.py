@@ -180,7 +180,14 @@ class Kept(OnExceptionCheckpoint):
 
 @pytest.mark.parametrize("endless", [False, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
-    ("where", "batch"), [("start", 6), ("step", 6), ("end", 6), ("step", 0), ("end", 13), ("validation", 14)]
+    ("where", "batch"),
+    [
+        ("step", 6),
+        ("step", 0),
+        ("end", 13),
+        ("validation", 14),
+        *(pytest.param(where, 6, marks=pytest.mark.extended) for where in ("start", "end")),
+    ],
 )
 def test_a_batch_that_failed_is_trained_on_once(
     where: str, batch: int, endless: bool, data: Data, tmp_path: Path

@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_written_warns_once_and_never_raises(tmp_path: Pat
     now = [0.0]
     metrics = MetricsFile(tmp_path / "no" / "a.prom", Telemetry(1), clock=lambda: now[0])
     with pytest.warns(
-        RuntimeWarning, match=r"no/a\.prom: cannot write the loader's metrics.*training goes on"
+        RuntimeWarning, match=r"no/a\.prom: cannot write the loader's metrics.*training continues"
     ) as caught:
         metrics.step()
     assert caught[0].filename == __file__
