@@ -368,15 +368,6 @@ def test_a_loop_that_stays_away_is_ended_in_steps(
     assert any("test_distributed.py" in entry for entry in stacks)
 
 
-def test_a_loop_that_takes_the_error_is_left_alone(start: Start, endings: list[str]) -> None:
-    first, second = start(0), start(1, grace_seconds=SOON_SECONDS)
-    first.report(ValueError("boom"))
-    heard(second)
-    for thread in threads():
-        thread.join(SOON_SECONDS)
-    assert endings == []
-
-
 def test_an_error_taken_by_one_loader_counts_for_the_others_of_its_process(
     start: Start, endings: list[str], board: Board
 ) -> None:
@@ -395,15 +386,6 @@ def test_closing_in_the_grace_time_ends_the_watch(start: Start, endings: list[st
     second.close()
     assert not second.watching
     assert endings == []
-
-
-def test_without_grace_time_nothing_is_ended(start: Start, endings: list[str]) -> None:
-    first, second = start(0), start(1, grace_seconds=None)
-    first.report(ValueError("boom"))
-    for thread in threads():
-        thread.join(SOON_SECONDS)
-    assert endings == []
-    assert heard(second).rank == 0
 
 
 def test_a_store_that_is_lost_is_no_error(start: Start, board: Board, endings: list[str]) -> None:
