@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,45 +64,14 @@ def test_batches_and_states_are_the_loaders_however_far_ahead(path: Path, device
             assert_equal(on_cpu(batch), expected[step][0], f"loaded, batch {step}")
 
 
-class Resumable(StreamingLoader):
-    """A loader seen through a prefetcher, for the harness that proves exact resume."""
-
-    def __init__(self, *arguments: Any, device: str, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.ahead = CudaPrefetcher(Inner(self), device, depth=3)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return map(on_cpu, self.ahead)
-
-    def state_dict(self) -> State:
-        return self.ahead.state_dict()
-
-    def load_state_dict(self, state: Any, *, on_mismatch: Any = "error") -> None:
-        self.ahead.load_state_dict(state)
-
-
-class Inner:
-    """The loader below."""
-
-    def __init__(self, outer: Resumable) -> None:
-        self.outer = outer
-
-    def __iter__(self) -> Iterator[Batch]:
-        return StreamingLoader.__iter__(self.outer)
-
-    def state_dict(self) -> State:
-        return StreamingLoader.state_dict(self.outer)
-
-    def load_state_dict(self, state: State) -> None:
-        StreamingLoader.load_state_dict(self.outer, state)
-
-
 @devices
 def test_a_run_resumed_at_any_step_goes_on_exactly(path: Path, device: str) -> None:
-    def make_loader() -> StreamingLoader:
-        return Resumable(path, batch_size=4, rank=0, world_size=1, return_ids=True, window=9, device=device)
+    @contextmanager
+    def ahead() -> Iterator[CudaPrefetcher]:
+        with make(path) as loader:
+            yield CudaPrefetcher(loader, device, depth=3)
 
-    assert_exact_resume(make_loader, steps=18, tail_steps=5)
+    assert_exact_resume(ahead, steps=18, tail_steps=5)
 
 
 @devices

@@ -11,10 +11,11 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,22 +24,32 @@ from shardkit.loaders import StreamingLoader
 
 Batch = dict[str, Any]
 State = dict[str, Any]
-Maker = Callable[[], StreamingLoader]
+
+
+class Resumable(Protocol):
+    """A loader, or what wraps one."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
+
+
+Maker = Callable[[], AbstractContextManager[Resumable]]
 RankMaker = Callable[[int, int], StreamingLoader]
 
 
-def batches(loader: Iterable[Batch]) -> Iterator[Batch]:
+def batches(loader: Resumable | Iterable[Batch]) -> Iterator[Batch]:
     """All batches from here on, epoch after epoch."""
     while True:
         yield from loader
 
 
-def run(loader: StreamingLoader, steps: int) -> list[tuple[Batch, State]]:
+def run(loader: Resumable, steps: int) -> list[tuple[Batch, State]]:
     """The next `steps` batches, each with the state that a checkpoint taken while holding it would keep."""
     return [(batch, saved(loader)) for batch in islice(batches(loader), steps)]
 
 
-def saved(loader: StreamingLoader) -> State:
+def saved(loader: Resumable) -> State:
     """The state as it comes out of a checkpoint."""
     state: State = json.loads(json.dumps(loader.state_dict()))
     return state
