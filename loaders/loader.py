@@ -5,9 +5,9 @@ and on nothing else. The position moves when a batch is handed over, not when it
 holding batch t continues with batch t + 1, whatever had been prefetched. A batch belongs to whoever received
 it and is never written to again.
 
-The way of a batch: `plan` computes which samples it holds, `readers` gather their rows from open shards,
-`batch` makes tensors and labels of them, `producer` does this for many batches ahead of the loop, and
-`_deliver` hands them over, counts and logs them.
+The path of a batch: `plan` computes which samples it holds, `gather` (or `sources`) reads their rows from the
+open shards of `streams`, `batch` turns them into tensors and labels, `producer` does this for many batches
+ahead of the loop, and `_deliver` hands them over, counts and logs them.
 
 One `for` is one epoch. Leaving it early and starting another continues with the next batch of the same epoch,
 as a state saved there would; leaving it after the epoch's last batch is the same as its end. Only one
