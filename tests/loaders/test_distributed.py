@@ -119,7 +119,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """The three ranks of every scenario of stop_ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, str(RANKS), str(folder)], check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, str(RANKS), str(folder)], check=True, timeout=200, env=environment)
     return {
         name: [Rank(**end, output=(folder / f"{name}.{rank}").read_text()) for rank, end in enumerate(ends)]
         for name, ends in json.loads((folder / "ends.json").read_text()).items()
