@@ -42,7 +42,7 @@ from shardkit.progress import make_listener
 from shardkit.units import format_bytes
 from shardkit.writers.annotations import ANNOTATIONS_FILE
 from shardkit.writers.dedup.config import NearDedupConfig
-from shardkit.writers.execution.engine_local import default_workers
+from shardkit.writers.execution.engine import default_workers
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork

@@ -19,8 +19,7 @@ from shardkit.progress import Listener
 from shardkit.storage.store import StorageOptions
 from shardkit.storage.url import is_remote
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.engine import Engine
-from shardkit.writers.execution.engine_local import RESUME, LocalEngine, default_workers
+from shardkit.writers.execution.engine import RESUME, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TaskSlice

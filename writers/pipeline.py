@@ -56,8 +56,7 @@ from shardkit.writers.publish import (
     global_shards,
     publish,
 )
-from shardkit.writers.recipe import Recipe, load_recipe, recipe_from_mapping
-from shardkit.writers.recipe_text import apply_override
+from shardkit.writers.recipe import Recipe, apply_override, load_recipe, recipe_from_mapping
 from shardkit.writers.report import render_report
 from shardkit.writers.result import BuildResult, StageClock, StageTime
 from shardkit.writers.stages.clean import QUARANTINE_FILE

@@ -27,8 +27,7 @@ from shardkit.progress import make_listener
 from shardkit.writers.dedup.near import NearStages
 from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import Removals
-from shardkit.writers.execution.engine import Engine, InlineEngine
-from shardkit.writers.execution.engine_local import LocalEngine
+from shardkit.writers.execution.engine import Engine, InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.inputs import scan
 from shardkit.writers.recipe import Recipe, load_recipe

@@ -180,7 +180,7 @@ def test_hostile_texts_are_shown_as_texts(built: Path, card: dict[str, Any]) -> 
 
 @pytest.mark.extended  # test_build_determinism.py holds all files of builds without languages to it
 def test_report_and_card_are_the_same_with_other_workers(built: Path) -> None:
-    from shardkit.writers.execution.engine_local import LocalEngine
+    from shardkit.writers.execution.engine import LocalEngine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "LocalEngine", LocalEngine)  # processes, unlike the first build

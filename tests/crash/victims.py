@@ -287,7 +287,7 @@ def _have_disk(base: Path) -> None:
 def _guarded_engine() -> Any:
     """Runs tasks in this process, with the error handling of workers."""
     from shardkit.writers.execution import engine as engine_inline
-    from shardkit.writers.execution.engine_local import run_guarded
+    from shardkit.writers.execution.engine import run_guarded
 
     _forever.enter_context(patch.object(engine_inline, "run_task", run_guarded))
     return engine_inline.InlineEngine()

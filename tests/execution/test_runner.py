@@ -20,8 +20,7 @@ import pytest
 
 from shardkit.errors import BuildError, ConservationError
 from shardkit.progress import make_listener
-from shardkit.writers.execution.engine import InlineEngine
-from shardkit.writers.execution.engine_local import LocalEngine
+from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task

@@ -14,7 +14,6 @@ import pytest
 
 from shardkit.cache import contract as options
 from shardkit.cache.contract import CacheOptions
-from shardkit.cache.memory import CacheMemory
 from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders import StreamingLoader

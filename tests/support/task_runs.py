@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from shardkit.errors import BuildError, RecipeError, ShardError
-from shardkit.writers.execution.engine import Engine
-from shardkit.writers.execution.engine_local import WorkerTracebackError
+from shardkit.writers.execution.engine import Engine, WorkerTracebackError
 from shardkit.writers.execution.scheduler import OwnQueue
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work

@@ -51,8 +51,7 @@ from shardkit.writers.dedup.signatures import (
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows
 from shardkit.writers.dedup.verify import EDGES_FILE, VerifiedBlock, plan_blocks, verify_block
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.engine import InlineEngine
-from shardkit.writers.execution.engine_local import LocalEngine
+from shardkit.writers.execution.engine import InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, contents, partition_name
 from shardkit.writers.kernels.shingles import shingle_batch

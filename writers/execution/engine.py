@@ -1,18 +1,71 @@
-"""The contract of an engine, which runs a build's tasks, and the engine that uses this process alone."""
+"""Engines: what runs the tasks of a build on one machine. `engine_ray.py` runs them on a cluster.
+
+`InlineEngine` runs tasks in this process. `LocalEngine` runs them in processes on this machine, one task at a
+time in each. Its workers are fresh interpreters that import only the modules of their tasks (the caller's
+script does not run again) and use one thread each. They die with the process that started them, even on
+SIGKILL. No task depends on its worker, so the number of workers never changes a byte. The first error stops
+all workers; committed tasks are kept.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+from shardkit.errors import BuildError, ShardkitError
 from shardkit.files import Closing
 from shardkit.writers.execution.scheduler import TaskQueue
-from shardkit.writers.execution.task import Task
+from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.kernels.numba_support import CompilationWatch, kernel_cache
 
-__all__ = ["Engine", "InlineEngine", "OnCompile"]
+__all__ = [
+    "MAX_WORKERS",
+    "ONE_THREAD",
+    "RESUME",
+    "Engine",
+    "InlineEngine",
+    "LocalEngine",
+    "OnCompile",
+    "WorkerTracebackError",
+    "answer",
+    "default_workers",
+    "give_back_memory",
+    "run_guarded",
+    "serve",
+]
+
+MAX_WORKERS = 256
+DEFAULT_MAX_WORKERS = 64  # beyond this, disk and memory bandwidth of one machine are the limit
+ONE_THREAD = dict.fromkeys(
+    (
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "NUMBA_NUM_THREADS",
+        "RAYON_NUM_THREADS",
+        "ARROW_IO_THREADS",
+    ),
+    "1",
+) | {"TOKENIZERS_PARALLELISM": "false"}
+_BOOT = (
+    "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
+    "parent, sys.path[:] = pipe.recv(); from shardkit.writers.execution.engine import serve; "
+    "serve(pipe, parent)"
+)
+RESUME = "finished tasks are kept; the same command continues"
 
 OnCompile = Callable[[Task, float | None], None]
 """Called as Numba compiles kernels for a task: with None when it starts, then with its seconds."""
@@ -51,3 +104,206 @@ class InlineEngine(Closing):
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class WorkerTracebackError(Exception):
+    """Carries the text of a traceback out of a worker, as the cause of the error."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    task: Task | None = None
+
+
+@dataclass(slots=True)
+class LocalEngine(Closing):
+    """Up to `workers` processes, started when there is work and kept until the engine is closed."""
+
+    workers: int
+    _started: list[_Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise BuildError(f"{self.workers} workers: between 1 and {MAX_WORKERS} are possible")
+
+    def close(self) -> None:
+        """Kill the workers. Unfinished tasks leave a temporary folder that the next build removes."""
+        for worker in self._started:
+            worker.process.kill()
+        for worker in self._started:
+            worker.process.wait()
+            worker.pipe.close()
+        self._started.clear()
+
+    def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
+        """Run tasks until the queue is exhausted.
+
+        Raises the first task's error with its type and message; BuildError if a worker dies.
+        """
+        try:
+            while not queue.exhausted:
+                has_room = self._start_tasks(queue, work)
+                busy = {worker.pipe: worker for worker in self._started if worker.task is not None}
+                if not busy:
+                    if not queue.exhausted:  # other processes run the rest
+                        time.sleep(queue.poll_seconds or 0.0)
+                    continue
+                for pipe in wait(list(busy), queue.poll_seconds if has_room else None):
+                    commit = self._receive(busy[pipe], on_compile)  # type: ignore[index]
+                    if commit is not None:
+                        queue.done(commit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_tasks(self, queue: TaskQueue, work: Work) -> bool:
+        """Give tasks to idle workers, starting more up to the limit; returns whether one is left idle."""
+        while True:
+            idle = next((worker for worker in self._started if worker.task is None), None)
+            if idle is None and len(self._started) == self.workers:
+                return False
+            task = queue.take()
+            if task is None:
+                return True
+            if idle is None:
+                idle = _start_worker()
+                self._started.append(idle)
+            self._send(idle, task, work)
+
+    def _send(self, worker: _Worker, task: Task, work: Work) -> None:
+        worker.task = task
+        try:
+            worker.pipe.send((task, task.digest, work))
+        except OSError:  # it died idle
+            raise self._death(worker) from None
+
+    def _receive(self, worker: _Worker, on_compile: OnCompile | None) -> Commit | None:
+        """The commit of a worker's task; None if the worker only reported kernel compilation."""
+        try:
+            answer = worker.pipe.recv()
+        except (EOFError, OSError):
+            raise self._death(worker) from None
+        if not isinstance(answer, tuple):
+            if on_compile is not None and worker.task is not None:
+                on_compile(worker.task, answer)
+            return None
+        commit, error, trace = answer
+        worker.task = None
+        if error is not None:
+            raise error from WorkerTracebackError(trace)
+        assert isinstance(commit, Commit)
+        return commit
+
+    def _death(self, worker: _Worker) -> BuildError:
+        code = worker.process.wait()
+        if code >= 0:
+            return BuildError(f"task {worker.task}: its worker ended with exit status {code}; {RESUME}")
+        hint = ""
+        if -code == signal.SIGKILL:
+            hint = "; if the machine ran out of memory, use fewer --workers or a smaller `memory`"
+        return BuildError(
+            f"task {worker.task}: its worker was killed by {signal.Signals(-code).name}{hint}; {RESUME}"
+        )
+
+
+def default_workers(memory_bytes: int) -> int:
+    """One per core that this process may use, as long as each can have `memory_bytes`."""
+    cores = len(os.sched_getaffinity(0))
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, DEFAULT_MAX_WORKERS, pages * 4 // 5 // max(1, memory_bytes)))
+
+
+def _start_worker() -> _Worker:
+    ours, theirs = Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            # -P: a file in the current folder must not stand in for a module of the standard library.
+            [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the caller's stdout carries results only
+            env=os.environ | ONE_THREAD | kernel_cache(),
+            process_group=0,  # Ctrl-C goes to the caller, which ends the workers
+        )
+    worker = _Worker(process, ours)
+    with suppress(OSError):  # the same error comes again, with its reason, with the first task
+        ours.send((os.getpid(), sys.path))
+    return worker
+
+
+def serve(pipe: Connection, parent: int) -> None:
+    """Main loop of a worker: run the tasks that come through the pipe until it closes."""
+    _die_with(parent)
+    watch = CompilationWatch(pipe.send)
+    try:
+        while True:
+            task, digest, work = pipe.recv()  # unpickling imports the task's modules
+            watch.install()
+            pipe.send_bytes(answer(task, digest, work))
+            give_back_memory()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def answer(task: Task, digest: str, work: Work) -> bytes:
+    """Run a task; pickled (commit, error, traceback), where either commit or error is None."""
+    reply: tuple[Any, ...]
+    try:
+        reply = (run_guarded(task, digest, work), None, "")
+    except ShardkitError as error:
+        trace = traceback.format_exc() if error.__cause__ is None else "".join(_format(error.__cause__))
+        reply = (None, error, trace)
+    try:
+        data = pickle.dumps(reply)
+        pickle.loads(data)
+        return data
+    except Exception:  # an error that does not survive pickling
+        problem = f"{type(reply[1]).__name__}: {reply[1]}"
+        return pickle.dumps((None, BuildError(f"task {task}: {problem}"), reply[2]))
+
+
+def _format(error: BaseException) -> list[str]:
+    return traceback.format_exception(error)
+
+
+def run_guarded(task: Task, digest: str, work: Work) -> Commit:
+    """`run_task`, with errors of any kind as a ShardkitError that says what to do."""
+    try:
+        return run_task(task, digest, work)
+    except ShardkitError:
+        raise
+    except OSError as error:
+        raise BuildError(f"task {task}: {error}; {RESUME}") from error
+    except MemoryError as error:
+        problem = "out of memory; use fewer --workers or a smaller `memory`"
+        raise BuildError(f"task {task}: {problem}; {RESUME}") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}; this is a bug in shardkit, please report it"
+        raise BuildError(f"task {task}: {problem}") from error
+
+
+def give_back_memory() -> None:
+    """Return free memory to the system, so that a worker does not keep the peaks of all stages."""
+    if pyarrow := sys.modules.get("pyarrow"):
+        pyarrow.default_memory_pool().release_unused()
+    if sys.platform == "linux":
+        import ctypes
+
+        with suppress(AttributeError):  # a C library other than GNU's
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # the parent died before the request took effect

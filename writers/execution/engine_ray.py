@@ -31,10 +31,10 @@ from typing import Any, Self
 from shardkit.errors import BuildError, MissingExtraError, warn_user
 from shardkit.files import Closing
 from shardkit.units import format_bytes
-from shardkit.writers.execution.engine import OnCompile
-from shardkit.writers.execution.engine_local import (
+from shardkit.writers.execution.engine import (
     ONE_THREAD,
     RESUME,
+    OnCompile,
     WorkerTracebackError,
     answer,
     default_workers,

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shardkit.errors import BuildError, RecipeError
-from shardkit.writers.execution.engine_local import LocalEngine, default_workers
+from shardkit.writers.execution.engine import LocalEngine, default_workers
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.work import Work
 from support.task_runs import FAILURES, check_failure, end_napping, imported_tasks, make_task, run_all
@@ -83,7 +83,7 @@ def test_a_script_without_a_main_guard_builds_once(tmp_path: Path, tasks: Module
     (tmp_path / "guard.py").write_text(
         "print('once')\n"
         "from pathlib import Path; import engine_tasks\n"
-        "from shardkit.writers.execution.engine_local import LocalEngine\n"
+        "from shardkit.writers.execution.engine import LocalEngine\n"
         "from shardkit.writers.execution.runner import Journal\n"
         "from shardkit.writers.execution.task import Task\n"
         "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
@@ -138,12 +138,12 @@ def test_the_first_error_stops_the_others_at_once(tasks: ModuleType, work: Work,
     with LocalEngine(2) as engine, pytest.raises(RecipeError):
         run_all(engine, planned, work)
     assert time.monotonic() - start < 300  # long before the nap ends
-    assert not [p for p in psutil.Process().children() if "engine_local" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "execution.engine" in " ".join(p.cmdline())]
 
 
 SLEEPER = (
     "from pathlib import Path; import engine_tasks\n"
-    "from shardkit.writers.execution.engine_local import LocalEngine\n"
+    "from shardkit.writers.execution.engine import LocalEngine\n"
     "from shardkit.writers.execution.runner import Journal\n"
     "from shardkit.writers.execution.task import Task\n"
     "with Journal(Path('work')) as journal, LocalEngine(2) as engine:\n"
