@@ -124,9 +124,16 @@ class BatchMaker:
         if padding is not None and padding.any():
             columns = {name: self._filled(name, values, padding) for name, values in columns.items()}
         segments = self._segments(columns, padding)
+        extras = self._extras(columns, segments, sample_ids, padding)
+        named = extras.keys() | ({"cu_seqlens", "max_seqlen"} if self.config.cu_seqlens else set())
+        if both := columns.keys() & named:
+            raise ValueError(
+                f"the dataset has a column {min(both)!r}, which an option of the loader would replace: leave "
+                f"the option out, or select other columns"
+            )
         parts: dict[str, list[Any]] = {}
         size = 0
-        for name, values in (columns | self._extras(columns, segments, sample_ids, padding)).items():
+        for name, values in (columns | extras).items():
             if isinstance(values, np.ndarray):
                 size += values.nbytes
                 parts[name] = _tensors(values, count)

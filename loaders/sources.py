@@ -293,7 +293,7 @@ class DecodedSamples:
         """As `Source.open_rows`."""
         is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
         if (reader := self._streams.readers[0]) is not None:
-            reader.follow()  # whole shards are needed from the first sample on
+            reader.fetch_ahead()  # whole shards are needed from the first sample on
 
         def read(low: int, high: int) -> Columns:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))

@@ -43,7 +43,7 @@ from shardkit.writers.pipeline import refuse_own_files, with_overrides
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages.clean import DOCUMENTS_FILE
-from shardkit.writers.stages.duplicates import NEAR
+from shardkit.writers.stages.duplicate_losses import NEAR
 from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors
 
 __all__ = ["DedupIndexResult", "build_dedup_index"]

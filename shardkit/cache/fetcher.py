@@ -191,7 +191,7 @@ class Fetcher:
             jobs = [job for job in known if job.urgent and not job.done.is_set()]
         return self._describe(jobs[0]) if jobs else ""
 
-    def follow(self, plan: Planner) -> None:
+    def add_plan(self, plan: Planner) -> None:
         """Fetch ahead as `plan` says, in turn with other plans, for as long as the caller holds it."""
         with self._changed:
             self._plans = [*map(weakref.ref, self.plans()), weakref.ref(plan)]

@@ -41,7 +41,7 @@ class CacheReader:
         self.is_open = False
         """Whether a run was started and this was not closed since."""
         self._rows_left = shards.limits.single_rows
-        self._follow: Callable[[], Planner] | None = None  # fetching ahead has not begun
+        self._make_plan: Callable[[], Planner] | None = None  # fetching ahead has not begun
         self._plan: Planner | None = None
 
     def start(
@@ -53,15 +53,17 @@ class CacheReader:
         share: float = 1.0,
         siblings: Sequence[CachedShards] = (),
     ) -> None:
-        """Begin a run, as `CachedShards.follow` has it; fetching ahead begins behind its first rows."""
+        """Begin a run, as `CachedShards.make_plan` has it; fetching ahead begins after its first rows."""
         self.close()
         self.is_open, self._rows_left = True, self._shards.limits.single_rows
         self._shards.readers.add(self)
-        self._follow = partial(self._shards.follow, order, position, lanes, share=share, siblings=siblings)
+        self._make_plan = partial(
+            self._shards.make_plan, order, position, lanes, share=share, siblings=siblings
+        )
 
     def close(self) -> None:
         """Stop fetching ahead. May be started again."""
-        self.is_open, self.using, self._follow = False, frozenset(), None
+        self.is_open, self.using, self._make_plan = False, frozenset(), None
         if self._plan is not None:
             self._shards.fetcher.drop(self._plan)
             self._plan = None
@@ -79,11 +81,11 @@ class CacheReader:
         """Which of these shards are not here yet."""
         return [number for number in numbers if not self._shards.fetcher.is_there(number)]
 
-    def follow(self) -> None:
+    def fetch_ahead(self) -> None:
         """Begin to fetch ahead, unless that has begun."""
-        follow, self._follow = self._follow, None
-        if follow is not None:
-            self._plan = follow()
+        make_plan, self._make_plan = self._make_plan, None
+        if make_plan is not None:
+            self._plan = make_plan()
 
     def first_rows(
         self, missing: Sequence[int], rows_of: Callable[[int], npt.NDArray[np.int64]]
@@ -102,9 +104,9 @@ class CacheReader:
         else:
             self._rows_left -= count
         if sum(map(len, wanted.values())) > FIRST_ROWS:
-            self.follow()
+            self.fetch_ahead()
         fetched = shards.rows.read(wanted, self.timeout_seconds) if wanted else {}
-        self.follow()
+        self.fetch_ahead()
         return fetched
 
     def progress(self) -> str:

@@ -89,7 +89,7 @@ class CachedShards:
         name = self._known_entry(number)
         return name is not None and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
 
-    def follow(
+    def make_plan(
         self,
         order: Order | MixedUses,
         position: int,
@@ -120,7 +120,7 @@ class CachedShards:
             is_sibling=_any_owns(siblings),
             plans=self.fetcher.plans,
         )
-        self.fetcher.follow(plan)
+        self.fetcher.add_plan(plan)
         for number in list(self._objects):  # other threads may have asked for some since
             self._teach(number)
         return plan

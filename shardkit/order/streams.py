@@ -1,8 +1,8 @@
 """The order of training samples that come from several streams, or from a stream with rows left out.
 
-    position -> (stream s, index i) by `shardkit.order.mixture`; index i is position i in stream s's own
-    `Order` the stream's own epoch, lane, shard, row <- Order.locate(i); without exclusions that is all
-    shard and sample number over all streams: those of s follow those of s - 1
+    position       -> (stream s, index i)            by `shardkit.order.mixture`
+    index i        -> epoch, lane, shard, row        by `Order.locate` of stream s (all, without exclusions)
+    shard, sample  -> number over all streams        numbers of stream s follow those of stream s - 1
 
 A `StreamOrder` is an `Order` of the rows that are kept: each shard counts with its kept samples, and what the
 order finds are kept ids, which rank and select turn into rows of the real dataset. Without exclusions it is

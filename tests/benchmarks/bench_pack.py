@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from figures import timed
-from shardkit.writers.stages.placement import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.packing import Placement, fill_rows, pack_best_fit, pack_concat
 
 
 def best_of(function: Callable[[], object], runs: int = 5) -> float:

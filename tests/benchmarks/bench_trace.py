@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from figures import Heads, benchmark_parser, give
 from shardkit.formats import mds
 from shardkit.writers.documents import document_ids, keyed_hashes
-from shardkit.writers.stages.placement import pack_best_fit
+from shardkit.writers.stages.packing import pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from support.small_dataset import renumbered

@@ -19,7 +19,7 @@ from soak_dedup import write_documents
 
 MEMORY = 1 << 28
 LIBRARIES = 340_000_000  # RSS of a worker that has loaded all kernels; half of it is shared with the others
-TASK = MEMORY // 5  # of duplicate removal: writers/stages/duplicates.py
+TASK = MEMORY // 5  # of duplicate removal: writers/stages/duplicate_losses.py
 LARGE = {
     "tokenize",
     "parity",

@@ -15,7 +15,7 @@ from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance as module
-from shardkit.writers.stages.placement import Placement, pack_best_fit
+from shardkit.writers.stages.packing import Placement, pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from support.plain_provenance import documents_at, rows_of

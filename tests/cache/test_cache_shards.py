@@ -161,7 +161,7 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
 ) -> None:
     store = NotedStore(folders[kind])
     shards = opened(store)
-    plan = shards.follow(in_order(shards), 0, None)
+    plan = shards.make_plan(in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
     for position in range(0, 120, 7):  # into the third epoch
         shards.fetcher.advance(plan, position)
@@ -184,7 +184,7 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
         for number in range(SHARDS):
             shards.entry(number)
     order = in_order(shards)
-    plan = shards.follow(order, 0, None)
+    plan = shards.make_plan(order, 0, None)
     starts = shards._manifest.shard_starts
     for epoch in range(2):
         for number in range(SHARDS):
@@ -207,7 +207,7 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
 def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
     store = NotedStore(folders["mds"])
     shards = opened(store, CacheMemory(largest_of(store) + 100))
-    _plan = shards.follow(in_order(shards), int(shards._manifest.shard_starts[3]), None)
+    _plan = shards.make_plan(in_order(shards), int(shards._manifest.shard_starts[3]), None)
     wait_until(lambda: shards.fetcher.is_there(3))
     shards.close()
     assert [read.key for read in store.reads] == [names_of(shards)[3]]
@@ -222,7 +222,7 @@ def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[st
     order, starts = in_order(shards), shards._manifest.shard_starts
     laps = [[(number + offset) % SHARDS for number in range(SHARDS)] for offset in (0, 3)]
     places = [[int(starts[number]) + (number < lap[0]) * order.samples for number in lap] for lap in laps]
-    plans = [shards.follow(order, place[0], None) for place in places]
+    plans = [shards.make_plan(order, place[0], None) for place in places]
     for step in range(SHARDS):
         for plan, lap, place in zip(plans, laps, places, strict=True):
             shards.fetcher.advance(plan, place[step])
@@ -239,7 +239,7 @@ def test_a_plan_ends_with_its_reader(folders: dict[str, Path]) -> None:
     first, second = CacheReader(shards), CacheReader(shards)
     for reader in (first, second):
         reader.start(in_order(shards), 0, None)
-        reader.follow()
+        reader.fetch_ahead()
     assert len(shards.fetcher.plans()) == 2
     first.close()
     assert len(shards.fetcher.plans()) == 1
@@ -260,7 +260,7 @@ def test_a_pickled_copy_works_by_itself(
     put_folder(folders[kind], store)
     cache = CacheOptions(folder=tmp_path if where == "folder" else None, capacity=1 << 20)
     shards = remote_shards(store.url, cache)
-    _plan = shards.follow(in_order(shards), 0, None)
+    _plan = shards.make_plan(in_order(shards), 0, None)
     expected = [shards.load(number).tobytes() for number in range(SHARDS)]
     text = pickle.dumps(shards)
     shards.close()
@@ -294,7 +294,7 @@ def test_a_copy_reads_the_versions_that_were_known_and_no_others(folders: dict[s
 def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, Path]) -> None:
     shards = opened(NotedStore(folders["mds"]))
     for _ in range(2):
-        _plan = shards.follow(in_order(shards), 0, None)
+        _plan = shards.make_plan(in_order(shards), 0, None)
         wait_until(lambda: kept(shards) == SHARDS)
         assert fetch_threads()
         shards.close()

@@ -166,3 +166,18 @@ def test_a_batch_of_nothing_but_padding_has_the_same_keys(ids: list[int]) -> Non
     (batch,) = make(LoaderConfig(labels=True, cu_seqlens=True), ids, mark_padding=True)
     assert (batch["labels"] == -100).all()
     assert batch["cu_seqlens"].tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("labels", LoaderConfig(labels=True)),
+        ("cu_seqlens", LoaderConfig(cu_seqlens=True)),
+        ("sample_id", LoaderConfig()),
+    ],
+)
+def test_an_option_never_replaces_a_column_of_the_same_name(name: str, config: LoaderConfig) -> None:
+    maker = BatchMaker(2, config, "tokens", EOS, return_ids=True)
+    columns: dict[str, Any] = {"tokens": np.zeros((2, 4), np.int64), name: np.zeros(2, np.int64)}
+    with pytest.raises(ValueError, match=f"a column '{name}', which an option of the loader would replace"):
+        maker.make(columns, np.arange(2))

@@ -22,7 +22,7 @@ from shardkit.tools.trace.search import Selection, UrlPatterns
 from shardkit.tools.trace.table import COLUMNS, NoProvenanceError, ProvenanceTable
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.stages import provenance
-from shardkit.writers.stages.placement import pack_best_fit
+from shardkit.writers.stages.packing import pack_best_fit
 from shardkit.writers.stages.provenance import write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA
 from support.small_dataset import renumbered

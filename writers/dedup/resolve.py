@@ -1,24 +1,22 @@
-"""Who goes: a document is removed if and only if one that stays, of higher priority, verifies against it.
+"""Decides removals: a document goes if and only if one that stays, of higher priority, verifies against it.
 
-Edges come by the priority of their winner, highest first. When an edge is met, everything that could remove
-its winner has been met, so one bit a document decides: if the winner stands, the loser falls and is booked on
-it (the first one wins, so the highest priority that stays). That is the lexicographically first maximal
-independent set, which is unique; there are no chains of likeness, and nothing but the bits is held.
+Edges come by the priority of their winner, highest first. When an edge is read, all edges that could remove
+its winner have been read, so one bit a document decides: if the winner stays, the loser is removed and booked
+on it (on the first such winner, which has the highest priority). The result is the lexicographically first
+maximal independent set, which is unique; there is no transitive closure, and only the bits are in memory.
 
-Documents whose words equal another's were left out before (`equal`): they fall with it, or are booked on it.
+Documents whose words equal another's were left out before (`equal`): they go with it, or are booked on it.
 
-What follows from that, the documents that each kept one stands for, is worked out over ranges of numbers that
-fit in memory: records on disk are divided among the ranges by the number they are about to meet.
+The number of documents that each kept one represents is computed over ranges of document numbers that fit in
+memory; records on disk are divided among the ranges by document number.
 
     losers.npy     NEAR_LOSER by (split, row): removed documents of inputs
-    winners.npy    WINNER_DTYPE by (split, row): kept documents that stand for more than themselves
+    winners.npy    WINNER_DTYPE by (split, row): kept documents that represent more than themselves
     planted.npy    NEAR_LOSER, split the number of the part: planted copies that were removed
 
-Sorted files of edges as one sorted stream, in bounded memory.
-
-Of every file some rows are held. What is not above the lowest of their last rows can be followed by nothing
-that is still on disk: it is merged and handed on, and what has run low is filled up again, all files at a
-time. Where there are too many files for buffers worth reading, groups of them are merged into files first.
+`merge_edges` makes one sorted stream of sorted files of edges, in bounded memory: it buffers some rows of
+each file, and yields rows up to the lowest of the buffers' last rows, which nothing on disk can precede. If
+there are too many files for buffers of a useful size, groups of files are merged into one file first.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The stages of a build, one module each: its tasks and the work they do."""
+"""The stages of a build: `graph` has their order; a stage's module has its tasks and their work."""

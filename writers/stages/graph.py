@@ -31,7 +31,7 @@ from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
 from shardkit.writers.stages.clean import Cleaned
-from shardkit.writers.stages.duplicates import EXACT, NEAR, DuplicateLosses
+from shardkit.writers.stages.duplicate_losses import EXACT, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity

@@ -29,7 +29,7 @@ from shardkit.order.permutation import Permutation
 from shardkit.writers.execution.artifacts import Artifact, read_into
 from shardkit.writers.execution.task import Commit, Task, contents, partition_name
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
-from shardkit.writers.stages.placement import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.packing import Placement, fill_rows, pack_best_fit, pack_concat
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
 from shardkit.writers.stages.tokenize import SPILL_SCHEMA, id_words, shuffled_order
 from shardkit.writers.tokenizer import Tokens

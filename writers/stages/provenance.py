@@ -20,7 +20,7 @@ from shardkit.errors import BuildError
 from shardkit.formats.provenance import PROVENANCE_SCHEMA, ROW_GROUP_PIECES, HashRange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
-from shardkit.writers.stages.placement import Placement
+from shardkit.writers.stages.packing import Placement
 
 __all__ = ["PROVENANCE_NAME", "renumber", "tasks", "write_provenance"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.writers.stages.placement import Placement, fill_rows, pack_best_fit, pack_concat
+from shardkit.writers.stages.packing import Placement, fill_rows, pack_best_fit, pack_concat
 
 Piece = tuple[int, int, int, int, int]  # document, start, length, row, column
 LENGTHS = st.lists(st.integers(2, 70), max_size=200)
