@@ -286,11 +286,9 @@ def _have_disk(base: Path) -> None:
 
 def _guarded_engine() -> Any:
     """Runs tasks in this process, with the error handling of workers."""
-    from shardkit.writers.execution import engine as engine_inline
-    from shardkit.writers.execution.engine import run_guarded
+    from shardkit.writers.execution.engine import InlineEngine, run_guarded
 
-    _forever.enter_context(patch.object(engine_inline, "run_task", run_guarded))
-    return engine_inline.InlineEngine()
+    return InlineEngine(run_guarded)
 
 
 def _set_limits(limits: Mapping[str, int]) -> None:

@@ -88,17 +88,20 @@ class Engine(Protocol):
 class InlineEngine(Closing):
     """Runs tasks one after the other in this process, for library calls and tests.
 
-    Errors are not wrapped, and compilation is not reported.
+    Errors are not wrapped (unless `run` is `run_guarded`), and compilation is not reported.
     """
 
     workers = 1
+
+    def __init__(self, run: Callable[[Task, str, Work], Commit] = run_task) -> None:
+        self._run_task = run
 
     def run(self, queue: TaskQueue, work: Work, on_compile: OnCompile | None = None) -> None:
         """Run tasks until the queue is exhausted."""
         while not queue.exhausted:
             task = queue.take()
             if task is not None:
-                queue.done(run_task(task, task.digest, work))
+                queue.done(self._run_task(task, task.digest, work))
             elif not queue.exhausted:
                 time.sleep(queue.poll_seconds or 0.0)
 
