@@ -75,7 +75,7 @@ def run(work: LocalWork | StoreWork, task: Task = TASK) -> Commit:
 
 
 def output(work: LocalWork | StoreWork, name: str, task: Task = TASK) -> Artifact:
-    return Artifact(work.folder / task.key, work if isinstance(work, StoreWork) else None) / name
+    return Artifact(work.folder / task.key, work.remote) / name
 
 
 def read(work: LocalWork | StoreWork, name: str, task: Task = TASK) -> bytes:

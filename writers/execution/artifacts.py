@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,7 +23,6 @@ __all__ = ["Artifact", "BinaryFile", "RemoteFiles", "read_into"]
 BinaryFile = io.RawIOBase | io.BufferedReader
 
 
-@runtime_checkable
 class RemoteFiles(Protocol):
     """A work folder in a store, as artifacts see it; `path` is where the file would be on this machine."""
 

@@ -109,15 +109,19 @@ class Journal:
 
         Files in a store are compared whenever they are read.
         """
-        if isinstance(self.work, StoreWork):
-            return
-        name = self.work.damaged_output(commit)
+        name = None if isinstance(self.work, StoreWork) else self.remove_damaged(commit)
         if name is not None:
-            self.work.forget(commit)
             raise BuildError(
                 f"{commit.folder}: {name} was damaged after it was written; the task is removed, run the "
                 f"build again"
             )
+
+    def remove_damaged(self, commit: Commit) -> str | None:
+        """Remove a finished task whose files differ from its commit; the name of the first one, or None."""
+        name = self.work.damaged_output(commit)
+        if name is not None:
+            self.work.forget(commit)
+        return name
 
     def remove(self) -> None:
         """Remove the whole work folder; the journal stays locked, and must be closed next."""
@@ -137,7 +141,6 @@ class Runner:
         self._meters: dict[str, _Meter] = {}
         self._start = 0.0
         self._checks_files = isinstance(journal.work, LocalWork) and not journal.is_shared
-        self._remote = journal.work if isinstance(journal.work, StoreWork) else None
 
     def run(self, *groups: Sequence[Task]) -> list[list[Commit]]:
         """Commits of each group, in task order. Groups run concurrently; each is a whole stage."""
@@ -152,11 +155,12 @@ class Runner:
                 commits[commit.folder] = commit
                 self._meters[task.stage].reuse(task)
                 self._report(task.stage)
-        for stage in self._meters.keys() - {task.stage for task in tasks if work / task.key in commits}:
-            self._report(stage)
+        for stage, meter in self._meters.items():
+            if not meter.reused:
+                self._report(stage)
 
         def done(commit: Commit) -> None:
-            commits[commit.folder] = replace(commit, remote=self._remote)  # one object for all
+            commits[commit.folder] = replace(commit, remote=self.journal.work.remote)  # one object for all
             self._done(commit)
 
         if missing:
@@ -173,7 +177,7 @@ class Runner:
             return
 
         def damaged(commit: Commit | None) -> str | None:
-            return None if commit is None else self.journal.work.damaged_output(commit)
+            return None if commit is None else self.journal.remove_damaged(commit)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             for commit, name in zip(found, pool.map(damaged, found), strict=True):
@@ -181,7 +185,6 @@ class Runner:
                     warn_user(
                         f"{commit.folder}: {name} was damaged after it was written; its task runs again"
                     )
-                    self.journal.work.forget(commit)
                     yield None
                 else:
                     yield commit
@@ -237,12 +240,11 @@ class _Meter:
     """Progress counts of one stage."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._weights = {
-            task.name: task.weight + 1 for task in tasks
-        }  # so that tasks without a weight count, too
+        # One more, so that tasks without a weight count.
+        self._weights = {task.name: task.weight + 1 for task in tasks}
         self._left = sum(self._weights.values())
         self._work = 0
-        self._made = self._reused = 0
+        self.reused = self._made = 0
         self._read = self._kept = Count()
         self._compiling: set[str] = set()
         self._compiled: dict[str, float] = {}
@@ -250,7 +252,7 @@ class _Meter:
         self.waiting = ""
 
     def reuse(self, task: Task) -> None:
-        self._reused += 1
+        self.reused += 1
         self._left -= self._weights[task.name]
 
     def add(self, commit: Commit) -> None:
@@ -275,9 +277,9 @@ class _Meter:
     def progress(self, stage: str, seconds: float) -> StageProgress:
         return StageProgress(
             stage,
-            self._made + self._reused,
+            self._made + self.reused,
             len(self._weights),
-            self._reused,
+            self.reused,
             self._read.documents,
             self._read.bytes,
             seconds,

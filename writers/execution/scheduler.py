@@ -201,9 +201,7 @@ class Claims:
 
 POLL_SECONDS = 2.0  # at most, while this process is idle
 
-_SOON_SECONDS = (
-    0.1  # first poll of a process that has just become idle; doubles with each poll that finds nothing
-)
+_SOON_SECONDS = 0.1  # first poll of a process that becomes idle; doubles with each that finds nothing
 
 BUSY_POLL_SECONDS = 15.0  # while it is busy: conflicts are noticed when a claim fails
 

@@ -44,6 +44,10 @@ class Work(Protocol):
         """Whether commits need `Output.blocks`."""
 
     @property
+    def remote(self) -> RemoteFiles | None:
+        """What commits' artifacts are read from; None if they are files of this machine."""
+
+    @property
     def sharing(self) -> Store:
         """Where processes that share the work keep their leases."""
 
@@ -102,8 +106,7 @@ def _commit(
     outputs: Mapping[str, Output],
 ) -> Commit:
     folder = work.folder / task.key
-    remote = work if isinstance(work, RemoteFiles) else None
-    commit = Commit(task.stage, task.name, folder, digest, counts, outputs, remote=remote)
+    commit = Commit(task.stage, task.name, folder, digest, counts, outputs, remote=work.remote)
     return work.commit(task, temporary, commit, record_of(task, digest, counts, outputs))
 
 

@@ -48,6 +48,7 @@ class LocalWork:
     session: str = "build"
 
     hashes_blocks = False
+    remote = None
 
     @property
     def place(self) -> str:

@@ -233,6 +233,10 @@ class StoreWork:
         return self.url
 
     @property
+    def remote(self) -> StoreWork:
+        return self
+
+    @property
     def store(self) -> Store:
         """The store, with retries; one object for the whole process."""
         return _connect(self.url, self.storage, self.around)

@@ -38,9 +38,7 @@ from shardkit.writers.tokenizer import Engine, Parity
 
 __all__ = ["PARTITION_TEXT_BYTES", "BuildInputs", "Outputs", "Survivors", "find_survivors", "run_stages"]
 
-PARTITION_TEXT_BYTES = (
-    256_000_000  # one task packs at most this much text, so that several workers have tasks
-)
+PARTITION_TEXT_BYTES = 256_000_000  # at most, of one task of `pack`, so that several workers have tasks
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def task_memory(recipe: Recipe) -> int:
 
 
 def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[Task] = ()) -> Survivors:
-    """Clean the documents and find their duplicates; run independent tasks `concurrent`ly with cleaning.
+    """Clean the documents and find their duplicates; `concurrent` are other tasks to run with cleaning.
 
     RecipeError if no record of a file has a field that the recipe names. BuildError if too much is
     unreadable, if nothing is left, or if a source is mostly duplicates.
