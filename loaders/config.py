@@ -79,6 +79,7 @@ class LoaderOptions(TypedDict, total=False):
     eos_id: int | None
     columns: Sequence[str] | None
     endless: bool
+    restart: bool
     lanes: int | None
     window: int | None
     schedule: Sequence[tuple[int, Weights]] | None
@@ -128,6 +129,10 @@ class LoaderConfig:
     """Deliver these columns only; default: all."""
     endless: bool = False
     """Continue with the next epoch instead of ending the `for`; the loader then has no length."""
+    restart: bool = False
+    """Start every `for` at the first sample again, in the same order: for evaluation.
+
+    A state that is loaded is checked, but the next `for` starts at the first sample all the same."""
     lanes: int | None = None
     """Lanes of the window shuffle; default: from the first run's batch size, kept in the state."""
     window: int | None = None

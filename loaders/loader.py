@@ -10,18 +10,20 @@ open shards of `streams`, `batch` turns them into tensors and labels, `producer`
 ahead of the loop, and `_deliver` hands them over, counts and logs them.
 
 One `for` is one epoch. Leaving it early and starting another continues with the next batch of the same epoch,
-as a state saved there would; leaving it after the epoch's last batch is the same as its end. Only one
-iterator is live: starting another, or loading a state, makes the former stale.
+as a state saved there would; leaving it after the epoch's last batch is the same as its end. With
+`restart=True` each `for` starts at the first sample instead. Only one iterator is live: starting another,
+loading a state or moving to another position makes the former stale.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, SupportsIndex, Unpack
 
 import torch
 
@@ -39,7 +41,7 @@ from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
 from shardkit.loaders.streams import named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog
-from shardkit.order.order import OrderSpec, Shuffle
+from shardkit.order.order import MAX_POSITION, OrderSpec, Shuffle
 from shardkit.order.residency import lanes_of_part
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.units import parse_bytes
@@ -119,6 +121,8 @@ class StreamingLoader:
                 f"{worker.num_workers} times: iterate over it directly (it prefetches by itself), or give "
                 "the DataLoader a shardkit.loaders.pytorch.StreamingDataset"
             )
+        if (start := self.start_of(self._cursor)) != self._cursor:
+            self._move(start)
         return self.iterate()
 
     def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
@@ -189,6 +193,7 @@ class StreamingLoader:
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         try:
+            self._check_live(iteration)
             while (group := self._next_group(running)) is not None:
                 for number, (batch, cursor) in enumerate(zip(group.batches, group.cursors, strict=True)):
                     self._stop_together.check()
@@ -198,18 +203,23 @@ class StreamingLoader:
                         self.usage.step(self._plan.start(self.position), group.ids[number], cursor[0])
                     self._cursor = cursor
                     yield batch
-                    if self._iteration is not iteration or self._running is None:
-                        raise RuntimeError(
-                            "stale iterator: the loader was closed, re-iterated, or had a state loaded"
-                        )
-                    if self._running is not running:  # set_weights has changed what follows
-                        running = self._running
+                    if (current := self._check_live(iteration)) is not running:
+                        running = current  # set_weights has changed what follows
                         break
         except Exception as error:
             self._stop_together.report(error, self.position // self._plan.global_batch)
             raise
         finally:
             running.close()
+
+    def _check_live(self, iteration: object) -> Prefetcher:
+        """What produces the batches of an iteration; RuntimeError if another one has begun since."""
+        if self._iteration is not iteration or self._running is None:
+            raise RuntimeError(
+                "stale iterator: the loader was closed, re-iterated, moved to another position, or had a "
+                "state loaded"
+            )
+        return self._running
 
     def _next_group(self, running: Prefetcher) -> Group | None:
         began = time.perf_counter()
@@ -245,8 +255,40 @@ class StreamingLoader:
         resumed = resume(LoaderState.from_dict(state), self._settings, fixed=fixed, on_mismatch=on_mismatch)
         if resumed.settings != self._settings:
             self._arrange(resumed.settings)
+        self._move(self.start_of((resumed.position, resumed.epoch_batches)))
+
+    def seek(self, consumed_samples: SupportsIndex) -> None:
+        """Continue at this position, as the run that has come there: with the samples that it would deliver.
+
+        Positions count samples over all ranks and epochs, as Megatron's `consumed_train_samples` does.
+        ValueError for a loader that starts every `for` at the first sample.
+        """
+        position = operator.index(consumed_samples)
+        if not 0 <= position < MAX_POSITION:
+            raise ValueError(f"a position is a whole number from 0 to 2**62, not {position:,}")
+        if self.config.restart:
+            raise ValueError("restart=True starts every for at the first sample: leave it out to seek")
+        self._move(self._plan.cursor_at(position))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue with the first batch of `epoch`; does nothing if the next batch is of that epoch.
+
+        For training loops that call this before each epoch. With tail="carry" that is the first batch that
+        starts in the epoch, in a run from position 0 on. With `restart`, all epochs are the same.
+        """
+        if epoch < 0:
+            raise ValueError(f"an epoch is a whole number of at least 0, not {epoch}")
+        if epoch != self.epoch and not self.config.restart:
+            self.seek(self._plan.first_batch(operator.index(epoch)))
+
+    def start_of(self, cursor: Cursor) -> Cursor:
+        """Where a `for` starts that is begun at a cursor of this run."""
+        return (0, 0) if self.config.restart else cursor
+
+    def _move(self, cursor: Cursor) -> None:
+        """Let the next batch be the one at `cursor`."""
         self._stop()
-        self._cursor = (resumed.position, resumed.epoch_batches)
+        self._cursor = cursor
         if self.usage is not None:
             self.usage.begin(self._settings, self.position)
 
@@ -314,7 +356,7 @@ class StreamingLoader:
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
-        return self.epoch_batches(self._cursor)
+        return self.epoch_batches(self.start_of(self._cursor))
 
     def epoch_batches(self, cursor: Cursor) -> int:
         """`len` at another cursor of this run."""

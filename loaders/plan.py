@@ -115,6 +115,15 @@ class BatchPlan:
         position, delivered = cursor
         return delivered if self.start(position) == position else 0
 
+    def cursor_at(self, position: int) -> Cursor:
+        """The cursor of a run with this global batch at a position that it has come to."""
+        return position, self.delivered((position, position % self.samples // self.global_batch))
+
+    def first_batch(self, epoch: int) -> int:
+        """Where the first batch that starts in an epoch, or behind it, starts in a run from position 0 on."""
+        first = epoch * self.samples
+        return -(-first // self.global_batch) * self.global_batch if self.tail == "carry" else first
+
     def batches_left(self, position: int) -> int:
         """Batches of the next batch's epoch that are still to be delivered; at least 1."""
         left = self.samples - self.start(position) % self.samples

@@ -207,6 +207,7 @@ class StreamingDataLoader(DataLoader[Batch]):
         loader = self._batches.loader
         if self.num_workers:
             self._stop_together.watch(loader.rank, loader.world_size)
+        self._cursor = loader.start_of(self._cursor)
         self._batches.start_at(self._cursor)
         delivery = _Delivery(self, super().__iter__())
         self._delivery = weakref.ref(delivery)
@@ -215,7 +216,8 @@ class StreamingDataLoader(DataLoader[Batch]):
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""
         self._follow_dataset()
-        return self._batches.loader.epoch_batches(self._cursor)
+        loader = self._batches.loader
+        return loader.epoch_batches(loader.start_of(self._cursor))
 
     def state_dict(self) -> State:
         """Where the loop is, as plain data, the same on every rank."""

@@ -343,7 +343,7 @@ class StreamingDataset(IterableDataset[Batch]):
     def next(self) -> Cursor:
         """Where the next iteration starts: (position, batches delivered in its epoch)."""
         shared = self._shared.read()
-        return shared.next if shared.by_workers else self.loader.cursor
+        return self.loader.start_of(shared.next if shared.by_workers else self.loader.cursor)
 
     def _settings(self) -> int:
         """A digest of what batches depend on besides the cursor and the constructor's arguments."""
@@ -369,13 +369,15 @@ class StreamingDataset(IterableDataset[Batch]):
         left = None if loader.config.endless else loader.plan.batches_left(start[0])
         most = None if left is None else max(0, -(-(left - worker.number) // worker.count))
         if left is not None and share.made >= cast(int, most):
-            self._shared.mark_done(worker, iteration, loader.plan.advance(start, left))
+            self._shared.mark_done(worker, iteration, loader.start_of(loader.plan.advance(start, left)))
 
         def deliver(batches: Iterator[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 share.made += 1
                 if left is not None and share.made == most:
-                    self._shared.mark_done(worker, iteration, loader.plan.advance(start, left))
+                    self._shared.mark_done(
+                        worker, iteration, loader.start_of(loader.plan.advance(start, left))
+                    )
                 yield batch
 
         first = worker.number + share.made * worker.count

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,30 @@ def test_the_position_moves_when_a_batch_is_handed_over_not_when_it_is_read(data
     for number, _ in enumerate(loader, 1):
         time.sleep(2 * BUSY_SECONDS)  # so that the thread runs ahead
         assert loader.position == loader.state_dict()["position"] == 4 * number
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loader: loader.load_state_dict(loader.state_dict()),
+        lambda loader: loader.seek(8),
+        lambda loader: loader.set_epoch(1),
+        iter,
+        StreamingLoader.close,
+    ],
+)
+@pytest.mark.parametrize("started", [False, True])
+def test_an_iterator_whose_loader_was_moved_raises_whether_it_had_started_or_not(
+    data: Path, change: Callable[[StreamingLoader], object], started: bool
+) -> None:
+    loader = loader_of(data)
+    iterator = iter(loader)
+    if started:
+        next(iterator)
+    kept = change(loader)
+    with pytest.raises(RuntimeError, match="stale iterator"):
+        next(iterator)
+    del kept
 
 
 def test_a_state_held_by_someone_else_never_changes(data: Path) -> None:

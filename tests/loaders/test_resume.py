@@ -8,20 +8,23 @@ stop, on any number of ranks, goes on exactly on any other: all pairs are covere
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
+import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.errors import StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import BUSY_SECONDS
-from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 from shardkit.order.run_settings import Tail
 from support.default_cases import cases
 from support.loader_data import KINDS, make_dataset
@@ -29,10 +32,14 @@ from support.resume import (
     Batch,
     RankMaker,
     State,
+    assert_equal,
     assert_exact_resume,
     assert_exact_resume_in_new_process,
+    assert_same,
     batches,
+    run,
     run_ranks,
+    saved,
 )
 
 TAILS = get_args(Tail)
@@ -45,7 +52,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     return {kind: open_dataset(make_dataset(folder / kind, kind)) for kind in KINDS}
 
 
-def make(data: Dataset, **arguments: Any) -> StreamingLoader:
+def make(data: Dataset | list[Stream], **arguments: Any) -> StreamingLoader:
     return StreamingLoader(
         data, **({"rank": 0, "world_size": 1, "return_ids": True, "window": 9} | arguments)
     )
@@ -100,6 +107,140 @@ def test_a_new_process_goes_on_exactly(small: dict[str, Dataset], kind: str, tmp
     options = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True, "window": 9}
     arguments = {"dataset": small[kind].location, **options}
     assert_exact_resume_in_new_process(arguments, tmp_path, steps=20, at=[0, 13])
+
+
+# Positions without a state: consumed samples, epochs, and every `for` at the first sample.
+
+
+def variants(small: dict[str, Dataset]) -> dict[str, dict[str, Any]]:
+    """Data and options of loaders that are sent to other positions."""
+    mixed = [
+        Stream(small["mds"], 2, name="a", exclude=[(3, 9), 20]),
+        Stream(small["mds_zstd"], 1, name="b"),
+    ]
+    schedule = [(0, {"a": 2, "b": 1}), (33, {"a": 1, "b": 1})]
+    return {
+        "carry": {"data": small["mds"]},
+        "drop": {"data": small["tar"], "tail": "drop"},
+        "pad": {"data": small["mds"], "tail": "pad", "shuffle": "global"},
+        "none": {"data": small["columns"], "shuffle": "none"},
+        "mixture": {"data": mixed, "schedule": schedule, "epoch_samples": 41},
+        "excluded": {"data": [Stream(small["mds"], exclude=[0, (5, 8)])]},
+    }
+
+
+VARIANTS = ["carry", "drop", "pad", "none", "mixture", "excluded"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_seek_to_any_position_continues_as_the_run_that_came_there(
+    small: dict[str, Dataset], name: str
+) -> None:
+    arguments = variants(small)[name]
+    with make(**arguments, batch_size=3) as loader:
+        begin = saved(loader)
+        reference = run(loader, 40)
+    states = [begin, *(state for _, state in reference)]
+    with make(**arguments, batch_size=3) as loader:
+        for number in random.Random(5).sample(range(39), 39):  # forwards and backwards
+            loader.seek(np.int64(states[number]["position"]))
+            assert saved(loader) == states[number]
+            (batch, state), *_ = run(loader, 1)
+            assert_equal(batch, reference[number][0], f"batch {number}")
+            assert state == states[number + 1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_seek_between_batches_continues_with_the_sample_at_the_position(
+    small: dict[str, Dataset], name: str
+) -> None:
+    arguments = variants(small)[name] | {"lanes": 3}  # else they follow from the batch size
+    with make(**arguments, batch_size=1) as loader:
+        single = {state["position"]: places(batch) for batch, state in run(loader, 120)}
+    with make(**arguments, batch_size=3) as loader, make(**arguments, batch_size=3) as other:
+        for position in range(115):
+            loader.seek(position)
+            assert loader.position == position
+            (batch, after), *_ = run(loader, 1)
+            other.load_state_dict(saved(other) | {"position": position, "epoch_batches": 0})
+            assert_equal(batch, next(iter(other)), f"position {position}")
+            if name not in ("drop", "pad"):
+                delivered = [single[place] for place in range(position + 1, after["position"] + 1)]
+                assert sorted(places(batch)) == sorted(place for (place,) in delivered)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_set_epoch_goes_to_the_first_batch_of_another_epoch_and_leaves_its_own_alone(
+    small: dict[str, Dataset], name: str
+) -> None:
+    arguments = variants(small)[name]
+    firsts: dict[int, State] = {}
+    with make(**arguments, batch_size=4) as loader:
+        for epoch in range(5):
+            assert loader.epoch == epoch
+            firsts[epoch] = saved(loader)
+            for _ in loader:
+                pass
+    with make(**arguments, batch_size=4) as loader:
+        for epoch in (3, 1, 4, 0, 2):
+            loader.set_epoch(epoch)
+            assert saved(loader) == firsts[epoch]
+            iterator = iter(loader)
+            next(iterator)
+            loader.set_epoch(epoch)
+            next(iterator)
+            assert loader.epoch == epoch
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("stop", [None, 0, 1, 5])
+def test_restart_begins_every_for_at_the_first_sample(
+    small: dict[str, Dataset], name: str, stop: int | None
+) -> None:
+    arguments = variants(small)[name]
+    with make(**arguments, batch_size=4) as loader:
+        reference = run(loader, len(loader))
+    with make(**arguments, batch_size=4, restart=True) as loader:
+        for _ in range(3):
+            assert len(loader) == len(reference)
+            assert_same(islice(loader, stop), reference[:stop], f"stopped at {stop}")
+        loader.set_epoch(2)
+        loader.load_state_dict(reference[2][1])
+        assert_same(loader, reference, "after a state was loaded")
+        with pytest.raises(ValueError, match="restart"):
+            loader.seek(8)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_restart_begins_every_for_of_a_dataloader_at_the_first_sample(
+    small: dict[str, Dataset], workers: int
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "window": 9, "return_ids": True}
+    with make(small["mds"], batch_size=4) as loader:
+        reference = run(loader, len(loader))
+    for persistent in {False, workers > 0}:
+        dataset = StreamingDataset(small["mds"], restart=True, **options)
+        loaders: list[Any] = [
+            StreamingDataLoader(dataset, num_workers=workers, persistent_workers=persistent),
+            DataLoader(
+                dataset,
+                batch_size=None,
+                num_workers=workers,
+                persistent_workers=persistent,
+                collate_fn=cast(Any, unchanged),
+            ),
+        ]
+        for one in loaders:
+            for stop in (None, 3, None, 1, None):
+                assert len(one) == len(reference)
+                assert_same(islice(one, stop), reference[:stop], f"{type(one).__name__} stopped at {stop}")
+        dataset.close()
+
+
+@pytest.mark.parametrize("position", [-1, 1 << 62])
+def test_a_seek_beyond_all_positions_is_refused(small: dict[str, Dataset], position: int) -> None:
+    with make(small["mds"], batch_size=4) as loader, pytest.raises(ValueError, match="position"):
+        loader.seek(position)
 
 
 # Batch size and number of ranks change.
