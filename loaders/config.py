@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
@@ -30,6 +30,7 @@ Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
 """Of all streams in their order, or by name; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
+_DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths")
 BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: there is no work to overlap with
 
 
@@ -71,12 +72,19 @@ class Stream:
 class LoaderOptions(TypedDict, total=False):
     """Further keyword arguments of `StreamingLoader`; `LoaderConfig` has their meaning and defaults."""
 
-    labels: bool
+    labels: bool | Literal["shifted"]
+    keep_length: bool
     mask_document_starts: bool | None
     position_ids: bool
     document_ids: bool
-    cu_seqlens: bool
+    cu_seqlens: bool | int
+    doc_lens: bool
+    seq_lengths: bool
+    flat: bool
+    rename: Mapping[str, str] | None
+    tensors: Literal["torch", "numpy"]
     eos_id: int | None
+    bos_id: int | None
     columns: Sequence[str] | None
     endless: bool
     restart: bool
@@ -111,20 +119,40 @@ class RunOptions(LoaderOptions, total=False):
 class LoaderConfig:
     """The options of a loader, checked, with their defaults."""
 
-    labels: bool = False
-    """Add `labels`: the tokens as int64, padding -100 (Hugging Face's convention: the model shifts them)."""
-    mask_document_starts: bool | None = None
-    """Set the label of each document's first token to -100, so that no document is predicted from another.
+    labels: bool | Literal["shifted"] = False
+    """Add `labels`, int64, padding -100. True: the tokens (Hugging Face's convention: the model shifts them).
 
-    Default: only if `position_ids`, `document_ids` or `cu_seqlens` is set."""
+    "shifted": label i is the token that follows token i. Rows of L + 1 tokens give `tokens` and `labels` of
+    L, and every other field describes these L tokens."""
+    keep_length: bool = False
+    """With labels="shifted": keep each row's last token, with the label -100, so that rows of L give L."""
+    mask_document_starts: bool | None = None
+    """Set labels that are a document's first token to -100, so that no document is predicted from another.
+
+    Default: only if an option that describes documents (`position_ids`, `cu_seqlens`, ...) is set."""
     position_ids: bool = False
     """Add `position_ids`: int64, from 0 again after each document's end."""
     document_ids: bool = False
     """Add `document_ids`: int32, the documents of a row numbered from 0; padding counts as one more."""
-    cu_seqlens: bool = False
-    """Add `cu_seqlens` (int32, document bounds in the flattened batch) and `max_seqlen` (int)."""
+    cu_seqlens: bool | int = False
+    """Add `cu_seqlens` (int32, document bounds in the flattened batch) and `max_seqlen` (int).
+
+    A number n pads them with the last bound to int32[n], and `max_seqlen` is the length of a row: constant
+    shapes for compiled models. A batch of more than n - 1 documents is an error."""
+    doc_lens: bool = False
+    """Add `doc_lens` (int32[rows, most documents in a row], padded with 0) and `max_doc_lens` (list)."""
+    seq_lengths: bool = False
+    """Add `seq_lengths`: for each row the list of its documents' lengths."""
+    flat: bool = False
+    """Deliver tokens, labels, position and document ids as one dimension: the rows one after another."""
+    rename: Mapping[str, str] | None = None
+    """Other names for fields of the batch, such as {"tokens": "input_ids"}."""
+    tensors: Literal["torch", "numpy"] = "torch"
+    """"numpy" delivers NumPy arrays and imports no torch."""
     eos_id: int | None = None
     """The id that ends a document; default: as the dataset's card states."""
+    bos_id: int | None = None
+    """The id that begins each document, for data whose documents have no end: instead of `eos_id`."""
     columns: Sequence[str] | None = None
     """Deliver these columns only; default: all."""
     endless: bool = False
@@ -176,6 +204,7 @@ class LoaderConfig:
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:
             raise ValueError("mask_document_starts masks labels: give labels=True too, or leave it out")
+        self._check_layout()
         if self.epoch_samples is not None and self.epoch_samples < 1:
             raise ValueError(f"epoch_samples must be at least 1, not {self.epoch_samples}")
         if not 0 <= self.prefetch_batches <= MAX_PREFETCH_BATCHES:
@@ -198,16 +227,35 @@ class LoaderConfig:
                 raise TypeError(f"StreamingLoader() got an unexpected keyword argument {name!r}; {hint}")
         return cls(**options)
 
+    def _check_layout(self) -> None:
+        if self.labels not in (False, True, "shifted"):
+            raise ValueError(f'labels must be True, False or "shifted", not {self.labels!r}')
+        if self.keep_length and self.labels != "shifted":
+            raise ValueError('keep_length is an option of labels="shifted": give both, or leave it out')
+        if not isinstance(self.cu_seqlens, bool) and not (
+            isinstance(self.cu_seqlens, int) and self.cu_seqlens >= 2
+        ):
+            raise ValueError(
+                f"cu_seqlens must be True, False or a length of at least 2, not {self.cu_seqlens!r}"
+            )
+        if self.tensors not in ("torch", "numpy"):
+            raise ValueError(f'tensors must be "torch" or "numpy", not {self.tensors!r}')
+        if self.eos_id is not None and self.bos_id is not None:
+            raise ValueError("documents are found by eos_id or by bos_id: give one of the two")
+
     @property
-    def document_extras(self) -> bool:
-        """Whether any option needs to know where documents end."""
-        return self.labels or self._document_bounds
+    def token_options(self) -> list[str]:
+        """The options given that need a column of tokens."""
+        return [name for name in ("labels", "flat", *_DOCUMENT_OPTIONS) if getattr(self, name)]
+
+    @property
+    def document_options(self) -> list[str]:
+        """The options given that describe documents: they need to know where each begins."""
+        return [name for name in _DOCUMENT_OPTIONS if getattr(self, name)]
 
     @property
     def masks_document_starts(self) -> bool:
-        """Whether the label of a document's first token is -100."""
-        return self._document_bounds if self.mask_document_starts is None else self.mask_document_starts
-
-    @property
-    def _document_bounds(self) -> bool:
-        return self.position_ids or self.document_ids or self.cu_seqlens
+        """Whether a label that is a document's first token is -100."""
+        if self.mask_document_starts is None:
+            return bool(self.document_options)
+        return self.mask_document_starts

@@ -11,7 +11,7 @@ from shardkit.order.order import default_lanes, default_window
 from shardkit.order.residency import lanes_of_part
 from shardkit.units import format_bytes, parse_bytes
 
-__all__ = ["find_eos_id", "shuffle_sizes", "stream_sizes"]
+__all__ = ["find_eos_id", "may_be_padded", "shuffle_sizes", "stream_sizes"]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
 
@@ -112,22 +112,31 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
             f"streams {' and '.join(map(repr, known.values()))} were made by different tokenizers: the same "
             "ids would mean different text"
         )
-    if config.document_extras and token_key is None:
+    if config.token_options and token_key is None:
         columns = ", ".join(column.name for column in streams.datasets[0].columns)
         raise ValueError(
-            "labels, position_ids, document_ids and cu_seqlens need a column of tokens of constant length: "
+            f"{' and '.join(config.token_options)} need a column of tokens of constant length: "
             f"{streams.datasets[0].location} gives none among {columns}"
         )
+    # Shifted labels need no id: where none is stated, no padding is known, and nothing is masked.
+    needs_bounds = bool(config.document_options) or config.labels is True or config.masks_document_starts
     stated: set[int] = set()
     for dataset, tokenizer in zip(streams.datasets, tokenizers, strict=True):
         eos_id = config.eos_id if config.eos_id is not None else tokenizer and tokenizer.eos_id
         if type(eos_id) is int:
             stated.add(eos_id)
-        elif config.document_extras:
+        elif needs_bounds and config.bos_id is None:
             raise ValueError(
-                "labels, position_ids, document_ids and cu_seqlens need the id that ends documents: "
-                f"{dataset.location} states none in dataset.json (tokenizer.eos_id); give eos_id=…"
+                f"{' and '.join(config.token_options)} need the id that ends documents: {dataset.location} "
+                "states none in dataset.json (tokenizer.eos_id); give eos_id=…, or bos_id=… where an id "
+                "begins each document"
             )
     if len(stated) > 1:
         raise ValueError(f"streams end documents with different ids, {sorted(stated)}: give eos_id=…")
     return next(iter(stated), None)
+
+
+def may_be_padded(streams: Streams, config: LoaderConfig) -> bool:
+    """Whether rows may hold padding: unless the cards of all streams say that there is none."""
+    cards = [dataset.card for dataset in streams.datasets]
+    return config.eos_id is not None or any(card is None or card.data.get("padding") != 0 for card in cards)

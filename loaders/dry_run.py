@@ -16,6 +16,7 @@ import numpy.typing as npt
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.defaults import stream_sizes
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
+from shardkit.loaders.sources import open_source
 from shardkit.loaders.state import LoaderState, resume
 from shardkit.loaders.streams import Opened
 from shardkit.order.order import OrderSpec, Shuffle
@@ -41,8 +42,6 @@ def first_settings(
     plan = BatchPlan(opened.epoch_samples(config), batch_size, 0, world_size, tail)
     lanes, window = config.lanes or 1, config.window or 1
     if shuffle == "window" and (config.lanes is None or config.window is None):
-        from shardkit.loaders.sources import open_source  # needs torch, as given lanes and window do not
-
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
         lanes, window = stream_sizes(opened.streams, plan, config, nodes, source.stored_bytes)
     return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), tail)

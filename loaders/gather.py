@@ -15,6 +15,7 @@ faster: one core copies random rows of 8 KiB at half of the memory's rate, two i
 threads that must wait for a core take many times longer. So both ways are timed, the faster one is used, and
 the other is tried again, less often each time it loses. Several cores are used only by a loop that does
 nothing but read: in a background thread or a forked child, torch's threads would be in the way or missing.
+Nothing here imports torch: where the program has not, one core copies.
 
 `OutputMemory` reuses the memory of dead batches. Fresh memory costs a page fault for every 4 KiB, as much as
 copying a row into it, and small pages evict one another from a core's cache: on reused large pages,
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,16 +37,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from shardkit.cache.rows import FetchedRows
 from shardkit.errors import ShardError
 from shardkit.loaders.streams import ReadRows, Streams
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FixedColumn", "FixedRows", "Gather", "OutputMemory"]
 
@@ -237,8 +241,7 @@ class Gather:
         self._row_bytes = stored.itemsize * prod(shape)
         self._output = OutputMemory()
         self._choice = _Choice()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._torch_type = getattr(torch, stored.name, None) if stored.isnative else None
+        self._scratch: torch.Tensor | None = None
 
     def bind(
         self, lowest: int, span: int, held: list[npt.NDArray[np.generic]]
@@ -250,26 +253,28 @@ class Gather:
         places = span - self._row_bytes + 1
         memory = np.asarray(_Stretch(lowest, (places,), (1,), f"|V{self._row_bytes}", held))
         shared = np.asarray(_Stretch(lowest, (places, self._row_bytes), (1, 1), "|u1", held))
-        tensor = torch.from_numpy(shared)
 
         def gather(offsets: npt.NDArray[np.int64]) -> _Rows:
             if not self._may_share(len(offsets)):
                 return self._by_one(memory, offsets)
             by_several = self._choice.next()
             start = time.perf_counter()
-            rows = self._by_several(tensor, offsets) if by_several else self._by_one(memory, offsets)
+            rows = self._by_several(shared, offsets) if by_several else self._by_one(memory, offsets)
             self._choice.took(by_several, (time.perf_counter() - start) / len(offsets))
             return rows
 
         return gather
 
     def _may_share(self, rows: int) -> bool:
+        torch = sys.modules.get("torch")
         return (
             rows * self._row_bytes >= self._shared_bytes
-            and self._torch_type is not None
+            and torch is not None
             and threading.current_thread() is threading.main_thread()
             and os.getpid() == _PROCESS
-            and torch.get_num_threads() > 1
+            and self._stored.isnative
+            and hasattr(torch, self._stored.name)
+            and int(torch.get_num_threads()) > 1
         )
 
     def _by_one(self, memory: npt.NDArray[np.void], offsets: npt.NDArray[np.int64]) -> _Rows:
@@ -282,19 +287,21 @@ class Gather:
             rows[start : start + step] = piece.view(self._stored).reshape(-1, *self._shape)
         return rows
 
-    def _by_several(self, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> _Rows:
+    def _by_several(self, shared: _Bytes, offsets: npt.NDArray[np.int64]) -> _Rows:
+        torch = sys.modules["torch"]
+        memory, index = torch.from_numpy(shared), torch.from_numpy(offsets)
         shape = (len(offsets), *self._shape)
         rows = self._output.lend(shape, self._delivered)
         if self._stored == self._delivered:
             raw = rows.reshape(len(offsets), -1).view(np.uint8)
-            torch.index_select(memory, 0, torch.from_numpy(offsets), out=torch.from_numpy(raw))
+            torch.index_select(memory, 0, index, out=torch.from_numpy(raw))
             return rows
-        assert self._torch_type is not None
-        if len(self._scratch) < len(offsets):
+        if self._scratch is None or len(self._scratch) < len(offsets):
             self._scratch = torch.empty((len(offsets), self._row_bytes), dtype=torch.uint8)
         scratch = self._scratch[: len(offsets)]
-        torch.index_select(memory, 0, torch.from_numpy(offsets), out=scratch)
-        torch.from_numpy(rows).copy_(scratch.view(self._torch_type).reshape(shape))
+        torch.index_select(memory, 0, index, out=scratch)
+        stored = getattr(torch, self._stored.name)
+        torch.from_numpy(rows).copy_(scratch.view(stored).reshape(shape))
         return rows
 
 

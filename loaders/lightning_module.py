@@ -449,7 +449,8 @@ class DataMonitor(pl.Callback):
         data = trainer.datamodule
         self._batches += 1
         self._samples += data.train_loader.batch_size
-        if isinstance(batch, Mapping) and isinstance(tokens := batch.get("tokens"), torch.Tensor):
+        name = (data.options.get("rename") or {}).get("tokens", "tokens")
+        if isinstance(batch, Mapping) and isinstance(tokens := batch.get(name), torch.Tensor):
             self._tokens += tokens.numel()
         if self._batches == (self.every_n_batches or trainer.log_every_n_steps):
             self._log(trainer, data)

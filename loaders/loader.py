@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, SupportsIndex, Unpack
 
-import torch
-
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
-from shardkit.loaders.defaults import find_eos_id, stream_sizes
+from shardkit.loaders.defaults import find_eos_id, may_be_padded, stream_sizes
 from shardkit.loaders.distributed import StopTogether, find_place
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
@@ -73,7 +72,7 @@ class StreamingLoader:
         tail: Tail = "carry",
         rank: int | None = None,
         world_size: int | None = None,
-        dtype: TokenDtype = torch.int64,
+        dtype: TokenDtype = "int64",
         return_ids: bool = False,
         **options: Unpack[LoaderOptions],
     ) -> None:
@@ -98,8 +97,10 @@ class StreamingLoader:
         self._maker = BatchMaker(
             batch_size=batch_size,
             config=self.config,
+            columns=self._source.columns,
             token_key=self._source.token_key,
             eos_id=find_eos_id(streams.once, self.config, self._source.token_key),
+            may_be_padded=may_be_padded(streams.once, self.config),
             return_ids=return_ids,
             mark_padding=tail == "pad",
             split_ids=streams.split_ids if len(streams) > 1 else None,
@@ -114,11 +115,10 @@ class StreamingLoader:
             self.usage.begin(self._settings, 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
+        if (workers := _dataloader_workers()) > 1:
             raise RuntimeError(
-                f"a StreamingLoader in {worker.num_workers} DataLoader workers would deliver every batch "
-                f"{worker.num_workers} times: iterate over it directly (it prefetches by itself), or give "
+                f"a StreamingLoader in {workers} DataLoader workers would deliver every batch "
+                f"{workers} times: iterate over it directly (it prefetches by itself), or give "
                 "the DataLoader a shardkit.loaders.pytorch.StreamingDataset"
             )
         if (start := self.start_of(self._cursor)) != self._cursor:
@@ -351,7 +351,7 @@ class StreamingLoader:
 
     def _watch_peers(self) -> None:
         """Listen for errors of other ranks; DataLoader workers leave that to the process that made them."""
-        if torch.utils.data.get_worker_info() is None:
+        if not _dataloader_workers():
             self._stop_together.watch(self._place.rank, self._place.world_size)
 
     def __len__(self) -> int:
@@ -435,3 +435,10 @@ class StreamingLoader:
             f"world_size={plan.world_size}, "
             f"lanes={order.lanes}, window={order.window}, position={self.position})"
         )
+
+
+def _dataloader_workers() -> int:
+    """How many workers the torch DataLoader has of which this process is one; 0 outside of workers."""
+    data = sys.modules.get("torch.utils.data")
+    worker = None if data is None else data.get_worker_info()
+    return 0 if worker is None else int(worker.num_workers)

@@ -50,7 +50,7 @@ with naming_extras("shardkit.loaders.pytorch"):
 
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
-from shardkit.loaders.defaults import find_eos_id
+from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.distributed import StopTogether
 from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.state import OnMismatch
@@ -61,7 +61,10 @@ __all__ = ["MapDataset", "StreamingDataLoader", "StreamingDataset", "state_of", 
 
 Sample = dict[str, Any]
 
-_OPTIONS = {"labels", "mask_document_starts", "position_ids", "document_ids", "eos_id", "columns"}
+_OPTIONS = {
+    *("labels", "keep_length", "mask_document_starts", "position_ids", "document_ids", "seq_lengths"),
+    *("rename", "tensors", "eos_id", "bos_id", "columns"),
+}
 
 _REMOTE_OPTIONS = {"cache_dir", "cache_bytes", "connections", "storage"}
 
@@ -69,10 +72,9 @@ _REMOTE_OPTIONS = {"cache_dir", "cache_bytes", "connections", "storage"}
 class MapDataset(TorchDataset[Sample]):
     """Sample i as {"tokens": int64[length], …}; numbers and arrays of constant shape are tensors.
 
-    `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`. `rename`: other names for
-    some of these, {"tokens": "input_ids"}. Options, as of `StreamingLoader`: labels,
-    mask_document_starts, position_ids, document_ids, eos_id, columns; of remote datasets cache_dir,
-    cache_bytes, connections, storage.
+    `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`. Options, as of
+    `StreamingLoader`: labels, keep_length, mask_document_starts, position_ids, document_ids, seq_lengths,
+    rename, tensors, eos_id, bos_id, columns; of remote datasets cache_dir, cache_bytes, connections, storage.
     Can be pickled, and works in forked processes.
     """
 
@@ -80,9 +82,8 @@ class MapDataset(TorchDataset[Sample]):
         self,
         dataset: str | os.PathLike[str] | Dataset,
         *,
-        dtype: TokenDtype = torch.int64,
+        dtype: TokenDtype = "int64",
         return_ids: bool = False,
-        rename: Mapping[str, str] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
         known = _OPTIONS | _REMOTE_OPTIONS
@@ -100,13 +101,12 @@ class MapDataset(TorchDataset[Sample]):
         self._maker = BatchMaker(
             batch_size=1,  # so that each sample has its own memory
             config=self._config,
+            columns=source.columns,
             token_key=source.token_key,
             eos_id=find_eos_id(streams, self._config, source.token_key),
+            may_be_padded=may_be_padded(streams, self._config),
             return_ids=return_ids,
         )
-        self._names: dict[str, str] = {}
-        if rename:
-            self._names = _checked(rename, self[0])
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -125,8 +125,7 @@ class MapDataset(TorchDataset[Sample]):
         read, _ = self._own_source().source.open_rows(shard, numbers - starts[shard])
         columns = read(0, len(numbers))
         batches, _ = self._maker.make(columns, numbers)
-        names = self._names
-        return [{names.get(name, name): value[0] for name, value in batch.items()} for batch in batches]
+        return [{name: value[0] for name, value in batch.items()} for batch in batches]
 
     def _number(self, index: SupportsIndex) -> int:
         number = operator.index(index)
@@ -144,15 +143,6 @@ class MapDataset(TorchDataset[Sample]):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_source": None, "_process": None}
-
-
-def _checked(rename: Mapping[str, str], sample: Sample) -> dict[str, str]:
-    """Return `rename`; ValueError if a sample lacks a name or would have one twice."""
-    if unknown := [name for name in rename if name not in sample]:
-        raise ValueError(f"rename has {unknown[0]!r}, but a sample has {', '.join(sample)}")
-    if len({rename.get(name, name) for name in sample}) < len(sample):
-        raise ValueError(f"rename would give two of {', '.join(sample)} one name: {dict(rename)}")
-    return dict(rename)
 
 
 def unchanged(batch: Batch) -> Batch:

@@ -66,6 +66,7 @@ class SourceInfo:
     """A source and what the loader must know of it."""
 
     source: Source
+    columns: tuple[str, ...]  # as a batch names them
     token_key: str | None  # the batch's name of the column that holds tokens, if it is delivered
     stored_bytes: int  # of a sample, on average
     delivered_bytes: int | None  # of a sample, if constant
@@ -91,6 +92,7 @@ def open_source(
         _check_alike(once, number, first, other, mixed_lengths)
     return SourceInfo(
         source=_one_source(once, each),
+        columns=tuple(first.names),
         token_key=first.token_key,
         stored_bytes=sum(part.stored_bytes for part in each) // len(each),
         delivered_bytes=first.delivered_bytes
@@ -172,7 +174,7 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
     if first.token_key != other.token_key:
         raise ValueError(f"{names} have their tokens in different columns: name one with columns=[...]")
     if first.delivered != other.delivered:
-        raise ValueError(f"{names} store tokens in different types: give dtype=torch.int64")
+        raise ValueError(f"{names} store tokens in different types: give dtype='int64'")
     for key, name in first.names.items():
         mine, its = _layout(first.dataset, name), _layout(other.dataset, other.names[key])
         if (mine is None) != (its is None) or (mine is not None and its is not None and mine[0] != its[0]):
@@ -255,7 +257,7 @@ def output_dtype(requested: TokenDtype, stored: np.dtype[np.generic]) -> np.dtyp
     if wanted.kind not in "iu":
         raise ValueError(f"dtype must be an integer type, not {requested}: tokens are ids")
     if not np.can_cast(native, wanted) and (native.name, wanted.name) not in _SAME_SIZE:
-        raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use torch.int64")
+        raise ValueError(f"dtype {requested} cannot hold tokens stored as {native}; use int64")
     return wanted
 
 

@@ -315,16 +315,18 @@ class StreamingDataset(IterableDataset[Batch]):
         """
         if (usage := self.loader.usage) is None:
             return
-        if not isinstance(batch, dict) or "sample_id" not in batch:
-            raise ValueError("usage_log with workers: collate_fn must leave dicts with sample_id")
-        ids = batch["sample_id"].numpy()
-        if "stream_id" in batch:
+        rename = self.loader.config.rename or {}
+        sample_id, stream_id = (rename.get(name, name) for name in ("sample_id", "stream_id"))
+        if not isinstance(batch, dict) or sample_id not in batch:
+            raise ValueError(f"usage_log with workers: collate_fn must leave dicts with {sample_id}")
+        ids = np.asarray(batch[sample_id])
+        if stream_id in batch:
             starts = np.cumsum([0, *map(len, self.loader.datasets)])
-            ids = np.where(ids < 0, -1, ids + starts[batch["stream_id"].numpy()])
+            ids = np.where(ids < 0, -1, ids + starts[np.asarray(batch[stream_id])])
         usage.step(self.loader.plan.start(start[0]), ids, after[0])
         if not self._arguments.get("return_ids", False):
-            batch.pop("sample_id")
-            batch.pop("stream_id", None)
+            batch.pop(sample_id)
+            batch.pop(stream_id, None)
 
     def _usage_arguments(self) -> dict[str, Any]:
         """In a worker: arguments that leave logging to the process that receives the batches."""

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loaders.batch import BatchMaker, Segments
+from shardkit.loaders.batch import BatchMaker, find_segments
 from shardkit.loaders.config import LoaderConfig
 
 EOS = 0
@@ -45,7 +45,7 @@ rows = st.integers(1, 12).flatmap(
 def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]], random: Any) -> None:
     tokens = np.array(table, dtype=np.uint16)
     padding = np.array([random.random() < 0.2 for _ in table])
-    segments = Segments(tokens, EOS, padding)
+    segments = find_segments(tokens, EOS, padding)
     expected = [reference(row, bool(pad)) for row, pad in zip(table, padding, strict=True)]
     assert segments.labels(tokens, mask_starts=False).tolist() == [row[0] for row in expected]
     assert segments.labels(tokens, mask_starts=True).tolist() == [
@@ -63,7 +63,7 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
 
 def test_the_example_of_the_module_is_right() -> None:
     tokens = np.array([[5, 6, 0, 7, 0, 0, 0]])
-    segments = Segments(tokens, EOS)
+    segments = find_segments(tokens, EOS)
     assert segments.labels(tokens, mask_starts=False).tolist() == [[5, 6, 0, 7, 0, -100, -100]]
     assert segments.labels(tokens, mask_starts=True).tolist() == [[-100, 6, 0, -100, 0, -100, -100]]
     assert segments.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1]]
@@ -75,7 +75,9 @@ def test_the_example_of_the_module_is_right() -> None:
 def make(config: LoaderConfig, ids: list[int], *, mark_padding: bool = False) -> list[dict[str, Any]]:
     tokens = np.array([[i, EOS, EOS, 3] for i in ids if i >= 0], dtype=np.int64).reshape(-1, 4)
     words: list[object] = [f"word {i}" for i in ids if i >= 0]
-    maker = BatchMaker(2, config, "tokens", EOS, return_ids=True, mark_padding=mark_padding)
+    maker = BatchMaker(
+        2, config, ["tokens", "words"], "tokens", EOS, return_ids=True, mark_padding=mark_padding
+    )
     return maker.make({"tokens": tokens, "words": words}, np.array(ids, dtype=np.int64))[0]
 
 
@@ -129,7 +131,7 @@ def test_a_model_that_sees_document_bounds_is_scored_inside_of_documents_only(
     length = max(len(first), len(second))
     rows = np.array([row + [EOS] * (length - len(row)) for row in (first, second)])
     config = LoaderConfig(labels=True, **{bounds: True})  # type: ignore[arg-type]
-    maker = BatchMaker(2, config, "tokens", EOS)
+    maker = BatchMaker(2, config, ["tokens"], "tokens", EOS)
     ((batch,), _) = maker.make({"tokens": rows}, np.arange(2))
     tokens, labels = batch["tokens"].flatten().tolist(), batch["labels"].flatten().tolist()
     # The rows of a flattened batch follow one another, as with cu_seqlens: no row predicts the next one.
@@ -177,7 +179,5 @@ def test_a_batch_of_nothing_but_padding_has_the_same_keys(ids: list[int]) -> Non
     ],
 )
 def test_an_option_never_replaces_a_column_of_the_same_name(name: str, config: LoaderConfig) -> None:
-    maker = BatchMaker(2, config, "tokens", EOS, return_ids=True)
-    columns: dict[str, Any] = {"tokens": np.zeros((2, 4), np.int64), name: np.zeros(2, np.int64)}
     with pytest.raises(ValueError, match=f"a column '{name}', which an option of the loader would replace"):
-        maker.make(columns, np.arange(2))
+        BatchMaker(2, config, ["tokens", name], "tokens", EOS, return_ids=True)
