@@ -46,7 +46,7 @@ class MetricsFile:
     ) -> None:
         if not every_seconds > 0:
             raise ValueError(f"every_seconds must be above 0, not {every_seconds}")
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self._labels = dict(labels or {})
         _label_text(self._labels)  # a bad label is the caller's mistake: say so now, not in a warning later
         self._telemetry = telemetry

@@ -37,7 +37,7 @@ class UsageLog:
     ) -> None:
         if is_remote(os.fspath(folder)):
             raise ValueError(f"usage_log must be a folder of a file system, not {os.fspath(folder)}")
-        self._folder, self._names = Path(folder), streams.names
+        self._folder, self._names = Path(folder).absolute(), streams.names
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
         self._type = id_type(sum(map(len, streams.datasets)))
         self._head, self._head_due = b"", False

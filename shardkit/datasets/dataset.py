@@ -16,7 +16,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from os import PathLike
@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.arrays import Bytes
 from shardkit.cache.contract import CacheOptions, open_cache
 from shardkit.card import DatasetCard
-from shardkit.datasets.locate import Found, locate
+from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.errors import ShardError, warn_user
 from shardkit.files import Closing, open_maps
+from shardkit.formats.stored import load_raw
 from shardkit.formats.tar.values import checked_decode
 from shardkit.manifest import Column, Manifest, ShardInfo, ShardTable, merge_columns
 from shardkit.storage.local import LocalStore
@@ -84,7 +86,7 @@ class Dataset(Closing):
 
     def __init__(
         self,
-        folder: Path | None,
+        files: LocalFiles | None,
         manifest: Manifest,
         *,
         card: DatasetCard | None = None,
@@ -92,12 +94,12 @@ class Dataset(Closing):
         shards: CachedShards | None = None,
         tar_indexes: TarIndexes | None = None,
     ) -> None:
-        """`folder` of a local dataset, or `shards` of a remote one; `tar_indexes`: what a scan has found."""
-        assert (folder is None) != (shards is None)
+        """`files` of a local dataset, or `shards` of a remote one; `tar_indexes`: what a scan has found."""
+        assert (files is None) != (shards is None)
         self.manifest = manifest
         self.card = card
         self.shards = shards
-        self._folder = folder
+        self._files = files
         self._tar_indexes = tar_indexes
         self._options = options or ReadOptions()
         self._lock = Lock()
@@ -105,15 +107,15 @@ class Dataset(Closing):
 
     @property
     def path(self) -> Path:
-        """The local folder; ShardError for a remote dataset, which has none."""
-        if self._folder is None:
+        """The local folder, absolute; ShardError for a remote dataset, which has none."""
+        if self._files is None:
             raise ShardError(self.location, "is remote: it has no local path")
-        return self._folder
+        return self._files.folder
 
     @property
     def location(self) -> str:
         """The folder's path or the URL, for messages."""
-        return str(self._folder) if self.shards is None else self.shards.store.url
+        return str(self.path) if self.shards is None else self.shards.store.url
 
     @property
     def store(self) -> Store:
@@ -255,24 +257,32 @@ class Dataset(Closing):
         return self.manifest.shards[number].columns or self.shard(number).columns
 
     def _open_shard(self, number: int, reader: CacheReader | None) -> ShardReader:
-        info, options = self.manifest.shards[number], self._options
-        raw = None if self.shards is None else (reader or self.shards).load(number)
+        if self._files is None:
+            assert self.shards is not None
+            return self._shard_from(number, (reader or self.shards).load(number))
+        info, options, folder = self.manifest.shards[number], self._options, self._files.folder
+        verify = options.verify and not self._files.was_opened(number)
+        shard: ShardReader
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
-            allow = options.allow_pickle
-            if raw is not None:
-                return mds.shard_from_raw(self.where(number), info, raw, allow_pickle=allow)
-            return mds.open_shard(self.path, info, allow_pickle=allow, verify=options.verify)
+            shard = mds.open_shard(folder, info, allow_pickle=options.allow_pickle, verify=verify)
+        else:
+            shard = self._shard_from(number, load_raw("tar", folder, info, verify=verify))
+        self._files.check(number)
+        return shard
+
+    def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
+        info, options, where = self.manifest.shards[number], self._options, self.where(number)
+        if self.manifest.format == "mds":
+            from shardkit.formats import mds
+
+            return mds.shard_from_raw(where, info, raw, allow_pickle=options.allow_pickle)
         from shardkit.formats import tar
-        from shardkit.formats.stored import load_raw
 
         index = None if self._tar_indexes is None else self._tar_indexes.index(number)
-        if raw is None:
-            raw = load_raw("tar", self.path, info, verify=options.verify)
-        allow, decode = options.allow_pickle, options.decode
         return tar.shard_from_raw(
-            self.where(number), info, raw, allow_pickle=allow, decode=decode, index=index
+            where, info, raw, allow_pickle=options.allow_pickle, decode=options.decode, index=index
         )
 
     def _forget(self) -> None:
@@ -346,7 +356,8 @@ def open_dataset(
     card = found.card
     if verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
-    return Dataset(found.folder, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
+    files = LocalFiles(replace(found, manifest=manifest)) if shards is None else None
+    return Dataset(files, manifest, card=card, options=options, shards=shards, tar_indexes=tar_indexes)
 
 
 def _open_remote(
@@ -391,7 +402,6 @@ def _open_remote(
 def _scan_local(found: Found, versions: Sequence[str], options: CacheOptions) -> tuple[Manifest, TarIndexes]:
     """The manifest of a folder of tars, each scanned; ShardError names one that is damaged."""
     from shardkit.cache.tar_scan import scan_tars
-    from shardkit.formats.stored import load_raw
 
     folder, manifest = found.folder, found.manifest
     assert folder is not None

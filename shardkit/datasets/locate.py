@@ -2,7 +2,7 @@
 
 Paths and URLs may name a folder, an index, or tars: one, a brace list, a pattern, several of these. Reads the
 index and the card, no shard. Tars that nothing describes are `Found` with their versions only, and scanned by
-`shardkit.datasets.dataset`.
+`shardkit.datasets.dataset`. `LocalFiles` notices when a local dataset is replaced while it is open.
 """
 
 from __future__ import annotations
@@ -13,25 +13,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from shardkit.card import CARD_NAME, DatasetCard
 from shardkit.errors import ShardError
-from shardkit.manifest import Manifest
+from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
 from shardkit.storage.url import is_remote, local_path, split_url
 
-__all__ = ["INDEX_NAMES", "Found", "find_local", "find_remote", "locate"]
+__all__ = ["INDEX_NAMES", "Found", "LocalFiles", "find_local", "find_remote", "locate"]
 
 INDEX_NAMES = ("index.json", "shards.json")
 _FORBIDDEN = 403
+_OPEN_AGAIN = "open it again, with a new loader; a state of the run loads if the data are the same"
 _NO_DATASET = "holds no dataset: looked for index.json (MDS), shards.json and *.tar files"
+
+# (date in ns, bytes). Not the inode as well: file systems in user space may number a file anew.
+FileVersion = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A dataset: the folder or the store that shards' names are relative to, its manifest and card.
 
-    With `versions`, of tars that nothing describes, the manifest has only their names and sizes.
+    With `versions`, of tars that nothing describes, the manifest has only their names and sizes. `index` is
+    the local file that was read, and its version before that.
     """
 
     folder: Path | None
@@ -39,6 +46,67 @@ class Found:
     card: DatasetCard | None = None
     store: ResilientStore | None = None
     versions: Sequence[str] | None = None
+    index: tuple[Path, FileVersion | None] | None = None
+
+
+class LocalFiles:
+    """The files of a local dataset as they were when it was opened, to notice when others take their place.
+
+    A shard that is open is not looked at: a file that is replaced by rename stays as it was for whoever has
+    mapped it.
+    """
+
+    def __init__(self, found: Found) -> None:
+        assert found.folder is not None
+        self.folder = found.folder.absolute()
+        self._shards = found.manifest.shards
+        # Dates of the shards that were opened, 0 of the others. Those of tars were noted before their scan.
+        self._dates = np.zeros(len(self._shards), dtype=np.int64)
+        if found.versions is not None:
+            self._dates[:] = [int(version.partition("-")[0]) for version in found.versions]
+        self._index: Path | None = None
+        self._version: FileVersion | None = None
+        if found.index is not None:
+            self._index, self._version = found.index[0].absolute(), found.index[1]
+        self._newer: tuple[FileVersion, Sequence[ShardInfo]] | None = None
+
+    def was_opened(self, number: int) -> bool:
+        """Whether a shard has passed `check` before, so that its hashes need not be compared again."""
+        return bool(self._dates[number])
+
+    def check(self, number: int) -> None:
+        """ShardError if shard `number`, mapped just now, may be another than that which the index described.
+
+        An index that was replaced must state the same hashes of the shard. Costs two calls of stat.
+        """
+        info = self._shards[number]
+        file = self.folder / info.stored.basename
+        if (found := _version(file)) is not None:  # MosaicML's caches may keep the decompressed file only
+            if self._dates[number] not in (0, found[0]):
+                raise ShardError(file, f"was replaced after its dataset was opened; {_OPEN_AGAIN}")
+            self._dates[number] = found[0]
+        if self._index is None or (version := _version(self._index)) == self._version:
+            return
+        if version is None:
+            raise ShardError(self._index, f"was removed after the dataset was opened; {_OPEN_AGAIN}")
+        if self._newer is None or self._newer[0] != version:
+            self._newer = (version, find_local(self._index).manifest.shards)
+        shards = self._newer[1]
+        if number >= len(shards) or shards[number] != info or not (info.stored.hashes or info.raw.hashes):
+            problem = (
+                f"was replaced after the dataset was opened, and does not prove that {file.name} is the same"
+            )
+            raise ShardError(self._index, f"{problem}; {_OPEN_AGAIN}")
+
+
+def _version(file: Path) -> FileVersion | None:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ShardError(file, f"cannot be looked at: {error.strerror or error}") from error
+    return status.st_mtime_ns, status.st_size
 
 
 def locate(
@@ -79,14 +147,17 @@ def find_local(path: Path, storage: StorageOptions | None = None) -> Found:
 
 def _read_description(file: Path, storage: StorageOptions | None) -> Found:
     """The dataset that a local index or list describes."""
+    version = _version(file)
     card = DatasetCard.read(file.parent / CARD_NAME)
     if file.name == "index.json":
         from shardkit.formats import mds
 
-        return Found(file.parent, mds.read_index(file), card)
-    from shardkit.formats.tar.shard_list import read_list
+        found = Found(file.parent, mds.read_index(file), card)
+    else:
+        from shardkit.formats.tar.shard_list import read_list
 
-    return _listed(file, read_list(file), file.parent, card, storage)
+        found = _listed(file, read_list(file), file.parent, card, storage)
+    return replace(found, index=(file, version))
 
 
 def _listed(

@@ -77,7 +77,8 @@ def plan_rate(samples: int) -> dict[str, float]:
         ShardInfo(FileInfo(f"shard.{number:05d}.mds", SHARD_ROWS * 8192), SHARD_ROWS, (column,))
         for number in range(samples // SHARD_ROWS)
     ]
-    dataset = Dataset(Path("/nowhere"), Manifest("mds", infos))
+    manifest = Manifest("mds", infos)
+    dataset = Dataset(LocalFiles(Found(Path("/nowhere"), manifest)), manifest)
     start = time.process_time()
     report = plan_report(dataset, batch_sizes=[8], world_sizes=[8], epochs=1, lanes=64, window=8192)
     seconds = time.process_time() - start

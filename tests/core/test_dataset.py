@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,28 +23,40 @@ from shardkit.formats import tar
 
 SIZES = [5, 0, 9, 1]
 ROWS = np.random.default_rng(3).integers(0, 60_000, (sum(SIZES), 16)).astype(np.uint16)
-PARTS = np.split(ROWS, np.cumsum(SIZES)[:-1])
 
 
-def write_tars(folder: Path, *, listed: bool = True) -> Path:
+def parts_of(rows: npt.NDArray[np.uint16]) -> list[npt.NDArray[np.uint16]]:
+    return np.split(rows, np.cumsum(SIZES)[:-1])
+
+
+PARTS = parts_of(ROWS)
+
+
+def write_tars(folder: Path, rows: npt.NDArray[np.uint16] = ROWS, *, listed: bool = True) -> Path:
     folder.mkdir(exist_ok=True)
     shards = [
-        tar.write_rows_shard(folder, f"shard-{i:05d}.tar", rows, key_start=i * 10**8, hashes=["xxh64"])
-        for i, rows in enumerate(PARTS)
+        tar.write_rows_shard(folder, f"shard-{i:05d}.tar", part, key_start=i * 10**8, hashes=["xxh64"])
+        for i, part in enumerate(parts_of(rows))
     ]
     if listed:
         tar.write_shard_list(folder, shards)
     return folder
 
 
-def write_mds(folder: Path, compression: str | None = None) -> Path:
+def write_mds(
+    folder: Path,
+    rows: npt.NDArray[np.uint16] = ROWS,
+    *,
+    compression: str | None = None,
+    hashes: tuple[str, ...] = ("xxh64",),
+) -> Path:
     from shardkit.formats import mds
 
     folder.mkdir(exist_ok=True)
-    parts = [p for p in PARTS if len(p)]
+    parts = [part for part in parts_of(rows) if len(part)]
     shards = [
-        mds.write_rows_shard(folder, f"shard.{i:05d}.mds", rows, compression=compression, hashes=["xxh64"])
-        for i, rows in enumerate(parts)
+        mds.write_rows_shard(folder, f"shard.{i:05d}.mds", part, compression=compression, hashes=hashes)
+        for i, part in enumerate(parts)
     ]
     mds.write_index(folder, shards)
     return folder
@@ -55,10 +69,10 @@ def tokens(sample: dict[str, object]) -> npt.NDArray[np.generic]:
 
 
 MAKE = {
-    "mds": lambda folder: write_mds(folder),
-    "mds.zstd": lambda folder: write_mds(folder, "zstd"),
-    "shards.json": lambda folder: write_tars(folder),
-    "tars": lambda folder: write_tars(folder, listed=False),
+    "mds": lambda folder, rows=ROWS: write_mds(folder, rows),
+    "mds.zstd": lambda folder, rows=ROWS: write_mds(folder, rows, compression="zstd"),
+    "shards.json": lambda folder, rows=ROWS: write_tars(folder, rows),
+    "tars": lambda folder, rows=ROWS: write_tars(folder, rows, listed=False),
 }
 parametrize_kinds = pytest.mark.parametrize("kind", MAKE)
 
@@ -98,6 +112,90 @@ def test_views_outlive_the_shard_and_its_file(tmp_path: Path, kind: str) -> None
     for file in tmp_path.iterdir():
         file.unlink()
     np.testing.assert_array_equal(view, PARTS[0])  # type: ignore[arg-type]
+
+
+@parametrize_kinds
+def test_a_relative_path_means_the_folder_that_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A namesake of the same shape in the new working directory must never be read in its place."""
+    for name, rows in (("here", ROWS), ("elsewhere", ROWS + 1)):
+        (tmp_path / name).mkdir()
+        MAKE[kind](tmp_path / name / "data", rows)
+    monkeypatch.chdir(tmp_path / "here")
+    dataset = shardkit.open_dataset("data")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    np.testing.assert_array_equal([tokens(sample) for sample in dataset], ROWS)
+    assert Path(dataset.location) == dataset.path == tmp_path / "here" / "data"
+    np.testing.assert_array_equal([tokens(sample) for sample in pickle.loads(pickle.dumps(dataset))], ROWS)
+
+
+def replace_by_rename(folder: Path, make: Callable[[Path], Path]) -> None:
+    folder.rename(folder.with_name("old"))
+    make(folder)
+
+
+def rewrite_in_place(folder: Path, make: Callable[[Path], Path]) -> None:
+    """Every file keeps its inode and size."""
+    made = make(folder.with_name("made"))
+    for file in made.iterdir():
+        with (folder / file.name).open("r+b") as target:
+            target.write(file.read_bytes())
+
+
+def replace_shards_only(folder: Path, make: Callable[[Path], Path]) -> None:
+    made = make(folder.with_name("made"))
+    for file in made.glob("shard*[!n]"):
+        file.rename(folder / file.name)
+
+
+@pytest.mark.parametrize("how", [replace_by_rename, rewrite_in_place, replace_shards_only])
+@parametrize_kinds
+def test_rows_of_a_dataset_that_is_replaced_are_never_mixed_with_those_opened(
+    tmp_path: Path, kind: str, how: Callable[[Path, Callable[[Path], Path]], None]
+) -> None:
+    """Every row that is delivered is of the dataset that was opened, or an error says what happened."""
+    dataset = shardkit.open_dataset(MAKE[kind](tmp_path / "data"))
+    first = dataset[0]
+    dataset.close()  # forgets the shard, as a loader over many shards does
+    how(tmp_path / "data", lambda folder: MAKE[kind](folder, ROWS + 1))
+    with pytest.raises(ShardError, match=r"was replaced after .* open it again, with a new loader"):
+        dataset[0]
+    np.testing.assert_array_equal(tokens(first), ROWS[0])
+    if how is not replace_shards_only:  # nothing can show that of a shard that was never opened before
+        with pytest.raises(ShardError, match="was replaced"):
+            dataset[-1]
+
+
+def test_a_dataset_whose_index_is_gone_opens_no_more_shards(tmp_path: Path) -> None:
+    """So a publication that replaces it begins."""
+    dataset = shardkit.open_dataset(write_mds(tmp_path))
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(ShardError, match=r"index\.json: was removed after"):
+        dataset[0]
+
+
+def test_an_index_that_is_written_again_must_prove_its_shards(tmp_path: Path) -> None:
+    dataset = shardkit.open_dataset(write_mds(tmp_path))
+    os.utime(tmp_path / "index.json", ns=(1, 1))
+    np.testing.assert_array_equal([tokens(sample) for sample in dataset], ROWS)
+
+    dataset = shardkit.open_dataset(write_mds(tmp_path, hashes=()))
+    os.utime(tmp_path / "index.json", ns=(1, 1))
+    with pytest.raises(ShardError, match=r"does not prove that shard\.00000\.mds is the same"):
+        dataset[0]
+
+
+def test_hashes_are_compared_when_a_shard_is_first_opened(tmp_path: Path) -> None:
+    write_mds(tmp_path)
+    dataset = shardkit.open_dataset(tmp_path, verify=True)
+    assert len(list(dataset)) == len(ROWS)
+    data = bytearray((tmp_path / "shard.00001.mds").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "shard.00001.mds").write_bytes(data)
+    assert len(list(shardkit.open_dataset(tmp_path))) == len(ROWS), "only what is asked for is verified"
+    with pytest.raises(ShardError, match=r"shard\.00001\.mds: xxh64"):
+        list(shardkit.open_dataset(tmp_path, verify=True))
 
 
 def test_datasets_of_other_columns_have_no_token_column(tmp_path: Path) -> None:
@@ -144,7 +242,7 @@ def test_at_most_so_many_shards_stay_open(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_decompressed_shards_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = shardkit.open_dataset(write_mds(tmp_path, "zstd"))
+    dataset = shardkit.open_dataset(write_mds(tmp_path, compression="zstd"))
     monkeypatch.setattr(dataset_module, "MAX_RESIDENT_BYTES", 1)
     first = dataset.shard(0)
     assert dataset.shard(0) is first

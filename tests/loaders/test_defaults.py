@@ -16,6 +16,7 @@ from shardkit.cache import contract as options
 from shardkit.cache.contract import CacheOptions
 from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.defaults import find_eos_id, shuffle_sizes
@@ -173,7 +174,8 @@ def test_local_datasets_are_limited_by_memory_only_if_they_are_compressed(
     if compression:
         info = dataset.manifest.shards[0]
         info = replace(info, raw=replace(info.raw, bytes=100 << 20))
-        dataset = Dataset(tmp_path / "d", replace(dataset.manifest, shards=[info] * 4))
+        manifest = replace(dataset.manifest, shards=[info] * 4)
+        dataset = Dataset(LocalFiles(Found(tmp_path / "d", manifest)), manifest)
         # Four times 100 MiB for each of four lanes is within 2 GiB, for five it is no longer.
         assert sizes(dataset) == (4, window_of(2 << 30, 4))
         assert sizes(dataset, lanes=16) == (16, window_of(2 << 30, 16))

@@ -16,8 +16,10 @@ from shardkit.errors import ShardError
 from shardkit.formats.usage_log import MAGIC, scan
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
+from shardkit.storage import open_store
 from support.audit_runs import log_report
 from support.loader_data import make_dataset
+from support.remote_harness import fresh_url, put_folder
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,24 @@ def test_the_log_holds_what_the_loop_was_given_at_the_moment_it_was(path: Path, 
     assert not section.ended
     loader.close()
     assert scan(only_file(tmp_path / "logs")).sections[0].ended
+
+
+def test_relative_paths_are_of_the_folder_in_which_the_loader_was_made(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("made", "moved"):
+        (tmp_path / name).mkdir()
+    url = fresh_url()
+    put_folder(path, open_store(url))
+    monkeypatch.chdir(tmp_path / "made")
+    loader = StreamingLoader(
+        url, batch_size=8, usage_log="logs", metrics_file="rank.prom", cache_dir="cache", cache_bytes="1MiB"
+    )
+    monkeypatch.chdir(tmp_path / "moved")
+    assert len(list(loader)) == len(loader)
+    loader.close()
+    assert {file.name for file in (tmp_path / "made").iterdir()} == {"logs", "rank.prom", "cache"}
+    assert not any((tmp_path / "moved").iterdir())
 
 
 def test_loading_a_state_begins_a_section(path: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.datasets.dataset import Dataset
+from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.dry_run import PlannedRun
@@ -36,7 +37,8 @@ def index_only(sizes: Sequence[int]) -> Dataset:
         ShardInfo(FileInfo(f"shard.{number:05d}.mds", 100 + 16 * size), size, (column,))
         for number, size in enumerate(sizes)
     ]
-    return Dataset(Path("/nowhere"), Manifest("mds", infos))
+    manifest = Manifest("mds", infos)
+    return Dataset(LocalFiles(Found(Path("/nowhere"), manifest)), manifest)
 
 
 class RemappedOrder:
