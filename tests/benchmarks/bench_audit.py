@@ -20,6 +20,7 @@ from pathlib import Path
 
 from figures import benchmark_parser, peak_rss_bytes, print_figures, write_tokens
 from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.manifest import Column, FileInfo, Manifest, ShardInfo
 
 LENGTH, BATCH, SHARD_ROWS = 4096, 8, 2000
