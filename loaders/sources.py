@@ -122,7 +122,7 @@ class _Part:
 
 
 def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype) -> _Part:
-    token_column = dataset.token_column
+    token_column = _token_column(dataset)
     names = _batch_names(dataset, columns)
     token_key = next((key for key, name in names.items() if name == token_column), None)
     delivered: dict[str, np.dtype[np.generic]] = {}
@@ -190,16 +190,25 @@ def _check_alike(streams: Streams, number: int, first: _Part, other: _Part, mixe
             )
 
 
+def _columns(dataset: Dataset) -> Sequence[Column]:
+    """The columns as samples have them: of a dataset that decodes nothing, bytes."""
+    return [Column(c.name, "bytes") for c in dataset.columns] if dataset.gives_bytes else dataset.columns
+
+
+def _token_column(dataset: Dataset) -> str | None:
+    return None if dataset.gives_bytes else dataset.token_column
+
+
 def _layout(dataset: Dataset, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]] | None:
-    column = next((column for column in dataset.columns if column.name == name), None)
+    column = next((column for column in _columns(dataset) if column.name == name), None)
     return None if column is None else _constant_layout(column)
 
 
 def _batch_names(dataset: Dataset, columns: Sequence[str] | None) -> dict[str, str]:
     """The dataset's name of each column, by the batch's."""
-    token_column = dataset.token_column
+    token_column = _token_column(dataset)
     short = {"tokens": "tokens.npy"} if token_column == "tokens.npy" else {}
-    known = [column.name for column in dataset.columns]
+    known = [column.name for column in _columns(dataset)]
     is_tar = dataset.manifest.format == "tar"
     if columns is None:
         # A key names a sample of a foreign tar; that of a packed row is only its number again.
@@ -217,7 +226,7 @@ def _fixed_columns(
     dataset: Dataset, names: dict[str, str], delivered: dict[str, np.dtype[np.generic]]
 ) -> dict[str, FixedColumn] | None:
     """The columns as ones of constant size, None if one of them is not."""
-    by_name = {column.name: column for column in dataset.columns}
+    by_name = {column.name: column for column in _columns(dataset)}
     fixed = {}
     for key, name in names.items():
         column = by_name.get(name)
@@ -285,7 +294,7 @@ class DecodedSamples:
         self._names = dict(names)
         self._wanted = frozenset(names.values())
         self._delivered = dict(delivered)
-        by_name = {column.name: column for column in dataset.columns}
+        by_name = {column.name: column for column in _columns(dataset)}
         layouts = {
             name: _constant_layout(by_name[column]) for name, column in names.items() if column in by_name
         }

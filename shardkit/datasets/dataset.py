@@ -180,6 +180,11 @@ class Dataset(Closing):
             return first
         return merge_columns([first, *(self.manifest.shards[number].columns for number in filled)])
 
+    @property
+    def gives_bytes(self) -> bool:
+        """Whether every member of a sample is its bytes: a dataset of tars opened with `decode=False`."""
+        return self.manifest.format == "tar" and self._options.decode is False
+
     @cached_property
     def token_column(self) -> str | None:
         """The column that holds one row of integers of constant length in every sample, or None.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import webdataset
 
 from shardkit.cache.contract import CacheOptions
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
+from shardkit.formats import tar
 from shardkit.loaders import StreamingLoader
 from shardkit.storage import open_store
 from support.foreign_tars import sample, tars
@@ -48,6 +51,29 @@ def test_batches_are_the_samples_that_were_written(places: dict[str, str], place
                 np.testing.assert_array_equal(image, sample(number)["seg.png"])
             seen += numbers
     assert len(set(seen)) == len(seen) == 20
+
+
+def test_without_decoding_batches_have_the_bytes_that_webdataset_gives(places: dict[str, str]) -> None:
+    tars_of = sorted(map(str, Path(places["local"]).glob("*.tar")))
+    theirs = {
+        row["__key__"]: row for row in webdataset.WebDataset(tars_of, shardshuffle=False, empty_check=False)
+    }
+    dataset = open_dataset(places["local"], decode=False)
+    assert {row["__key__"]: row["cls"] for row in dataset} == {key: row["cls"] for key, row in theirs.items()}
+    with loader_of(dataset) as loader:
+        for batch in loader:
+            for name in COLUMNS:
+                assert batch[name] == [theirs[key][name] for key in batch["__key__"]]
+
+
+def test_without_decoding_packed_tokens_are_files_of_arrays(tmp_path: Path) -> None:
+    rows = np.arange(32, dtype=np.uint16).reshape(4, 8)
+    tar.write_rows_shard(tmp_path, "a.tar", rows, key_start=0)
+    dataset = open_dataset(tmp_path, decode=False)
+    with StreamingLoader(dataset, batch_size=4, shuffle="none") as loader:
+        [batch] = loader
+    assert batch["tokens.npy"] == [row["tokens.npy"] for row in dataset]
+    np.testing.assert_array_equal([np.load(io.BytesIO(data)) for data in batch["tokens.npy"]], rows)
 
 
 @pytest.mark.parametrize("place", ["local", "remote"])
