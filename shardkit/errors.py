@@ -19,6 +19,7 @@ __all__ = [
     "PeerError",
     "RecipeError",
     "ShardError",
+    "ShardNotFoundError",
     "ShardkitError",
     "StateError",
     "StreamExhaustedError",
@@ -78,7 +79,11 @@ class ShardError(ShardkitError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders in builds: rebuild with the keyword argument.
-        return (partial(ShardError, offset=self.offset), (self.file, self.problem))
+        return (partial(type(self), offset=self.offset), (self.file, self.problem))
+
+
+class ShardNotFoundError(ShardError, FileNotFoundError):
+    """There is no dataset or no shard where one was looked for."""
 
 
 class RecipeError(ShardkitError):

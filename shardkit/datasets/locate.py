@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from shardkit.card import CARD_NAME, DatasetCard
-from shardkit.errors import ShardError
+from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.manifest import Manifest, ShardInfo
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
@@ -221,13 +221,13 @@ def _find_in_store(
         if isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError):
             raise error
     if is_named:
-        raise ShardError(store.url, f"holds no {names[0]}")
+        raise ShardNotFoundError(store.url, f"holds no {names[0]}")
     if isinstance(answers[CARD_NAME], bytes):
         problem = "is unfinished: it has a card but no index; run the upload or the build again"
         raise ShardError(store.url, problem)
     objects = folder_tars(store)
     if not objects:
-        raise ShardError(store.url, _NO_DATASET)
+        raise ShardNotFoundError(store.url, _NO_DATASET)
     return _unscanned(None, objects)
 
 
@@ -279,5 +279,5 @@ def _find_in_folder(folder: Path, storage: StorageOptions | None) -> Found:
             problem += (
                 f"; its sub-folders do ({', '.join(parts)}, …): give each as a Stream, or merge their indexes"
             )
-        raise ShardError(folder, problem)
+        raise ShardNotFoundError(folder, problem)
     return _unscanned(folder, local_objects(folder, names))

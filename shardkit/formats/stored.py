@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from shardkit.arrays import Bytes
-from shardkit.errors import ShardError
+from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.files import map_path
 from shardkit.formats.compression import decompress, decompress_streams
 from shardkit.hashing import hash_bytes
@@ -23,13 +23,15 @@ MAX_UNSTATED_BYTES = 4 << 30  # a shard larger than this should not be read into
 
 
 def load_raw(kind: Format, folder: Path, info: ShardInfo, *, verify: bool = False) -> Bytes:
-    """uint8[raw bytes] of a local shard; ShardError if the file is missing or not what `info` says.
+    """uint8[raw bytes] of a local shard; ShardNotFoundError if the file is missing.
 
-    `verify` compares every hash that `info` states.
+    ShardError if it is not what `info` says. `verify` compares every hash that `info` states.
     """
     file = folder / info.stored.basename
     try:
         stored = map_path(file)
+    except FileNotFoundError as error:
+        raise ShardNotFoundError(file, f"cannot be opened: {error.strerror}") from error
     except OSError as error:
         raise ShardError(file, f"cannot be opened: {error.strerror or error}") from error
     _check_size(file, info.stored, stored)

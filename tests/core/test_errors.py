@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.errors import MissingExtraError, ShardError, warn_user
+from shardkit.errors import MissingExtraError, ShardError, ShardNotFoundError, warn_user
+from support.loader_data import make_dataset
+from support.remote_harness import fresh_url
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +23,20 @@ def test_a_shard_error_says_where_and_survives_a_process_border() -> None:
     assert str(error) == "a/shard.00017.mds: byte 8,421,376: sample 412 is cut off"
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.file, again.offset) == (str(error), error.file, error.offset)
+
+
+def test_what_is_not_there_is_also_pythons_error_for_that(tmp_path: Path) -> None:
+    error = pickle.loads(pickle.dumps(ShardNotFoundError("a/b.mds", "is not there", offset=7)))
+    assert str(error) == "a/b.mds: byte 7: is not there"
+    for path in (tmp_path, tmp_path / "missing", fresh_url(), f"{fresh_url()}/a.tar"):
+        with pytest.raises(FileNotFoundError) as caught:
+            shardkit.open_dataset(path)
+        assert isinstance(caught.value, ShardNotFoundError)
+        assert str(caught.value).startswith(str(path).removesuffix("/a.tar"))
+    make_dataset(tmp_path / "whole", "mds")
+    (tmp_path / "whole" / "shard.00002.mds").unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard\.00002\.mds: cannot be opened"):
+        list(shardkit.open_dataset(tmp_path / "whole"))
 
 
 def test_a_missing_extra_says_what_to_install() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from shardkit.errors import ShardError
+from shardkit.errors import ShardError, ShardNotFoundError
 from shardkit.formats.tar.shard_list import (
     common_folder,
     describe_tar,
@@ -93,7 +93,7 @@ def _local_files(path: Path) -> tuple[Path, list[Path]]:
         return path, files
     if path.exists() or not is_pattern(str(path)):
         if not path.is_file():
-            raise ShardError(path, "there is no such file or folder")
+            raise ShardNotFoundError(path, "there is no such file or folder")
         if not is_tar_name(path.name):
             raise ShardError(path, "is not a tar (.tar, .tar.gz, .tgz, .tar.bz2, .tar.zst)")
         return path.parent, [path]
@@ -128,7 +128,7 @@ def remote_tars(
         elif key in listed:
             objects.append(listed[key])
         else:
-            raise ShardError(f"{store.url}/{key}", "there is no such object")
+            raise ShardNotFoundError(f"{store.url}/{key}", "there is no such object")
     _refuse_repeated(store.url, [info.key for info in objects])
     return store, objects
 
