@@ -1,49 +1,163 @@
 """`CudaPrefetcher`: batches on a GPU before the training loop asks for them.
 
-While a step computes, the next batch is copied from pinned memory on a separate CUDA stream. The loop's
-stream waits for the copy on the GPU; the loop's thread never waits. torch reuses pinned and device memory
-and knows which streams still need it (`record_stream` registers the loop's), so a batch may be kept for any
-length of time.
+A thread advances the loader, moves what it gives to pinned memory and starts its copy on a CUDA stream of its
+own, `depth - 1` batches ahead of the loop. The loop's stream waits for a copy on the GPU; the loop's thread
+waits only for a batch that is not there yet. A batch that is ready is handed out whatever the next one does.
 
-The loop's own thread advances the loader, `depth - 1` batches ahead of what the loop gets. The loader's state
-is kept with each batch: `state_dict` is that of the batch handed out last. An error of the loader is raised
-as many batches early.
+The loader's state is kept with each batch: `state_dict` is that of the batch handed out last. Nothing is lost
+when something goes wrong. An error of the loader is raised after the batches before it. A batch whose copy
+fails (the GPU is out of memory, say) is copied again at the next `next`. An interrupt (Ctrl-C, a signal
+handler that raises) reaches only the loop's thread, which takes a batch by plain assignments: Python handles
+no signal between them, so the batch is either handed out or still there.
+
+torch reuses pinned and device memory and knows which streams still need it (`record_stream`), so a batch may
+be kept for any length of time. Tensors that are on a GPU already are copied, or handed out, after the work
+that made them: what was queued on the stream that is current where the loader runs, and on the loop's stream
+before the iteration began.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, cast, runtime_checkable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, Self, TypeGuard, cast, runtime_checkable
 
-import torch
+from shardkit.errors import naming_extras
+
+with naming_extras("CudaPrefetcher"):
+    import torch
 
 from shardkit.loaders.batch import Batch
 
-__all__ = ["CudaPrefetcher"]
+__all__ = ["Copied", "Copies", "CudaCopies", "CudaPrefetcher", "HostCopies"]
 
 MAX_DEPTH = 64  # batches in flight; each takes device memory
+
+_CHECK_SECONDS = 1.0  # between looks at whether the thread is alive
+
+_JOIN_SECONDS = 5.0  # at the end of the interpreter, for a thread in the middle of a read
+
+State = dict[str, object]
 
 
 @runtime_checkable
 class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, object]: ...
+    def state_dict(self) -> State: ...
     def load_state_dict(self, state: Mapping[str, object]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A batch on the device or on its way, its tensors there, and the event that ends its copy."""
+
+    batch: Batch
+    tensors: tuple[torch.Tensor, ...] = ()
+    done: torch.cuda.Event | None = None
+
+
+class Copies(Protocol):
+    """Moves batches to a device."""
+
+    def begin(self) -> None:
+        """Called in the loop's thread before the first batch of an iteration is requested."""
+
+    def enter(self) -> None:
+        """Called at the start of each copying thread."""
+
+    def start(self, batch: Batch) -> Copied:
+        """Start to copy a batch; called in the copying thread."""
+
+    def finish(self, copied: Copied) -> None:
+        """Make a batch usable on the stream of the loop, in whose thread this is called; maybe twice."""
+
+
+class HostCopies:
+    """Leaves batches where they are."""
+
+    def begin(self) -> None:
+        pass
+
+    def enter(self) -> None:
+        pass
+
+    def start(self, batch: Batch) -> Copied:
+        return Copied(batch)
+
+    def finish(self, copied: Copied) -> None:
+        pass
+
+
+class CudaCopies:
+    """Copies batches to a GPU on a stream of its own."""
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        """`cuda`: `torch.cuda`, or what stands in for it in a test."""
+        self._device, self._cuda = device, cuda
+        self._stream = cuda.Stream(device)
+
+    def begin(self) -> None:
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+
+    def enter(self) -> None:
+        self._cuda.set_device(self._device)
+
+    def start(self, batch: Batch) -> Copied:
+        found: list[torch.Tensor] = []
+        _each_tensor(batch, found.append)
+        for device in {tensor.device for tensor in found if tensor.is_cuda}:
+            # Asked for outside of the block below, in which the copies' own stream is the current one.
+            self._stream.wait_stream(self._cuda.current_stream(device))
+        moved: list[torch.Tensor] = []
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved.append(self._moved(tensor))
+            return moved[-1]
+
+        with self._cuda.stream(self._stream):
+            return Copied(_each_tensor(batch, move), tuple(moved), self._stream.record_event())
+
+    def finish(self, copied: Copied) -> None:
+        stream = self._cuda.current_stream(self._device)
+        stream.wait_event(copied.done)
+        for tensor in copied.tensors:
+            tensor.record_stream(stream)
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        if value.device == self._device:
+            return value
+        if value.is_cuda:
+            value.record_stream(self._stream)  # its memory is needed until the copy is done
+        elif not value.is_pinned():
+            value = value.pin_memory()
+        return value.to(self._device, non_blocking=True)
 
 
 class CudaPrefetcher:
     """The batches of `loader`, their tensors on `device`; all other values as they are.
 
-    `loader`: a `StreamingLoader`, a DataLoader, or anything that gives dicts. `device`: by default the GPU
-    in use, or the CPU where there is none, to which nothing is copied. `depth`: batches on the device or
-    on their way, those handed out not counted; 1: each is copied when it is asked for.
+    `loader`: a `StreamingLoader`, a DataLoader, or anything that gives dicts, lists or tuples of tensors.
+    `device`: by default the GPU in use, or the CPU where there is none, to which nothing is copied. `depth`:
+    batches on the device or on their way, those handed out not counted; 1: each is copied when it is asked
+    for. `copies` replaces what copies, in tests.
 
     One `for` is one of the loader's. Leaving it early and starting another continues with the next batch.
+    An iterator stays usable after an error. The loader is advanced by a thread: change its weights, schedule
+    or position only inside of `with prefetcher.paused():`.
     """
 
     def __init__(
-        self, loader: Iterable[Batch], device: torch.device | str | None = None, *, depth: int = 2
+        self,
+        loader: Iterable[Batch],
+        device: torch.device | str | None = None,
+        *,
+        depth: int = 2,
+        copies: Copies | None = None,
     ) -> None:
         if not 1 <= depth <= MAX_DEPTH:
             raise ValueError(f"depth must be from 1 to {MAX_DEPTH}, not {depth}")
@@ -51,109 +165,223 @@ class CudaPrefetcher:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type not in ("cuda", "cpu"):
             raise ValueError(f"device must be a CUDA device or the CPU, not {self.device}")
-        self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            if self.device == torch.device("cuda"):  # the one in use now, whichever is in use later
-                self.device = torch.device("cuda", torch.cuda.current_device())
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if self.device == torch.device("cuda"):  # the one in use now, whichever is in use later
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._copies = copies or (CudaCopies(self.device) if self.device.type == "cuda" else HostCopies())
         self._depth = depth
-        self._source: Iterator[Batch] | None = None
-        self._ready: deque[_Copied] = deque()
-        self._state: dict[str, object] | None = None  # with the batch handed out last
+        self._ahead: _Ahead | None = None
+        self._state: State | None = None  # with the batch handed out last
         self._length: int | None = None  # of the loader, when the iteration began
         self._iteration: object = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        self._iteration = object()
-        return self._deliver(self._iteration)
+        self._iteration = token = object()
+        return _Iteration(self, token)
 
     def __len__(self) -> int:
         """That of the loader, which may itself be an epoch ahead."""
         return len(cast(Sized, self.loader)) if self._length is None else self._length
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> State:
         """The loader's state with the batch handed out last; TypeError if it has none."""
-        state = self._loader_state() if self._state is None else self._state
+        state = _state(self.loader) if self._state is None else self._state
         if state is None:
             raise TypeError(f"{type(self.loader).__name__} has no state_dict and load_state_dict")
         return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue where `state` was taken."""
+        """Continue where `state` was taken. Waits for the batch that is being read."""
         if not isinstance(self.loader, _Stateful):
             raise TypeError(f"{type(self.loader).__name__} has no state_dict and load_state_dict")
-        self._end()
+        self.close()
         self._iteration = self._state = None
         self.loader.load_state_dict(state)
 
-    def _deliver(self, iteration: object) -> Iterator[Batch]:
-        while True:
-            if self._iteration is not iteration:
-                raise RuntimeError("stale iterator: the prefetcher was re-iterated, or had a state loaded")
-            self._fetch()
-            if not self._ready:
-                self._end()
-                return
-            copied = self._ready.popleft()
-            self._state = copied.state
-            yield self._handed_out(copied)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the thread off the loader. Waits for the batch that is being read."""
+        if self._ahead is None:
+            yield
+            return
+        with self._ahead.turn:
+            yield
 
-    def _fetch(self) -> None:
-        """Start to copy batches until `depth` are on their way, or the loader has no more."""
-        if self._source is None:
-            if not self._ready:
-                self._state = self._loader_state()
-            self._length = len(self.loader) if _has_length(self.loader) else None
-            self._source = iter(self.loader)
+    def close(self) -> None:
+        """End the thread and drop what it has ready; the loader, which is ahead, stays as it is."""
+        if (ahead := self._ahead) is not None:
+            ahead.stop()
+        self._ahead = self._length = None
+
+    def _started(self) -> _Ahead:
+        """What is made ahead of the loop; begun with a new iterator of the loader if there is none."""
+        if (ahead := self._ahead) is not None and ahead.process == os.getpid():
+            return ahead
+        self._state = _state(self.loader)
+        self._length = len(self.loader) if _has_length(self.loader) else None
+        self._copies.begin()
+        ahead = _Ahead(iter(self.loader), self.loader, self._copies, self._depth)
+        if self._finalizer is not None:
+            self._finalizer.detach()  # that of an iterator which has ended
+        self._finalizer = weakref.finalize(self, ahead.stop, _JOIN_SECONDS)
+        self._ahead = ahead
+        return ahead
+
+
+class _Iteration:
+    """One `for` over a prefetcher."""
+
+    def __init__(self, prefetcher: CudaPrefetcher, token: object) -> None:
+        self._prefetcher, self._token = prefetcher, token
+        self._ended = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        owner = self._prefetcher
+        if self._ended:
+            raise StopIteration
+        if owner._iteration is not self._token:
+            raise RuntimeError("stale iterator: the prefetcher was re-iterated, or had a state loaded")
+        ahead = owner._started()
+        item = ahead.wait(ahead.taken + 1)
+        if (copied := item.copied) is not None:
+            owner._copies.finish(copied)
+            batch = copied.batch
+            # From here to `return` nothing is called, so no signal handler runs.
+            owner._state = item.state
+            ahead.taken = item.number
+            item.copied = copied = None
+            return batch
+        ahead.taken, ahead.thread = item.number, None
+        if item.is_last:
+            self._ended = item.error is None
+            owner._ahead = owner._length = None
+        if item.error is None:
+            raise StopIteration
         try:
-            while len(self._ready) < self._depth:
-                self._ready.append(self._copied(next(self._source)))
-        except StopIteration:
-            self._source = iter(())
-        except Exception:
-            self._source = None  # an iterator that has raised is of no more use, the loader may be
-            raise
-
-    def _copied(self, batch: Batch) -> _Copied:
-        state = self._loader_state()
-        if self._stream is None:
-            return _Copied(batch, state, None)
-        with torch.cuda.stream(self._stream):
-            moved = {name: self._moved(value) for name, value in batch.items()}
-            return _Copied(moved, state, self._stream.record_event())
-
-    def _moved(self, value: object) -> object:
-        if not isinstance(value, torch.Tensor) or value.device == self.device:
-            return value
-        pinned = value if value.is_pinned() or value.is_cuda else value.pin_memory()
-        return pinned.to(self.device, non_blocking=True)
-
-    def _handed_out(self, copied: _Copied) -> Batch:
-        """The batch, for the stream that the loop uses now."""
-        if copied.done is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(copied.done)
-            for value in copied.batch.values():
-                if isinstance(value, torch.Tensor) and value.is_cuda:
-                    value.record_stream(stream)
-        return copied.batch
-
-    def _loader_state(self) -> dict[str, object] | None:
-        return self.loader.state_dict() if isinstance(self.loader, _Stateful) else None
-
-    def _end(self) -> None:
-        self._source = None
-        self._ready.clear()
-        self._length = None
+            raise item.error
+        finally:
+            del item  # whose error refers to this frame
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A batch, the loader's state with it, and the event that ends its copy (None: it is not copied)."""
+@dataclass(slots=True)
+class _Item:
+    """What the thread has made: a batch and the loader's state with it, an error, or neither at the end."""
 
-    batch: Batch
-    state: dict[str, object] | None
-    done: torch.cuda.Event | None
+    number: int
+    state: State | None = None
+    copied: Copied | None = None
+    error: BaseException | None = None
+    is_last: bool = False  # of this iterator of the loader
+
+
+class _Ahead:
+    """The items of one iterator of the loader, made by a thread; numbered from 1.
+
+    The thread appends to `_ready` and the loop removes what it has taken. Each wakes the other through a
+    queue whose entries mean nothing by themselves: both look again before they wait, so that an interrupt may
+    lose an entry. The thread ends with an error, or the end of the loader; the loop starts another.
+    """
+
+    def __init__(self, source: Iterator[Batch], loader: object, copies: Copies, depth: int) -> None:
+        self._source, self._loader, self._copies, self._depth = source, loader, copies, depth
+        self.taken = 0  # the number of the last item that the loop has
+        self.turn = threading.Lock()  # held to advance the loader
+        self.process = os.getpid()
+        self._wanted = self._made = 0
+        self._ready: deque[_Item] = deque()
+        self._pending: tuple[Batch, State | None] | None = None  # taken from the loader, not copied yet
+        self._is_waiting = self._is_stopped = False
+        self._to_thread: SimpleQueue[None] = SimpleQueue()
+        self._to_loop: SimpleQueue[None] = SimpleQueue()
+        self._running = threading.Lock()  # held by the thread: an interrupt of its start may cause two
+        self.thread: threading.Thread | None = None
+
+    def wait(self, number: int) -> _Item:
+        """Item `number`, the first that is not taken yet."""
+        self._is_waiting = False
+        self._wanted = number
+        self._to_thread.put(None)
+        ready = self._ready
+        while True:
+            while ready and ready[0].number < number:
+                ready.popleft()
+            if ready:
+                return ready[0]
+            if not self._running.locked() and (self.thread is None or not self.thread.is_alive()):
+                if not ready:  # else its last act was to append
+                    # A daemon, so that it cannot keep the process alive.
+                    self.thread = threading.Thread(target=self._run, name="shardkit-copy", daemon=True)
+                    self.thread.start()
+                continue
+            self._is_waiting = True
+            if not ready:
+                with suppress(Empty):
+                    self._to_loop.get(timeout=_CHECK_SECONDS)
+
+    def stop(self, join_seconds: float | None = None) -> None:
+        """End the thread and wait for it. Safe to call twice, from the thread, and from a forked child."""
+        self._is_stopped = True
+        self._to_thread.put(None)
+        thread = self.thread
+        if thread is not None and self.process == os.getpid() and thread is not threading.current_thread():
+            thread.join(join_seconds)
+
+    def _run(self) -> None:
+        if not self._running.acquire(blocking=False):
+            return
+        try:
+            self._copies.enter()
+            while not self._is_stopped:
+                if self._made >= self._wanted + self._depth - 1:
+                    self._to_thread.get()
+                    continue
+                item = self._make(self._made + 1)
+                self._made = item.number
+                self._ready.append(item)
+                if self._is_waiting:
+                    self._to_loop.put(None)
+                if item.copied is None:
+                    return
+        finally:
+            self._running.release()
+            self._to_loop.put(None)
+
+    def _make(self, number: int) -> _Item:
+        if self._pending is None:
+            try:
+                with self.turn:
+                    batch = next(self._source)
+                    self._pending = batch, _state(self._loader)
+            except StopIteration:
+                return _Item(number, is_last=True)
+            except BaseException as error:
+                # An iterator that has raised is of no more use, the loader may be.
+                return _Item(number, error=error, is_last=True)
+        batch, state = self._pending
+        try:
+            copied = self._copies.start(batch)
+        except BaseException as error:
+            return _Item(number, error=error)
+        self._pending = None
+        return _Item(number, state, copied)
+
+
+def _each_tensor(value: Any, change: Callable[[torch.Tensor], object]) -> Any:
+    """`value` with `change` of each tensor in its dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {name: _each_tensor(entry, change) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_each_tensor(entry, change) for entry in value])
+    return value
+
+
+def _state(loader: object) -> State | None:
+    return loader.state_dict() if isinstance(loader, _Stateful) else None
 
 
 def _has_length(loader: object) -> TypeGuard[Sized]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -12,7 +16,7 @@ import pytest
 import torch
 
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.cuda import CudaPrefetcher
+from shardkit.loaders.cuda import Copied, CudaCopies, CudaPrefetcher, HostCopies
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset
 from support.resume import Batch, State, assert_equal, assert_exact_resume, batches, run
@@ -112,13 +116,304 @@ class Breaks:
 def test_an_error_of_the_loader_loses_no_batch() -> None:
     ahead = CudaPrefetcher(Breaks(), "cpu", depth=2)
     iterator = iter(ahead)
-    assert [next(iterator)["number"], next(iterator)["number"]] == [1, 2]
+    assert [next(iterator)["number"] for _ in range(3)] == [1, 2, 3]
     for _ in range(2):
         with pytest.raises(OSError, match="network"):
             next(iterator)
-        assert ahead.state_dict() == {"given": 2}
+        assert ahead.state_dict() == {"given": 3}
         iterator = iter(ahead)
-    assert [batch["number"] for batch in iterator] == [3, 4, 5, 6]
+    assert [batch["number"] for batch in iterator] == [4, 5, 6]
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+class Numbers:
+    """Gives batches 1 to `last`, going on where it was; `before` is called with each number first."""
+
+    def __init__(self, last: int, before: Callable[[int], object] = lambda number: None) -> None:
+        self.given, self.last, self.before = 0, last, before
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.given < self.last:
+            self.before(self.given + 1)
+            self.given += 1
+            yield {"number": self.given, "tokens": torch.full((2,), self.given)}
+
+    def state_dict(self) -> State:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.given = state["given"]
+
+
+def test_a_ready_batch_is_not_held_back_by_a_late_one() -> None:
+    arrives = threading.Event()
+
+    def before(number: int) -> None:
+        if number == 4:
+            assert arrives.wait(30), "batch 3 was held back until batch 4 had come"
+
+    for depth in (1, 2, 3):
+        arrives.clear()
+        iterator = iter(CudaPrefetcher(Numbers(5, before), "cpu", depth=depth))
+        assert [next(iterator)["number"] for _ in range(3)] == [1, 2, 3]
+        arrives.set()
+        assert [batch["number"] for batch in iterator] == [4, 5]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_than_depth_batches_are_taken_ahead(depth: int) -> None:
+    numbers = Numbers(9)
+    ahead = CudaPrefetcher(numbers, "cpu", depth=depth)
+    for number, _ in enumerate(ahead, 1):
+        time.sleep(0.02)
+        assert numbers.given <= number + depth - 1
+
+
+class FailingCopies(HostCopies):
+    """Fails to copy where `fails` says so: at its n-th attempts."""
+
+    def __init__(self, fails: set[int]) -> None:
+        self.fails, self.attempts = fails, 0
+
+    def start(self, batch: Batch) -> Copied:
+        self.attempts += 1
+        if self.attempts in self.fails:
+            raise torch.OutOfMemoryError("no memory on the device")
+        return super().start(batch)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_batch_whose_copy_fails_is_copied_again(again: bool) -> None:
+    """By the same iterator, or by the next."""
+    ahead = CudaPrefetcher(Numbers(6), "cpu", copies=FailingCopies({1, 4, 5}))
+    iterator, got, errors = iter(ahead), [], 0
+    while True:
+        try:
+            got.append(next(iterator)["number"])
+            assert ahead.state_dict() == {"given": got[-1]}
+        except torch.OutOfMemoryError:
+            errors += 1
+            iterator = iter(ahead) if again else iterator
+        except StopIteration:
+            break
+    assert (got, errors) == ([1, 2, 3, 4, 5, 6], 3)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises, as KeyboardInterrupt is raised."""
+
+
+@contextmanager
+def interrupts(rng: random.Random) -> Iterator[list[bool]]:
+    """Signals at random moments, which interrupt this thread once when [0] of what it gives is set."""
+    armed, ended, loop = [False], threading.Event(), threading.get_ident()
+
+    def handler(number: int, frame: object) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise Interrupt
+
+    def send() -> None:
+        while not ended.wait(rng.random() * 0.003):
+            signal.pthread_kill(loop, signal.SIGUSR1)
+
+    former = signal.signal(signal.SIGUSR1, handler)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield armed
+    finally:
+        armed[0] = False
+        ended.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, former)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_at_any_moment_loses_no_batch(depth: int) -> None:
+    """The loop goes on after the batch that its state names, which is the last one it has."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    numbers = Numbers(1_000_000, lambda number: time.sleep(rng.choice([0, 0, 0, 0.0005])))
+    ahead = CudaPrefetcher(numbers, "cpu", depth=depth)
+    batch: Batch = {"number": 0}
+    hits = 0
+    with interrupts(rng) as armed:
+        while hits < 60:
+            before = batch["number"]
+            try:
+                armed[0] = True
+                for batch in ahead:
+                    assert batch["number"] == before + 1, f"seed {seed}: {before}, then {batch['number']}"
+                    before += 1
+            except Interrupt:
+                hits += 1
+            assert ahead.state_dict() == {"given": batch["number"]}, f"seed {seed}"
+
+
+@pytest.mark.parametrize("workers", [None, 0])
+def test_an_interrupt_loses_no_sample_of_a_real_loader(path: Path, workers: int | None) -> None:
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    expected = [batch["sample_id"].tolist() for batch, _ in reference(path, 90)]
+    if workers is None:
+        loader: Any = make(path)
+    else:
+        loader = StreamingDataLoader(
+            StreamingDataset(path, batch_size=4, rank=0, world_size=1, return_ids=True, window=9)
+        )
+    ahead = CudaPrefetcher(loader, "cpu")
+    got: list[list[int]] = []
+    hits = 0
+    with interrupts(rng) as armed:
+        while len(got) < 90:
+            batch = None
+            try:
+                armed[0] = True
+                for batch in ahead:
+                    got.append(batch["sample_id"].tolist())
+                    batch = None
+                    time.sleep(0.0005)
+            except Interrupt:
+                hits += 1
+            armed[0] = False
+            if batch is not None and got[-1:] != [batch["sample_id"].tolist()]:
+                got.append(batch["sample_id"].tolist())  # interrupted before the loop did
+    assert hits > 5
+    assert got[:90] == expected, f"seed {seed}"
+    loader.close()
+
+
+def test_the_thread_ends_with_the_prefetcher(path: Path) -> None:
+    def threads() -> int:
+        return sum(thread.name == "shardkit-copy" for thread in threading.enumerate())
+
+    with make(path) as loader:
+        ahead = CudaPrefetcher(loader, "cpu")
+        next(iter(ahead))
+        assert threads() == 1
+        ahead.close()
+        assert threads() == 0
+        next(iter(ahead))
+        assert threads() == 1
+        del ahead
+        assert threads() == 0
+
+
+def test_a_paused_prefetcher_leaves_the_loader_alone() -> None:
+    numbers = Numbers(100)
+    ahead = CudaPrefetcher(numbers, "cpu", depth=4)
+    iterator = iter(ahead)
+    next(iterator)
+    with ahead.paused():
+        given = numbers.given
+        time.sleep(0.05)
+        assert numbers.given == given
+    assert [batch["number"] for batch in iterator] == list(range(2, 101))
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> FakeStream:
+        return self
+
+    wait_event = wait_stream
+
+
+class FakeCuda:
+    """Streams that log what waits for what; the current one is named for its thread and device.
+
+    That of the copies is on cuda:0."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.entered: FakeStream | None = None
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+        return FakeStream("copies", self.log)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        if self.entered is not None and device == torch.device("cuda:0"):
+            return self.entered
+        thread = "thread" if threading.current_thread().name == "shardkit-copy" else "loop"
+        return FakeStream(f"{thread} on {device}", self.log)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.entered = stream
+        yield
+        self.entered = None
+
+    def set_device(self, device: torch.device) -> None:
+        self.log.append(f"{threading.current_thread().name} uses {device}")
+
+
+class FakeTensor(torch.Tensor):
+    """On the device `place`, with the log of its `cuda`."""
+
+    place: torch.device
+    cuda_: FakeCuda
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.place.type == "cuda"
+
+    def is_pinned(self, *args: Any) -> bool:
+        return False
+
+    def pin_memory(self, *args: Any) -> FakeTensor:
+        self.cuda_.log.append(f"pinned by {threading.current_thread().name}")
+        return self
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> FakeTensor:  # type: ignore[override]
+        assert non_blocking
+        assert self.cuda_.entered is not None
+        self.cuda_.log.append(f"{self.cuda_.entered.name} copies from {self.place}")
+        return fake_tensor(self.cuda_, str(device))
+
+    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
+        self.cuda_.log.append(f"memory on {self.place} kept for {stream.name}")
+
+
+def fake_tensor(cuda: FakeCuda, place: str) -> FakeTensor:
+    made = torch.zeros(2).as_subclass(FakeTensor)
+    made.place, made.cuda_ = torch.device(place), cuda
+    return made
+
+
+def test_copies_wait_for_what_made_their_tensors_and_the_loop_for_the_copies() -> None:
+    """In the order of the calls, for tensors of the host, another GPU and the target GPU."""
+    cuda = FakeCuda()
+    batch = {"host": fake_tensor(cuda, "cpu"), "far": [fake_tensor(cuda, "cuda:1")], "n": 3}
+    batch["here"] = fake_tensor(cuda, "cuda:0")
+    ahead = CudaPrefetcher([batch], "cpu", copies=CudaCopies(torch.device("cuda:0"), cuda=cuda))
+    (found,) = ahead
+    assert found["n"] == 3
+    assert [found["host"].place, found["far"][0].place] == [torch.device("cuda:0")] * 2
+    assert found["here"] is batch["here"]
+    waits = {"copies waits for thread on cuda:0", "copies waits for thread on cuda:1"}
+    assert set(cuda.log[2:4]) == waits
+    assert cuda.log[:2] == ["copies waits for loop on cuda:0", "shardkit-copy uses cuda:0"]
+    assert cuda.log[4:] == [
+        "pinned by shardkit-copy",
+        "copies copies from cpu",
+        "memory on cuda:1 kept for copies",
+        "copies copies from cuda:1",
+        "loop on cuda:0 waits for copies",
+        "memory on cuda:0 kept for loop on cuda:0",
+        "memory on cuda:0 kept for loop on cuda:0",
+        "memory on cuda:0 kept for loop on cuda:0",
+    ]
 
 
 def test_what_cannot_work_is_refused(path: Path) -> None:
