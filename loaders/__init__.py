@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from shardkit.loaders.balanced import weighted_streams as weighted_streams
     from shardkit.loaders.config import Stream as Stream
     from shardkit.loaders.loader import StreamingLoader as StreamingLoader
+    from shardkit.loaders.peers import watch as watch
 
-__all__ = ["Stream", "StreamingLoader", "balanced_streams", "weighted_streams"]
+__all__ = ["Stream", "StreamingLoader", "balanced_streams", "watch", "weighted_streams"]
 
 
 def __getattr__(name: str) -> object:
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> object:
             from shardkit.loaders.config import Stream
 
             return Stream
+        if name == "watch":
+            from shardkit.loaders.peers import watch
+
+            return watch
         if name in ("balanced_streams", "weighted_streams"):
             from shardkit.loaders import balanced
 

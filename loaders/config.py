@@ -17,6 +17,9 @@ from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from shardkit.datasets.dataset import Dataset
     from shardkit.loaders.sources import TokenDtype
     from shardkit.order.exclusions import Exclusions
@@ -103,6 +106,9 @@ class LoaderOptions(TypedDict, total=False):
     metrics_file: str | os.PathLike[str] | None
     usage_log: str | os.PathLike[str] | None
     stop_grace_seconds: float | None
+    stop_together: bool
+    mesh: DeviceMesh | None
+    group: ProcessGroup | None
 
 
 class RunOptions(LoaderOptions, total=False):
@@ -198,6 +204,16 @@ class LoaderConfig:
 
     Default: never; the loop gets `PeerError` at its next batch, and a collective that hangs is left to the
     timeout of its process group."""
+    stop_together: bool = True
+    """False: errors of this loader are not reported to other ranks, nor theirs to it.
+
+    For a loader whose errors the loop catches, such as that of an evaluation: a reported error stands for as
+    long as the process group does."""
+    mesh: DeviceMesh | None = None
+    """Take rank and world size from the dims of this mesh that divide data, in their order: dp_replicate,
+    dp_shard, dp, batch, data_parallel. Processes that differ in other dims only get the same batches."""
+    group: ProcessGroup | None = None
+    """Take rank and world size from this process group."""
 
     def __post_init__(self) -> None:
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):

@@ -7,22 +7,27 @@ from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.streams import Streams
-from shardkit.order.order import default_lanes, default_window
+from shardkit.order.order import default_lanes, default_window, rank_slice
 from shardkit.order.residency import lanes_of_part
 from shardkit.units import format_bytes, parse_bytes
 
-__all__ = ["find_eos_id", "may_be_padded", "shuffle_sizes", "stream_sizes"]
+__all__ = [
+    "find_eos_id",
+    "may_be_padded",
+    "shuffle_sizes",
+    "stream_sizes",
+    "warn_of_small_cache",
+    "windows_budget",
+]
 
 DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
 
 MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory and no `cache_bytes` is given
 
 
-def stream_sizes(
-    streams: Streams, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
-) -> tuple[int, int]:
+def stream_sizes(streams: Streams, plan: BatchPlan, config: LoaderConfig, row_bytes: int) -> tuple[int, int]:
     """(lanes, window) for all streams: as configured, else what suits each of them and all together."""
-    found = [shuffle_sizes(dataset, plan, config, nodes, row_bytes) for dataset in streams.once.datasets]
+    found = [shuffle_sizes(dataset, plan, config, row_bytes) for dataset in streams.once.datasets]
     lanes, window = (min(sizes) for sizes in zip(*found, strict=True))
     # Streams of one dataset visit its shards in different orders, so with many of them all shards are in use
     # whatever the window. It is divided among them only if the cache is smaller than the dataset.
@@ -40,15 +45,18 @@ def _is_larger(dataset: Dataset, config: LoaderConfig) -> bool:
     return int(dataset.manifest.raw_bytes.clip(0).sum()) > parse_bytes(config.cache_bytes)
 
 
-def shuffle_sizes(
-    dataset: Dataset, plan: BatchPlan, config: LoaderConfig, nodes: int, row_bytes: int
-) -> tuple[int, int]:
-    """(lanes, window): as configured, else from the batch over all ranks and what fits in memory."""
-    lanes = config.lanes or default_lanes(plan.global_batch, nodes)
+def shuffle_sizes(dataset: Dataset, plan: BatchPlan, config: LoaderConfig, row_bytes: int) -> tuple[int, int]:
+    """(lanes, window): as configured, else from the batch over all ranks and what fits in memory.
+
+    How ranks are spread over machines decides neither: one cache is assumed to serve all lanes.
+    """
+    lanes = config.lanes or default_lanes(plan.global_batch)
     budget = DEFAULT_WINDOWS_BYTES
     if dataset.shards is not None:
-        caches = nodes if dataset.shards.cache.is_shared else plan.world_size
-        budget = _cache_budget(dataset, config, lanes, _lanes_served(plan, lanes, caches))
+        budget = _cache_budget(dataset, config, lanes)
+        if not dataset.shards.cache.is_shared or plan.world_size == 1:
+            part = rank_slice(plan.global_batch, plan.rank, plan.world_size)
+            warn_of_small_cache(dataset, config, lanes, len(lanes_of_part(plan.global_batch, lanes, part)))
     if dataset.shards is None and any(kind.compression for kind in dataset.manifest.kinds):
         # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
         budget = MAX_RESIDENT_BYTES
@@ -59,40 +67,43 @@ def shuffle_sizes(
     return lanes, window
 
 
-def _lanes_served(plan: BatchPlan, lanes: int, caches: int) -> int:
-    """Lanes that the ranks of one of `caches` caches read, at most."""
-    batch = plan.global_batch
-    parts = [slice(batch * cache // caches, batch * (cache + 1) // caches) for cache in range(caches)]
-    return max(len(lanes_of_part(batch, lanes, part)) for part in parts)
-
-
-def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int, served: int) -> int:
-    """Bytes for two windows of all lanes, such that a cache holds its own and the shards at their edges.
+def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int) -> int:
+    """Bytes for two windows of all lanes.
 
     A capacity counts only if it was given: what is free differs from one machine and moment to the next, and
     all ranks, and a run started again, must shuffle alike.
     """
     assert dataset.shards is not None
-    cache, given = dataset.shards.cache, config.cache_bytes
+    if config.cache_bytes is None:
+        return DEFAULT_WINDOWS_BYTES if dataset.shards.cache.is_shared else MEMORY_WINDOWS_BYTES
+    sizes, capacity = dataset.manifest.raw_bytes.clip(0), parse_bytes(config.cache_bytes)
+    if capacity >= int(sizes.sum()):
+        return DEFAULT_WINDOWS_BYTES
+    return windows_budget(capacity, lanes, int(sizes.max(initial=0)))
+
+
+def windows_budget(capacity: int, lanes: int, shard_bytes: int) -> int:
+    """Bytes for two windows of all lanes such that a cache of `capacity` bytes, less than the dataset has,
+    holds them and the shards at their edges; half a shard for each window at least.
+    """
+    return min(DEFAULT_WINDOWS_BYTES, max(capacity - 2 * lanes * shard_bytes, lanes * shard_bytes))
+
+
+def warn_of_small_cache(dataset: Dataset, config: LoaderConfig, lanes: int, served: int) -> None:
+    """Warn if a cache is too small for what `served` of the lanes, which read through it, have in use."""
+    assert dataset.shards is not None
+    capacity = dataset.shards.cache.capacity
     sizes = dataset.manifest.raw_bytes.clip(0)
-    total, largest = int(sizes.sum()), int(sizes.max(initial=0))
-    needed = 2 * served * largest  # a window begins and ends inside of shards
-    if given is None:
-        budget = DEFAULT_WINDOWS_BYTES if cache.is_shared else MEMORY_WINDOWS_BYTES
-        if config.window is None:
-            needed += budget * served // lanes
-    elif (capacity := parse_bytes(given)) < total:
-        budget = min(DEFAULT_WINDOWS_BYTES, max((capacity - needed) * lanes // served, largest * lanes))
-    else:
-        budget = DEFAULT_WINDOWS_BYTES
-    needed = min(needed, total)
-    if cache.capacity < needed:
+    needed = 2 * served * int(sizes.max(initial=0))  # a window begins and ends inside of shards
+    if config.cache_bytes is None and config.window is None:
+        needed += _cache_budget(dataset, config, lanes) * served // lanes
+    needed = min(needed, int(sizes.sum()))
+    if capacity < needed:
         warn_user(
-            f"cache_bytes of {format_bytes(cache.capacity)} is below {format_bytes(needed)}, what {served} "
+            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, what {served} "
             "lanes have in use at a time: rows will be read one by one; give more, a smaller window, "
             "fewer lanes, or smaller shards"
         )
-    return budget
 
 
 def _largest_divisor(number: int, most: int) -> int:

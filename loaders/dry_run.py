@@ -33,7 +33,6 @@ def first_settings(
     batch_size: int,
     world_size: int,
     *,
-    nodes: int = 1,
     seed: int = 17,
     shuffle: Shuffle = "window",
     tail: Tail = "carry",
@@ -43,7 +42,7 @@ def first_settings(
     lanes, window = config.lanes or 1, config.window or 1
     if shuffle == "window" and (config.lanes is None or config.window is None):
         source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
-        lanes, window = stream_sizes(opened.streams, plan, config, nodes, source.stored_bytes)
+        lanes, window = stream_sizes(opened.streams, plan, config, source.stored_bytes)
     return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), tail)
 
 

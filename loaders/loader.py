@@ -30,18 +30,26 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
-from shardkit.loaders.defaults import find_eos_id, may_be_padded, stream_sizes
-from shardkit.loaders.distributed import StopTogether, find_place
+from shardkit.loaders.defaults import find_eos_id, may_be_padded, stream_sizes, warn_of_small_cache
 from shardkit.loaders.metrics import LoaderStats, Telemetry
+from shardkit.loaders.peers import StopTogether
+from shardkit.loaders.placement import (
+    check_place,
+    find_place,
+    local_processes,
+    process_place,
+    ranks_of_machine,
+    usage_log_role,
+)
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
 from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
-from shardkit.loaders.streams import named_weights, open_streams
+from shardkit.loaders.streams import Streams, named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog
 from shardkit.order.order import MAX_POSITION, OrderSpec, Shuffle
-from shardkit.order.residency import lanes_of_part
+from shardkit.order.residency import lanes_of_ranks
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.units import parse_bytes
 
@@ -54,9 +62,10 @@ class StreamingLoader:
     `dataset`: a path, an open `Dataset` or a list of `Stream`, which are mixed by weight. `batch_size`:
     sequences per rank and step. `shuffle`: "window" (in bounded runs of every lane), "global" or "none".
     `tail`: what happens at the end of an epoch: "carry" the last batch on into the next epoch, "drop" it, or
-    "pad" it with flagged rows. `rank` and `world_size` default to torch.distributed's, then torchrun's, then
-    0 of 1. `dtype`: of the tokens; None means as stored. `return_ids` adds `sample_id`, rows in dataset
-    order, and in a mixture `stream_id`, the number of each sample's stream. Further options: `LoaderConfig`.
+    "pad" it with flagged rows. `rank` and `world_size` are data-parallel; they default to those of `mesh` or
+    `group`, then torch.distributed's, then torchrun's, then 0 of 1 (`shardkit.loaders.placement`). `dtype`:
+    of the tokens; None means as stored. `return_ids` adds `sample_id`, rows in dataset order, and in a
+    mixture `stream_id`, the number of each sample's stream. Further options: `LoaderConfig`.
 
     Datasets of other columns give numbers and arrays of constant shape as tensors, everything else as lists.
     With tail="pad" every batch has `is_padding`; padding has the sample id -1 and the label -100.
@@ -77,7 +86,9 @@ class StreamingLoader:
         **options: Unpack[LoaderOptions],
     ) -> None:
         self.config = LoaderConfig.of(options)
-        place = self._place = find_place(rank, world_size)
+        self._place = find_place(rank, world_size, mesh=self.config.mesh, group=self.config.group)
+        self.machine_ranks: tuple[int, ...] | None = None
+        """The data-parallel ranks that share this machine; None until they are asked for."""
         self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
         self._running: Prefetcher | None = None
         self._iteration: object = None
@@ -85,17 +96,17 @@ class StreamingLoader:
             self, on_peer_error=StreamingLoader._interrupt, grace_seconds=self.config.stop_grace_seconds
         )
         self._watch_peers()
-        self._opened = open_streams(dataset, self.config, place.local_world_size)
+        self._opened = open_streams(dataset, self.config, local_processes(self._place))
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
-        self._plan = BatchPlan(samples, batch_size, place.rank, place.world_size, tail)
+        self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
         self._source = open_source(
             streams, self.config.columns, dtype, mixed_lengths=self.config.mixed_lengths
         )
-        lanes, window = stream_sizes(streams, self._plan, self.config, place.nodes, self._source.stored_bytes)
+        lanes, window = stream_sizes(streams, self._plan, self.config, self._source.stored_bytes)
         self._cursor = (0, 0)
         self._arrange(self._opened.settings(self.config, OrderSpec(seed, lanes, window, shuffle), tail))
         self._maker = BatchMaker(
-            batch_size=batch_size,
+            batch_size=self.batch_size,
             config=self.config,
             columns=self._source.columns,
             token_key=self._source.token_key,
@@ -105,14 +116,11 @@ class StreamingLoader:
             mark_padding=tail == "pad",
             split_ids=streams.split_ids if len(streams) > 1 else None,
         )
-        self._telemetry = Telemetry(batch_size, shards=streams.remote)
+        self._telemetry = Telemetry(self.batch_size, shards=streams.remote)
         self._metrics: MetricsFile | None = None
         if (file := self.config.metrics_file) is not None:
-            self._metrics = MetricsFile(file, self._telemetry, labels={"rank": place.rank})
-        self.usage: UsageLog | None = None
-        if (folder := self.config.usage_log) is not None:
-            self.usage = UsageLog(folder, streams, place.rank, place.world_size, batch_size)
-            self.usage.begin(self._settings, 0)
+            self._metrics = MetricsFile(file, self._telemetry, labels={"rank": self.rank})
+        self.usage = self._open_usage_log(streams)
 
     def __iter__(self) -> Iterator[Batch]:
         if (workers := _dataloader_workers()) > 1:
@@ -131,7 +139,8 @@ class StreamingLoader:
         With `every` above 1 the loader does not know what else is delivered, so its state is meaningless.
         """
         self._stop()
-        self._watch_peers()  # the process group may have been made since
+        check_place(self._place)  # the process group may have been made since
+        self._watch_peers()
         self._announce_limit()
         self._iteration = object()
         return self._deliver(self._start(first, every), self._iteration)
@@ -175,21 +184,35 @@ class StreamingLoader:
         ):
             if reader is not None and dataset.shards is not None:
                 is_shared = dataset.shards.cache.is_shared
+                lanes = self._lanes_read(is_shared)
+                if is_shared and self.world_size > 1:
+                    warn_of_small_cache(dataset, self.config, self._settings.order.lanes, len(lanes))
                 reader.start(
                     self._arrangement.uses(who),
                     positions[who[0]] if len(who) == 1 else self.position,
-                    self._lanes_of_node(is_shared),
+                    lanes,
                     share=sum(shares[stream] for stream in who) if is_shared else 1.0,
                     siblings=[shards for shards in remote if shards is not dataset.shards],
                 )
 
-    def _lanes_of_node(self, is_shared: bool) -> range:
+    def learn_machine_ranks(self) -> tuple[int, ...]:
+        """Learn, once, which data-parallel ranks share this machine and the cache folder on it."""
+        if self.machine_ranks is None:
+            self.machine_ranks = ranks_of_machine(self._place)
+        return self.machine_ranks
+
+    def prepare_workers(self) -> None:
+        """Do what DataLoader workers cannot: check the place, and learn who shares the cache folder."""
+        check_place(self._place)
+        remote = self._opened.streams.remote
+        if any(shards.cache.is_shared for shards in remote):
+            self.learn_machine_ranks()
+
+    def _lanes_read(self, is_shared: bool) -> list[int]:
         """The lanes that this process, or all processes that share its cache, may read."""
-        place, batch = self._place, self._plan.global_batch
-        count = place.local_world_size if is_shared else 1
-        first = place.rank // count * count
-        part = batch // place.world_size
-        return lanes_of_part(batch, self._settings.order.lanes, slice(first * part, (first + count) * part))
+        ranks = self.learn_machine_ranks() if is_shared else (self.rank,)
+        plan, lanes = self._plan, self._settings.order.lanes
+        return lanes_of_ranks(plan.global_batch, lanes, ranks, plan.world_size)
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         try:
@@ -315,6 +338,25 @@ class StreamingLoader:
             self._iteration = iteration
             self._start()
 
+    def _open_usage_log(self, streams: Streams) -> UsageLog | None:
+        """The usage log, if one is asked for and this is the replica that writes it."""
+        if (folder := self.config.usage_log) is None:
+            return None
+        role = usage_log_role(self._place, folder)
+        if role == "replica":
+            return None
+        process = process_place() if role == "unknown" else None
+        usage = UsageLog(
+            folder,
+            streams,
+            self.rank,
+            self.world_size,
+            self.batch_size,
+            replica=None if process is None else process[0],
+        )
+        usage.begin(self._settings, 0)
+        return usage
+
     def _arrange(self, settings: RunSettings) -> None:
         """Adopt the order that a run's settings define; if it is refused, nothing changes."""
         opened = self._opened
@@ -351,8 +393,8 @@ class StreamingLoader:
 
     def _watch_peers(self) -> None:
         """Listen for errors of other ranks; DataLoader workers leave that to the process that made them."""
-        if not _dataloader_workers():
-            self._stop_together.watch(self._place.rank, self._place.world_size)
+        if self.config.stop_together and not _dataloader_workers():
+            self._stop_together.watch()
 
     def __len__(self) -> int:
         """Batches of the next batch's epoch, including those already delivered; equal on all ranks."""

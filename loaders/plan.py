@@ -34,6 +34,7 @@ from shardkit.order.order import Located, Order, rank_slice
 from shardkit.order.residency import MixedUses
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
+from shardkit.units import whole_number
 
 __all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "Steps"]
 
@@ -77,9 +78,10 @@ class BatchPlan:
     tail: Tail
 
     def __post_init__(self) -> None:
-        size = self.batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_BATCH:
-            raise ValueError(f"batch_size must be a whole number from 1 to {MAX_BATCH:,}, not {size!r}")
+        size = whole_number(self.batch_size, "batch_size")
+        if not 1 <= size <= MAX_BATCH:
+            raise ValueError(f"batch_size must be from 1 to {MAX_BATCH:,}, not {size:,}")
+        object.__setattr__(self, "batch_size", size)
         if self.tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}, not {self.tail!r}")
         if self.samples < 1:

@@ -51,7 +51,7 @@ with naming_extras("shardkit.loaders.pytorch"):
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
-from shardkit.loaders.distributed import StopTogether
+from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
 from shardkit.loaders.state import OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
@@ -196,7 +196,9 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._follow_dataset()
         loader = self._batches.loader
         if self.num_workers:
-            self._stop_together.watch(loader.rank, loader.world_size)
+            loader.prepare_workers()
+            if loader.config.stop_together:
+                self._stop_together.watch()
         self._cursor = loader.start_of(self._cursor)
         self._batches.start_at(self._cursor)
         delivery = _Delivery(self, super().__iter__())

@@ -219,6 +219,8 @@ class StreamingDataset(IterableDataset[Batch]):
         self._arguments: dict[str, Any] = {"batch_size": batch_size, **options}
         loader = StreamingLoader(dataset, rank=rank, world_size=world_size, **self._arguments)
         self._arguments |= {"rank": loader.rank, "world_size": loader.world_size}
+        for name in ("mesh", "group"):  # they live in this process only
+            self._arguments.pop(name, None)
         self._loader: StreamingLoader | _Closed = loader
         self._inherited: object = None
         self._process: int | None = os.getpid()
@@ -243,6 +245,7 @@ class StreamingDataset(IterableDataset[Batch]):
                     arguments |= self._usage_arguments()
             loader = StreamingLoader(_own_copies(self._loader.streams), **arguments)
             loader.load_state_dict(state)
+            loader.machine_ranks = self._loader.machine_ranks
             # Kept: destroying what a forked child has inherited could wait for its parent's threads.
             self._inherited, self._loader, self._process = self._loader, loader, os.getpid()
         assert isinstance(self._loader, StreamingLoader)
@@ -406,7 +409,7 @@ class StreamingDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         loader = self._loader
         return self.__dict__ | {
-            "_loader": _Closed(loader.streams, loader.state_dict()),
+            "_loader": _Closed(loader.streams, loader.state_dict(), loader.machine_ranks),
             "_inherited": None,
             "_process": None,
             "_share": None,
@@ -465,6 +468,7 @@ class _Closed:
 
     streams: list[Stream]
     state: State
+    machine_ranks: tuple[int, ...] | None
 
     def state_dict(self) -> State:
         return self.state

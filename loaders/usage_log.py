@@ -33,12 +33,21 @@ class UsageLog:
     """The log of one rank in `folder` (a local path, or one that all machines share)."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], streams: Streams, rank: int, world_size: int, batch_size: int
+        self,
+        folder: str | os.PathLike[str],
+        streams: Streams,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        *,
+        replica: int | None = None,
     ) -> None:
+        """`replica`: this process's rank in the world, if its replicas write logs of the same steps too."""
         if is_remote(os.fspath(folder)):
             raise ValueError(f"usage_log must be a folder of a file system, not {os.fspath(folder)}")
         self._folder, self._names = Path(folder).absolute(), streams.names
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
+        self._replica = replica
         self._type = id_type(sum(map(len, streams.datasets)))
         self._head, self._head_due = b"", False
         self._descriptor: int | None = None
@@ -60,6 +69,7 @@ class UsageLog:
             id_bytes=self._type.itemsize,
             time_ns=time.time_ns(),
             process=f"{socket.gethostname()}:{os.getpid()}",
+            replica=self._replica,
         ).record()
 
     def step(self, start: int, ids: npt.NDArray[np.int64], after: int) -> None:

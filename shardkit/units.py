@@ -1,10 +1,12 @@
-"""Sizes and rates as people write them: "64MiB" to 67,108,864 and back."""
+"""Numbers as people write and give them: "64MiB" to 67,108,864 and back; whole numbers of any type."""
 
 from __future__ import annotations
 
+import operator
 import re
+from typing import SupportsIndex
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "whole_number"]
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)}
@@ -27,6 +29,13 @@ def parse_bytes(size: int | str) -> int:
         raise ValueError(f"not a size: {size!r} (bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
     factor = units[match[2].lower()]
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def whole_number(value: SupportsIndex, name: str) -> int:
+    """Return `value`, which may be of a NumPy type, as an int; ValueError for floats, booleans and others."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    return operator.index(value)
 
 
 def format_bytes(count: float) -> str:

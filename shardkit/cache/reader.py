@@ -48,7 +48,7 @@ class CacheReader:
         self,
         order: Order | MixedUses,
         position: int,
-        lanes: range | None,
+        lanes: Sequence[int] | None,
         *,
         share: float = 1.0,
         siblings: Sequence[CachedShards] = (),

@@ -93,7 +93,7 @@ class CachedShards:
         self,
         order: Order | MixedUses,
         position: int,
-        lanes: range | None,
+        lanes: Sequence[int] | None,
         *,
         share: float = 1.0,
         siblings: Sequence[CachedShards] = (),

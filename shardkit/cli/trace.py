@@ -161,9 +161,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=count, metavar="N", help="sequences per rank and step (default: no steps shown)"
     )
     group.add_argument("--world-size", type=count, default=1, metavar="N", help="ranks (default: 1)")
-    group.add_argument(
-        "--nodes", type=count, default=1, metavar="N", help="machines, for the default of lanes (default: 1)"
-    )
     add_order_arguments(group)
     group.add_argument(
         "--epochs",
@@ -250,7 +247,7 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     if len(exclusions) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
-    sizes = {"world_size": arguments.world_size, "nodes": arguments.nodes}
+    sizes = {"world_size": arguments.world_size}
     try:
         return Run.from_options(dataset, excluded, **sizes, **given)
     except ValueError as error:

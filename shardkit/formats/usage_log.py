@@ -64,6 +64,8 @@ class RunHead:
     time_ns: int
     process: str
     """Host and process id."""
+    replica: int | None = None
+    """Rank in the world of a process whose replicas (tensor parallel peers, say) log the same steps."""
 
     def record(self) -> bytes:
         data = {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
@@ -77,7 +79,8 @@ class RunHead:
             head = cls(**(data | {"settings": RunSettings.from_dict(data["settings"])}))
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the head of a run: {type(error).__name__}: {error}") from error
-        numbers = (head.rank, head.world_size, head.batch_size, head.position, head.time_ns)
+        numbers = [head.rank, head.world_size, head.batch_size, head.position, head.time_ns]
+        numbers += [] if head.replica is None else [head.replica]
         if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or head.id_bytes not in (4, 8):
             raise StateError(f"not the head of a run: {text!r:.300}")
         if not 0 <= head.rank < head.world_size or head.batch_size < 1 or head.position < 0:

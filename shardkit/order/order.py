@@ -37,6 +37,7 @@ import numpy.typing as npt
 from shardkit.arrays import Ints
 from shardkit.errors import StateError
 from shardkit.order.permutation import CHUNK, GOLDEN, ONE, Domains, Permutation, mix64, permute, unpermute
+from shardkit.units import whole_number
 
 __all__ = [
     "MAX_LANES",
@@ -134,15 +135,14 @@ def rank_slice(size: int, rank: int, world_size: int) -> slice:
     return slice(rank * part, (rank + 1) * part)
 
 
-def default_lanes(global_batch: int, nodes: int = 1) -> int:
-    """The largest divisor of the global batch that is <= 64, a multiple of `nodes` where there is one.
+def default_lanes(global_batch: int) -> int:
+    """The largest divisor of the global batch that is <= 64.
 
-    Then every batch takes equally many samples from each lane, and each node has lanes of its own.
+    Then every batch takes equally many samples from each lane.
     """
-    if global_batch < 1 or nodes < 1:
-        raise ValueError(f"global_batch and nodes must be at least 1, not {global_batch} and {nodes}")
-    divisors = [lanes for lanes in range(1, 65) if global_batch % lanes == 0]
-    return max([lanes for lanes in divisors if lanes % nodes == 0] or divisors)
+    if global_batch < 1:
+        raise ValueError(f"global_batch must be at least 1, not {global_batch}")
+    return max(lanes for lanes in range(1, 65) if global_batch % lanes == 0)
 
 
 def default_window(lanes: int, row_bytes: int, budget_bytes: int = 4 << 30) -> int:
@@ -167,9 +167,7 @@ class OrderSpec:
 
     def __post_init__(self) -> None:
         for name in ("seed", "lanes", "window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be an int, not {value!r}")
+            object.__setattr__(self, name, whole_number(getattr(self, name), name))
         if self.shuffle not in get_args(Shuffle):
             raise ValueError(f"shuffle must be one of {', '.join(get_args(Shuffle))}, not {self.shuffle!r}")
         if self.shuffle != "window":

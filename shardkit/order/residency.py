@@ -25,7 +25,7 @@ Costs: no more intervals than shards + lanes, 20 bytes each, whatever the window
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +33,9 @@ import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
-from shardkit.order.order import Lanes, Order
+from shardkit.order.order import Lanes, Order, rank_slice
 
-__all__ = ["MixedUses", "ShardUses", "lanes_of_part", "shard_uses"]
+__all__ = ["MixedUses", "ShardUses", "lanes_of_part", "lanes_of_ranks", "shard_uses"]
 
 _MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
 _MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
@@ -72,22 +72,24 @@ class ShardUses:
         return self.take(np.lexsort((self.shard, self.begin)))
 
 
-def shard_uses(order: Order, epoch: int, lanes: range | None = None) -> ShardUses:
-    """All uses in one epoch; those of `lanes` only, if given (consecutive ones, as `lanes_of_part` gives)."""
+def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
+    """All uses in one epoch; those of `lanes` only, if given (in ascending order)."""
     if epoch < 0:
         raise ValueError(f"epochs are numbered from 0, not {epoch}")
     lane_count = order.spec.lanes
-    wanted = range(lane_count) if lanes is None else lanes
-    if wanted.step != 1 or wanted.start < 0 or wanted.stop > lane_count:
-        raise ValueError(f"lanes must be consecutive and in range({lane_count}), not {wanted}")
+    wanted = np.arange(lane_count) if lanes is None else np.asarray(lanes, dtype=np.int64)
+    if len(wanted) and not (wanted[0] >= 0 and wanted[-1] < lane_count and (np.diff(wanted) > 0).all()):
+        raise ValueError(f"lanes must ascend in range({lane_count}), not {lanes}")
     # "none" delivers the epoch as it lies: as one lane of windows of one sample.
     geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
-    low, high = (_lane_start(geometry, lane) for lane in (wanted.start, max(wanted.start, wanted.stop)))
     shards_of_epoch = order.epoch(epoch)
     # Pieces of the span, cut where a shard or a lane begins: each is one shard in one lane.
-    cuts = np.union1d(shards_of_epoch.starts, geometry.starts)
-    cuts = np.union1d(cuts[(cuts >= low) & (cuts < high)], np.array([low, high], dtype=np.int64))
-    places, sizes = cuts[:-1], np.diff(cuts)
+    places = np.union1d(shards_of_epoch.starts, geometry.starts)
+    places = places[places < order.samples]  # what is empty may lie behind the end
+    sizes = np.diff(places, append=order.samples)
+    if len(wanted) < lane_count:
+        is_wanted = np.isin(geometry.find(places)[0], wanted)
+        places, sizes = places[is_wanted], sizes[is_wanted]
     # Of shards that start at one place, all but the last are empty, and `right` finds the last.
     slots = np.searchsorted(shards_of_epoch.starts, places, side="right") - 1
     shards = slots.astype(np.int32) if shards_of_epoch.shards is None else shards_of_epoch.shards[slots]
@@ -117,9 +119,10 @@ def lanes_of_part(global_batch: int, lanes: int, part: slice) -> range:
     return range(start // from_each, (stop - 1) // from_each + 1)
 
 
-def _lane_start(geometry: Lanes, lane: int) -> int:
-    """Where the lane's span begins in the epoch's; for the lane behind the last, where the epoch ends."""
-    return int(geometry.starts[lane]) if lane < geometry.lanes else geometry.samples
+def lanes_of_ranks(global_batch: int, lanes: int, ranks: Iterable[int], world_size: int) -> list[int]:
+    """The lanes that any of `ranks` draws from, in order: those of each rank by `lanes_of_part`."""
+    parts = (rank_slice(global_batch, rank, world_size) for rank in ranks)
+    return sorted({lane for part in parts for lane in lanes_of_part(global_batch, lanes, part)})
 
 
 def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:
@@ -142,7 +145,7 @@ class MixedUses:
         self.shards = next(iter(orders.values())).shards
         """Shards of the dataset."""
 
-    def uses(self, epoch: int, lanes: range | None = None) -> ShardUses:
+    def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
         """The uses in an epoch of the mixture by these lanes of each stream (None: all); they may overlap."""
         begin = epoch * self.samples
         knots = np.array([begin, *self._changes(begin), begin + self.samples], dtype=np.int64)
@@ -164,7 +167,9 @@ class MixedUses:
         return starts[bisect_right(starts, begin) : bisect_left(starts, begin + self.samples)]
 
 
-def _of_stream(order: Order, knots: Ints, counts: Ints, lanes: range | None, most_passes: int) -> ShardUses:
+def _of_stream(
+    order: Order, knots: Ints, counts: Ints, lanes: Sequence[int] | None, most_passes: int
+) -> ShardUses:
     """Those of a stream that has had `counts` samples when the mixture is at `knots`; not sorted."""
     low, high, size = int(counts[0]), int(counts[-1]), max(1, order.samples)
     passes = range(low // size, -(-high // size)) if high > low else range(0)

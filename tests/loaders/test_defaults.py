@@ -61,12 +61,10 @@ def large(url: str, capacity: int, shards: int = 1000) -> Dataset:
     return Dataset(None, manifest, shards=dataset.shards)
 
 
-def sizes(
-    dataset: Dataset, *, ranks: int = 1, nodes: int = 1, batch_size: int = 16, **config: Any
-) -> tuple[int, int]:
+def sizes(dataset: Dataset, *, ranks: int = 1, batch_size: int = 16, **config: Any) -> tuple[int, int]:
     """(lanes, window) of the last rank."""
     plan = BatchPlan(len(dataset), batch_size, ranks - 1, ranks, "carry")
-    return shuffle_sizes(dataset, plan, LoaderConfig(**config), nodes, ROW_BYTES)
+    return shuffle_sizes(dataset, plan, LoaderConfig(**config), ROW_BYTES)
 
 
 def window_of(budget: int, lanes: int) -> int:
@@ -83,27 +81,25 @@ def test_a_given_capacity_holds_two_windows_and_the_shards_at_their_edges(url: s
     assert window == window_of(capacity - 2 * 16 * SHARD_BYTES, 16)
 
 
-def test_each_rank_has_room_for_its_own_lanes_only(url: str) -> None:
-    capacity = 100 * SHARD_BYTES
-    one = large(url, capacity)
-    lanes, window = sizes(one, ranks=4, cache_bytes=capacity)
-    assert lanes == 64
-    assert window == window_of(4 * (capacity - 2 * 16 * SHARD_BYTES), 64)
-    # Two lanes too few for a batch of three ranks: a rank's 16 rows begin and end inside of lanes.
-    assert sizes(one, ranks=3, lanes=24, cache_bytes=capacity)[1] == window_of(
-        3 * (capacity - 2 * 8 * SHARD_BYTES), 24
-    )
-
-
-def test_the_ranks_of_a_machine_share_the_room_of_its_folder(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_one_cache_is_assumed_to_serve_all_lanes_however_ranks_are_spread_over_machines(
+    url: str, tmp_path: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capacity = 100 * SHARD_BYTES
     dataset = large(url, capacity)
-    shared = open_dataset(url, cache=CacheOptions(folder=tmp_path, capacity=capacity))
-    dataset = Dataset(None, dataset.manifest, shards=shared.shards)
-    assert sizes(dataset, ranks=4, nodes=2, cache_bytes=capacity) == (
-        64,
-        window_of(2 * (capacity - 2 * 32 * SHARD_BYTES), 64),
-    )
+    if is_shared:
+        shared = open_dataset(url, cache=CacheOptions(folder=tmp_path, capacity=capacity))
+        dataset = Dataset(None, dataset.manifest, shards=shared.shards)
+    for local_world_size in ("1", "3"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+        assert sizes(dataset, ranks=3, cache_bytes=capacity) == (
+            48,
+            window_of(48 * SHARD_BYTES, 48),  # half a shard for each window, at least
+        )
+        assert sizes(dataset, ranks=3, lanes=24, cache_bytes=capacity) == (
+            24,
+            window_of(capacity - 2 * 24 * SHARD_BYTES, 24),
+        )
 
 
 def test_a_cache_for_the_whole_dataset_and_large_ones_limit_nothing(url: str) -> None:

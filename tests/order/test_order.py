@@ -279,22 +279,10 @@ def test_unequal_parts_and_unknown_ranks_are_refused(size: int, rank: int, world
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "nodes", "lanes"),
-    [
-        (512, 1, 64),
-        (512, 8, 64),
-        (480, 1, 60),
-        (480, 16, 48),
-        (48, 1, 48),
-        (127, 1, 1),
-        (8, 3, 8),
-        (960, 96, 64),
-    ],
+    ("global_batch", "lanes"), [(512, 64), (480, 60), (48, 48), (127, 1), (8, 8), (960, 64)]
 )
-def test_default_lanes_divide_the_batch_and_prefer_the_nodes(
-    global_batch: int, nodes: int, lanes: int
-) -> None:
-    assert default_lanes(global_batch, nodes) == lanes
+def test_default_lanes_divide_the_batch(global_batch: int, lanes: int) -> None:
+    assert default_lanes(global_batch) == lanes
 
 
 def test_two_default_windows_of_all_lanes_fit_the_budget() -> None:
@@ -306,8 +294,6 @@ def test_two_default_windows_of_all_lanes_fit_the_budget() -> None:
 def test_defaults_refuse_nonsense() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         default_lanes(0)
-    with pytest.raises(ValueError, match="at least 1"):
-        default_lanes(8, nodes=0)
     with pytest.raises(ValueError, match="at least 1"):
         default_window(0, 1)
 

@@ -22,7 +22,8 @@ import torch
 import torch.distributed
 
 from shardkit.errors import PeerError
-from shardkit.loaders.distributed import StopTogether, rendezvous_store
+from shardkit.loaders.peers import StopTogether
+from shardkit.loaders.placement import rendezvous_store
 
 WORLD_SIZE = 3
 POLL_SECONDS = 0.1
@@ -40,7 +41,7 @@ LOADER = Loader()
 def start(rank: int, **options: Any) -> StopTogether[Loader]:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
     stop = StopTogether(LOADER, poll_seconds=POLL_SECONDS, **options)
-    stop.watch(rank, WORLD_SIZE)
+    stop.watch()
     torch.distributed.all_reduce(torch.ones(4))
     return stop
 

@@ -130,7 +130,7 @@ def test_a_run_s_rates_and_requests_agree_with_its_totals(
     assert plan.bytes_per_second_per_node * plan.nodes == plan.bytes_per_second
     assert (plan.steps - 1) * plan.step_seconds < seconds <= plan.steps * plan.step_seconds
     assert 1 <= plan.fetch_factor <= plan.nodes
-    assert plan.lanes == default_lanes(plan.global_batch, nodes)
+    assert plan.lanes == default_lanes(plan.global_batch)
     assert plan.window == default_window(plan.lanes, plan.sample_bytes)
     # Every lane is read by somebody, by as many as the factor says.
     assert sum(plan.lanes_per_node) == plan.fetch_factor * plan.lanes

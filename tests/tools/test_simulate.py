@@ -257,7 +257,7 @@ def test_lanes_and_window_are_chosen_as_a_loader_with_that_cache_does(cache_byte
     manifest = SimpleNamespace(raw_bytes=sizes, kinds=[])
     dataset: Any = SimpleNamespace(manifest=manifest, shards=SimpleNamespace(cache=cache))
     plan, config = BatchPlan(10**9, 8, 0, 8 * nodes, "carry"), LoaderConfig(cache_bytes=cache_bytes)
-    assert (run.lanes, run.window) == shuffle_sizes(dataset, plan, config, nodes, row_bytes)
+    assert (run.lanes, run.window) == shuffle_sizes(dataset, plan, config, row_bytes)
     given = replace(run, lanes=0, window=9)
     assert (given.lanes, given.window) == (run.lanes, 9)
 

@@ -126,7 +126,7 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     dataset_bytes = needs.tokens / needs.epochs * needs.bytes_per_token
     shards = ceil(dataset_bytes / needs.shard_bytes)
 
-    lanes = needs.lanes or default_lanes(global_batch, nodes)
+    lanes = needs.lanes or default_lanes(global_batch)
     window = needs.window or default_window(lanes, sample_bytes)
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
     lanes_per_node = tuple(len(lanes_of_part(global_batch, lanes, part)) for part in parts)

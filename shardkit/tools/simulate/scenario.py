@@ -8,6 +8,7 @@ within the node, so that a cache plan costs what the node's own shards cost.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -17,7 +18,7 @@ from shardkit.arrays import Ints
 from shardkit.cache.folder import SEAL_BYTES
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.defaults import DEFAULT_WINDOWS_BYTES
+from shardkit.loaders.defaults import DEFAULT_WINDOWS_BYTES, windows_budget
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
 from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
 from shardkit.units import parse_bytes
@@ -151,14 +152,10 @@ class Scenario:
 
     def _shuffle_sizes(self) -> tuple[int, int]:
         """(lanes, window) of a loader with this cache, as its `shuffle_sizes` chooses them for a dataset."""
-        lanes = self.lanes or default_lanes(self.global_batch, self.nodes)
-        parts = map(self.part, range(self.nodes))
-        served = max(len(lanes_of_part(self.global_batch, lanes, part)) for part in parts)
-        sizes, budget = self.shards.bytes, DEFAULT_WINDOWS_BYTES
-        largest = int(sizes.max())
-        if self.cache_bytes < int(sizes.sum()):
-            room = (self.cache_bytes - 2 * served * largest) * lanes // served
-            budget = min(budget, max(room, largest * lanes))
+        lanes = self.lanes or default_lanes(self.global_batch)
+        budget = DEFAULT_WINDOWS_BYTES
+        if self.cache_bytes < int(self.shards.bytes.sum()):
+            budget = windows_budget(self.cache_bytes, lanes, int(self.shards.bytes.max()))
         return lanes, default_window(lanes, self.shards.sample_bytes, budget)
 
     @property
@@ -276,7 +273,7 @@ class NodeUses:
             self.numbers = np.unique(np.concatenate(both)).astype(np.int64)
         self.shards = len(self.numbers)
 
-    def uses(self, epoch: int, lanes: range | None = None) -> ShardUses:
+    def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
         """Those of an epoch; `lanes` is for the protocol only: they are the node's."""
         found = self._every.of_lanes(epoch, self._lanes)
         own = np.searchsorted(self.numbers, found.shard).astype(np.int32)

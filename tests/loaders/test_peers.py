@@ -1,4 +1,4 @@
-"""Where rank and world size come from; an error of one rank stops all, a normal end stops nobody."""
+"""An error of one rank stops all, a normal end stops nobody."""
 
 from __future__ import annotations
 
@@ -22,77 +22,7 @@ import pytest
 
 from shardkit.errors import PeerError
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.distributed import MESSAGE_CHARACTERS, Place, StopTogether, find_place
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    import torch.distributed
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_lone_process_is_rank_0_of_1() -> None:
-    assert find_place(None, None) == Place(0, 1, 1)
-
-
-def test_torchruns_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert find_place(None, None) == Place(5, 8, 4)
-
-
-def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert find_place(1, 3) == Place(1, 3, 3)
-
-
-def test_torch_distributed_wins_over_the_environment(
-    monkeypatch: pytest.MonkeyPatch, process_group: None
-) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert find_place(None, None) == Place(0, 1, 1)
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 2)])
-def test_half_an_answer_is_refused(rank: int | None, world_size: int | None) -> None:
-    with pytest.raises(ValueError, match="together"):
-        find_place(rank, world_size)
-
-
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError, match="WORLD_SIZE is missing"):
-        find_place(None, None)
-
-
-def test_an_environment_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "one")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="RANK must be a whole number"):
-        find_place(None, None)
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
-def test_bad_numbers_are_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"rank|world_size"):
-        find_place(rank, world_size)
-
-
-# An error of one rank reaches the others.
+from shardkit.loaders.peers import MESSAGE_CHARACTERS, StopTogether
 
 RANKS = Path(__file__).resolve().parents[1] / "support" / "stop_ranks.py"
 GRACE_SECONDS = 0.6  # of stop_ranks.py
@@ -250,9 +180,10 @@ def start(board: Board) -> Iterator[Start]:
             grace_seconds=grace_seconds,
             poll_seconds=0.01,
             end_seconds=0.01,
+            process=(number, world_size),
             connect=lambda: board,
         )
-        stop.watch(number, world_size)
+        stop.watch()
         started.append((owner, stop))
         return stop
 
@@ -365,7 +296,7 @@ def test_a_loop_that_stays_away_is_ended_in_steps(
     assert endings == ["SIGTERM", "exit 1"]
     line, *stacks = capfd.readouterr().err.splitlines()
     assert line.startswith("shardkit: rank 0 stopped at step 7: ValueError: boom; the loop of rank 1 has not")
-    assert any("test_distributed.py" in entry for entry in stacks)
+    assert any("test_peers.py" in entry for entry in stacks)
 
 
 def test_an_error_taken_by_one_loader_counts_for_the_others_of_its_process(
@@ -406,7 +337,7 @@ def test_closing_twice_ends_the_thread_once(start: Start) -> None:
     stop.close()
     assert not threads()
     stop.check()
-    stop.watch(0, 2)
+    stop.watch()
     assert stop.watching
 
 
@@ -415,9 +346,13 @@ def test_a_thread_ends_with_its_garbage_collected_owner(board: Board) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.stop = StopTogether(
-                self, on_peer_error=Holder.tell, poll_seconds=0.01, connect=lambda: board
+                self,
+                on_peer_error=Holder.tell,
+                poll_seconds=0.01,
+                process=(0, 2),
+                connect=lambda: board,
             )
-            self.stop.watch(0, 2)
+            self.stop.watch()
 
     loader = Holder()
     board.wait_for(lambda: board.looks > 1)
@@ -444,8 +379,8 @@ def test_a_forked_child_leaves_its_parents_watch_alone(start: Start, board: Boar
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_runs_with_one_rank_or_without_torch_distributed(world_size: int) -> None:
-    stop = StopTogether(Loader())
-    stop.watch(0, world_size)
+    stop = StopTogether(Loader(), process=(0, world_size))
+    stop.watch()
     assert not stop.watching
     assert not threads()
     stop.check()

@@ -1,9 +1,4 @@
-"""The ranks of a run: which one this process is, and how an error of one reaches the others.
-
-`find_place`: rank and world size come from the arguments, from torch.distributed or from torchrun's
-environment, in this order; otherwise this is rank 0 of 1. Both numbers come from one source, because a rank
-from one and a world size from another would silently train on wrong parts. torch is asked only if it is
-imported already.
+"""An error of one rank stops all ranks of the world, also those that have no loader.
 
 `StopTogether`: the failing rank writes its error to the store of the process group. On each rank a thread
 polls that store every `poll_seconds` through a separate connection, because the group's may be blocked in a
@@ -11,6 +6,9 @@ wait. The loaders of the other ranks raise the error as `PeerError` at their nex
 data is interrupted at once. A loop that hangs in a collective is left to the timeout of its process group,
 unless the user sets `grace_seconds`: if it has not returned to its loader after that time, its stacks are
 printed, its process gets SIGTERM, and `END_SECONDS` later the process is ended.
+
+Ranks here are those of torch.distributed, whatever the data-parallel ranks: the error of a loader concerns
+its tensor, pipeline and context parallel peers as well. `watch` is for ranks that build no loader.
 
 An error stands for as long as the process group does. A rank that ends without an error writes nothing, and a
 store that is gone only means that rank 0 ended first: neither stops anyone. Without torch.distributed, or
@@ -31,19 +29,17 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from shardkit.errors import PeerError
+from shardkit.loaders.placement import Store, group_store, process_place, run_key
 
-__all__ = ["Place", "StopTogether", "Store", "find_place", "group_store", "rendezvous_store"]
+__all__ = ["PeerWatch", "StopTogether", "watch"]
 
 END_SECONDS = 10.0  # from SIGTERM to the end: enough to unwind, short compared with a lost run
 
 MESSAGE_CHARACTERS = 2000  # of an error: the store of rank 0 holds it and every rank prints it
-
-_CONNECT_SECONDS = 10.0  # the store exists already: the ranks have met through it
 
 _JOIN_SECONDS = 2.0
 
@@ -52,86 +48,7 @@ _SLACK_SECONDS = 1.0  # for busy machines
 _POLL_SECONDS_MOST = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Rank `rank` of `world_size` processes, `local_world_size` of them on each machine.
-
-    Ranks of a machine are consecutive, as torchrun numbers them.
-    """
-
-    rank: int
-    world_size: int
-    local_world_size: int = 1
-
-    @property
-    def nodes(self) -> int:
-        """Machines."""
-        return self.world_size // self.local_world_size
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, not {self.world_size}")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be between 0 and {self.world_size - 1}, not {self.rank}")
-
-
-def find_place(rank: int | None, world_size: int | None) -> Place:
-    """The place of this process; ValueError when only one of the two is given or a number is out of range."""
-    if (rank is None) != (world_size is None):
-        missing = "world_size" if world_size is None else "rank"
-        raise ValueError(f"give rank and world_size together, or neither: {missing} is missing")
-    if rank is None or world_size is None:
-        rank, world_size = _from_torch() or _from_environment() or (0, 1)
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name} must be an int, not {value!r}")
-    return Place(rank, world_size, _local_world_size(world_size))
-
-
-def _from_torch() -> tuple[int, int] | None:
-    distributed = _distributed()
-    return None if distributed is None else (int(distributed.get_rank()), int(distributed.get_world_size()))
-
-
-def _from_environment() -> tuple[int, int] | None:
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        missing = "RANK" if rank is None else "WORLD_SIZE"
-        raise ValueError(f"the environment has only one of RANK and WORLD_SIZE: {missing} is missing")
-    return rank, world_size
-
-
-def _local_world_size(world_size: int) -> int:
-    """As torchrun, Open MPI or Slurm say, if it divides the world size; else all are on one machine."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        local = _number(name)
-        if local and local > 0 and world_size % local == 0:
-            return local
-    return world_size
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"environment variable {name} must be a whole number, not {text!r}") from None
-
-
 Owner = TypeVar("Owner")
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` in use; all of it raises RuntimeError when the store is gone."""
-
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class StopTogether(Generic[Owner]):
@@ -145,16 +62,21 @@ class StopTogether(Generic[Owner]):
         grace_seconds: float | None = None,
         poll_seconds: float = 1.0,
         end_seconds: float = END_SECONDS,
-        connect: Callable[[], Store | None] | None = None,
+        process: tuple[int, int] | None = None,
+        connect: Callable[[], Store | None] = group_store,
     ) -> None:
-        """`on_peer_error` is called in the thread; `connect` opens the store of the ranks (`group_store`)."""
+        """`on_peer_error` is called in the thread.
+
+        `process`: (rank, world size) of this process, by default torch.distributed's; `connect` opens the
+        store of the ranks.
+        """
         if grace_seconds is not None and not grace_seconds > 0:
             raise ValueError(f"grace_seconds must be above 0, or None for never, not {grace_seconds}")
         if not 0 < poll_seconds <= _POLL_SECONDS_MOST:
             raise ValueError(f"poll_seconds must be above 0 and at most 60, not {poll_seconds}")
         self._owner, self._on_peer_error = weakref.ref(owner), on_peer_error
         self._grace_seconds, self._poll_seconds, self._end_seconds = grace_seconds, poll_seconds, end_seconds
-        self._connect = connect or group_store
+        self._place, self._connect = process, connect
         self._heard: PeerError | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -164,19 +86,16 @@ class StopTogether(Generic[Owner]):
         """Whether the thread runs: not without torch.distributed, with one rank, or after `close`."""
         return self._thread is not None and self._thread.is_alive()
 
-    def watch(self, rank: int, world_size: int) -> None:
+    def watch(self) -> None:
         """Start to listen, unless that is done, an error was heard, or there is no other rank."""
-        if self._thread is not None or self._heard is not None or world_size == 1:
+        if self._thread is not None or self._heard is not None:
             return
-        if (store := self._connect()) is None:
+        rank, world_size = self._place or process_place() or (0, 1)
+        if world_size == 1 or (store := self._connect()) is None:
             return
         self._rank, self._process = rank, os.getpid()
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        names = (
-            "TORCHELASTIC_RUN_ID",
-            "TORCHELASTIC_RESTART_COUNT",
-        )  # torchrun's store outlives a failed run
-        self._key = "/".join(["shardkit/stop", *(os.environ.get(name, "") for name in names)])
+        self._key = f"{run_key()}/stop"
         self._outgoing: str | None = None
         self._closed = False
         self._wake = threading.Event()  # set after each change of the two above
@@ -291,35 +210,42 @@ class StopTogether(Generic[Owner]):
 _watching: weakref.WeakSet[StopTogether[Any]] = weakref.WeakSet()
 
 
-def group_store() -> Store | None:
-    """Return a connection to the store of the default process group; None without torch.distributed."""
-    distributed = _distributed()
-    if distributed is None:
-        return None
-    if not hasattr(distributed.Store, "clone"):  # torch before 2.8
-        return rendezvous_store()
-    connection = distributed.group.WORLD.get_group_store().clone()
-    connection.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
-    return connection  # type: ignore[no-any-return]
+class PeerWatch:
+    """Hears errors of the other ranks' loaders, for a rank that has none: see `watch`."""
+
+    def __init__(self, grace_seconds: float | None = None) -> None:
+        self._stop_together = StopTogether(self, grace_seconds=grace_seconds)
+        self._stop_together.watch()
+
+    def check(self) -> None:
+        """Raise PeerError if a loader of another rank has failed; cheap enough for every step."""
+        self._stop_together.watch()  # the process group may have been made since
+        self._stop_together.check()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stop_together.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self._stop_together.report(error)
+        self.close()
 
 
-def rendezvous_store() -> Store | None:
-    """Return a connection to the store at MASTER_ADDR, which ranks meet over by default; None without one."""
-    distributed = _distributed()
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if distributed is None or not host or not port:
-        return None
-    timeout = timedelta(seconds=_CONNECT_SECONDS)
-    try:
-        store = distributed.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-    except RuntimeError:
-        return None  # the ranks have met elsewhere: init_process_group was given another address
-    return store  # type: ignore[no-any-return]
+def watch(grace_seconds: float | None = None) -> PeerWatch:
+    """Listen for errors of other ranks' loaders, on a rank that makes no loader, such as a pipeline stage.
 
+        with watch() as peers:
+            for step in range(steps):
+                peers.check()  # raises PeerError
+                train_step()
 
-def _distributed() -> Any:
-    """Return torch.distributed if it is in use. Not imported here: who uses it has done so."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    return torch.distributed
+    An error that leaves the `with` is reported to the other ranks. `grace_seconds`: end this process if it
+    has not come to `check` this long after another rank has failed; default: never.
+    """
+    return PeerWatch(grace_seconds)
