@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DATA_PARALLEL_DIMS",
+    "CountingStore",
     "Place",
     "Store",
     "announce",
@@ -68,14 +69,19 @@ Source = Literal["arguments", "mesh", "group", "torch.distributed", "environment
 
 
 class Store(Protocol):
-    """The part of `torch.distributed.Store` in use; all of it raises RuntimeError when the store is gone."""
+    """The part of `torch.distributed.Store` that carries errors; RuntimeError when it is gone."""
 
-    def add(self, key: str, amount: int, /) -> int: ...
-    def append(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
+
+
+class CountingStore(Store, Protocol):
+    """What learning needs besides."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def append(self, key: str, value: str, /) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
 
@@ -268,7 +274,7 @@ def ranks_of_machine(place: Place, *, wait_seconds: float = WAIT_SECONDS) -> tup
         return known[key]
 
 
-def announce(store: Store, place: Place, *, process: int) -> None:
+def announce(store: CountingStore, place: Place, *, process: int) -> None:
     """Tell the store of the place of this process, which has rank `process` in the world.
 
     All members of a mesh or group are counted, and of ranks given as numbers the first process of each,
@@ -286,7 +292,7 @@ def announce(store: Store, place: Place, *, process: int) -> None:
         store.set(f"{count}/all", "1")
 
 
-def await_ranks(store: Store, place: Place, *, wait_seconds: float) -> tuple[int, ...]:
+def await_ranks(store: CountingStore, place: Place, *, wait_seconds: float) -> tuple[int, ...]:
     """The ranks of this machine when all are announced; with a warning, those announced in this time."""
     count = _count_key(place)
     try:
@@ -346,7 +352,7 @@ def run_key() -> str:
     return "/".join(["shardkit", *(os.environ.get(name, "") for name in names)])
 
 
-def group_store() -> Store | None:
+def group_store() -> CountingStore | None:
     """Return a connection to the store of the default process group; None without torch.distributed."""
     distributed = _distributed()
     if distributed is None:
@@ -358,7 +364,7 @@ def group_store() -> Store | None:
     return connection  # type: ignore[no-any-return]
 
 
-def rendezvous_store() -> Store | None:
+def rendezvous_store() -> CountingStore | None:
     """Return a connection to the store at MASTER_ADDR, which ranks meet over by default; None without one."""
     distributed = _distributed()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -45,6 +45,11 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local:
         monkeypatch.setenv(name, str(value))
 
 
+def memory_store() -> Any:
+    """A store of torch.distributed in this process; its stubs lack some of what it does."""
+    return torch.distributed.HashStore()  # type: ignore[attr-defined]
+
+
 ProcessGroups = Callable[[int, int], None]
 
 
@@ -53,7 +58,7 @@ def process_groups() -> Iterator[ProcessGroups]:
     """Makes this process a rank of a world whose other ranks do nothing, with a store in memory."""
     import torch.testing._internal.distributed.fake_pg
 
-    store = torch.distributed.HashStore()
+    store = memory_store()
 
     def start(rank: int, world_size: int) -> None:
         if torch.distributed.is_initialized():
@@ -262,7 +267,7 @@ class Topology:
 
     def lanes_followed(self) -> list[list[int]]:
         """By each process, as a loader computes them of what it has learned."""
-        store = torch.distributed.HashStore()
+        store = memory_store()
         for process, place in enumerate(self.places):
             announce(store, place, process=process)
         world_size = self.places[0].world_size
@@ -341,7 +346,7 @@ def test_the_documentation_shows_what_is_followed() -> None:
 class CountedStore:
     """A store in memory that counts the requests of one process."""
 
-    def __init__(self, store: torch.distributed.Store) -> None:
+    def __init__(self, store: Any) -> None:
         self.store, self.requests = store, 0
 
     def __getattr__(self, name: str) -> Any:
@@ -351,7 +356,7 @@ class CountedStore:
 
 @pytest.mark.parametrize("world_size", [16, 1024])
 def test_what_learning_costs_does_not_grow_with_the_world(world_size: int) -> None:
-    shared = torch.distributed.HashStore()
+    shared = memory_store()
     stores = [CountedStore(shared) for _ in range(world_size)]
     places = [
         Place(rank, world_size, "torch.distributed", tuple(range(world_size)), machine=f"host{rank // 8}")
@@ -366,7 +371,7 @@ def test_what_learning_costs_does_not_grow_with_the_world(world_size: int) -> No
 
 
 def test_of_ranks_given_as_numbers_one_replica_is_waited_for_and_all_that_read_are_known() -> None:
-    store = torch.distributed.HashStore()
+    store = memory_store()
     places = [Place(process // 2, 2, machine=f"host{process % 2}") for process in range(4)]
     for process in (0, 3):  # as in Megatron, where not every replica makes a loader
         announce(store, places[process], process=process)
@@ -376,7 +381,7 @@ def test_of_ranks_given_as_numbers_one_replica_is_waited_for_and_all_that_read_a
 
 
 def test_processes_that_do_not_come_are_counted_in_a_warning() -> None:
-    store = torch.distributed.HashStore()
+    store = memory_store()
     places = [replace(find_place(mesh=mesh_of((4, 2), ("dp", "tp"), rank)), machine="a") for rank in range(8)]
     for process in (0, 3, 4):
         announce(store, places[process], process=process)
@@ -385,7 +390,7 @@ def test_processes_that_do_not_come_are_counted_in_a_warning() -> None:
 
 
 def test_a_run_that_torchrun_starts_again_learns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = torch.distributed.HashStore()
+    store = memory_store()
     for restart, machine in (("0", "a"), ("1", "b")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         places = [

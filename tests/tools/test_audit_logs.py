@@ -279,6 +279,53 @@ def test_runs_that_crash_at_once_are_told_apart_by_time(
     assert [one["ranks"] for one in report.runs] == [1, 3]
 
 
+def replicated_run(
+    path: Path,
+    logs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: dict[int, int],
+    spoiled: int | None = None,
+) -> None:
+    """Processes of which 0 to 2 are replicas of rank 0 and 3 is rank 1; `steps` of each that logs."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for process, count in steps.items():
+        monkeypatch.setenv("RANK", str(process))
+        rank = process // 3
+        loader = StreamingLoader(
+            str(path), batch_size=6, rank=rank, world_size=2, usage_log=logs, prefetch_batches=0, **OPTIONS
+        )
+        if process == spoiled:
+            spoil(lambda positions: positions + 6)(loader)
+        for number, _ in enumerate(loader, 1):
+            if number == count:
+                break
+
+
+def test_replicas_that_all_log_count_as_one_also_in_runs_that_start_alike(
+    path: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicated_run(path, tmp_path, monkeypatch, {0: 3, 1: 5, 2: 4, 3: 5})  # killed at different steps
+    replicated_run(path, tmp_path, monkeypatch, {0: 8, 1: 8, 3: 8})  # again from the start; one died at once
+    report = log_report(tmp_path, dataset)
+    assert report.ok, [str(finding) for finding in report.findings.kept]
+    assert [(one["ranks"], one["steps"], one["superseded"]) for one in report.runs] == [(2, 0, 5), (2, 8, 0)]
+
+
+def test_replicas_that_were_given_different_samples_are_named_by_their_files(
+    path: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicated_run(path, tmp_path, monkeypatch, {0: 6, 1: 6, 2: 4, 3: 6}, spoiled=2)
+    report = log_report(tmp_path, dataset)
+    assert kinds(report) == {"replica"}
+    [found] = report.findings.kept
+    assert found.rank == 0
+    files = {file.name for file in tmp_path.glob("rank-00000-*")}
+    named = {word.strip(",") for word in found.problem.split() if word.startswith("rank-")}
+    assert len(named) == 2
+    assert named < files
+    assert "differ from their step 0 on" in found.problem
+
+
 def test_logs_of_other_data_are_refused(path: Path, tmp_path: Path) -> None:
     other = open_dataset(make_dataset(tmp_path / "other", "mds", samples=31, shards=2))
     with pytest.raises(ShardError, match="is not a folder of usage logs"):

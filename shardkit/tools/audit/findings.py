@@ -14,6 +14,7 @@ KINDS = {
     # Causes first, then their consequences.
     "settings": "ranks or runs with other data or another order",
     "log": "damaged log files",
+    "replica": "replicas of a rank whose logs differ",
     "rank": "ranks without a log, or whose log ends early",
     "resume": "ranks that began elsewhere than their state said",
     "gap": "ranges of positions that no run delivered",

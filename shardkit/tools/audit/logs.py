@@ -8,6 +8,9 @@ everything that earlier runs delivered from p on: those steps were lost in the c
 The steps that count, over all runs and restarts, go to one `Checker` in the order of their positions, so that
 a run on 8 ranks that was killed and resumed on 3 is checked as one. What is known to be missing is named and
 skipped; epochs that it touches are not proved.
+
+Replicas of a rank (tensor parallel peers, say) log the same steps if they could not agree on one of them to
+log. Their heads say so, by different ranks in the world. Their logs are compared, and count as one.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardError
-from shardkit.formats.usage_log import SUFFIX, Section, scan
+from shardkit.formats.usage_log import SUFFIX, RunHead, Section, scan
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.run_settings import RunSettings
 from shardkit.progress import counting
@@ -45,6 +48,8 @@ class Run:
     batch_size: int
     time_ns: int
     sections: dict[int, Section] = field(default_factory=dict)
+    twins: list[Section] = field(default_factory=list)
+    """What replicas of these ranks logged besides."""
     stop: int | None = None
     number: int = 0
 
@@ -62,6 +67,21 @@ class Run:
     def last(self) -> int:
         """The position of the last step that any rank has."""
         return max(section.last for section in self.sections.values())
+
+    def accepts(self, head: RunHead) -> bool:
+        """Whether a log is of this run: of a rank that has none yet, or of a replica that has none yet."""
+        if (self.start, self.world_size, self.batch_size) != (
+            head.position,
+            head.world_size,
+            head.batch_size,
+        ):
+            return False
+        if (section := self.sections.get(head.rank)) is None:
+            return True
+        if head.replica is None or section.head.replica is None:
+            return False
+        logged = [each.head.replica for each in self.twins if each.head.rank == head.rank]
+        return head.replica not in [section.head.replica, *logged]
 
     def __str__(self) -> str:
         return f"run {self.number} ({self.world_size} x {self.batch_size} from position {self.start:,})"
@@ -94,18 +114,16 @@ def _grouped(sections: Iterable[Section]) -> list[Run]:
     runs: list[Run] = []
     for section in sorted(sections, key=lambda section: section.head.time_ns):
         head = section.head
-        key = (head.position, head.world_size, head.batch_size)
-        fitting = [
-            run
-            for run in runs
-            if (run.start, run.world_size, run.batch_size) == key and head.rank not in run.sections
-        ]
+        fitting = [run for run in runs if run.accepts(head)]
         # If a run crashed at once, two runs start alike and one may lack a rank: take the nearest in time.
         run = min(fitting, key=lambda run: abs(run.time_ns - head.time_ns), default=None)
         if run is None:
-            run = Run(*key, time_ns=head.time_ns)
+            run = Run(head.position, head.world_size, head.batch_size, time_ns=head.time_ns)
             runs.append(run)
-        run.sections[head.rank] = section
+        if head.rank in run.sections:
+            run.twins.append(section)
+        else:
+            run.sections[head.rank] = section
     for number, run in enumerate(runs, 1):
         run.number = number
     return runs
@@ -137,6 +155,7 @@ def audit_logs(
     superseded = 0
     with counting("audit", None, "samples", progress=progress) as advance:
         for run in runs:
+            _unite_twins(run, findings)
             before = checker.walk.steps
             if run.stop is not None and run.stop <= run.start:
                 findings.notices.append(
@@ -154,6 +173,35 @@ def audit_logs(
             report.runs.append(facts)
     checker.finish(seconds=time.perf_counter() - began, superseded=superseded)
     return report
+
+
+def _unite_twins(run: Run, findings: Findings) -> None:
+    """Compare logs of replicas with each other, and keep the longest of each rank."""
+    for twin in run.twins:
+        rank = twin.head.rank
+        section = run.sections[rank]
+        if (step := _first_difference(section, twin)) is not None:
+            problem = (
+                f"{run}: {section.path.name} and {twin.path.name}, logs of replicas of one rank, differ from "
+                f"their step {step:,} on"
+            )
+            findings.add(Finding(kind="replica", problem=problem, rank=rank))
+        run.sections[rank] = max(section, twin, key=lambda each: each.count)
+
+
+def _first_difference(one: Section, other: Section) -> int | None:
+    """The first step, numbered in the logs, that two logs have differently; None if there is none."""
+    if one.head.settings != other.head.settings:
+        return 0
+    block = max(1, BLOCK_POSITIONS // one.head.batch_size)
+    both = min(one.count, other.count)
+    for first in range(0, both, block):
+        steps = min(block, both - first)
+        here, there = one.read(first, steps), other.read(first, steps)
+        differs = (here[0] != there[0]) | (here[1] != there[1]).any(axis=1)
+        if differs.any():
+            return first + int(differs.argmax())
+    return None
 
 
 def _check_settings(run: Run, expected: Expectation, findings: Findings) -> None:
