@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.storage.store import StorageOptions
 from shardkit.units import parse_bytes
@@ -91,6 +91,7 @@ class LoaderOptions(TypedDict, total=False):
     columns: Sequence[str] | None
     endless: bool
     restart: bool
+    global_batch: SupportsIndex | Sequence[tuple[int, int]] | None
     lanes: int | None
     window: int | None
     schedule: Sequence[tuple[int, Weights]] | None
@@ -167,6 +168,11 @@ class LoaderConfig:
     """Start every `for` at the first sample again, in the same order: for evaluation.
 
     A state that is loaded is checked, but the next `for` starts at the first sample all the same."""
+    global_batch: SupportsIndex | Sequence[tuple[int, int]] | None = None
+    """Sequences of an optimizer step over all ranks, for `steps()`; kept in the state.
+
+    Or a schedule by position, [(0, 256), (2_000_000, 512)]: each size holds from the first step that starts
+    there or behind."""
     lanes: int | None = None
     """Lanes of the window shuffle; default: from the first run's batch size, kept in the state."""
     window: int | None = None
@@ -176,7 +182,9 @@ class LoaderConfig:
 
     For example [(0, {"web": 3, "code": 1}), (81_000_000, {"web": 1, "code": 1})]."""
     epoch_samples: int | None = None
-    """Samples of a mixture that make an epoch; default: of all streams together, kept in the state."""
+    """Samples that make an epoch; default: of all streams together, kept in the state.
+
+    Only where a `for` ends and `tail` acts: the samples go on in their order, each once before any again."""
     mixed_lengths: bool = False
     """Allow streams whose samples differ in shape, for a schedule that changes from some to others."""
     prefetch_batches: int = 64

@@ -41,7 +41,7 @@ from shardkit.loaders.placement import (
     ranks_of_machine,
     usage_log_role,
 )
-from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
+from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor, StepSizes
 from shardkit.loaders.producer import Group, GroupMaker, Prefetcher
 from shardkit.loaders.prometheus import MetricsFile
 from shardkit.loaders.sources import TokenDtype, open_source
@@ -104,6 +104,11 @@ class StreamingLoader:
         )
         lanes, window = stream_sizes(streams, self._plan, self.config, self._source.stored_bytes)
         self._cursor = (0, 0)
+        self._step_sizes: StepSizes | None = None
+        if (sizes := self.config.global_batch) is not None:
+            if tail != "carry":
+                raise ValueError(f"global_batch needs tail='carry', not {tail!r}: steps run on across epochs")
+            self._step_sizes = StepSizes.of(sizes)
         self._arrange(self._opened.settings(self.config, OrderSpec(seed, lanes, window, shuffle), tail))
         self._maker = BatchMaker(
             batch_size=self.batch_size,
@@ -144,6 +149,47 @@ class StreamingLoader:
         self._announce_limit()
         self._iteration = object()
         return self._deliver(self._start(first, every), self._iteration)
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """Iterate over optimizer steps without end: each is the list of this rank's batches of the step.
+
+        A step has the `global_batch` sequences of its position over all ranks, so their number in the list
+        may change from step to step. The samples of a step are the same for any batch size and number of
+        ranks. Behind a state that was taken inside of a step, the first list is the rest of it. The state
+        while holding a step names the next one. Needs `global_batch` and `endless=True`.
+        """
+        if self._step_sizes is None:
+            raise ValueError("steps() needs global_batch=…: the sequences of a step over all ranks")
+        if not self.config.endless:
+            raise ValueError("steps() needs endless=True: the end of an epoch may lie inside of a step")
+        self._check_steps(self._step_sizes)
+        batches = iter(self)
+        return self._deliver_steps(batches, self._iteration)
+
+    def _deliver_steps(self, batches: Iterator[Batch], iteration: object) -> Iterator[list[Batch]]:
+        while True:
+            self._check_live(iteration)
+            assert self._step_sizes is not None
+            begin = self._cursor
+            _, end = self._step_sizes.step_at(self.position)
+            step: list[Batch] = []
+            try:
+                for _ in range((end - self.position) // self._plan.global_batch):
+                    step.append(next(batches))
+            except BaseException:
+                if self._cursor != begin:  # what has come of the step was not handed over
+                    self._move(begin)
+                raise
+            yield step
+
+    def _check_steps(self, sizes: StepSizes) -> None:
+        """ValueError if a step from the position on does not consist of whole batches."""
+        batch = self._plan.global_batch
+        if uneven := [size for size in sizes.sizes_from(self.position) if size % batch]:
+            raise ValueError(
+                f"a step of {uneven[0]:,} sequences does not divide into batches of batch_size * world_size "
+                f"= {batch:,}: choose another batch_size"
+            )
 
     def _announce_limit(self) -> None:
         """Warn if a stream's limit will end this run."""
@@ -265,7 +311,7 @@ class StreamingLoader:
 
     def state_at(self, cursor: Cursor) -> dict[str, object]:
         """The state at another cursor of this run."""
-        return LoaderState(*cursor, self._settings).to_dict()
+        return LoaderState(*cursor, self._settings, self._step_sizes).to_dict()
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken; batch size and world size may differ from that run's.
@@ -273,11 +319,17 @@ class StreamingLoader:
         StateError lists what else differs. "fork" continues from the position anyway, with this loader's
         own dataset and settings: a new order, on purpose.
         """
-        names = ("lanes", "window", "schedule", "epoch_samples")
-        fixed = frozenset(name for name in names if getattr(self.config, name) is not None)
-        resumed = resume(LoaderState.from_dict(state), self._settings, fixed=fixed, on_mismatch=on_mismatch)
+        names = ("lanes", "window", "schedule", "epoch_samples", "global_batch")
+        resumed = resume(
+            LoaderState.from_dict(state),
+            self._settings,
+            fixed=frozenset(name for name in names if getattr(self.config, name) is not None),
+            on_mismatch=on_mismatch,
+            step_sizes=self._step_sizes,
+        )
         if resumed.settings != self._settings:
             self._arrange(resumed.settings)
+        self._step_sizes = resumed.step_sizes
         self._move(self.start_of((resumed.position, resumed.epoch_batches)))
 
     def seek(self, consumed_samples: SupportsIndex) -> None:
@@ -321,15 +373,11 @@ class StreamingLoader:
         Positions count samples over all ranks: step times global batch. The change becomes part of the state.
         All ranks must make it while they hold the same batch; a running `for` continues.
         """
-        mixture = self._settings.mixture
-        if mixture is None:
+        if (schedule := self._settings.schedule) is None:
             raise ValueError("this loader has only one stream: there are no weights to set")
-        if at_position < self.position:
-            raise ValueError(
-                f"position {at_position:,} has been delivered: weights can change from {self.position:,} on"
-            )
-        changed = mixture.schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
-        self._arrange(replace(self._settings, mixture=replace(mixture, schedule=changed)))
+        self._check_undelivered(at_position, "weights")
+        changed = schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
+        self._arrange(replace(self._settings, schedule=changed))
         running, iteration = self._running, self._iteration
         self._stop()
         if self.usage is not None:
@@ -356,6 +404,26 @@ class StreamingLoader:
         )
         usage.begin(self._settings, 0)
         return usage
+
+    def set_global_batch(self, sequences: SupportsIndex, *, at_position: int) -> None:
+        """Make optimizer steps of `sequences` over all ranks, from the first that starts at `at_position` on.
+
+        Or behind it, if it is inside of a step. What is there must not have been delivered yet. The change
+        becomes part of the state. All ranks must make it while they hold the same step; running `steps()`
+        continue.
+        """
+        if self._step_sizes is None:
+            raise ValueError("this loader knows no steps: give global_batch=… when making it")
+        self._check_undelivered(at_position, "global_batch")
+        changed = self._step_sizes.changed(at_position, sequences)
+        self._check_steps(changed)
+        self._step_sizes = changed
+
+    def _check_undelivered(self, position: int, what: str) -> None:
+        if position < self.position:
+            raise ValueError(
+                f"position {position:,} has been delivered: {what} can change from {self.position:,} on"
+            )
 
     def _arrange(self, settings: RunSettings) -> None:
         """Adopt the order that a run's settings define; if it is refused, nothing changes."""

@@ -12,6 +12,9 @@ epoch:
 
 All ranks plan from the same position, so they always have the same number of batches.
 
+`StepSizes` says how many sequences make an optimizer step, which is one batch or several. Its steps are cut
+by positions alone: their sets are the same for any batch size and number of ranks.
+
 `Arrangement` is the order of one dataset, or of several by a mixture. Positions count samples over all ranks
 and streams. A stream also has positions of its own, which count its samples over all its epochs: limits and
 fetching ahead are computed in those.
@@ -19,24 +22,28 @@ fetching ahead are computed in those.
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, get_args
+from operator import itemgetter
+from typing import Protocol, SupportsIndex, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.errors import StateError
 from shardkit.loaders.streams import Streams
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
-from shardkit.order.order import Located, Order, rank_slice
+from shardkit.order.order import MAX_POSITION, Located, Order, rank_slice
 from shardkit.order.residency import MixedUses
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
 from shardkit.units import whole_number
 
-__all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "Steps"]
+__all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "StepSizes", "Steps"]
 
 MAX_BATCH = 1 << 24  # sequences per rank and step; far above any training run, below any memory
 
@@ -177,6 +184,80 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sequences of an optimizer step over all ranks, by position: ((start, sequences), …).
+
+    Steps follow each other from position 0 on, whatever the ranks and micro-batches are. A change takes
+    effect with the first step that starts at its position or behind it, as in Megatron's ramp-up of the
+    batch size; `changes` are kept as (first step's start, sequences). ValueError for anything else.
+    """
+
+    changes: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        made: list[tuple[int, int]] = []
+        previous = -1
+        for position, sequences in self.changes:
+            if not previous < position < MAX_POSITION:
+                raise ValueError(f"global_batch changes at ascending positions, not at {position:,}")
+            if not 1 <= sequences < MAX_POSITION:
+                raise ValueError(f"global_batch must be at least 1 sequence, not {sequences:,}")
+            previous = position
+            if made:
+                start, size = made[-1]
+                position = start + max(0, -(-(position - start) // size) * size)
+                if position == start:  # it takes the place of a change that no step has begun with
+                    made.pop()
+            if not made or sequences != made[-1][1]:
+                made.append((position, sequences))
+        if not made or made[0][0] != 0:
+            raise ValueError("global_batch must say the size of the first step: begin at position 0")
+        object.__setattr__(self, "changes", tuple(made))
+
+    @classmethod
+    def of(cls, sizes: SupportsIndex | Sequence[tuple[SupportsIndex, SupportsIndex]]) -> StepSizes:
+        """One size for all steps, or [(position, sequences), …]."""
+        if isinstance(sizes, SupportsIndex):
+            sizes = [(0, sizes)]
+        return cls(tuple((operator.index(position), operator.index(size)) for position, size in sizes))
+
+    def step_at(self, position: int) -> tuple[int, int]:
+        """(start, end) of the step that the sample at `position` is part of."""
+        start, size = self.changes[bisect_right(self.changes, position, key=itemgetter(0)) - 1]
+        start += (position - start) // size * size
+        return start, start + size
+
+    def sizes_from(self, position: int) -> list[int]:
+        """What is left of the step at `position`, and the sizes of the steps behind it, each once."""
+        _, end = self.step_at(position)
+        start, after = self.step_at(end)
+        return sorted({end - position, after - start, *(size for at, size in self.changes if at > end)})
+
+    def changed(self, position: int, sequences: SupportsIndex) -> StepSizes:
+        """These sizes before `position`, and steps of `sequences` from there on."""
+        return StepSizes((*self._before(position), (position, operator.index(sequences))))
+
+    def agrees_before(self, other: StepSizes, position: int) -> bool:
+        """Whether both cut all that lies before this position into the same steps."""
+        return self._before(position) == other._before(position)
+
+    def to_list(self) -> list[list[int]]:
+        """Plain data for a state; `from_list` reads it back."""
+        return [list(change) for change in self.changes]
+
+    @classmethod
+    def from_list(cls, data: object) -> StepSizes:
+        """StateError when `data` is not what `to_list` gives."""
+        try:
+            return cls.of(cast(Sequence[tuple[int, int]], data))
+        except (TypeError, ValueError) as error:
+            raise StateError(f"global_batch is a list of [position, sequences]: {error}") from error
+
+    def _before(self, position: int) -> tuple[tuple[int, int], ...]:
+        return tuple(change for change in self.changes if change[0] < position)
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
     """The first position that cannot be delivered, and whose limit it is."""
 
@@ -207,22 +288,22 @@ class Arrangement:
         self.streams = streams
         self._settings = settings
         self._limits = tuple(limits)
-        mixed = settings.mixture
+        schedule = settings.schedule
         self.stream_orders: list[Order] = []
         parts = []
         for number, (dataset, excluded) in enumerate(zip(streams.datasets, exclusions, strict=True)):
             sizes = dataset.manifest.shard_samples
-            seed = settings.order.seed if mixed is None else stream_seed(settings.order.seed, number)
+            seed = settings.order.seed if schedule is None else stream_seed(settings.order.seed, number)
             kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
             order = Order(kept, replace(settings.order, seed=seed))
             self.stream_orders.append(order)
             parts.append(StreamOrder(order, excluded, sizes))
-        self._mixture = None if mixed is None else Mixture(settings.order.seed, mixed.schedule)
+        self._mixture = None if schedule is None else Mixture(settings.order.seed, schedule)
         self.order: Order | StreamOrder | MixedOrder
-        if mixed is None or self._mixture is None:
+        if self._mixture is None:
             self.order = self.stream_orders[0] if exclusions[0] is None else parts[0]
         else:
-            self.order = MixedOrder(parts, self._mixture, mixed.epoch_samples)
+            self.order = MixedOrder(parts, self._mixture, settings.epoch_samples)
 
     def positions(self, position: int) -> list[int]:
         """Samples of each stream before `position`."""
@@ -236,9 +317,9 @@ class Arrangement:
 
         By the largest weight that the schedule gives it.
         """
-        if (mixed := self._settings.mixture) is None:
+        if (schedule := self._settings.schedule) is None:
             return [1.0]
-        weights = [max(each) for each in zip(*(w for _, w in mixed.schedule.segments), strict=True)]
+        weights = [max(each) for each in zip(*(w for _, w in schedule.segments), strict=True)]
         sample_bytes = {
             id(dataset): int(dataset.manifest.raw_bytes.clip(0).sum()) / max(1, len(dataset))
             for dataset in self.streams.once.datasets

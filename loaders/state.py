@@ -6,9 +6,12 @@ difference with a list of what differs; batch size, world size and prefetching a
 change. The defaults of `lanes` and `window` depend on the first run's batch size: a loader that was not given
 any takes them from the state. `epoch_batches` (batches delivered in the epoch) only serves len().
 
-A mixture's state holds its schedule of weights too, and how many samples it calls an epoch. What lies before
-the position must agree; what comes after it may be changed (a schedule given to the loader wins over the
-saved one), and streams may be added behind the others.
+A mixture's schedule of weights and the sizes of optimizer steps (`global_batch`) may change with the
+position. What lies before it must agree; what comes after it may be changed (what the loader is given wins
+over what was saved), and streams may be added behind the others.
+
+All states have the same keys, and lists in them hold no dicts: torch.distributed.checkpoint, which stores
+each value under its path and loads the paths that the new loader's state has, then stores whole lists.
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from shardkit.errors import StateError
+from shardkit.loaders.plan import StepSizes
+from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
-from shardkit.order.run_settings import MixtureSettings, RunSettings, StreamSettings, checked_count
+from shardkit.order.run_settings import Difference, RunSettings, StreamSettings, checked_count
 
 __all__ = ["STATE_VERSION", "LoaderState", "OnMismatch", "resume"]
 
-STATE_VERSION = 2  # 1 knew no mixtures
+STATE_VERSION = 3  # 1 knew no mixtures, 2 no sizes of steps
 OnMismatch = Literal["error", "fork"]
 
 _ORDER = ("seed", "shuffle", "lanes", "window")
-_KEYS = frozenset(
-    {"version", "position", "epoch_batches", "order_version", "tail", "streams", "mixture", *_ORDER}
-)
+_STREAM = ("name", "fingerprint", "samples", "excluded")
+_COMMON = frozenset({"version", "position", "epoch_batches", "order_version", "tail", "streams", *_ORDER})
+_KEYS = {1: _COMMON, 2: _COMMON | {"mixture"}, 3: _COMMON | {"schedule", "epoch_samples", "global_batch"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +44,12 @@ class LoaderState:
     position: int
     epoch_batches: int
     settings: RunSettings
+    step_sizes: StepSizes | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Plain data (ints, strings, lists, dicts) that shares nothing with the loader."""
         settings = self.settings
-        order, mixture = settings.order.to_dict(), settings.mixture
+        order, streams = settings.order.to_dict(), [stream.to_dict() for stream in settings.streams]
         return {
             "version": STATE_VERSION,
             "position": self.position,
@@ -51,47 +57,51 @@ class LoaderState:
             "order_version": order.pop("version"),
             **order,
             "tail": settings.tail,
-            "streams": [stream.to_dict() for stream in settings.streams],
-            "mixture": None
-            if mixture is None
-            else {"schedule": mixture.schedule.to_list(), "epoch_samples": mixture.epoch_samples},
+            "streams": {name: [stream[name] for stream in streams] for name in _STREAM},
+            "schedule": None if settings.schedule is None else settings.schedule.to_list(),
+            "epoch_samples": settings.epoch_samples,
+            "global_batch": None if self.step_sizes is None else self.step_sizes.to_list(),
         }
 
     @classmethod
     def from_dict(cls, data: object) -> LoaderState:
-        """StateError when `data` is not what `to_dict` of this version, or version 1, gives."""
-        if not isinstance(data, Mapping):
-            raise StateError(f"a loader's state is a dict, not {type(data).__name__}")
-        data = _from_version_1(data) if data.get("version") == 1 else dict(data)
-        if data.get("version") != STATE_VERSION:
-            raise StateError(
-                f"the state is of version {data.get('version')!r}, this shardkit reads up to "
-                f"{STATE_VERSION}: continue with the shardkit that saved it"
-            )
-        if data.keys() != _KEYS:
-            missing, unknown = sorted(_KEYS - data.keys()), sorted(map(str, data.keys() - _KEYS))
-            raise StateError(f"not a loader's state: missing keys {missing}, unknown keys {unknown}")
-        if not isinstance(data["streams"], list) or not data["streams"]:
-            raise StateError(f"the state must have a list of streams, not {data['streams']!r:.80}")
-        streams = tuple(StreamSettings.from_dict(entry) for entry in data["streams"])
+        """StateError when `data` is not what `to_dict` of this version, or an earlier one, gives."""
+        data = _checked_keys(data)
+        if data["version"] < 3:
+            data = _from_version_1_or_2(data)
+        streams = tuple(StreamSettings.from_dict(entry) for entry in _entries(data["streams"]))
         order = {"version": data["order_version"]} | {name: data[name] for name in _ORDER}
+        schedule, sizes = data["schedule"], data["global_batch"]
+        samples = checked_count(data, "epoch_samples")
+        if not samples:
+            raise StateError("epoch_samples must be at least 1")
         return cls(
             position=checked_count(data, "position"),
             epoch_batches=checked_count(data, "epoch_batches"),
             settings=RunSettings(
-                OrderSpec.from_dict(order), data["tail"], streams, _mixture(data["mixture"], len(streams))
+                OrderSpec.from_dict(order),
+                data["tail"],
+                streams,
+                None if schedule is None else Schedule.from_list(schedule),
+                samples,
             ),
+            step_sizes=None if sizes is None else StepSizes.from_list(sizes),
         )
 
 
 def resume(
-    saved: LoaderState, current: RunSettings, *, fixed: frozenset[str], on_mismatch: OnMismatch
+    saved: LoaderState,
+    current: RunSettings,
+    *,
+    fixed: frozenset[str],
+    on_mismatch: OnMismatch,
+    step_sizes: StepSizes | None = None,
 ) -> LoaderState:
     """The state to continue in: `saved`, if its settings are the `current` ones; StateError otherwise.
 
-    `fixed` names which of "lanes", "window", "schedule" and "epoch_samples" the user has set; the others are
-    taken from `saved`. "fork" takes the position on purpose and keeps the `current` settings where they
-    differ.
+    `fixed` names which of "lanes", "window", "schedule", "epoch_samples" and "global_batch" (the loader's own
+    `step_sizes`) the user has set; the others are taken from `saved`. "fork" takes the position on purpose
+    and keeps the `current` settings where they differ.
     """
     if on_mismatch not in get_args(OnMismatch):
         raise ValueError(f"on_mismatch must be one of {', '.join(get_args(OnMismatch))}, not {on_mismatch!r}")
@@ -101,8 +111,14 @@ def resume(
         current = replace(current, order=replace(current.order, **kept))
     current = _with_saved_schedule(saved, current, fixed)
     differences = saved.settings.differences(current, saved.position)
+    before = saved.step_sizes
+    if "global_batch" not in fixed:
+        step_sizes = before
+    elif before and step_sizes and not step_sizes.agrees_before(before, saved.position):
+        what = f"global_batch before position {saved.position:,}"
+        differences.append(Difference(what, str(before.to_list()), str(step_sizes.to_list())))
     if not differences:
-        return replace(saved, settings=current)
+        return replace(saved, settings=current, step_sizes=step_sizes)
     if on_mismatch == "error":
         raise StateError(
             "the state does not belong to this loader:\n"
@@ -110,42 +126,85 @@ def resume(
             + "\nuse the settings of the run that saved it, or load_state_dict(state, on_mismatch='fork') "
             "to continue from its position in another order"
         )
-    return LoaderState(saved.position, 0, current)
+    return LoaderState(saved.position, 0, current, step_sizes)
 
 
 def _with_saved_schedule(saved: LoaderState, current: RunSettings, fixed: frozenset[str]) -> RunSettings:
-    """`current` with the weights of `saved`: all, or those before its position if a schedule is given.
+    """`current` with the epochs and weights of `saved`: all, or those before its position if some are given.
 
     Unchanged where they cannot be taken over, which is a difference then.
     """
-    before, now = saved.settings.mixture, current.mixture
-    if before is None or now is None or len(saved.settings.streams) > len(current.streams):
+    before, schedule = saved.settings, current.schedule
+    if len(before.streams) > len(current.streams):
         return current
-    schedule = before.schedule.padded(len(current.streams))
-    if "schedule" in fixed:
-        if not now.schedule.agrees_before(schedule, saved.position):
+    if before.schedule is None or schedule is None:
+        if before.schedule is not schedule or before.streams[0].data != current.streams[0].data:
             return current
-        schedule = now.schedule
-    elif schedule.weights_at(0) != now.schedule.weights_at(0):
-        return current
-    samples = now.epoch_samples if "epoch_samples" in fixed else before.epoch_samples
-    return replace(current, mixture=MixtureSettings(schedule, samples))
+    else:
+        known = before.schedule.padded(len(current.streams))
+        if "schedule" in fixed:
+            if not schedule.agrees_before(known, saved.position):
+                return current
+        elif known.weights_at(0) != schedule.weights_at(0):
+            return current
+        else:
+            schedule = known
+    samples = current.epoch_samples if "epoch_samples" in fixed else before.epoch_samples
+    return replace(current, schedule=schedule, epoch_samples=samples)
 
 
-def _mixture(entry: object, streams: int) -> MixtureSettings | None:
-    if entry is None:
-        return None
-    if not isinstance(entry, Mapping) or entry.keys() != {"schedule", "epoch_samples"}:
-        raise StateError(f"a mixture's state has schedule and epoch_samples; this one: {entry!r:.200}")
-    return MixtureSettings.from_data(entry["schedule"], entry, streams)
+def _checked_keys(data: object) -> dict[str, Any]:
+    """`data` as a dict that has the keys of its version; StateError says what it is instead."""
+    if not isinstance(data, Mapping):
+        raise StateError(f"a loader's state is a dict, not {type(data).__name__}")
+    if "version" not in data or "position" not in data:
+        within = [name for name, value in data.items() if isinstance(value, Mapping) and "position" in value]
+        hint = f"it seems to be under {within[0]!r}: load that" if within else "load what state_dict() gave"
+        found = f"has the keys {', '.join(map(repr, data))}" if data else "is empty"
+        raise StateError(f"not a loader's state: this dict {found:.200}; {hint}")
+    version = data["version"]
+    if isinstance(version, bool) or version not in _KEYS:
+        raise StateError(
+            f"the state is of version {version!r}, this shardkit reads up to {STATE_VERSION}: continue with "
+            "the shardkit that saved it"
+        )
+    if data.keys() != _KEYS[version]:
+        missing, unknown = (
+            sorted(_KEYS[version] - data.keys()),
+            sorted(map(str, data.keys() - _KEYS[version])),
+        )
+        raise StateError(f"not a loader's state: missing keys {missing}, unknown keys {unknown}")
+    return dict(data)
 
 
-def _from_version_1(data: Mapping[str, object]) -> dict[str, Any]:
-    """A state of version 1 in today's form: it had one stream, with a weight that meant nothing."""
-    streams = data.get("streams")
-    if isinstance(streams, list) and all(isinstance(entry, Mapping) for entry in streams):
+def _entries(streams: object) -> list[dict[str, object]]:
+    """The settings of each stream, from lists of them by name."""
+    if isinstance(streams, Mapping) and streams.keys() == set(_STREAM):
+        columns = list(streams.values())
+        if all(isinstance(each, list) and len(each) == len(columns[0]) > 0 for each in columns):
+            return [dict(zip(streams, entry, strict=True)) for entry in zip(*columns, strict=True)]
+    names = ", ".join(_STREAM)
+    raise StateError(f"a state's streams are lists of {names}, of one length; these are {streams!r:.200}")
+
+
+def _from_version_1_or_2(data: dict[str, Any]) -> dict[str, Any]:
+    """A state in today's form: it had a dict for each stream, and what it is today beside a mixture in one.
+
+    Version 1 had one stream, with a weight that meant nothing.
+    """
+    streams, mixture = data["streams"], data.pop("mixture", None)
+    if not isinstance(streams, list) or not streams or not all(isinstance(one, Mapping) for one in streams):
+        raise StateError(f"the state must have a list of streams, not {streams!r:.80}")
+    if data["version"] == 1:
         streams = [
-            {"name": "", "excluded": "", **{k: v for k, v in entry.items() if k != "weight"}}
-            for entry in streams
+            {"name": "", "excluded": "", **{k: v for k, v in one.items() if k != "weight"}} for one in streams
         ]
-    return {**data, "version": STATE_VERSION, "streams": streams, "mixture": None}
+    names = streams[0].keys()
+    if any(one.keys() != names for one in streams):
+        raise StateError(f"the state's streams have different keys: {streams!r:.200}")
+    if mixture is None:
+        mixture = {"schedule": None, "epoch_samples": streams[0].get("samples")}
+    elif not isinstance(mixture, Mapping) or mixture.keys() != {"schedule", "epoch_samples"}:
+        raise StateError(f"a mixture's state has schedule and epoch_samples; this one: {mixture!r:.200}")
+    columns = {name: [one[name] for one in streams] for name in names}
+    return {**data, "streams": columns, **mixture, "global_batch": None}

@@ -441,7 +441,7 @@ def state_of(state: Mapping[str, Any]) -> State:
     settings = loaded.settings
     plan = BatchPlan(settings.epoch_samples, share["global_batch"], 0, 1, settings.tail)
     position, epoch_batches = plan.advance((loaded.position, loaded.epoch_batches), batches)
-    return LoaderState(position, epoch_batches, settings).to_dict()
+    return replace(loaded, position=position, epoch_batches=epoch_batches).to_dict()
 
 
 @dataclass(slots=True)

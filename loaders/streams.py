@@ -33,7 +33,7 @@ from shardkit.manifest import ShardInfo
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
-from shardkit.order.run_settings import MixtureSettings, RunSettings, StreamSettings, Tail
+from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
 from shardkit.storage import StorageOptions
 from shardkit.units import parse_bytes
 
@@ -238,18 +238,17 @@ class Opened:
                 self.streams.datasets, self.kept, self.specs, self.exclusions, strict=True
             )
         )
-        return RunSettings(order, tail, streams, self.mixture(config))
+        return RunSettings(order, tail, streams, self.schedule(config), self.epoch_samples(config))
 
     def epoch_samples(self, config: LoaderConfig) -> int:
         """Samples of an epoch, as configured."""
-        mixture = self.mixture(config)
-        return sum(self.kept) if mixture is None else mixture.epoch_samples
+        return config.epoch_samples or sum(self.kept)
 
-    def mixture(self, config: LoaderConfig) -> MixtureSettings | None:
+    def schedule(self, config: LoaderConfig) -> Schedule | None:
         """How the streams are mixed; None for a single one. ValueError for impossible settings."""
         if len(self.streams) == 1:
-            if config.schedule is not None or config.epoch_samples is not None:
-                raise ValueError("schedule and epoch_samples belong to mixtures: give several streams")
+            if config.schedule is not None:
+                raise ValueError("a schedule belongs to mixtures: give several streams")
             if not self.specs[0].weight:
                 raise ValueError("the only stream has weight 0")
             return None
@@ -265,7 +264,7 @@ class Opened:
         ):
             if any(weights) and not samples:
                 raise ValueError(f"stream {name!r} has no samples, or all are excluded: leave it out")
-        return MixtureSettings(schedule, config.epoch_samples or sum(kept))
+        return schedule
 
 
 def open_streams(

@@ -19,7 +19,7 @@ from shardkit.errors import StateError
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
 
-__all__ = ["Difference", "MixtureSettings", "RunSettings", "StreamSettings", "Tail", "checked_count"]
+__all__ = ["Difference", "RunSettings", "StreamSettings", "Tail", "checked_count"]
 
 Tail = Literal["carry", "drop", "pad"]
 
@@ -39,6 +39,11 @@ class StreamSettings:
     samples: int
     name: str = ""
     excluded: str = ""
+
+    @property
+    def data(self) -> tuple[str, int, str]:
+        """What must not change between runs: all but the name."""
+        return self.fingerprint, self.samples, self.excluded
 
     def to_dict(self) -> dict[str, str | int]:
         """Plain data; `from_dict` reads it back."""
@@ -67,25 +72,6 @@ class StreamSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureSettings:
-    """How several streams are mixed. `epoch_samples`: what the mixture calls an epoch."""
-
-    schedule: Schedule
-    epoch_samples: int
-
-    @classmethod
-    def from_data(cls, schedule: object, data: Mapping[str, object], streams: int) -> MixtureSettings:
-        """From plain data, which has `epoch_samples`; StateError if it does not fit so many streams."""
-        found = Schedule.from_list(schedule)
-        if found.streams != streams:
-            raise StateError(f"the schedule has weights of {found.streams} streams, not of {streams}")
-        samples = checked_count(data, "epoch_samples")
-        if not samples:
-            raise StateError("epoch_samples must be at least 1")
-        return cls(found, samples)
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """A setting that two runs do not share, and what it is in each, as text."""
 
@@ -96,23 +82,29 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """A run's order, tail and data. `mixture` is None for a single stream, and only then; StateError."""
+    """A run's order, tail and data. StateError for what cannot be.
+
+    `schedule`: the weights of a mixture, which has several streams; None for a single one. `epoch_samples`:
+    what the run calls an epoch; by default, all samples of the only stream.
+    """
 
     order: OrderSpec
     tail: Tail
     streams: tuple[StreamSettings, ...]
-    mixture: MixtureSettings | None = None
+    schedule: Schedule | None = None
+    epoch_samples: int = 0
 
     def __post_init__(self) -> None:
         if self.tail not in get_args(Tail):
             raise StateError(f"tail must be one of {', '.join(get_args(Tail))}, not {self.tail!r:.80}")
-        if (self.mixture is None) != (len(self.streams) == 1):
-            raise StateError("a run has a mixture if it has several streams, and only then")
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of an epoch."""
-        return self.streams[0].samples if self.mixture is None else self.mixture.epoch_samples
+        if (self.schedule is None) != (len(self.streams) == 1):
+            raise StateError("a run has a schedule of weights if it has several streams, and only then")
+        if self.schedule is not None and self.schedule.streams != len(self.streams):
+            raise StateError(
+                f"the schedule has weights of {self.schedule.streams} streams, not of {len(self.streams)}"
+            )
+        if not self.epoch_samples and self.schedule is None:
+            object.__setattr__(self, "epoch_samples", self.streams[0].samples)
 
     def named(self, names: Sequence[str]) -> RunSettings:
         """The same, where streams that the user did not name have these names."""
@@ -129,7 +121,7 @@ class RunSettings:
             "tail": self.tail,
             "streams": [stream.to_dict() for stream in self.streams],
             "epoch_samples": self.epoch_samples,
-            "schedule": None if self.mixture is None else self.mixture.schedule.to_list(),
+            "schedule": None if self.schedule is None else self.schedule.to_list(),
         }
 
     @classmethod
@@ -139,13 +131,11 @@ class RunSettings:
             if not isinstance(data, Mapping):
                 raise TypeError(f"expected an object, not {type(data).__name__}")
             streams = tuple(StreamSettings.from_dict(stream) for stream in data["streams"])
-            mixture = None
-            if data["schedule"] is not None:
-                mixture = MixtureSettings.from_data(data["schedule"], data, len(streams))
-            found = cls(OrderSpec.from_dict(data["order"]), data["tail"], streams, mixture)
-            if not found.epoch_samples or found.epoch_samples != data["epoch_samples"]:
-                raise ValueError(f"an epoch of {data['epoch_samples']!r:.80} samples")
-            return found
+            schedule = None if data["schedule"] is None else Schedule.from_list(data["schedule"])
+            samples = checked_count(data, "epoch_samples")
+            if not samples:
+                raise ValueError("an epoch of 0 samples")
+            return cls(OrderSpec.from_dict(data["order"]), data["tail"], streams, schedule, samples)
         except (KeyError, TypeError, ValueError, StateError) as error:
             raise StateError(f"not the settings of a run: {type(error).__name__}: {error}") from error
 
@@ -159,30 +149,20 @@ class RunSettings:
         if self.tail != later.tail:
             lines.append(Difference("tail", repr(self.tail), repr(later.tail)))
         for number, (old, new) in enumerate(zip_longest(self.streams, later.streams)):
-            if old is None and self.mixture is not None:
+            if old is None and self.schedule is not None:
                 continue  # a stream added behind the others, of weight 0 up to the position
-            if old is None or new is None or _data(old) != _data(new):
+            if old is None or new is None or old.data != new.data:
                 name = new.name if new is not None and len(later.streams) > 1 else ""
                 what = f"dataset of stream {number}" + (f" ({name})" if name else "")
                 lines.append(Difference(what, str(old or "none"), str(new or "none")))
-        if self.mixture is not None and later.mixture is not None:
-            lines += _mixture_differences(self.mixture, later.mixture, position)
+        if self.epoch_samples != later.epoch_samples:
+            lines.append(Difference("epoch_samples", f"{self.epoch_samples:,}", f"{later.epoch_samples:,}"))
+        before, after = self.schedule, later.schedule
+        if before is not None and after is not None and not after.agrees_before(before, position):
+            streams = max(before.streams, after.streams)
+            schedules = (str(one.padded(streams).to_list()) for one in (before, after))
+            lines.append(Difference(f"weights before position {position:,}", *schedules))
         return lines
-
-
-def _mixture_differences(before: MixtureSettings, now: MixtureSettings, position: int) -> list[Difference]:
-    lines = []
-    if before.epoch_samples != now.epoch_samples:
-        lines.append(Difference("epoch_samples", f"{before.epoch_samples:,}", f"{now.epoch_samples:,}"))
-    if not now.schedule.agrees_before(before.schedule, position):
-        streams = max(before.schedule.streams, now.schedule.streams)
-        schedules = (str(one.schedule.padded(streams).to_list()) for one in (before, now))
-        lines.append(Difference(f"weights before position {position:,}", *schedules))
-    return lines
-
-
-def _data(stream: StreamSettings) -> tuple[str, int, str]:
-    return stream.fingerprint, stream.samples, stream.excluded
 
 
 def checked_count(data: Mapping[str, Any], name: str) -> int:

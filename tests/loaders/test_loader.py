@@ -189,7 +189,7 @@ def test_a_state_held_by_someone_else_never_changes(data: Path) -> None:
     for _ in loader:
         pass
     assert state == kept
-    state["streams"][0]["samples"] = 0  # type: ignore[index]
+    state["streams"]["samples"][0] = 0  # type: ignore[index]
     assert loader.state_dict()["streams"] == kept["streams"]
 
 
@@ -277,8 +277,8 @@ def test_a_stream_in_a_list_is_the_dataset(data: Path) -> None:
         StreamingLoader([str(data)], batch_size=4)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="only stream has weight 0"):
         StreamingLoader([Stream(data, weight=0)], batch_size=4)
-    with pytest.raises(ValueError, match="belong to mixtures"):
-        StreamingLoader(streams, batch_size=4, epoch_samples=10)
+    with pytest.raises(ValueError, match="belongs to mixtures"):
+        StreamingLoader(streams, batch_size=4, schedule=[(0, [1])])
 
 
 def test_cache_arguments_are_accepted_and_leave_a_local_dataset_alone(data: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.loaders.plan import BatchPlan
+from shardkit.loaders.plan import BatchPlan, StepSizes
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.run_settings import Tail
 
@@ -134,3 +134,50 @@ def test_drop_refuses_a_batch_that_no_epoch_could_fill() -> None:
 def test_a_bad_batch_size_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="batch_size"):
         BatchPlan(7, size, 0, 1, "carry")
+
+
+def plain_steps(changes: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """(start, end) of all steps up to `end`: each takes the latest size whose position it has reached."""
+    steps, start = [], 0
+    while start < end:
+        size = [size for position, size in changes if position <= start][-1]
+        steps.append((start, start + size))
+        start += size
+    return steps
+
+
+changes = st.dictionaries(st.integers(1, 90), st.integers(1, 17), max_size=5).flatmap(
+    lambda later: st.integers(1, 17).map(lambda first: [(0, first), *sorted(later.items())])
+)
+
+
+@given(changes)
+def test_each_position_is_in_the_step_that_stepping_from_the_start_finds(
+    changes: list[tuple[int, int]],
+) -> None:
+    sizes, steps = StepSizes.of(changes), plain_steps(changes, 150)
+    assert StepSizes.from_list(sizes.to_list()) == sizes
+    for start, end in steps:
+        later = {b - a for a, b in steps if a >= end} | {changes[-1][1]}
+        for position in range(start, end):
+            assert sizes.step_at(position) == (start, end)
+            assert set(sizes.sizes_from(position)) == {end - position} | later
+
+
+@given(changes, st.integers(0, 100), st.integers(1, 17))
+def test_a_changed_size_holds_from_the_next_step_on(
+    changes: list[tuple[int, int]], position: int, size: int
+) -> None:
+    before = StepSizes.of(changes)
+    changed = before.changed(position, size)
+    assert changed.agrees_before(before, position)
+    steps = plain_steps(changes, position)
+    edge = steps[-1][1] if steps else 0
+    expected = [*steps, *((edge + n * size, edge + (n + 1) * size) for n in range(4))]
+    assert [changed.step_at(start) for start, _ in expected] == expected
+
+
+@pytest.mark.parametrize("sizes", [0, -4, [], [(5, 4)], [(0, 4), (0, 5)], [(0, 4), (9, 5), (8, 5)], [(0, 0)]])
+def test_sizes_of_no_steps_are_refused(sizes: int | list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="global_batch"):
+        StepSizes.of(sizes)

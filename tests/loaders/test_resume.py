@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,7 +21,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from shardkit.datasets.dataset import Dataset, open_dataset
-from shardkit.errors import StateError
+from shardkit.errors import ShardError, StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
@@ -241,6 +241,154 @@ def test_restart_begins_every_for_of_a_dataloader_at_the_first_sample(
 def test_a_seek_beyond_all_positions_is_refused(small: dict[str, Dataset], position: int) -> None:
     with make(small["mds"], batch_size=4) as loader, pytest.raises(ValueError, match="position"):
         loader.seek(position)
+
+
+def test_epochs_of_fewer_or_more_samples_than_the_dataset_has_only_cut_the_same_order(
+    small: dict[str, Dataset],
+) -> None:
+    with make(small["mds"], batch_size=4, endless=True) as loader:
+        plain_run = run(loader, 60)
+    for samples in (11, 20, 130):
+        make_one = partial(make, small["mds"], batch_size=4, epoch_samples=samples)
+        with make_one() as loader:
+            assert [len(loader), sum(1 for _ in loader)] == [-(-samples // 4)] * 2
+        with make_one() as loader:
+            assert_same([batch for batch, _ in run(loader, 60)], plain_run, f"epochs of {samples}")
+        assert_exact_resume(make_one, steps=12, tail_steps=4)
+        with make(small["mds"], batch_size=4) as loader:  # takes the length of epochs from the state
+            with make_one() as other:
+                loader.load_state_dict(run(other, 9)[-1][1])
+            assert_equal(next(iter(loader)), plain_run[9][0], "resumed without epoch_samples")
+            assert loader.state_dict()["epoch_samples"] == samples
+
+
+# Optimizer steps of several batches, of sizes that change.
+
+RAMP = [(0, 12), (30, 24), (100, 48)]  # the changes are at 36 and at 108, where steps begin
+STEP_EDGES = [0, 12, 24, 36, 60, 84, 108, 156, 204, 252]
+
+
+def step_loader(data: Dataset | list[Stream], rank: int, world_size: int, size: int, **more: Any) -> Any:
+    return make(
+        data,
+        rank=rank,
+        world_size=world_size,
+        batch_size=size,
+        **({"global_batch": RAMP, "endless": True, "lanes": 3} | more),
+    )
+
+
+def run_steps(
+    data: Dataset | list[Stream], world_size: int, size: int, steps: int, state: State | None = None
+) -> list[tuple[list[tuple[int, int]], State]]:
+    """(sorted samples of the step over all ranks, state after it) of the next steps."""
+    of_ranks = []
+    for rank in range(world_size):
+        with step_loader(data, rank, world_size, size) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            of_ranks.append(
+                [
+                    ([len(step), *(p for batch in step for p in places(batch))], saved(loader))
+                    for step in islice(loader.steps(), steps)
+                ]
+            )
+    found = []
+    for step in zip(*of_ranks, strict=True):
+        assert all((own[0], after) == (step[0][0][0], step[0][1]) for own, after in step)
+        found.append((sorted(place for own, _ in step for place in own[1:]), step[0][1]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["carry", "mixture"])
+def test_steps_have_the_same_samples_and_states_for_any_ranks_and_batches_killed_anywhere(
+    small: dict[str, Dataset], name: str
+) -> None:
+    data: Any = small["mds"] if name == "carry" else variants(small)["mixture"]["data"]
+    expected = run_steps(data, 1, 12, 9)
+    assert [len(samples) for samples, _ in expected] == [b - a for a, b in pairwise(STEP_EDGES)]
+    assert [state["position"] for _, state in expected] == STEP_EDGES[1:]
+    assert expected[0][1]["global_batch"] == [[0, 12], [36, 24], [108, 48]]
+    for world_size, size in ((1, 3), (2, 2), (3, 4), (4, 1)):
+        others = run_steps(data, world_size, size, 9)
+        assert [(a, b["position"]) for a, b in others] == [(a, b["position"]) for a, b in expected]
+        for done in (1, 3, 5):
+            rest = run_steps(data, world_size, size, 9 - done, expected[done - 1][1])
+            assert [(a, b["position"]) for a, b in rest] == [(a, b["position"]) for a, b in expected[done:]]
+
+
+def test_behind_a_state_from_inside_of_a_step_the_rest_of_it_comes_first(small: dict[str, Dataset]) -> None:
+    data = small["mds"]
+    with step_loader(data, 0, 1, 2) as loader:
+        single = [(places(batch), state) for batch, state in run(loader, 60)]
+    whole = run_steps(data, 1, 12, 6)
+    for done in range(1, 30):  # batches of 2: after most of them, a step is not over
+        position, state = 2 * done, single[done - 1][1]
+        end = next(edge for edge in STEP_EDGES if edge > position)
+        (first, _), (second, _) = run_steps(data, 2, 1, 2, state)
+        if position in STEP_EDGES:
+            assert first == whole[STEP_EDGES.index(position)][0]
+        assert first == sorted(p for samples, _ in single[done : end // 2] for p in samples)
+        assert second == whole[STEP_EDGES.index(end)][0]
+
+
+def test_a_step_that_fails_in_its_middle_comes_whole_again(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path, "mds_zstd")
+    shard = sorted(folder.glob("*.zstd"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-9] + bytes(9))
+    with step_loader(open_dataset(folder), 0, 1, 3, shuffle="none", lanes=None, window=None) as loader:
+        state = saved(loader)
+        with pytest.raises(ShardError, match="shard.00001"):
+            next(loader.steps())  # its first batch is in the whole shard
+        assert saved(loader) == state
+        shard.write_bytes(content)
+        assert [place for batch in next(loader.steps()) for place in places(batch)] == [
+            (0, row) for row in range(12)
+        ]
+
+
+def test_the_global_batch_may_be_changed_while_training_and_the_state_keeps_it(
+    small: dict[str, Dataset],
+) -> None:
+    options: dict[str, Any] = {"global_batch": np.int64(8)}
+    with step_loader(small["mds"], 0, 1, 4, **options) as loader:
+        steps = loader.steps()
+        assert [len(next(steps)) for _ in range(2)] == [2, 2]
+        loader.set_global_batch(20, at_position=17)  # holds from 24 on, the first step behind
+        for size in (0, 18):
+            with pytest.raises(ValueError, match="at least 1|does not divide"):
+                loader.set_global_batch(size, at_position=24)
+        with pytest.raises(ValueError, match="has been delivered"):
+            loader.set_global_batch(4, at_position=15)
+        assert len(next(steps)) == 2
+        state = saved(loader)
+        assert state["global_batch"] == [[0, 8], [24, 20]]
+        after = [[places(batch) for batch in next(steps)] for _ in range(2)]
+    with step_loader(small["mds"], 0, 1, 4, global_batch=None) as loader:
+        with pytest.raises(ValueError, match="global_batch=…"):
+            loader.steps()
+        loader.load_state_dict(state)
+        steps = loader.steps()
+        assert [[places(batch) for batch in next(steps)] for _ in range(2)] == after
+
+
+def test_steps_that_cannot_be_are_refused(small: dict[str, Dataset]) -> None:
+    data = small["mds"]
+    with pytest.raises(ValueError, match="tail='carry'"):
+        step_loader(data, 0, 1, 4, tail="pad")
+    with step_loader(data, 0, 1, 4, endless=False) as loader, pytest.raises(ValueError, match="endless=True"):
+        loader.steps()
+    with step_loader(data, 0, 1, 8) as loader:
+        with pytest.raises(ValueError, match=r"a step of 12 sequences does not divide .* = 8"):
+            loader.steps()
+        loader.seek(36)  # from here on steps have 24 and 48
+        assert len(next(loader.steps())) == 3
+        loader.seek(60)
+        stale = loader.steps()
+        loader.seek(0)
+        with pytest.raises(RuntimeError, match="stale iterator"):
+            next(stale)
 
 
 # Batch size and number of ranks change.

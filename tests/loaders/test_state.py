@@ -4,43 +4,55 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardkit.errors import StateError
+from shardkit.loaders.plan import StepSizes
 from shardkit.loaders.state import LoaderState, resume
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
-from shardkit.order.run_settings import MixtureSettings, RunSettings, StreamSettings
+from shardkit.order.run_settings import RunSettings, StreamSettings
 
 SETTINGS = RunSettings(
     order=OrderSpec(seed=17, lanes=8, window=100), tail="carry", streams=(StreamSettings("aa", 50),)
 )
 STATE = LoaderState(position=120, epoch_batches=3, settings=SETTINGS)
-ENTRY = {"fingerprint": "aa", "samples": 50, "name": "", "excluded": ""}
-MIXTURE = MixtureSettings(Schedule(((0, (3, 1)), (100, (1, 1)), (200, (1, 3)))), 80)
+TWO = {"name": ["", ""], "fingerprint": ["aa", "aa"], "samples": [50, 50], "excluded": ["", ""]}
+SCHEDULE = Schedule(((0, (3, 1)), (100, (1, 1)), (200, (1, 3))))
+GOLDEN = Path(__file__).parents[1] / "golden"
 MIXED_SETTINGS = replace(
     SETTINGS,
     streams=(StreamSettings("aa", 50, "web"), StreamSettings("bb", 30, "code")),
-    mixture=MIXTURE,
+    schedule=SCHEDULE,
+    epoch_samples=80,
 )
 MIXED = replace(STATE, settings=MIXED_SETTINGS)
 NOTHING_FIXED: frozenset[str] = frozenset()
 
 
-@pytest.mark.parametrize("state", [STATE, MIXED])
+STEPS = replace(STATE, step_sizes=StepSizes(((0, 12), (36, 24), (84, 16))))
+
+
+@pytest.mark.parametrize("state", [STATE, MIXED, STEPS])
 def test_a_state_survives_json(state: LoaderState) -> None:
     assert LoaderState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
-def test_a_state_of_version_1_is_read() -> None:
-    data = STATE.to_dict() | {
-        "version": 1,
-        "streams": [{"fingerprint": "aa", "samples": 50, "weight": 3}],
-    }
-    del data["mixture"]
-    assert LoaderState.from_dict(data) == STATE
+@pytest.mark.parametrize(("number", "state"), [(0, STATE), (1, STATE), (2, MIXED)])
+def test_states_of_earlier_versions_are_read(number: int, state: LoaderState) -> None:
+    """As version 1 (the first of them) and version 2 saved them."""
+    assert LoaderState.from_dict(json.loads((GOLDEN / "loader_states.json").read_text())[number]) == state
+
+
+def test_all_states_have_the_same_keys_and_no_dicts_in_lists() -> None:
+    """torch.distributed.checkpoint would make a key of each of these dicts, and miss those of new streams."""
+    states = [state.to_dict() for state in (STATE, MIXED, STEPS)]
+    assert len({(*state, *state["streams"]) for state in states}) == 1  # type: ignore[misc]
+    for state in states:
+        assert all(type(each) in (str, int) for values in state["streams"].values() for each in values)  # type: ignore[attr-defined]
 
 
 def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
@@ -58,7 +70,7 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 3}, "version 3"),
+        ({"version": 4}, "version 4"),
         ({"version": None}, "version None"),
         ({"order_version": 9}, "version 9"),
         ({"position": -1}, "position"),
@@ -67,18 +79,22 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"position": 1 << 62}, "position"),
         ({"tail": "keep"}, "tail"),
         ({"lanes": 0}, "lanes"),
-        ({"streams": []}, "list of streams"),
-        ({"streams": [{"fingerprint": "aa", "samples": 5}]}, "excluded, fingerprint, name, samples"),
-        ({"streams": [{"fingerprint": 5, "samples": 5, "name": "a", "excluded": ""}]}, "fingerprint"),
-        ({"streams": [ENTRY, ENTRY]}, "mixture if it has several streams"),
-        ({"mixture": {"schedule": [[0, [1]]], "epoch_samples": 50}}, "mixture if it has several streams"),
-        ({"mixture": 5}, "schedule and epoch_samples"),
-        ({"streams": [ENTRY, ENTRY], "mixture": {"schedule": [[0, [1]]], "epoch_samples": 5}}, "of 1 stream"),
-        ({"streams": [ENTRY, ENTRY], "mixture": {"schedule": [[0, [0, 0]]], "epoch_samples": 5}}, "weight"),
-        (
-            {"streams": [ENTRY, ENTRY], "mixture": {"schedule": [[0, [1, 0]]], "epoch_samples": 0}},
-            "epoch_samples",
-        ),
+        ({"streams": []}, "lists of name"),
+        ({"streams": {"name": [], "fingerprint": [], "samples": [], "excluded": []}}, "of one length"),
+        ({"streams": TWO | {"name": [""]}}, "of one length"),
+        ({"streams": {"fingerprint": ["aa"], "samples": [5]}}, "lists of name, fingerprint, samples"),
+        ({"streams": {name: [5] for name in TWO} | {"name": [""]}}, "fingerprint must be text"),
+        ({"streams": TWO}, "schedule of weights if it has several streams"),
+        ({"schedule": [[0, [1]]]}, "schedule of weights if it has several streams"),
+        ({"schedule": 5}, "list of .start"),
+        ({"streams": TWO, "schedule": [[0, [1]]]}, "of 1 stream"),
+        ({"streams": TWO, "schedule": [[0, [0, 0]]]}, "weight"),
+        ({"epoch_samples": 0}, "epoch_samples"),
+        ({"global_batch": [[5, 16]]}, "begin at position 0"),
+        ({"global_batch": [[0, 0]]}, "at least 1 sequence"),
+        ({"global_batch": [[0, 16], [0, 8]]}, "ascending"),
+        ({"global_batch": [16]}, "list of .position"),
+        ({"global_batch": "many"}, "list of .position"),
         ({"extra": 1}, "extra"),
     ],
 )
@@ -87,9 +103,19 @@ def test_a_state_that_is_not_one_is_refused(change: dict[str, Any], words: str) 
         LoaderState.from_dict(STATE.to_dict() | change)
 
 
-@pytest.mark.parametrize("data", [None, [], "state", {}])
-def test_other_things_than_states_are_refused(data: object) -> None:
-    with pytest.raises(StateError):
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, "a dict, not NoneType"),
+        ([], "a dict, not list"),
+        ("state", "a dict, not str"),
+        ({}, "this dict is empty"),
+        ({"model": {}}, "has the keys 'model'; load what state_dict"),
+        ({"step": 5, "loader": STATE.to_dict()}, "keys 'step', 'loader'; it seems to be under 'loader'"),
+    ],
+)
+def test_other_things_than_states_are_refused_by_what_they_are(data: object, words: str) -> None:
+    with pytest.raises(StateError, match=words):
         LoaderState.from_dict(data)
 
 
@@ -126,13 +152,12 @@ def test_every_constant_is_compared_and_all_differences_are_listed() -> None:
 
 def with_schedule(*segments: tuple[int, tuple[int, ...]], streams: int = 2) -> RunSettings:
     more = (StreamSettings("cc", 20, "more"),) * (streams - 2)
-    mixture = MixtureSettings(Schedule(segments), 80)
-    return replace(MIXED_SETTINGS, streams=MIXED_SETTINGS.streams + more, mixture=mixture)
+    return replace(MIXED_SETTINGS, streams=MIXED_SETTINGS.streams + more, schedule=Schedule(segments))
 
 
 def schedule_of(state: LoaderState) -> list[list[object]]:
-    assert state.settings.mixture is not None
-    return state.settings.mixture.schedule.to_list()
+    assert state.settings.schedule is not None
+    return state.settings.schedule.to_list()
 
 
 def test_a_saved_schedule_is_gone_on_with_if_the_streams_weights_are_those_it_began_with() -> None:
@@ -171,10 +196,28 @@ def test_excluded_rows_and_the_length_of_an_epoch_are_constants() -> None:
     excluded = replace(SETTINGS, streams=(StreamSettings("aa", 50, excluded="0f"),))
     with pytest.raises(StateError, match="without those of exclusion list 0f"):
         resume(STATE, excluded, fixed=NOTHING_FIXED, on_mismatch="error")
-    longer = replace(MIXED_SETTINGS, mixture=replace(MIXTURE, epoch_samples=90))
-    assert resume(MIXED, longer, fixed=NOTHING_FIXED, on_mismatch="error") == MIXED
-    with pytest.raises(StateError, match="epoch_samples: saved 80, loader has 90"):
-        resume(MIXED, longer, fixed=frozenset({"epoch_samples"}), on_mismatch="error")
+    for state, samples in ((MIXED, 80), (STATE, 50)):
+        longer = replace(state.settings, epoch_samples=90)
+        assert resume(state, longer, fixed=NOTHING_FIXED, on_mismatch="error") == state
+        with pytest.raises(StateError, match=f"epoch_samples: saved {samples}, loader has 90"):
+            resume(state, longer, fixed=frozenset({"epoch_samples"}), on_mismatch="error")
+
+
+def test_sizes_of_steps_are_the_saved_ones_unless_some_are_given_that_agree_before_the_position() -> None:
+    saved = replace(STEPS, position=36)
+    for none, fixed in ((None, NOTHING_FIXED), (StepSizes(((0, 7),)), NOTHING_FIXED)):
+        assert resume(saved, SETTINGS, fixed=fixed, on_mismatch="error", step_sizes=none) == saved
+    given = frozenset({"global_batch"})
+    changed = StepSizes(((0, 12), (36, 48)))
+    resumed = resume(saved, SETTINGS, fixed=given, on_mismatch="error", step_sizes=changed)
+    assert resumed == replace(saved, step_sizes=changed)
+    resumed = resume(STATE, SETTINGS, fixed=given, on_mismatch="error", step_sizes=changed)
+    assert resumed == replace(STATE, step_sizes=changed), "the state knew no steps"
+    other = StepSizes(((0, 12), (24, 48)))
+    with pytest.raises(StateError, match=r"global_batch before position 36: saved \[\[0, 12\], \[36, 24\]"):
+        resume(saved, SETTINGS, fixed=given, on_mismatch="error", step_sizes=other)
+    forked = resume(saved, SETTINGS, fixed=given, on_mismatch="fork", step_sizes=other)
+    assert forked == replace(saved, epoch_batches=0, step_sizes=other)
 
 
 def test_another_shuffle_is_a_difference() -> None:

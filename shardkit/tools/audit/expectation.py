@@ -96,15 +96,15 @@ class Expectation:
         for number, (dataset, excluded) in enumerate(zip(datasets, exclusions, strict=True)):
             sizes = dataset.manifest.shard_samples
             seed = settings.order.seed
-            if settings.mixture is not None:
+            if settings.schedule is not None:
                 seed = stream_seed(seed, number)
             kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
             order = Order(kept, replace(settings.order, seed=seed))
             self.streams.append(StreamOrder(order, excluded, sizes))
         self.mixture: Mixture | None = None
         self.order: StreamOrder | MixedOrder = self.streams[0]
-        if settings.mixture is not None:
-            self.mixture = Mixture(settings.order.seed, settings.mixture.schedule)
+        if settings.schedule is not None:
+            self.mixture = Mixture(settings.order.seed, settings.schedule)
             self.order = MixedOrder(self.streams, self.mixture, settings.epoch_samples)
         self.first_samples = _starts([len(dataset) for dataset in datasets])
         self._first_shards = _starts([stream.shards for stream in self.streams])

@@ -154,9 +154,9 @@ class Run:
         by_fingerprint = {dataset.fingerprint: dataset for dataset in reversed(datasets)}
         by_digest = {each.digest: each for each in exclusions}
         for number, stream in enumerate(settings.streams):
-            called = f"stream {stream.name or number!r} of the state" if settings.mixture else "the state"
+            called = f"stream {stream.name or number!r} of the state" if settings.schedule else "the state"
             if stream.fingerprint not in by_fingerprint:
-                hint = "give its path with --stream" if settings.mixture else "give that dataset's path"
+                hint = "give its path with --stream" if settings.schedule else "give that dataset's path"
                 raise StateError(
                     f"{called} is of the dataset with fingerprint {stream.fingerprint}, and "
                     f"{first.location} is {first.fingerprint}: {hint}"
