@@ -3,6 +3,7 @@
     StreamingDataset     for DataLoader(dataset, batch_size=None, num_workers=k): whole batches
     StreamingDataLoader  a DataLoader over it whose state is exact with any number of workers
     state_of             extracts the plain state from one of torchdata's StatefulDataLoader
+    checkpoint_state     reads the plain state from a torch.distributed.checkpoint
     MapDataset           single samples by number, for samplers and the Hugging Face Trainer
 
 The first two give what `StreamingLoader` gives, batch for batch. A DataLoader takes its batch t from worker t
@@ -40,7 +41,7 @@ from typing import Any, SupportsIndex, Unpack, cast
 import numpy as np
 
 from shardkit.datasets.dataset import Dataset
-from shardkit.errors import naming_extras
+from shardkit.errors import StateError, naming_extras
 
 with naming_extras("shardkit.loaders.pytorch"):
     import torch
@@ -53,11 +54,18 @@ from shardkit.loaders.config import LoaderConfig, LoaderOptions
 from shardkit.loaders.defaults import find_eos_id, may_be_padded
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.sources import SourceInfo, TokenDtype, open_source
-from shardkit.loaders.state import OnMismatch
+from shardkit.loaders.state import LoaderState, OnMismatch
 from shardkit.loaders.streaming_dataset import State, StreamingDataset, state_of
 from shardkit.loaders.streams import Streams, open_streams
 
-__all__ = ["MapDataset", "StreamingDataLoader", "StreamingDataset", "state_of", "unchanged"]
+__all__ = [
+    "MapDataset",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "checkpoint_state",
+    "state_of",
+    "unchanged",
+]
 
 Sample = dict[str, Any]
 
@@ -148,6 +156,34 @@ class MapDataset(TorchDataset[Sample]):
 def unchanged(batch: Batch) -> Batch:
     """For `collate_fn`: torch's own would make tensors of the arrays in lists."""
     return batch
+
+
+def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -> State:
+    """Read the state of a loader that torch.distributed.checkpoint saved as {name: loader}, on its own.
+
+    Also of states before version 3, whose keys `load({name: loader})` misses ("Missing key"). For
+    `load_state_dict` of any loader, with on_mismatch="fork" too. StateError if there is none.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a second to import
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(checkpoint)
+    keys = [key for key in reader.read_metadata().state_dict_metadata if key.startswith(f"{name}.")]
+    if not keys:
+        raise StateError(f"{os.fspath(checkpoint)}: nothing was saved as {name!r} in this checkpoint")
+    values: dict[str, Any] = dict.fromkeys(keys)
+    load(values, storage_reader=reader, no_dist=True)
+    state: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.removeprefix(f"{name}.").split(".")
+        inner = state
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    streams = state.get("streams", {})
+    if "0" in streams:  # before version 3: a dict for each stream
+        state["streams"] = [streams[str(number)] for number in range(len(streams))]
+    return LoaderState.from_dict(state).to_dict()
 
 
 class StreamingDataLoader(DataLoader[Batch]):
