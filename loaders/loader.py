@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, SupportsIndex, Unpack
+from typing import Never, Self, SupportsIndex, Unpack
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
@@ -137,6 +137,20 @@ class StreamingLoader:
         if (start := self.start_of(self._cursor)) != self._cursor:
             self._move(start)
         return self.iterate()
+
+    def __getitem__(self, index: object) -> Never:
+        raise TypeError(
+            "a StreamingLoader is not indexed: it makes whole batches, in an order of its own. Iterate over "
+            "it directly instead of giving it to a DataLoader (it prefetches by itself), or give the "
+            "DataLoader a shardkit.loaders.pytorch.StreamingDataset and batch_size=None"
+        )
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "a StreamingLoader has threads and open shards and is neither pickled nor copied: make another "
+            "with the same arguments and load this one's state_dict(); DataLoader workers take a "
+            "shardkit.loaders.pytorch.StreamingDataset"
+        )
 
     def iterate(self, *, first: int = 0, every: int = 1) -> Iterator[Batch]:
         """Iterate as a `for` does, or over only batch `first` and each `every`-th after it.

@@ -87,11 +87,16 @@ class Streams:
             found.setdefault(id(dataset), []).append(number)
         return tuple(map(tuple, found.values()))
 
-    @cached_property
+    @property
     def once(self) -> Streams:
         """Each dataset once, in the order of the first streams that draw on them; this if none is shared."""
+        return self._distinct or self
+
+    @cached_property
+    def _distinct(self) -> Streams | None:
+        """`once`, or None if that is this: a reference to itself would keep it until a garbage collection."""
         if len(self.sharing) == len(self):
-            return self
+            return None
         names = [
             self.names[who[0]] if len(who) == 1 else self.datasets[who[0]].location for who in self.sharing
         ]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from shardkit.errors import ShardError
 from shardkit.loaders import Stream, StreamingLoader
@@ -179,6 +183,47 @@ def test_an_iterator_whose_loader_was_moved_raises_whether_it_had_started_or_not
     with pytest.raises(RuntimeError, match="stale iterator"):
         next(iterator)
     del kept
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_loader_is_not_copied_but_says_what_to_do(data: Path, copied: Callable[[object], object]) -> None:
+    loader = loader_of(data)
+    next(iter(loader))
+    with pytest.raises(TypeError, match=r"neither pickled nor copied: .* state_dict"):
+        copied(loader)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": None},
+        {"batch_size": 2, "shuffle": True},
+        *(pytest.param({"num_workers": workers}, marks=pytest.mark.extended) for workers in (1, 2)),
+    ],
+)
+def test_a_dataloader_around_a_loader_is_refused_with_what_to_do(data: Path, options: dict[str, Any]) -> None:
+    loader: Any = loader_of(data)
+    with pytest.raises(
+        TypeError, match=r"give the DataLoader a shardkit\.loaders\.pytorch\.StreamingDataset"
+    ):
+        next(iter(DataLoader(loader, **options)))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 8, None])
+def test_a_loader_that_is_dropped_without_close_is_freed_at_once(data: Path, stop: int | None) -> None:
+    loader = loader_of(data)
+    gc.collect()
+    gc.disable()
+    try:
+        parts = [weakref.ref(part) for part in (loader, loader.dataset, loader.dataset.shard(0))]
+        batches = islice(iter(loader), stop)
+        for _ in batches:
+            time.sleep(2 * BUSY_SECONDS)
+        del loader, batches
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_state_held_by_someone_else_never_changes(data: Path) -> None:

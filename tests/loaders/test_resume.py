@@ -339,7 +339,7 @@ def test_a_step_that_fails_in_its_middle_comes_whole_again(tmp_path: Path) -> No
     shard.write_bytes(content[:-9] + bytes(9))
     with step_loader(open_dataset(folder), 0, 1, 3, shuffle="none", lanes=None, window=None) as loader:
         state = saved(loader)
-        with pytest.raises(ShardError, match="shard.00001"):
+        with pytest.raises(ShardError, match="00001"):
             next(loader.steps())  # its first batch is in the whole shard
         assert saved(loader) == state
         shard.write_bytes(content)
@@ -357,7 +357,7 @@ def test_the_global_batch_may_be_changed_while_training_and_the_state_keeps_it(
         assert [len(next(steps)) for _ in range(2)] == [2, 2]
         loader.set_global_batch(20, at_position=17)  # holds from 24 on, the first step behind
         for size in (0, 18):
-            with pytest.raises(ValueError, match="at least 1|does not divide"):
+            with pytest.raises(ValueError, match=r"at least 1|does not divide"):
                 loader.set_global_batch(size, at_position=24)
         with pytest.raises(ValueError, match="has been delivered"):
             loader.set_global_batch(4, at_position=15)
