@@ -196,7 +196,7 @@ def test_a_state_in_a_checkpoint_of_torch_is_found(folders: dict[str, Path], tmp
     [
         ("[]", "holds no loader's state"),
         ("{", "cannot be read as JSON"),
-        ('{"position": 0, "order_version": 1, "streams": [], "tail": "carry"}', "state is of version"),
+        ('{"position": 0, "order_version": 1, "streams": [], "tail": "carry"}', "not a loader's state"),
     ],
 )
 def test_a_file_that_is_no_state_is_refused(
