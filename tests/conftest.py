@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,24 @@ from shardkit.writers.kernels.numba_support import kernel_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(kernel_cache())  # before Numba is imported: kernels are compiled once for tests and workers
+
+
+@pytest.fixture
+def process_groups() -> Iterator[Callable[[int, int], None]]:
+    """Makes this process a rank of a world whose other ranks do nothing; all that it makes share a store."""
+    import torch.distributed
+    import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+
+    def start(rank: int, size: int) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=size)
+
+    yield start
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

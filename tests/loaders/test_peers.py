@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 
 from shardkit.errors import PeerError
+from shardkit.loaders import StreamingLoader, watch
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.peers import MESSAGE_CHARACTERS, StopTogether
+from shardkit.loaders.peers import MESSAGE_CHARACTERS, PeerWatch, StopTogether
+from support.loader_data import make_dataset
 
 RANKS = Path(__file__).resolve().parents[1] / "support" / "stop_ranks.py"
 GRACE_SECONDS = 0.6  # of stop_ranks.py
@@ -206,7 +208,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "shardkit-stop"]
 
 
-def heard(stop: StopTogether[Loader]) -> PeerError:
+def heard(stop: StopTogether[Any] | PeerWatch) -> PeerError:
     deadline = time.monotonic() + SOON_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -397,3 +399,79 @@ def test_bad_limits_are_refused(bad: dict[str, Any]) -> None:
 def test_a_peers_error_survives_pickling() -> None:
     copy = pickle.loads(pickle.dumps(PeerError(3, None, "ValueError: boom")))
     assert (str(copy), copy.rank, copy.step) == ("rank 3 stopped: ValueError: boom", 3, None)
+
+
+# In loaders, whatever their data-parallel rank, and without one.
+
+ProcessGroups = Callable[[int, int], None]  # the fixture `process_groups`
+
+
+@pytest.fixture
+def peer(process_groups: ProcessGroups) -> Iterator[StopTogether[Loader]]:
+    """Rank 1 of the world, listening; this process is rank 0."""
+    process_groups(0, 2)
+    owner = Loader()
+    stop = StopTogether(owner, process=(1, 2), poll_seconds=0.01)
+    stop.watch()
+    yield stop
+    stop.close()
+
+
+class BrokenColumnError(Exception):
+    """What an evaluation meets."""
+
+
+def evaluate(path: Path, **options: Any) -> None:
+    """An evaluation whose loop fails; with one data-parallel rank, as under tensor parallelism only."""
+    with StreamingLoader(path, batch_size=2, rank=0, world_size=1, **options) as loader:
+        next(iter(loader))
+        raise BrokenColumnError("boom")
+
+
+def test_an_error_that_an_evaluation_catches_stops_the_training_of_all_ranks(
+    tmp_path: Path, peer: StopTogether[Loader]
+) -> None:
+    path = make_dataset(tmp_path / "mds", "mds")
+    with StreamingLoader(path, batch_size=2, rank=0, world_size=1) as training:
+        with pytest.raises(BrokenColumnError):
+            evaluate(path)
+        assert str(heard(peer)) == "rank 0 stopped at step 1: BrokenColumnError: boom"
+        heard(training._stop_together)
+        with pytest.raises(PeerError):
+            next(iter(training))
+
+
+def test_a_loader_that_opted_out_neither_tells_errors_nor_hears_them(
+    tmp_path: Path, peer: StopTogether[Loader]
+) -> None:
+    path = make_dataset(tmp_path / "mds", "mds")
+    apart = StreamingLoader(path, batch_size=2, stop_together=False, rank=0, world_size=1)
+    with StreamingLoader(path, batch_size=2, rank=0, world_size=1) as training:
+        with pytest.raises(BrokenColumnError):
+            evaluate(path, stop_together=False)
+        next(iter(training))
+        peer.report(ValueError("boom"))
+        heard(training._stop_together)
+        next(iter(apart))
+    apart.close()
+
+
+def test_a_rank_without_a_loader_hears_errors(process_groups: ProcessGroups) -> None:
+    peers = watch()
+    peers.check()  # before the process group is made there is nobody to hear
+    process_groups(1, 2)
+    peers.check()
+    owner = Loader()
+    other = StopTogether(owner, process=(0, 2), poll_seconds=0.01)
+    other.watch()
+    other.report(ValueError("boom"), step=3)
+    assert str(heard(peers)) == "rank 0 stopped at step 3: ValueError: boom"
+    peers.close()
+    other.close()
+    assert not threads()
+
+
+def test_an_error_that_leaves_a_watch_reaches_the_others(peer: StopTogether[Loader]) -> None:
+    with pytest.raises(BrokenColumnError), watch():
+        raise BrokenColumnError("in a pipeline stage")
+    assert str(heard(peer)) == "rank 0 stopped: BrokenColumnError: in a pipeline stage"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -15,6 +20,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.placement import (
     Place,
@@ -22,13 +28,21 @@ from shardkit.loaders.placement import (
     await_ranks,
     check_place,
     find_place,
+    group_store,
     local_processes,
     ranks_of_machine,
     usage_log_role,
 )
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from shardkit.order.order import default_lanes
 from shardkit.order.residency import lanes_of_ranks
+from shardkit.storage.memory import MemoryStore
+from support import mesh_ranks
+from support.audit_runs import log_report
 from support.loader_data import make_dataset
+from support.remote_harness import fresh_url, make_remote_kind, put_folder
+
+ProcessGroups = Callable[[int, int], None]  # the fixture `process_groups`
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 
@@ -48,26 +62,6 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local:
 def memory_store() -> Any:
     """A store of torch.distributed in this process; its stubs lack some of what it does."""
     return torch.distributed.HashStore()  # type: ignore[attr-defined]
-
-
-ProcessGroups = Callable[[int, int], None]
-
-
-@pytest.fixture
-def process_groups() -> Iterator[ProcessGroups]:
-    """Makes this process a rank of a world whose other ranks do nothing, with a store in memory."""
-    import torch.testing._internal.distributed.fake_pg
-
-    store = memory_store()
-
-    def start(rank: int, world_size: int) -> None:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
-
-    yield start
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 # One source of rank and world size.
@@ -424,6 +418,33 @@ def test_without_a_process_group_only_torchruns_numbers_count(
     assert ranks_of_machine(find_place()) == (13,)
 
 
+def test_dataloader_workers_are_given_what_their_parent_has_learned(
+    tmp_path: Path, process_groups: ProcessGroups
+) -> None:
+    url = fresh_url()
+    put_folder(make_remote_kind(tmp_path / "mds", "mds"), MemoryStore(url))
+    options: dict[str, Any] = {"batch_size": 2, "cache_dir": tmp_path / "cache", "stop_together": False}
+    early = StreamingDataset(url, **options)
+    process_groups(2, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dataset = StreamingDataset(url, mesh=mesh, **options)
+    store, place = group_store(), dataset.loader._place
+    assert store is not None
+    for process in (0, 1, 3):
+        announce(store, replace(place, rank=process // 2), process=process)
+    loader = StreamingDataLoader(dataset, num_workers=1)
+    batches, iterator = len(loader), iter(loader)
+    copy = pickle.loads(pickle.dumps(dataset))  # as a spawned worker gets it
+    assert copy.loader.machine_ranks == (0, 1)
+    assert (copy.loader.rank, copy.loader.world_size) == (1, 2)
+    assert len(list(iterator)) == batches
+    for each in (loader, copy):
+        each.close()
+    with pytest.raises(RuntimeError, match="made as rank 0 of 1"):
+        iter(StreamingDataLoader(early, num_workers=1))
+    early.close()
+
+
 # Who writes the usage log.
 
 
@@ -444,3 +465,76 @@ def test_replicas_that_cannot_agree_all_write(tmp_path: Path, monkeypatch: pytes
     torchrun(monkeypatch, 5, 8, local=8)
     assert usage_log_role(Place(2, 4), tmp_path) == "unknown"
     assert usage_log_role(find_place(), tmp_path) == "writer"
+
+
+# Real processes, on pretended machines.
+
+
+@dataclass
+class Seen:
+    """What the processes of one topology of mesh_ranks.py saw; None for those without a loader."""
+
+    folder: Path
+    processes: list[dict[str, Any]]
+
+    def loaders(self) -> dict[int, dict[str, Any]]:
+        return {number: seen for number, seen in enumerate(self.processes) if "ids" in seen}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    folder = tmp_path_factory.mktemp("ranks")
+    tests = Path(mesh_ranks.__file__).parents[1]
+    path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    subprocess.run([sys.executable, mesh_ranks.__file__, folder], check=True, timeout=200, env=environment)
+    return {
+        name: Seen(
+            folder,
+            [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(topology.processes)],
+        )
+        for name, topology in mesh_ranks.TOPOLOGIES.items()
+    }
+
+
+@pytest.mark.parametrize("name", mesh_ranks.TOPOLOGIES)
+def test_replicas_get_the_same_batches_and_all_ranks_together_each_sample_once(
+    seen: dict[str, Seen], name: str
+) -> None:
+    of_rank: dict[int, list[list[int]]] = {}
+    for each in seen[name].loaders().values():
+        assert of_rank.setdefault(each["rank"], each["ids"]) == each["ids"]
+    topology = mesh_ranks.TOPOLOGIES[name]
+    ranks = topology.shape[topology.dims.index("dp")]
+    assert sorted(of_rank) == list(range(ranks))
+    delivered = [row for batches in of_rank.values() for batch in batches for row in batch]
+    assert len(set(delivered)) == len(delivered) == ranks * mesh_ranks.BATCH_SIZE * mesh_ranks.STEPS
+
+
+@pytest.mark.parametrize("name", mesh_ranks.TOPOLOGIES)
+def test_processes_follow_the_lanes_of_their_machine(seen: dict[str, Seen], name: str) -> None:
+    machines, loaders = mesh_ranks.TOPOLOGIES[name].machines, seen[name].loaders()
+    for number, each in loaders.items():
+        beside = {other["rank"] for at, other in loaders.items() if machines[at] == machines[number]}
+        assert each["ranks_of_machine"] == sorted(beside)
+        # Lanes by the default are as many as the global batch has rows: each rank reads four of its own.
+        lanes = [lane for rank in sorted(beside) for lane in range(4 * rank, 4 * rank + 4)]
+        assert each["lanes"] == lanes
+
+
+@pytest.mark.parametrize("name", mesh_ranks.TOPOLOGIES)
+def test_one_replica_of_each_rank_logs_and_the_audit_is_clean(seen: dict[str, Seen], name: str) -> None:
+    logging = [each["rank"] for each in seen[name].loaders().values() if each["logs"]]
+    assert len(set(logging)) == len(logging)
+    folder = seen[name].folder
+    report = log_report(folder / name / "logs", open_dataset(folder / "data"))
+    assert report.ok, [str(finding) for finding in report.findings.kept]
+    assert report.walks[0].steps == mesh_ranks.STEPS
+
+
+@pytest.mark.parametrize("name", mesh_ranks.TOPOLOGIES)
+def test_the_error_of_one_loader_reaches_every_process_of_the_world(seen: dict[str, Seen], name: str) -> None:
+    failing = mesh_ranks.TOPOLOGIES[name].failing
+    errors = [each["error"] for each in seen[name].processes]
+    assert errors.pop(failing) is None
+    assert set(errors) == {f"rank {failing} stopped at step {mesh_ranks.STEPS}: ValueError: boom"}
