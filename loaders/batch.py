@@ -13,9 +13,9 @@ gives
     doc_lens      3 2 2
     shifted       tokens 5 6 0 7 0 0, labels 6 0 7 0 -100 -100, all other fields those of these tokens
 
-A layout never changes which samples a batch holds, nor the state. Fields are views of one block of memory
-for a group of batches; no two fields share memory, except tokens and shifted labels that have nothing to
-mask, which are views of the same rows, one token apart.
+A layout never changes which samples a batch holds, nor the state. The rows come as stored, are searched for
+the id, and are converted once for each field, while a core's cache holds them. No two fields share memory,
+except tokens and shifted labels of which none can be -100: both are views of the same rows, one token apart.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from shardkit.errors import naming_extras
 from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
 
 __all__ = ["IGNORED_LABEL", "Batch", "BatchMaker", "Segments", "find_segments"]
@@ -54,92 +55,101 @@ def find_segments(
 ) -> Segments:
     """The documents in rows of tokens (rows, length), by the id that ends or begins each of them.
 
-    With neither id, a row is one document. Only the eos id tells padding inside a row.
+    With neither id, a row is one document. Only the eos id tells padding inside a row. One pass over the
+    tokens finds the ids; what follows costs time for each document, not for each token.
     """
-    padding: _Bools = np.zeros(tokens.shape, dtype=np.bool_)
-    starts: _Bools = np.ones(tokens.shape, dtype=np.bool_)
+    rows, length = tokens.shape
+    inner = padding = np.empty(0, dtype=np.int64)
     if bos_id is not None:
-        np.equal(tokens[:, 1:], bos_id, out=starts[:, 1:])
+        inner = np.flatnonzero(tokens.reshape(-1) == bos_id)
     elif eos_id is not None:
-        ends = tokens == eos_id
-        np.logical_and(ends[:, 1:], ends[:, :-1], out=padding[:, 1:])
-        starts[:, 1:] = np.where(padding[:, 1:], ~padding[:, :-1], ends[:, :-1])
-    else:
-        starts[:, 1:] = False
+        ends = np.flatnonzero(tokens.reshape(-1) == eos_id)
+        follows_end = np.zeros(len(ends) + 1, dtype=np.bool_)
+        np.equal(ends[1:], ends[:-1] + 1, out=follows_end[1:-1])
+        is_padding = follows_end[:-1] & (ends % length != 0)
+        padding = ends[is_padding]
+        inner = ends[~(is_padding & follows_end[1:])] + 1
+    inner = inner[inner % length != 0]
     if is_padding_row is not None:
-        padding[is_padding_row] = True
-        starts[is_padding_row, 1:] = False
-    return Segments(padding, starts)
+        inner = inner[~is_padding_row[inner // length]]
+    starts = np.concatenate([np.arange(rows) * length, inner])
+    starts.sort(kind="stable")
+    return Segments((rows, length), starts, padding, is_padding_row)
 
 
 @dataclass(frozen=True)
 class Segments:
     """Where documents begin in rows of tokens; padding at a row's end counts as one more document."""
 
-    is_padding: _Bools  # (rows, length)
-    is_start: _Bools  # (rows, length); true for the first token of each row
-
-    @cached_property
-    def starts(self) -> _Ints:
-        """Where each document begins in the flattened rows."""
-        starts: _Ints = np.flatnonzero(self.is_start)
-        return starts
+    shape: tuple[int, int]  # rows, length
+    starts: _Ints  # of each document, in the flattened rows
+    padding: _Ints  # every token of padding inside of rows, in the flattened rows
+    is_padding_row: _Bools | None = None
 
     @cached_property
     def lengths(self) -> _Ints:
         """Of each document."""
-        lengths: _Ints = np.diff(self.starts, append=self.is_start.size)
+        rows, length = self.shape
+        lengths: _Ints = np.diff(self.starts, append=rows * length)
         return lengths
 
     @cached_property
     def rows(self) -> _Ints:
         """The row of each document."""
-        rows: _Ints = self.starts // self.is_start.shape[1]
+        rows: _Ints = self.starts // self.shape[1]
         return rows
 
     def first_of_rows(self, every: int = 1) -> _Ints:
         """The number of the first document in each `every`-th row, and behind the last the number of all."""
-        edges = np.arange(0, len(self.is_start) + 1, every)
-        first: _Ints = np.searchsorted(self.starts, edges * self.is_start.shape[1])
+        rows, length = self.shape
+        first: _Ints = np.searchsorted(self.starts, np.arange(0, rows + 1, every) * length)
         return first
 
     def without_last_tokens(self) -> Segments:
         """The documents of the rows without the last token of each."""
-        return Segments(self.is_padding[:, :-1], self.is_start[:, :-1])
+        rows, length = self.shape
+        starts, padding = (
+            places[(places + 1) % length != 0] - places[(places + 1) % length != 0] // length
+            for places in (self.starts, self.padding)
+        )
+        return Segments((rows, length - 1), starts, padding, self.is_padding_row)
 
-    def labels(self, tokens: _Array, *, mask_starts: bool) -> npt.NDArray[np.int64]:
-        """Return the tokens with padding, and on request each document's first token, as -100.
+    def mask(self, labels: npt.NDArray[np.int64], *, shift: int, mask_starts: bool) -> None:
+        """Set labels of padding, and on request of each document's first token, to -100.
 
-        Models that shift labels predict label i + 1 from token i, so the label of a document's first token
-        would be predicted from the end of another document. This includes the first token of a row, which
-        follows another row when a batch is flattened.
+        Label i of a row is token i + `shift`. Models that shift labels predict label i + 1 from token i, so
+        the label of a document's first token would be predicted from the end of another document. This
+        includes the first token of a row, which follows another row when a batch is flattened.
         """
-        labels = tokens.astype(np.int64, order="C")
-        labels[self.is_padding] = IGNORED_LABEL
-        if mask_starts:
-            labels.reshape(-1)[self.starts] = IGNORED_LABEL
-        return labels
+        flat = labels.reshape(-1)
+        for places in (self.padding, self.starts) if mask_starts else (self.padding,):
+            row, column = np.divmod(places, self.shape[1])
+            has_label = column >= shift
+            flat[(row * labels.shape[1] + column - shift)[has_label]] = IGNORED_LABEL
+        if self.is_padding_row is not None:
+            labels[self.is_padding_row] = IGNORED_LABEL
 
-    def position_ids(self) -> npt.NDArray[np.int64]:
-        """Each token's distance from the start of its document."""
-        flat = np.arange(self.is_start.size, dtype=np.int64)
-        flat -= np.repeat(self.starts, self.lengths)
-        return flat.reshape(self.is_start.shape)
+    def position_ids(self, out: npt.NDArray[np.int64]) -> None:
+        """Write each token's distance from the start of its document to `out` (rows, length)."""
+        columns = (self.starts % self.shape[1]).astype(np.int32)
+        np.subtract(np.arange(self.shape[1]), np.repeat(columns, self.lengths).reshape(self.shape), out=out)
 
     def document_ids(self) -> npt.NDArray[np.int32]:
         """Each token's document, counted from 0 in each row."""
         numbers = np.arange(len(self.starts)) - self.first_of_rows()[self.rows]
-        return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.is_start.shape)
+        return np.repeat(numbers.astype(np.int32), self.lengths).reshape(self.shape)
 
     def cu_seqlens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], int]]:
         """(bounds of the documents in each flattened batch of `batch_size` rows, the longest document)."""
-        size = batch_size * self.is_start.shape[1]
+        size = batch_size * self.shape[1]
+        first = self.first_of_rows(batch_size)
+        longest = np.maximum.reduceat(self.lengths, first[:-1]).tolist()
         result = []
-        for number, (low, high) in enumerate(pairwise(self.first_of_rows(batch_size).tolist())):
+        for number, (low, high) in enumerate(pairwise(first.tolist())):
             bounds = np.empty(high - low + 1, dtype=np.int32)
             bounds[:-1] = self.starts[low:high] - number * size
             bounds[-1] = size
-            result.append((bounds, int(self.lengths[low:high].max())))
+            result.append((bounds, longest[number]))
         return result
 
     def padded_cu_seqlens(self, batch_size: int, length: int) -> npt.NDArray[np.int32]:
@@ -150,7 +160,7 @@ class Segments:
                 f"cu_seqlens={length} has room for {length - 1} documents, and a batch has {most} (padding "
                 "at a row's end counts as one): give a larger number, or True for bounds of varying length"
             )
-        size = batch_size * self.is_start.shape[1]
+        size = batch_size * self.shape[1]
         bounds = np.full((len(first) - 1, length), size, dtype=np.int32)
         batch = self.rows // batch_size
         bounds[batch, np.arange(len(self.starts)) - first[batch]] = self.starts - batch * size
@@ -159,42 +169,21 @@ class Segments:
     def doc_lens(self, batch_size: int) -> list[tuple[npt.NDArray[np.int32], list[int]]]:
         """For each batch (lengths of each row's documents, 0 behind the last; the longest of each row)."""
         first = self.first_of_rows()
-        table = np.zeros((len(self.is_start), np.diff(first).max(initial=0)), dtype=np.int32)
+        counts = np.diff(first)
+        table = np.zeros((self.shape[0], counts.max(initial=0)), dtype=np.int32)
         table[self.rows, np.arange(len(self.starts)) - first[self.rows]] = self.lengths
         longest = table.max(axis=1, initial=0).tolist()
-        result = []
-        for low in range(0, len(table), batch_size):
-            high = low + batch_size
-            most = int((first[low + 1 : high + 1] - first[low:high]).max())
-            result.append((np.ascontiguousarray(table[low:high, :most]), longest[low:high]))
-        return result
+        most = counts.reshape(-1, batch_size).max(axis=1).tolist()
+        edges = pairwise(range(0, self.shape[0] + 1, batch_size))
+        return [
+            (np.ascontiguousarray(table[low:high, :width]), longest[low:high])
+            for (low, high), width in zip(edges, most, strict=True)
+        ]
 
     def seq_lengths(self) -> list[list[int]]:
         """For each row the lengths of its documents."""
         lengths = self.lengths.tolist()
         return [lengths[low:high] for low, high in pairwise(self.first_of_rows().tolist())]
-
-
-def shifted_labels(
-    tokens: _Array, segments: Segments | None, *, mask_starts: bool, keep_length: bool
-) -> npt.NDArray[np.int64]:
-    """For each token of a row the one that follows it; -100 for padding and, on request, document starts.
-
-    The last token of a row has the label -100 if it is kept, else no label. `segments`: those of `tokens`;
-    None: nothing is masked, and labels of int64 tokens are a view of them.
-    """
-    if segments is None and not keep_length:
-        return tokens[:, 1:].astype(np.int64, copy=False)
-    rows, length = tokens.shape
-    labels = np.empty((rows, length if keep_length else length - 1), dtype=np.int64)
-    labels[:, length - 1 :] = IGNORED_LABEL
-    following = labels[:, : length - 1]
-    following[:] = tokens[:, 1:]
-    if segments is not None:
-        following[segments.is_padding[:, 1:]] = IGNORED_LABEL
-        if mask_starts:
-            following[segments.is_start[:, 1:]] = IGNORED_LABEL
-    return labels
 
 
 class BatchMaker:
@@ -208,26 +197,31 @@ class BatchMaker:
         token_key: str | None,
         eos_id: int | None,
         *,
+        token_dtype: np.dtype[np.generic] | None = None,
         may_be_padded: bool = True,
         return_ids: bool = False,
         mark_padding: bool = False,
         split_ids: SplitIds | None = None,
     ) -> None:
-        """`may_be_padded`: rows may hold padding; `mark_padding`: whole rows may be padding.
+        """`token_dtype`: to deliver tokens in; None: as they are. `may_be_padded`: rows may hold padding;
+        `mark_padding`: whole rows may be padding.
 
         ValueError for names of fields that are unknown or would come twice.
         """
         self.batch_size = batch_size
         self.config = config
         self.token_key = token_key
+        self.token_dtype = token_dtype
         self.eos_id = eos_id
         self.return_ids = return_ids
         self.mark_padding = mark_padding
         self.split_ids = split_ids
+        self._memory = OutputMemory()
         self._names = _field_names(list(columns), self._added_fields(), dict(config.rename or {}))
         masks_padding = mark_padding or (may_be_padded and eos_id is not None and config.bos_id is None)
         self._masks_labels = config.labels is True or config.masks_document_starts or masks_padding
-        self._only_columns = not (return_ids or mark_padding or config.labels or config.document_options)
+        self._describes_documents = bool(config.document_options)
+        self._only_columns = not (return_ids or mark_padding or config.reads_tokens)
         self._tensor: Callable[[_Array], object] = _unchanged
         if config.tensors == "torch":
             with naming_extras('a loader (without tensors="numpy")'):
@@ -271,35 +265,49 @@ class BatchMaker:
         return fields + (["is_padding"] if self.mark_padding else [])
 
     def _token_fields(self, columns: Columns, padding: _Bools | None) -> tuple[Columns, dict[str, list[Any]]]:
-        """What follows from the tokens: (fields of rows, fields of batches)."""
-        config = self.config
-        if not (config.labels or config.document_options):
+        """The tokens and what follows from them: (fields of rows, fields of batches)."""
+        if not self.config.reads_tokens:
             return {}, {}
         assert self.token_key is not None
         tokens = columns[self.token_key]
         assert isinstance(tokens, np.ndarray)
-        mask_starts = config.masks_document_starts
         segments: Segments | None = None
-        if config.document_options or self._masks_labels:
-            segments = find_segments(tokens, self.eos_id, padding, bos_id=config.bos_id)
+        if self._describes_documents or self._masks_labels:
+            segments = find_segments(tokens, self.eos_id, padding, bos_id=self.config.bos_id)
         rows: Columns = {}
-        if config.labels == "shifted":
-            masks = segments if self._masks_labels else None
-            rows["labels"] = shifted_labels(
-                tokens, masks, mask_starts=mask_starts, keep_length=config.keep_length
-            )
-            if not config.keep_length:
-                rows[self.token_key] = tokens[:, :-1]
-                segments = segments and segments.without_last_tokens()
-        elif config.labels:
-            assert segments is not None
-            rows["labels"] = labels = segments.labels(tokens, mask_starts=mask_starts)
-            if config.flat:
-                labels[:, 0] = IGNORED_LABEL  # it follows another row's last token
-        if segments is None or not config.document_options:
+        rows[self.token_key], labels = self._tokens_and_labels(tokens)
+        if labels is not None:
+            rows["labels"] = labels
+            if self._masks_labels:
+                assert segments is not None
+                shift = int(self.config.labels == "shifted")
+                segments.mask(labels, shift=shift, mask_starts=self.config.masks_document_starts)
+        if segments is None or not self._describes_documents:
             return rows, {}
+        if self.config.labels == "shifted" and not self.config.keep_length:
+            segments = segments.without_last_tokens()
         documents, batches = self._document_fields(segments)
         return rows | documents, batches
+
+    def _tokens_and_labels(self, stored: _Array) -> tuple[_Array, npt.NDArray[np.int64] | None]:
+        """Both in the types to deliver, labels without any -100 for padding or document starts."""
+        config, dtype = self.config, self.token_dtype or stored.dtype
+        shift, keep = int(config.labels == "shifted"), config.keep_length or config.labels != "shifted"
+        rows, length = stored.shape
+        if shift and dtype == np.int64 and not (keep or self._masks_labels or config.flat):
+            whole = self._memory.converted(stored, np.dtype(np.int64)).view(np.int64)
+            return whole[:, :-1], whole[:, 1:]
+        kept = length if keep else length - 1
+        tokens = self._memory.converted(stored[:, :kept], dtype)
+        if not config.labels:
+            return tokens, None
+        labels = self._memory.lend((rows, kept), np.dtype(np.int64)).view(np.int64)
+        labels[:, : length - shift] = stored[:, shift:]
+        if shift and keep:
+            labels[:, -1] = IGNORED_LABEL
+        if config.flat and not shift:
+            labels[:, 0] = IGNORED_LABEL  # it follows another row's last token
+        return tokens, labels
 
     def _document_fields(self, segments: Segments) -> tuple[Columns, dict[str, list[Any]]]:
         """(fields of rows, fields of batches) that describe documents."""
@@ -307,7 +315,8 @@ class BatchMaker:
         rows: Columns = {}
         batches: dict[str, list[Any]] = {}
         if config.position_ids:
-            rows["position_ids"] = segments.position_ids()
+            rows["position_ids"] = positions = self._memory.lend(segments.shape, np.dtype(np.int64))
+            segments.position_ids(positions.view(np.int64))
         if config.document_ids:
             rows["document_ids"] = segments.document_ids()
         if config.seq_lengths:
@@ -323,7 +332,7 @@ class BatchMaker:
         elif config.cu_seqlens:
             padded = segments.padded_cu_seqlens(size, config.cu_seqlens)
             batches["cu_seqlens"] = list(map(self._tensor, padded))
-            batches["max_seqlen"] = [segments.is_start.shape[1]] * len(padded)
+            batches["max_seqlen"] = [segments.shape[1]] * len(padded)
         return rows, batches
 
     def _sample_fields(self, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:

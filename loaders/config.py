@@ -278,6 +278,11 @@ class LoaderConfig:
         return [name for name in _DOCUMENT_OPTIONS if getattr(self, name)]
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether a batch has fields that follow from the tokens."""
+        return bool(self.labels or self.document_options)
+
+    @property
     def masks_document_starts(self) -> bool:
         """Whether a label that is a document's first token is -100."""
         if self.mask_document_starts is None:

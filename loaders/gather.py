@@ -383,6 +383,14 @@ class OutputMemory:
         self._lent[id(reference)] = (reference, piece)
         return lent[:count].view(dtype).reshape(shape)
 
+    def converted(self, rows: _Rows, dtype: np.dtype[np.generic]) -> _Rows:
+        """`rows` in another type, in an array that is lent; `rows` themselves if they have that type."""
+        if rows.dtype == dtype and rows.flags.c_contiguous:
+            return rows
+        lent = self.lend(rows.shape, dtype)
+        lent[...] = rows
+        return lent
+
     def _take_back(self, died: weakref.ref[_Bytes]) -> None:
         self._free.append(self._lent.pop(id(died))[1])
 

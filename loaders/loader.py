@@ -100,7 +100,11 @@ class StreamingLoader:
         streams, samples = self._opened.streams, self._opened.epoch_samples(self.config)
         self._plan = BatchPlan(samples, batch_size, self._place.rank, self._place.world_size, tail)
         self._source = open_source(
-            streams, self.config.columns, dtype, mixed_lengths=self.config.mixed_lengths
+            streams,
+            self.config.columns,
+            dtype,
+            mixed_lengths=self.config.mixed_lengths,
+            keep_stored=self.config.reads_tokens,
         )
         lanes, window = stream_sizes(streams, self._plan, self.config, self._source.stored_bytes)
         self._cursor = (0, 0)
@@ -115,6 +119,7 @@ class StreamingLoader:
             config=self.config,
             columns=self._source.columns,
             token_key=self._source.token_key,
+            token_dtype=self._source.token_dtype,
             eos_id=find_eos_id(streams.once, self.config, self._source.token_key),
             may_be_padded=may_be_padded(streams.once, self.config),
             return_ids=return_ids,

@@ -103,18 +103,9 @@ class MapDataset(TorchDataset[Sample]):
         self._dtype = dtype
         streams = open_streams(dataset, self._config, processes=1).streams
         self._dataset = streams.datasets[0]
-        source = open_source(streams, self._config.columns, dtype)
-        self._source: SourceInfo | None = source
+        self._return_ids = return_ids
         self._process: int | None = os.getpid()
-        self._maker = BatchMaker(
-            batch_size=1,  # so that each sample has its own memory
-            config=self._config,
-            columns=source.columns,
-            token_key=source.token_key,
-            eos_id=find_eos_id(streams, self._config, source.token_key),
-            may_be_padded=may_be_padded(streams, self._config),
-            return_ids=return_ids,
-        )
+        self._parts: tuple[SourceInfo, BatchMaker] | None = self._open(streams)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -130,9 +121,9 @@ class MapDataset(TorchDataset[Sample]):
             return []
         starts = self._dataset.manifest.shard_starts
         shard = (np.searchsorted(starts, numbers, side="right") - 1).astype(np.int32)
-        read, _ = self._own_source().source.open_rows(shard, numbers - starts[shard])
-        columns = read(0, len(numbers))
-        batches, _ = self._maker.make(columns, numbers)
+        source, maker = self._own_parts()
+        read, _ = source.source.open_rows(shard, numbers - starts[shard])
+        batches, _ = maker.make(read(0, len(numbers)), numbers)
         return [{name: value[0] for name, value in batch.items()} for batch in batches]
 
     def _number(self, index: SupportsIndex) -> int:
@@ -141,16 +132,32 @@ class MapDataset(TorchDataset[Sample]):
             raise IndexError(f"{self._dataset.location}: sample {number} of {len(self)}")
         return number % len(self)
 
-    def _own_source(self) -> SourceInfo:
-        """This process's source: a child needs its own locks, threads and connections."""
-        if self._source is None or self._process != os.getpid():
+    def _own_parts(self) -> tuple[SourceInfo, BatchMaker]:
+        """This process's: a child needs its own locks, threads, connections and memory."""
+        if self._parts is None or self._process != os.getpid():
             self._dataset = copy.copy(self._dataset)
-            self._source = open_source(Streams([self._dataset], ["0"]), self._config.columns, self._dtype)
+            self._parts = self._open(Streams([self._dataset], ["0"]))
             self._process = os.getpid()
-        return self._source
+        return self._parts
+
+    def _open(self, streams: Streams) -> tuple[SourceInfo, BatchMaker]:
+        source = open_source(
+            streams, self._config.columns, self._dtype, keep_stored=self._config.reads_tokens
+        )
+        maker = BatchMaker(
+            batch_size=1,  # so that each sample has its own memory
+            config=self._config,
+            columns=source.columns,
+            token_key=source.token_key,
+            token_dtype=source.token_dtype,
+            eos_id=find_eos_id(streams, self._config, source.token_key),
+            may_be_padded=may_be_padded(streams, self._config),
+            return_ids=self._return_ids,
+        )
+        return source, maker
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_source": None, "_process": None}
+        return self.__dict__ | {"_parts": None, "_process": None}
 
 
 def unchanged(batch: Batch) -> Batch:

@@ -68,6 +68,7 @@ class SourceInfo:
     source: Source
     columns: tuple[str, ...]  # as a batch names them
     token_key: str | None  # the batch's name of the column that holds tokens, if it is delivered
+    token_dtype: np.dtype[np.generic] | None  # to deliver tokens in; the source may give them as stored
     stored_bytes: int  # of a sample, on average
     delivered_bytes: int | None  # of a sample, if constant
     plan_bytes: int = PLAN_BYTES  # of stored samples, at most, in a plan: its shards are open together
@@ -79,21 +80,25 @@ def open_source(
     dtype: TokenDtype,
     *,
     mixed_lengths: bool = False,
+    keep_stored: bool = False,
 ) -> SourceInfo:
     """The source of `columns` (None: all); tokens are converted to `dtype`.
 
     In tars, tokens lie in members called `tokens.npy`; batches call them `tokens` as for MDS. ValueError for
-    unknown names, and for streams whose columns could not be in one batch.
+    unknown names, and for streams whose columns could not be in one batch. `keep_stored`: leave the
+    conversion to the receiver, who reads the tokens first, if all streams store them in one type.
     """
     once = streams.once
     each = [_open_one(dataset, columns, dtype) for dataset in once.datasets]
     first = each[0]
     for number, other in enumerate(each[1:], 1):
         _check_alike(once, number, first, other, mixed_lengths)
+    keep_stored &= len({dataset.token_dtype for dataset in once.datasets}) == 1
     return SourceInfo(
-        source=_one_source(once, each),
+        source=_one_source(once, [part.as_stored() for part in each] if keep_stored else each),
         columns=tuple(first.names),
         token_key=first.token_key,
+        token_dtype=None if first.token_key is None else first.delivered.get(first.token_key),
         stored_bytes=sum(part.stored_bytes for part in each) // len(each),
         delivered_bytes=first.delivered_bytes
         if all(part.delivered_bytes == first.delivered_bytes for part in each)
@@ -119,6 +124,16 @@ class _Part:
         if self.fixed is None:
             return None
         return sum(prod(column.shape) * column.delivered.itemsize for column in self.fixed.values())
+
+    def as_stored(self) -> _Part:
+        """The same without conversion."""
+        if self.token_key is None or self.dataset.token_dtype is None:
+            return self
+        native = self.dataset.token_dtype.newbyteorder("=")
+        fixed = self.fixed
+        if fixed is not None:
+            fixed = fixed | {self.token_key: replace(fixed[self.token_key], delivered=native)}
+        return replace(self, delivered={self.token_key: native}, fixed=fixed)
 
 
 def _open_one(dataset: Dataset, columns: Sequence[str] | None, dtype: TokenDtype) -> _Part:

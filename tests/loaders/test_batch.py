@@ -47,12 +47,19 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
     padding = np.array([random.random() < 0.2 for _ in table])
     segments = find_segments(tokens, EOS, padding)
     expected = [reference(row, bool(pad)) for row, pad in zip(table, padding, strict=True)]
-    assert segments.labels(tokens, mask_starts=False).tolist() == [row[0] for row in expected]
-    assert segments.labels(tokens, mask_starts=True).tolist() == [
-        [-100 if position == 0 else label for label, position in zip(row[0], row[1], strict=True)]
-        for row in expected
-    ]
-    assert segments.position_ids().tolist() == [row[1] for row in expected]
+    for mask_starts in (False, True):
+        labels = tokens.astype(np.int64)
+        segments.mask(labels, shift=0, mask_starts=mask_starts)
+        assert labels.tolist() == [
+            [
+                -100 if mask_starts and position == 0 else label
+                for label, position in zip(row[0], row[1], strict=True)
+            ]
+            for row in expected
+        ]
+    positions = np.empty(tokens.shape, np.int64)
+    segments.position_ids(positions)
+    assert positions.tolist() == [row[1] for row in expected]
     assert segments.document_ids().tolist() == [row[2] for row in expected]
     for batch_size in {1, len(table)}:
         for number, (bounds, longest) in enumerate(segments.cu_seqlens(batch_size)):
@@ -62,14 +69,22 @@ def test_documents_are_found_as_a_plain_reading_finds_them(table: list[list[int]
 
 
 def test_the_example_of_the_module_is_right() -> None:
-    tokens = np.array([[5, 6, 0, 7, 0, 0, 0]])
-    segments = find_segments(tokens, EOS)
-    assert segments.labels(tokens, mask_starts=False).tolist() == [[5, 6, 0, 7, 0, -100, -100]]
-    assert segments.labels(tokens, mask_starts=True).tolist() == [[-100, 6, 0, -100, 0, -100, -100]]
-    assert segments.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1]]
-    assert segments.document_ids().tolist() == [[0, 0, 0, 1, 1, 2, 2]]
-    ((bounds, longest),) = segments.cu_seqlens(1)
-    assert (bounds.tolist(), longest) == ([0, 3, 5, 7], 3)
+    def batch_of(**options: Any) -> dict[str, Any]:
+        maker = BatchMaker(1, LoaderConfig(**options), ["tokens"], "tokens", EOS)
+        ((batch,), _) = maker.make({"tokens": np.array([[5, 6, 0, 7, 0, 0, 0]])}, np.arange(1))
+        return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in batch.items()}
+
+    assert batch_of(labels=True)["labels"] == [[5, 6, 0, 7, 0, -100, -100]]
+    documents = batch_of(labels=True, position_ids=True, document_ids=True, cu_seqlens=True, doc_lens=True)
+    assert documents["labels"] == [[-100, 6, 0, -100, 0, -100, -100]]
+    assert documents["position_ids"] == [[0, 1, 2, 0, 1, 0, 1]]
+    assert documents["document_ids"] == [[0, 0, 0, 1, 1, 2, 2]]
+    assert (documents["cu_seqlens"], documents["max_seqlen"]) == ([0, 3, 5, 7], 3)
+    assert (documents["doc_lens"], documents["max_doc_lens"]) == ([[3, 2, 2]], [3])
+    shifted = batch_of(labels="shifted", doc_lens=True, mask_document_starts=False, cu_seqlens=True)
+    assert shifted["tokens"] == [[5, 6, 0, 7, 0, 0]]
+    assert shifted["labels"] == [[6, 0, 7, 0, -100, -100]]
+    assert (shifted["doc_lens"], shifted["cu_seqlens"]) == ([[3, 2, 1]], [0, 3, 5, 6])
 
 
 def make(config: LoaderConfig, ids: list[int], *, mark_padding: bool = False) -> list[dict[str, Any]]:

@@ -1,0 +1,133 @@
+"""Batches of each layout against plain rows of the same dataset, int64, by the same loader.
+
+    python tests/benchmarks/bench_layouts.py [--runs 9] [--megabytes 64] [--length 4096] [--batch 8]
+
+Each run of a layout comes directly after one of plain rows, and the cost is the median of the runs' ratios.
+Rows have `--length` + 1 tokens, stored as uint16, of documents of 500 tokens on average. "unmasked": the card
+says that no row is padded, so that shifted labels have nothing to mask. One core works, as in the background
+thread of a loader that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from figures import Heads, benchmark_parser, give, in_turns, read_once
+from shardkit.formats import mds
+from shardkit.loaders import StreamingLoader
+
+EOS = 0
+DOCUMENT = 500  # tokens, on average
+HEADS: Heads = {
+    "side": ("layout", ""),
+    "rows_per_s": ("rows/s", ",d"),
+    "plain_rows_per_s": ("plain rows/s", ",d"),
+    "cost": ("cost", "+.1%"),
+}
+SHIFTED: dict[str, Any] = {"labels": "shifted"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows again": {},
+    "rename": {"rename": {"tokens": "input_ids"}},
+    "flat": {"flat": True},
+    "numpy": {"tensors": "numpy"},
+    "shifted, unmasked": SHIFTED,
+    "shifted, keep_length, unmasked": SHIFTED | {"keep_length": True},
+    "shifted, flat, unmasked": SHIFTED | {"flat": True},
+    "shifted": SHIFTED,
+    "shifted, keep_length": SHIFTED | {"keep_length": True},
+    "shifted, flat": SHIFTED | {"flat": True},
+    "labels": {"labels": True},
+    "position_ids": {"position_ids": True},
+    "document_ids": {"document_ids": True},
+    "cu_seqlens": {"cu_seqlens": True},
+    "cu_seqlens of 256": {"cu_seqlens": 256},
+    "doc_lens": {"doc_lens": True},
+    "seq_lengths": {"seq_lengths": True},
+}
+
+
+def write_dataset(folder: Path, megabytes: int, length: int) -> None:
+    """Rows of random tokens in which each token ends its document with the same chance."""
+    rng = np.random.default_rng(0)
+    count = (megabytes << 20) // (2 * length)
+    rows = rng.integers(1, 50_000, (count, length), dtype=np.uint16)
+    rows[rng.random(rows.shape) < 1 / DOCUMENT] = EOS
+    mds.write_index(folder, [mds.write_rows_shard(folder, "shard.00000.mds", rows, size_limit=None)])
+    read_once(folder / "shard.00000.mds")
+
+
+def say_padding(folder: Path, *, padded: bool) -> None:
+    """Let the card say whether rows are padded; an open dataset keeps what it has read."""
+    card = {"tokenizer": {"eos_id": EOS}, "padding": int(padded)}
+    (folder / "dataset.json").write_text(json.dumps(card))
+
+
+class Side:
+    """One loader, iterated over one epoch again and again."""
+
+    def __init__(self, folder: Path, batch: int, options: dict[str, Any]) -> None:
+        self._loader = StreamingLoader(folder, batch_size=batch, rank=0, world_size=1, **options)
+        self._start = self._loader.state_dict()
+
+    def seconds(self) -> float:
+        """Of one epoch."""
+        self._loader.load_state_dict(self._start)
+        gc.collect()
+        start = time.perf_counter()
+        for _ in self._loader:
+            pass
+        return time.perf_counter() - start
+
+
+def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    sides = {}
+    for name in arguments.layouts or LAYOUTS:
+        say_padding(folder, padded="unmasked" not in name)
+        sides[name] = Side(folder, arguments.batch, LAYOUTS[name])
+    plain = Side(folder, arguments.batch, {})
+    rows = len(plain._loader) * arguments.batch
+    for side in (plain, *sides.values()):
+        side.seconds()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for run in range(arguments.runs):
+        for name in in_turns(list(sides), run):
+            times[name].append((plain.seconds(), sides[name].seconds()))
+    return [
+        {
+            "side": name,
+            "rows_per_s": round(rows / statistics.median(ours for _, ours in pairs)),
+            "plain_rows_per_s": round(rows / statistics.median(base for base, _ in pairs)),
+            "cost": statistics.median(ours / base for base, ours in pairs) - 1,
+            "runs": [ours / base for base, ours in pairs],
+        }
+        for name, pairs in times.items()
+    ]
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, runs=9, compares=True)
+    parser.add_argument("--megabytes", type=int, default=64, help="of stored tokens (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a batch (default: %(default)s)")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_dataset(folder, arguments.megabytes, arguments.length + 1)
+        title = f"batches of {arguments.batch} rows of {arguments.length} tokens"
+        give(arguments, measure(folder, arguments), HEADS, title=title, unit="time against plain rows")
+
+
+if __name__ == "__main__":
+    main()
