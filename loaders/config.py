@@ -11,6 +11,8 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
+from numbers import Rational
 from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from shardkit.storage.store import StorageOptions
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["BUSY_SECONDS", "LoaderConfig", "LoaderOptions", "RunOptions", "Stream", "Weights"]
 
 ExcludedRows: TypeAlias = "Exclusions | Iterable[int | tuple[int, int]] | str | os.PathLike[str] | None"
-Weights: TypeAlias = "Sequence[float] | Mapping[str, float]"
+Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction]"
 """Of all streams in their order, or by name; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
@@ -46,8 +48,9 @@ class Stream:
     """
 
     path: str | os.PathLike[str] | Dataset
-    weight: float = 1
-    """A whole number or a decimal such as 0.7, taken exactly as written; 0 until a schedule raises it."""
+    weight: float | Fraction = 1
+    """A whole number, a `Fraction` or a decimal such as 0.7, taken exactly as written; 0 until a schedule
+    raises it. A float without a short decimal, such as 1 / 6, is the fraction that it stands for."""
     name: str | None = None
     """Its name in schedules, errors and metrics; default: the last part of the path."""
     repeat: float | None = None
@@ -58,7 +61,7 @@ class Stream:
     """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
+        is_number = isinstance(self.weight, (Rational, float)) and not isinstance(self.weight, bool)
         if not is_number or not 0 <= self.weight < math.inf:
             raise ValueError(f"a stream's weight must be a number of at least 0, not {self.weight!r}")
         if self.repeat is not None and not 0 < self.repeat < math.inf:

@@ -386,7 +386,7 @@ class StreamingLoader:
         if self.usage is not None:
             self.usage.begin(self._settings, self.position)
 
-    def set_weights(self, weights: Weights, *, at_position: int) -> None:
+    def set_weights(self, weights: Weights, *, at_position: SupportsIndex) -> None:
         """Mix with `weights` from `at_position` on, which must not have been delivered yet.
 
         Positions count samples over all ranks: step times global batch. The change becomes part of the state.
@@ -394,8 +394,8 @@ class StreamingLoader:
         """
         if (schedule := self._settings.schedule) is None:
             raise ValueError("this loader has only one stream: there are no weights to set")
-        self._check_undelivered(at_position, "weights")
-        changed = schedule.changed(at_position, named_weights(self._opened.streams.names, weights))
+        start = self._undelivered(at_position, "weights")
+        changed = schedule.changed(start, named_weights(self._opened.streams.names, weights))
         self._arrange(replace(self._settings, schedule=changed))
         running, iteration = self._running, self._iteration
         self._stop()
@@ -404,6 +404,27 @@ class StreamingLoader:
         if running is not None:
             self._iteration = iteration
             self._start()
+
+    def set_global_batch(self, sequences: SupportsIndex, *, at_position: SupportsIndex) -> None:
+        """Make optimizer steps of `sequences` over all ranks, from the first that starts at `at_position` on.
+
+        Or behind it, if it is inside of a step. What is there must not have been delivered yet. The change
+        becomes part of the state. All ranks must make it while they hold the same step; running `steps()`
+        continue.
+        """
+        if self._step_sizes is None:
+            raise ValueError("this loader knows no steps: give global_batch=… when making it")
+        changed = self._step_sizes.changed(self._undelivered(at_position, "global_batch"), sequences)
+        self._check_steps(changed)
+        self._step_sizes = changed
+
+    def _undelivered(self, at_position: SupportsIndex, what: str) -> int:
+        """A position as an int; ValueError if it has been delivered."""
+        if (position := operator.index(at_position)) < self.position:
+            raise ValueError(
+                f"position {position:,} has been delivered: {what} can change from {self.position:,} on"
+            )
+        return position
 
     def _open_usage_log(self, streams: Streams) -> UsageLog | None:
         """The usage log, if one is asked for and this is the replica that writes it."""
@@ -423,26 +444,6 @@ class StreamingLoader:
         )
         usage.begin(self._settings, 0)
         return usage
-
-    def set_global_batch(self, sequences: SupportsIndex, *, at_position: int) -> None:
-        """Make optimizer steps of `sequences` over all ranks, from the first that starts at `at_position` on.
-
-        Or behind it, if it is inside of a step. What is there must not have been delivered yet. The change
-        becomes part of the state. All ranks must make it while they hold the same step; running `steps()`
-        continue.
-        """
-        if self._step_sizes is None:
-            raise ValueError("this loader knows no steps: give global_batch=… when making it")
-        self._check_undelivered(at_position, "global_batch")
-        changed = self._step_sizes.changed(at_position, sequences)
-        self._check_steps(changed)
-        self._step_sizes = changed
-
-    def _check_undelivered(self, position: int, what: str) -> None:
-        if position < self.position:
-            raise ValueError(
-                f"position {position:,} has been delivered: {what} can change from {self.position:,} on"
-            )
 
     def _arrange(self, settings: RunSettings) -> None:
         """Adopt the order that a run's settings define; if it is refused, nothing changes."""

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -295,7 +296,7 @@ def open_streams(
     return Opened(streams, specs, tuple(exclusions))
 
 
-def named_weights(names: Sequence[str], weights: Weights) -> list[float]:
+def named_weights(names: Sequence[str], weights: Weights) -> list[float | Fraction]:
     """Weights in the order of `names`; ValueError for an unknown name or a wrong number of them."""
     if isinstance(weights, Mapping):
         if unknown := [name for name in weights if name not in names]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd, lcm
+from numbers import Rational
 from typing import TypeVar
 
 import numpy as np
@@ -42,11 +43,14 @@ __all__ = ["MAX_STREAMS", "MAX_WEIGHT", "Mixture", "Schedule"]
 MAX_STREAMS = 4096  # far above any mixture; stream numbers fit int16, and a block's counts a cache
 MAX_WEIGHT = 1 << 31  # sum of a segment's weights: the product of two of them stays below 2**62
 
+_SHARE_BITS = 30  # what is finer than MAX_WEIGHT allows is rounded to multiples of 2**-30
+
 _BLOCK = 1024  # positions in a block, at most: a few arrays of it stay in a core's first-level cache
 _SLOT_BITS = 10
 _SLOTS = np.arange(_BLOCK, dtype=np.uint64)
 _SLOT_MASK = np.uint64(_BLOCK - 1)
 
+Weight = int | float | Fraction
 Weights = tuple[int, ...]
 _Streams = npt.NDArray[np.int16]
 _Number = TypeVar("_Number", int, Ints)
@@ -86,8 +90,11 @@ class Schedule:
         object.__setattr__(self, "segments", tuple(reduced))
 
     @classmethod
-    def of(cls, weights: Sequence[int | float]) -> Schedule:
-        """One segment. A decimal stands for what it is written as: weights 0.7 and 0.3 are 7 and 3."""
+    def of(cls, weights: Sequence[Weight]) -> Schedule:
+        """One segment. A decimal stands for what it is written as: weights 0.7 and 0.3 are 7 and 3.
+
+        1 / 6, which no decimal writes exactly, is taken as `Fraction(1, 6)`; `_whole` has the rule.
+        """
         return cls(((0, _whole(weights)),))
 
     @property
@@ -102,7 +109,7 @@ class Schedule:
         starts = [start for start, _ in self.segments]
         return self.segments[bisect_right(starts, position) - 1][1]
 
-    def changed(self, start: int, weights: Sequence[int | float]) -> Schedule:
+    def changed(self, start: int, weights: Sequence[Weight]) -> Schedule:
         """A schedule that is this one before `start`, and has these weights from there on."""
         return Schedule((*self._before(start), (start, _whole(weights))))
 
@@ -138,16 +145,45 @@ class Schedule:
         return tuple(segment for segment in self.segments if segment[0] < position)
 
 
-def _whole(weights: Sequence[int | float]) -> Weights:
-    """Whole numbers in the same proportions; floats count as the decimals that they are printed as."""
+def _whole(weights: Sequence[Weight]) -> Weights:
+    """Whole numbers in the same proportions; floats count as the decimals that they are printed as.
+
+    Where those are too fine (1 / 6 has 16 digits), a float counts as the fraction with a small denominator
+    that it is the nearest float of. If that is too fine as well, shares are rounded to 2**-30: with S
+    streams, each is off by less than S * 2**-30.
+    """
     for weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        if isinstance(weight, bool) or not isinstance(weight, (Rational, float)):
             raise ValueError(f"weights are numbers, not {weight!r}")
         if not 0 <= weight < float("inf"):
             raise ValueError(f"weights are numbers >= 0, not {weight!r}")
-    exact = [Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight) for weight in weights]
-    scale = lcm(*(weight.denominator for weight in exact))
-    return tuple(int(weight * scale) for weight in exact)
+    exact = [Fraction(str(each)) if isinstance(each, float) else Fraction(each) for each in weights]
+    if _is_too_fine(whole := _scaled(exact)):
+        simplest = [_simplest(each) if isinstance(each, float) else Fraction(each) for each in weights]
+        whole = _scaled(simplest)
+    if _is_too_fine(whole):
+        total = sum(whole)
+        rounded = tuple(round(Fraction(each << _SHARE_BITS, total)) for each in whole)
+        # A stream whose share would become 0 is left to the error: it would never come.
+        return rounded if all(bool(a) == bool(b) for a, b in zip(rounded, whole, strict=True)) else whole
+    return whole
+
+
+def _scaled(weights: Sequence[Fraction]) -> Weights:
+    scale = lcm(*(weight.denominator for weight in weights))
+    return tuple(int(weight * scale) for weight in weights)
+
+
+def _is_too_fine(weights: Weights) -> bool:
+    return sum(weights) > MAX_WEIGHT * (gcd(*weights) or 1)
+
+
+def _simplest(weight: float) -> Fraction:
+    """The fraction with a small denominator that has this nearest float."""
+    exact, denominator = Fraction(weight), 1
+    while float(found := exact.limit_denominator(denominator)) != weight:
+        denominator *= 2
+    return found
 
 
 def _reduced(weights: Weights) -> Weights:

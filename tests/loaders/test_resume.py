@@ -355,7 +355,7 @@ def test_the_global_batch_may_be_changed_while_training_and_the_state_keeps_it(
     with step_loader(small["mds"], 0, 1, 4, **options) as loader:
         steps = loader.steps()
         assert [len(next(steps)) for _ in range(2)] == [2, 2]
-        loader.set_global_batch(20, at_position=17)  # holds from 24 on, the first step behind
+        loader.set_global_batch(20, at_position=np.int64(17))  # holds from 24 on, the first step behind
         for size in (0, 18):
             with pytest.raises(ValueError, match=r"at least 1|does not divide"):
                 loader.set_global_batch(size, at_position=24)

@@ -398,3 +398,20 @@ def test_streams_without_names_are_called_after_their_folders(folders: dict[str,
     twice = [Stream(folders["web"]), Stream(str(folders["web"])), Stream(folders["code"])]
     with make(twice) as loader:
         assert list(loader.stream_samples()) == ["web#0", "web#1", "code"]
+
+
+@pytest.mark.parametrize("tail", ["carry", "pad"])
+def test_a_schedule_gives_one_stream_after_another_in_each_for(data: dict[str, Dataset], tail: Any) -> None:
+    samples = [len(data["web"]), len(data["code"])]
+    schedule = [(0, [1, 0]), (samples[0], [0, 1])]
+    evaluated = [Stream(data["web"], 0), Stream(data["code"], 0)]
+    with make(evaluated, schedule=schedule, shuffle="none", tail=tail, restart=True, lanes=None) as loader:
+        expected = [(number, row) for number, count in enumerate(samples) for row in range(count)]
+        for _ in range(2):
+            found = [
+                place
+                for batch in loader
+                for place in zip(batch["stream_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+                if place[1] >= 0
+            ]
+            assert found[: len(expected)] == expected

@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -374,7 +376,6 @@ def test_a_schedule_from_elsewhere_is_refused(data: object) -> None:
         ((1, float("inf")), ">= 0, not inf"),
         ((1, True), "numbers, not True"),
         ((1, "2"), "numbers, not '2'"),
-        ((2 / 7, 5 / 7), "too fine"),
         ((2**31, 1), "too fine"),
         ((1e-300, 1), "too fine"),
     ],
@@ -384,6 +385,28 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, ...], message: 
         Schedule.of(weights)
     with pytest.raises(ValueError):
         Schedule.of((1,)).changed(5, weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "whole"),
+    [
+        ((1 / 6, 1 / 3, 1 / 2), (1, 2, 3)),
+        ((2 / 7, 5 / 7), (2, 5)),
+        ((Fraction(1, 3), 2), (1, 6)),
+        ((0.333333, 0.666667), (333333, 666667)),
+        ((np.float64(0.25), np.int64(1)), (1, 4)),
+    ],
+)
+def test_fractions_are_taken_as_they_are_meant(weights: tuple[Any, ...], whole: tuple[int, ...]) -> None:
+    assert Schedule.of(weights).weights_at(0) == whole
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
+def test_weights_that_no_whole_numbers_express_are_rounded_by_less_than_stated(weights: list[float]) -> None:
+    whole, total = Schedule.of(weights).weights_at(0), sum(map(Fraction, weights))
+    assert all(type(each) is int and each > 0 for each in whole)
+    for weight, found in zip(weights, whole, strict=True):
+        assert abs(Fraction(found, sum(whole)) - Fraction(weight) / total) < len(weights) / 2**30
 
 
 def test_the_finest_weights_are_exact_to_the_last_sample() -> None:
