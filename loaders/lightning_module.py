@@ -231,6 +231,12 @@ class ShardDataModule(pl.LightningDataModule):
             raise ValueError("give either batch_size (on each device) or global_batch_size (on all together)")
         given: dict[str, Any] = dict(options)
         LoaderConfig.of({name: given[name] for name in given if name not in _NOT_IN_CONFIG})  # type: ignore[arg-type]
+        for name, instead in (
+            ("restart", "evaluation starts anew each time, and training continues where it was"),
+            ("global_batch", "give global_batch_size; Lightning accumulates gradients by itself"),
+        ):
+            if given.get(name):
+                raise ValueError(f"ShardDataModule has no option {name}: {instead}")
         self.options = given
         self.train, self.val, self.test, self.predict = train, val, test, predict
         self.batch_size, self.global_batch_size = batch_size, global_batch_size

@@ -401,6 +401,9 @@ def test_wrong_arguments_are_named(data: Data, train: Path) -> None:
             ShardDataModule(train, **sizes)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean labels"):
         data(label=True)
+    for option in ({"restart": True}, {"global_batch": 8}):
+        with pytest.raises(ValueError, match=f"no option {next(iter(option))}"):
+            data(**option)
     with pytest.raises(ValueError, match="give a dict of datasets"):
         data(val=[Stream(train), Stream(train)]).val_dataloader()
     with pytest.raises(ValueError, match="test=…"):
