@@ -36,9 +36,10 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, Unpack, cast
+from typing import Any, SupportsIndex, Unpack, cast, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import StateError, naming_extras
@@ -110,11 +111,25 @@ class MapDataset(TorchDataset[Sample]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; negative numbers count from the end."""
+    @overload  # an array of no dimensions is both, by its type
+    def __getitem__(self, index: SupportsIndex) -> Sample: ...  # type: ignore[overload-overlap]
+    @overload
+    def __getitem__(
+        self, index: slice | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
+    ) -> list[Sample]: ...
+    def __getitem__(
+        self, index: SupportsIndex | slice | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
+    ) -> Sample | list[Sample]:
+        """Sample `index`, or a list of those in a slice, list or array; negative ones count from the end."""
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        if isinstance(index, np.ndarray) and index.dtype.kind not in "iu":
+            raise TypeError(f"samples are numbered by integers, not {index.dtype}")
+        if isinstance(index, (Sequence, np.ndarray)):
+            return self.__getitems__(index)
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Sample]:
+    def __getitems__(self, indices: Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]) -> list[Sample]:
         """The samples of a batch, in the order asked for; torch's DataLoader calls this."""
         numbers = np.array([self._number(index) for index in indices], dtype=np.int64)
         if not len(numbers):
@@ -196,10 +211,17 @@ def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -
 class StreamingDataLoader(DataLoader[Batch]):
     """A DataLoader whose state is exact: it counts what the loop has received.
 
+    Accelerate's `prepare` returns it as it is, because each rank's loader gives that rank's batches, on the
+    CPU; `accelerator.save_state` saves its state and `load_state` restores it.
+
     The state is that of `StreamingLoader`: either may load what the other saved, with another number of
     workers, batch size or world size. Leaving a `for` early and starting another continues with the next
     batch. Only one iterator is live. Arguments: those of DataLoader; the dataset makes the batches.
     """
+
+    # What Accelerate asks of a loader that it gets; it would have rank 0's feed all ranks.
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
 
     def __init__(
         self,
@@ -230,21 +252,25 @@ class StreamingDataLoader(DataLoader[Batch]):
         )
         self._batches = dataset
         dataset.loop_logs = True
-        self._cursor, self._loads = dataset.next, dataset.loads
+        self._cursor = dataset.next
+        self._own_iterations: tuple[int, ...] = (dataset.iteration,)
         self._delivery: weakref.ref[_Delivery] | None = None
         self._stop_together = StopTogether(self, grace_seconds=dataset.loader.config.stop_grace_seconds)
 
     def __iter__(self) -> Any:
         self._end_delivery()
         self._follow_dataset()
-        loader = self._batches.loader
+        dataset, loader = self._batches, self._batches.loader
         if self.num_workers:
             loader.prepare_workers()
             if loader.config.stop_together:
                 self._stop_together.watch()
         self._cursor = loader.start_of(self._cursor)
-        self._batches.start_at(self._cursor)
+        dataset.start_at(self._cursor)
+        number = dataset.iteration
+        self._own_iterations = (number, number + 1)  # as soon as torch's iterator or its workers have begun
         delivery = _Delivery(self, super().__iter__())
+        dataset.received = self._cursor
         self._delivery = weakref.ref(delivery)
         return delivery
 
@@ -266,6 +292,18 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._follow_dataset()
         self._iterator = None  # also of persistent workers: more than the position may have changed
 
+    def seek(self, consumed_samples: SupportsIndex) -> None:
+        """Continue at this position, as `StreamingLoader.seek`. Ends the live iterator."""
+        self._end_delivery()
+        self._batches.seek(consumed_samples)
+        self._follow_dataset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `StreamingDataset.set_epoch`; ends the live iterator if that moves."""
+        self._follow_dataset()
+        self._batches.move_to_epoch(self._cursor, epoch)
+        self._follow_dataset()
+
     def close(self) -> None:
         """Stop the workers and prefetching."""
         self._end_delivery()
@@ -274,9 +312,14 @@ class StreamingDataLoader(DataLoader[Batch]):
         self._batches.close()
 
     def _follow_dataset(self) -> None:
-        """Take over a state that was loaded into the dataset itself."""
-        if self._loads != self._batches.loads:
-            self._cursor, self._loads = self._batches.next, self._batches.loads
+        """Take over where the dataset was moved to, or iterated by another DataLoader, since.
+
+        Accelerate's `skip_first_batches` makes such a DataLoader, for the rest of an epoch.
+        """
+        number = self._batches.iteration
+        if number not in self._own_iterations:
+            self._end_delivery()
+            self._cursor, self._own_iterations = self._batches.next, (number,)
 
     def _end_delivery(self) -> None:
         delivery = self._delivery() if self._delivery is not None else None
@@ -315,6 +358,7 @@ class _Delivery:
                 owner._stop_together.report(error, owner._cursor[0] // plan.global_batch)
             raise
         before, owner._cursor = owner._cursor, plan.advance(owner._cursor, 1)
+        owner._batches.received = owner._cursor
         if owner.num_workers:
             owner._batches.log_received(batch, before, owner._cursor)
         return batch

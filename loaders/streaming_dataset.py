@@ -28,14 +28,16 @@ import json
 import mmap
 import os
 import struct
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from typing import Any, Unpack, cast
+from types import FrameType
+from typing import Any, SupportsIndex, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +46,7 @@ from shardkit.errors import StateError, naming_extras
 
 with naming_extras("shardkit.loaders.streaming_dataset"):
     from torch.utils.data import IterableDataset, get_worker_info
+    from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.batch import Batch
@@ -92,6 +95,8 @@ class Shared:
     start: Cursor
     next: Cursor
     by_workers: bool
+    iteration: int = field(default=0, compare=False)
+    """Its running number: whoever started an iteration knows by it whether another has begun since."""
 
 
 class SharedCursor:
@@ -116,7 +121,8 @@ class SharedCursor:
     def read(self) -> Shared:
         """What is known now."""
         with self._locked() as numbers:
-            return Shared(_cursor(numbers["start"]), _cursor(numbers["next"]), bool(numbers["workers"]))
+            start, following = _cursor(numbers["start"]), _cursor(numbers["next"])
+            return Shared(start, following, bool(numbers["workers"]), int(numbers["iteration"]))
 
     def enter(self, worker: Worker, settings: int, saved: Cursor | None) -> tuple[int, Cursor]:
         """In a worker: return (number, start) of the iteration that it begins.
@@ -198,6 +204,10 @@ def _cursor(numbers: npt.NDArray[np.int64]) -> Cursor:
 
 State = dict[str, object]
 
+_CALLERS = 16  # frames from a DataLoader's or Accelerate's iteration to the dataset's: about five
+
+_REGROUPING = ("DataLoaderDispatcher", "IterableDatasetShard")  # of Accelerate
+
 _WORKER = "worker"  # the key that a worker's state has besides those of a loader's
 
 
@@ -229,8 +239,9 @@ class StreamingDataset(IterableDataset[Batch]):
         self._share: _Share | None = None  # in a worker
         self._saved: _Share | None = None  # in a worker: what it will continue
         self._round = 0
-        self.loads = 0
-        """How often a state was loaded."""
+        self._was_placed = False  # by a state or a position, and nothing was requested since
+        self.received: Cursor | None = None
+        """Where the loop is, if it is a StreamingDataLoader's."""
         self.loop_logs = False
         """Whether the loop that receives the batches calls `log_received`."""
 
@@ -256,6 +267,7 @@ class StreamingDataset(IterableDataset[Batch]):
         return self.loader.epoch_batches(self.next)
 
     def __iter__(self) -> Iterator[Batch]:
+        self._refuse_regrouping()
         info = get_worker_info()
         if info is None:
             return self._iterate()
@@ -266,29 +278,57 @@ class StreamingDataset(IterableDataset[Batch]):
             # An error of iter() kills a persistent worker; one of next() reaches the loop.
             return map(_raise, (error,))
 
-    def state_dict(self, num_batches: int | None = None) -> State:
+    @overload
+    def state_dict(self, num_batches: int | None = None) -> State: ...
+    @overload
+    def state_dict(self, num_samples: int, from_beginning: bool, /) -> State: ...
+    def state_dict(self, num_batches: int | None = None, from_beginning: bool | None = None) -> State:
         """The state in which `num_batches` batches have been received since the iteration began.
 
         By default, all that were handed out. With workers the number is required (ValueError), because only
-        the loop knows it. Ask for 0 before an iteration, not at its beginning. In a worker: the worker's own
-        state, for torchdata's StatefulDataLoader; `state_of` reads it.
+        the loop knows it, unless it iterates over a StreamingDataLoader, which tells the dataset. Ask for 0
+        before an iteration, not at its beginning. In a worker: the worker's own state, for torchdata's
+        StatefulDataLoader; `state_of` reads it.
+
+        With `from_beginning`, as Composer calls it: the first number counts samples over all ranks, since the
+        epoch began (True) or since this iteration did (False). It is not needed where the loop iterates over
+        a StreamingDataLoader.
         """
         if self._share is not None:
             return self._share.state(self.loader)
+        if from_beginning is not None:
+            return self._state_after_samples(num_batches or 0, from_beginning)
         plan, shared = self.loader.plan, self._shared.read()
         if num_batches is None:
-            if shared.by_workers:
+            if not shared.by_workers:
+                return self.loader.state_dict()
+            if self.received is None:
                 raise ValueError(
                     "a dataset does not see what its workers deliver: give state_dict the number of batches "
                     "that the loop has received since it began, or use StreamingDataLoader"
                 )
-            return self.loader.state_dict()
+            return self.loader.state_at(self.received)
         if not num_batches:
             return self.loader.state_at(self.next)
         start = shared.start if shared.by_workers else self._began
         if not self.loader.config.endless and num_batches > plan.batches_left(start[0]):
             raise ValueError(f"the iteration has {plan.batches_left(start[0])} batches, not {num_batches}")
         return self.loader.state_at(plan.advance(start, num_batches))
+
+    def _state_after_samples(self, num_samples: int, from_beginning: bool) -> State:
+        """The state in which the loop has `num_samples` of the epoch, or of this iteration."""
+        if self.received is not None:
+            return self.loader.state_at(self.received)
+        plan, shared = self.loader.plan, self._shared.read()
+        start = shared.start if shared.by_workers else self._began
+        batches, rest = divmod(num_samples, plan.global_batch)
+        before = plan.delivered(start) if from_beginning and batches else 0
+        if rest or batches < before:
+            raise ValueError(
+                f"{num_samples} samples over all ranks are not the batches of {plan.global_batch} that this "
+                f"iteration, which began with batch {before} of its epoch, can have delivered"
+            )
+        return self.state_dict(batches - before)
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
         """Continue where `state` was taken, as `StreamingLoader.load_state_dict`.
@@ -301,14 +341,55 @@ class StreamingDataset(IterableDataset[Batch]):
         if _WORKER in state:
             raise StateError("this is the state of one worker: load state_of(the whole state) instead")
         self.loader.load_state_dict(state, on_mismatch=on_mismatch)
-        self.loads += 1
         self.start_at(self.loader.cursor)
+        self._was_placed = True
+
+    def seek(self, consumed_samples: SupportsIndex) -> None:
+        """Continue at this position, in samples over all ranks and epochs, as `StreamingLoader.seek`."""
+        self.loader.seek(consumed_samples)
+        self.start_at(self.loader.cursor)
+        self._was_placed = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue with the first batch of `epoch`; nothing if the next batch is of that epoch.
+
+        Trainers call this before each epoch, and after a restart with the epoch that they have computed from
+        steps. ValueError where that could be another one than the data's: after a state was loaded, or a
+        position sought, that is in another epoch; and where epochs differ in length, because batches of
+        tail="carry" cross their edges.
+        """
+        self._refuse_regrouping()
+        self.move_to_epoch(self.next, epoch)
+
+    def move_to_epoch(self, cursor: Cursor, epoch: int) -> None:
+        """`set_epoch` of a loop that is at `cursor`."""
+        loader = self.loader
+        plan, config = loader.plan, loader.config
+        current = plan.epoch(cursor[0])
+        if epoch == current or config.restart:
+            return
+        if self._was_placed:
+            raise ValueError(
+                f"set_epoch({epoch}), but the state that was loaded, or the position that was sought, is in "
+                f"epoch {current}: let the trainer skip nothing and start at that epoch, or load no state"
+            )
+        if plan.tail == "carry" and plan.samples % plan.global_batch:
+            raise ValueError(
+                f"set_epoch({epoch}), but the next batch is of epoch {current}: with tail='carry', epochs of "
+                f"{plan.samples:,} samples differ in their number of batches of {plan.global_batch:,}, and a "
+                "trainer that computes its epoch from steps would continue with other samples. Continue by "
+                "load_state_dict or seek(consumed samples), and let the trainer skip nothing "
+                "(ignore_data_skip=True in the Hugging Face Trainer); or use tail='drop' or 'pad'; or "
+                "endless=True, and max_steps"
+            )
+        loader.seek(plan.first_batch(epoch))
+        self.start_at(loader.cursor)
 
     def start_at(self, cursor: Cursor) -> None:
         """Start the next iteration, by workers or not, at (position, batches delivered in its epoch)."""
         if cursor != self.loader.cursor:
             self.loader.load_state_dict(self.loader.state_at(cursor))
-        self._began = cursor
+        self._began, self.received, self._was_placed = cursor, None, False
         self._shared.begin(cursor, self._settings())
 
     def log_received(self, batch: Batch, start: Cursor, after: Cursor) -> None:
@@ -331,6 +412,29 @@ class StreamingDataset(IterableDataset[Batch]):
             batch.pop(sample_id)
             batch.pop(stream_id, None)
 
+    def _refuse_regrouping(self) -> None:
+        """TypeError if what calls would make other batches of these, or give one rank's batches to all.
+
+        A dataset is not told who iterates over it, so this looks at the callers.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(_CALLERS):
+            if frame is None:
+                return
+            caller, frame = frame.f_locals.get("self"), frame.f_back
+            name = type(caller).__name__
+            if isinstance(caller, _BaseDatasetFetcher) and caller.auto_collation:
+                raise TypeError(
+                    "a StreamingDataset gives whole batches, of which DataLoader(dataset) would make "
+                    "batches: use StreamingDataLoader(dataset), or DataLoader(dataset, batch_size=None, "
+                    "collate_fn=unchanged); a trainer that makes the DataLoader itself takes a MapDataset"
+                )
+            if name in _REGROUPING and self.loader.world_size > 1:
+                raise TypeError(
+                    f"Accelerate's {name} would give the batches of one rank to all ranks and never read the "
+                    "others': give accelerator.prepare a StreamingDataLoader, which it leaves as it is"
+                )
+
     def _usage_arguments(self) -> dict[str, Any]:
         """In a worker: arguments that leave logging to the process that receives the batches."""
         if not self.loop_logs:
@@ -349,6 +453,11 @@ class StreamingDataset(IterableDataset[Batch]):
         """Where the next iteration starts: (position, batches delivered in its epoch)."""
         shared = self._shared.read()
         return self.loader.start_of(shared.next if shared.by_workers else self.loader.cursor)
+
+    @property
+    def iteration(self) -> int:
+        """The running number of the iteration, of this process or its workers, that began last."""
+        return self._shared.read().iteration
 
     def _settings(self) -> int:
         """A digest of what batches depend on besides the cursor and the constructor's arguments."""
@@ -415,6 +524,7 @@ class StreamingDataset(IterableDataset[Batch]):
             "_share": None,
             "_saved": None,
             "_round": 0,
+            "received": None,
         }
 
 

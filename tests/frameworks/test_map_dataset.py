@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -44,6 +45,22 @@ def test_samples_are_those_of_the_dataset_in_its_order(datasets: dict[str, Path]
     for index in (SAMPLES, -SAMPLES - 1):
         with pytest.raises(IndexError, match="sample"):
             dataset[index]
+
+
+def test_slices_lists_and_arrays_give_lists_of_samples(datasets: dict[str, Path]) -> None:
+    dataset = MapDataset(datasets["mds"])
+    rows = token_rows(SAMPLES).astype("int64")
+    slices: list[Any] = [slice(None), slice(3, 40, 7), slice(-2, None), slice(60, 70)]
+    for index in (*slices, [5, -1, 5], np.array([51, 0, -53])):
+        assert [sample["tokens"].tolist() for sample in dataset[index]] == rows[index].tolist()
+    assert len(dataset[range(4)]) == 4
+    assert dataset[[]] == []
+    assert dataset[np.int64(7)]["tokens"].tolist() == rows[7].tolist()
+    with pytest.raises(IndexError, match="sample 53 of 53"):
+        dataset[[0, SAMPLES]]
+    for wrong in ([1.5], np.array([True, False]), "3"):
+        with pytest.raises(TypeError, match="integer"):
+            dataset[wrong]  # type: ignore[index]
 
 
 def test_a_sample_of_any_columns_is_that_of_a_batch_of_one(datasets: dict[str, Path]) -> None:

@@ -342,3 +342,112 @@ def test_one_workers_state_is_not_the_datasets(data: dict[str, Path]) -> None:
     dataset = StreamingDataset(data["mds"], **arguments())
     with pytest.raises(StateError, match="state_of"):
         dataset.load_state_dict(dataset.state_dict() | {"worker": {}})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_dataloader_that_would_make_batches_of_batches_is_refused(
+    data: dict[str, Path], workers: int, size: int
+) -> None:
+    class Own(StreamingDataset):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    for dataset in (StreamingDataset(data["mds"], **arguments()), Own(data["mds"], **arguments())):
+        with pytest.raises(TypeError, match="use StreamingDataLoader"):
+            next(iter(plain_loader(dataset, workers, batch_size=size)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_streaming_dataloader_seeks_as_the_loader_does(data: dict[str, Path], workers: int) -> None:
+    expected = reference(data["mds"], 30)
+    loader = exact_loader(StreamingDataset(data["mds"], **arguments()), workers)
+    next(iter(loader))
+    for step in (20, 3, 13, 14, 0):
+        loader.seek(step * SIZE)
+        assert loader.state_dict()["position"] == step * SIZE
+        assert_same(list(islice(batches(loader), 4)), expected[step : step + 4], f"from batch {step}")
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_goes_to_an_epoch_or_stays_in_it(data: dict[str, Path], workers: int) -> None:
+    for tail, length in (("drop", 13), ("pad", 14)):
+        expected = reference(data["mds"], 3 * length, tail=tail)
+        loader = exact_loader(StreamingDataset(data["mds"], **arguments(tail=tail)), workers)
+        loader.set_epoch(1)
+        assert_same(list(islice(loader, 5)), expected[length : length + 5], "moved")
+        loader.set_epoch(1)
+        assert_same(list(iter(loader)), expected[length + 5 : 2 * length], "stayed")
+        loader.set_epoch(2)
+        assert_same(list(islice(loader, 2)), expected[2 * length : 2 * length + 2], "the next")
+        loader.close()
+
+
+def test_an_epoch_that_may_not_be_the_datas_is_refused(data: dict[str, Path]) -> None:
+    """Which a trainer computes from steps."""
+    state = reference(data["mds"], 30)[-1][1]
+    carry = exact_loader(StreamingDataset(data["mds"], **arguments()), 0)
+    with pytest.raises(ValueError, match="epochs of 53 samples differ"):
+        carry.set_epoch(1)
+    list(iter(carry))
+    carry.set_epoch(1)  # where it is
+    placed = exact_loader(StreamingDataset(data["mds"], **arguments(tail="drop")), 0)
+    for by_state in (False, True):
+        if by_state:
+            placed.load_state_dict(state | {"tail": "drop"})
+        else:
+            placed.seek(26 * SIZE + 2)
+        with pytest.raises(ValueError, match="is in epoch 2"):
+            placed.set_epoch(0)
+        placed.set_epoch(2)
+    next(iter(placed))
+    placed.set_epoch(0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_streaming_dataloader_follows_another_dataloader_over_its_dataset(
+    data: dict[str, Path], workers: int
+) -> None:
+    """As Accelerate's skip_first_batches makes one, for the rest of an epoch."""
+    expected = reference(data["mds"], 30)
+    dataset = StreamingDataset(data["mds"], **arguments())
+    loader = exact_loader(dataset, workers)
+    for begun in (0, 3):
+        loader.seek(0)
+        assert_same(list(islice(loader, begun)), expected[:begun], "its own")
+        if workers == 0:
+            assert_same(list(plain_loader(dataset, 0)), expected[begun:14], "the other")
+        else:
+            loader.seek(begun * SIZE)
+            assert_same(list(plain_loader(dataset, workers)), expected[begun:14], "the other")
+        assert loader.state_dict() == expected[13][1]
+        assert_same(list(islice(loader, 5)), expected[14:19], "its own again")
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_answers_composer(data: dict[str, Path], workers: int) -> None:
+    """`state_dict(samples of the epoch over all ranks, True)` at each batch, with either DataLoader."""
+    world = {"rank": 1, "world_size": 2}
+    expected = reference(data["mds"], 16, **world)
+    for make in (exact_loader, plain_loader):
+        dataset = StreamingDataset(data["mds"], **arguments(**world))
+        loader: Any = make(dataset, workers)
+        step = 0
+        for _ in range(2):
+            for number, _ in enumerate(loader, 1):
+                state = dataset.state_dict(number * SIZE * 2, True)
+                assert state == expected[step][1], f"{make.__name__}, step {step}"
+                assert dataset.state_dict(number * SIZE * 2, False) == state
+                step += 1
+            assert dataset.state_dict(0, True) == expected[step - 1][1]
+        # Composer counts from the beginning of the epoch after a restart too.
+        dataset.load_state_dict(expected[9][1])
+        next(iter(loader))
+        assert dataset.state_dict(4 * SIZE * 2, True) == expected[10][1]
+        assert dataset.state_dict(SIZE * 2, False) == expected[10][1]
+    with pytest.raises(ValueError, match="are not the batches of 8"):
+        dataset.state_dict(9, True)
+    with pytest.raises(ValueError, match="began with batch 3 of its epoch"):
+        dataset.state_dict(SIZE * 2, True)
