@@ -356,7 +356,7 @@ class StreamingDataset(IterableDataset[Batch]):
         Trainers call this before each epoch, and after a restart with the epoch that they have computed from
         steps. ValueError where that could be another one than the data's: after a state was loaded, or a
         position sought, that is in another epoch; and where epochs differ in length, because batches of
-        tail="carry" cross their edges.
+        tail="carry" cross their edges. With `endless` there are no epochs, and nothing happens.
         """
         self._refuse_regrouping()
         self.move_to_epoch(self.next, epoch)
@@ -366,7 +366,7 @@ class StreamingDataset(IterableDataset[Batch]):
         loader = self.loader
         plan, config = loader.plan, loader.config
         current = plan.epoch(cursor[0])
-        if epoch == current or config.restart:
+        if epoch == current or config.restart or config.endless:
             return
         if self._was_placed:
             raise ValueError(
@@ -432,7 +432,8 @@ class StreamingDataset(IterableDataset[Batch]):
             if name in _REGROUPING and self.loader.world_size > 1:
                 raise TypeError(
                     f"Accelerate's {name} would give the batches of one rank to all ranks and never read the "
-                    "others': give accelerator.prepare a StreamingDataLoader, which it leaves as it is"
+                    "others': give accelerator.prepare a StreamingDataLoader, which it leaves as it is; a "
+                    "trainer that makes the DataLoader itself takes a MapDataset"
                 )
 
     def _usage_arguments(self) -> dict[str, Any]:
