@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -61,6 +62,7 @@ class Stream:
     """Rows that are never delivered: numbers, (first, end) ranges or a file of them (`Exclusions.read`)."""
 
     def __post_init__(self) -> None:
+        _to_plain_int(self, "weight", "choose")
         is_number = isinstance(self.weight, (Rational, float)) and not isinstance(self.weight, bool)
         if not is_number or not 0 <= self.weight < math.inf:
             raise ValueError(f"a stream's weight must be a number of at least 0, not {self.weight!r}")
@@ -73,6 +75,14 @@ class Stream:
         """Most samples that may be delivered of a dataset of `samples`; None: any number."""
         limits = [] if self.repeat is None else [math.floor(self.repeat * samples)]
         return min([*limits, *([] if self.choose is None else [self.choose])], default=None)
+
+
+def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
+    """Replace NumPy's integers by Python's, which JSON and states can hold."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, numbers.Integral) and not isinstance(value, int):
+            object.__setattr__(settings, name, int(value))
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -107,6 +117,7 @@ class LoaderOptions(TypedDict, total=False):
     cache_bytes: int | str | None
     connections: int
     storage: StorageOptions | None
+    verify: bool
     metrics_file: str | os.PathLike[str] | None
     usage_log: str | os.PathLike[str] | None
     stop_grace_seconds: float | None
@@ -206,6 +217,10 @@ class LoaderConfig:
     """Shards, or ranges of shards, that a process fetches at a time."""
     storage: StorageOptions | None = None
     """Endpoint, region, profile, … of the store; default: the usual AWS environment."""
+    verify: bool = False
+    """Compare each local shard's hashes when it is first opened: 18 ms for 64 MiB by xxh64.
+
+    Those of remote shards always are. ValueError for a local dataset whose index states no hashes."""
     metrics_file: str | os.PathLike[str] | None = None
     """A file for this rank's Prometheus metrics (….prom for node_exporter's textfile collector)."""
     usage_log: str | os.PathLike[str] | None = None
@@ -227,6 +242,7 @@ class LoaderConfig:
     """Take rank and world size from this process group."""
 
     def __post_init__(self) -> None:
+        _to_plain_int(self, "eos_id", "lanes", "window", "epoch_samples", "prefetch_batches", "connections")
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise ValueError(f"columns must be a list of at least one name, not {self.columns!r}")
         if self.mask_document_starts and not self.labels:

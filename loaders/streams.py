@@ -289,11 +289,31 @@ def open_streams(
     storage = config.storage or StorageOptions()
     # A store must not fail before the loader does: it retries for as long as a batch is waited for.
     storage = replace(storage, retry_seconds=max(storage.retry_seconds, config.timeout_seconds))
-    opened = {path: open_dataset(path, storage=storage, cache=cache) for path in to_open}
+    opened = {
+        path: open_dataset(path, storage=storage, cache=cache, verify=config.verify) for path in to_open
+    }
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
+    if config.verify:
+        _require_hashes(datasets)
     exclusions = [_exclusions(spec.exclude, found) for spec, found in zip(specs, datasets, strict=True)]
     streams = Streams(datasets, _names(specs, datasets), timeout_seconds=config.timeout_seconds)
     return Opened(streams, specs, tuple(exclusions))
+
+
+def _require_hashes(datasets: Sequence[Dataset]) -> None:
+    """ValueError for a local dataset whose shards cannot be, or will not be, verified."""
+    for dataset in datasets:
+        if dataset.shards is not None:
+            continue
+        if not dataset.verifies:
+            raise ValueError(
+                f"verify=True, but {dataset.location} was opened without it: open it with verify=True"
+            )
+        if not all(info.stored.hashes or info.raw.hashes for info in dataset.manifest.shards[:1]):
+            raise ValueError(
+                f"verify=True, but the index of {dataset.location} states no hashes: write it with "
+                "hashes=['xxh64'], or copy it with `shardkit convert`"
+            )
 
 
 def named_weights(names: Sequence[str], weights: Weights) -> list[float | Fraction]:

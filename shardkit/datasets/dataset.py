@@ -181,6 +181,11 @@ class Dataset(Closing):
         return merge_columns([first, *(self.manifest.shards[number].columns for number in filled)])
 
     @property
+    def verifies(self) -> bool:
+        """Whether it was opened with `verify`."""
+        return self._options.verify
+
+    @property
     def gives_bytes(self) -> bool:
         """Whether every member of a sample is its bytes: a dataset of tars opened with `decode=False`."""
         return self.manifest.format == "tar" and self._options.decode is False
@@ -344,8 +349,8 @@ def open_dataset(
     Names of tars may be brace lists ("s3://bucket/part-{000..099}.tar"), patterns, folders, and lists of
     these. Tars that no list describes are all scanned when they are first opened, to number their samples;
     never again if there is a cache folder. Remote shards come through a cache, as `cache` says, by a store
-    that is reached as `storage` says. `verify` checks each local shard's hashes when it opens (remote ones
-    always are), and the card's fingerprint. `allow_pickle` lets pickled columns run their code.
+    that is reached as `storage` says. `verify` compares each local shard's hashes when it is first opened
+    (remote ones always are), and the card's fingerprint. `allow_pickle` lets pickled columns run their code.
     `decode` says what members of tars become: True decodes them, images into PIL's; "basic" leaves images as
     bytes; webdataset's "rgb8", "torchrgb", … give arrays and tensors; False leaves everything as bytes (see
     `shardkit.formats.tar.values`). ShardError says what is wrong with a dataset, or what was looked for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from shardkit.cache.memory import CacheMemory
 from shardkit.datasets.dataset import Dataset, open_dataset
-from shardkit.errors import StateError, StreamExhaustedError
+from shardkit.errors import ShardError, StateError, StreamExhaustedError
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
@@ -117,6 +117,40 @@ def test_what_is_no_stream_is_refused(wrong: Any) -> None:
 
 
 # What is delivered.
+
+
+def test_sizes_may_be_numpys(folders: dict[str, Path]) -> None:
+    def state(number: Callable[[int], Any]) -> dict[str, object]:
+        streams = [Stream(folders[name], weight=number(WEIGHTS[name]), choose=number(40)) for name in SIZES]
+        options = {name: number(4) for name in ("lanes", "window", "epoch_samples", "prefetch_batches")}
+        with StreamingLoader(streams, batch_size=4, **options) as loader:  # type: ignore[arg-type]
+            return loader.state_dict()
+
+    assert json.loads(json.dumps(state(np.int64))) == json.loads(json.dumps(state(int)))
+
+
+def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
+    rows = token_rows(32)
+    for name, hashes in (("proven", ["xxh64"]), ("bare", [])):
+        with mds.MdsWriter(
+            tmp_path / name, columns={"tokens": "ndarray:uint16:8"}, hashes=hashes, shard_bytes=400
+        ) as writer:
+            writer.write_rows(rows)
+    with StreamingLoader(tmp_path / "proven", batch_size=8, verify=True) as loader:
+        assert len(list(loader)) == 4
+    damaged = sorted((tmp_path / "proven").glob("*.mds"))[1]
+    with damaged.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    loader = StreamingLoader(tmp_path / "proven", batch_size=8, verify=True)
+    with loader, pytest.raises(ShardError, match=rf"{damaged.name}: xxh64"):
+        list(loader)
+    for dataset, problem in (
+        (str(tmp_path / "bare"), r"bare states no hashes: write it with hashes=\['xxh64'\]"),
+        (open_dataset(tmp_path / "proven"), "was opened without it: open it with verify=True"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            StreamingLoader(dataset, batch_size=8, verify=True)
 
 
 def test_each_block_of_the_weights_sum_has_exact_proportions(data: dict[str, Dataset]) -> None:
