@@ -81,7 +81,7 @@ def _to_plain_int(settings: Stream | LoaderConfig, *names: str) -> None:
     """Replace NumPy's integers by Python's, which JSON and states can hold."""
     for name in names:
         value = getattr(settings, name)
-        if isinstance(value, numbers.Integral) and not isinstance(value, int):
+        if type(value) not in (int, bool) and isinstance(value, numbers.Integral):
             object.__setattr__(settings, name, int(value))
 
 
