@@ -1,0 +1,511 @@
+"""Loaders from the arguments of `mosaicml-streaming` and `litdata`, and what became of each argument.
+
+    loader, report = from_streaming(remote="s3://bucket/mds", local="/nvme/cache", shuffle=True, batch_size=8)
+    print(report)  # one line for each argument, and the call of StreamingLoader that replaces this one
+
+`from_streaming` takes the arguments of `streaming.StreamingDataset` and `StreamingDataLoader` 0.13 together,
+`from_litdata` those of `litdata.StreamingDataset` and `StreamingDataLoader` 0.2.76. Neither needs to be
+installed. An argument is taken over, replaced by something of ours, or not needed. One that would change
+which samples are delivered, or what they hold, and has no counterpart, is refused: a ValueError says so.
+
+An epoch has as many samples of every stream as theirs would have. Its order is ours, so a state of theirs
+cannot be continued. `loaders/MIGRATING.md` has the rules below as tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+
+from shardkit.cache.contract import CacheOptions
+from shardkit.datasets.dataset import Dataset, open_dataset
+from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.placement import find_place
+from shardkit.loaders.loader import StreamingLoader
+from shardkit.order.mixture import Schedule
+from shardkit.storage.url import is_remote
+
+__all__ = [
+    "LITDATA",
+    "STREAM",
+    "STREAMING",
+    "Became",
+    "LitdataArguments",
+    "Migrated",
+    "Report",
+    "Rule",
+    "StreamingArguments",
+    "from_litdata",
+    "from_streaming",
+]
+
+Outcome = Literal["taken over", "replaced", "not needed", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of an argument: `text` says by what; a refused one may have its `default` all the same."""
+
+    outcome: Outcome
+    text: str
+    default: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Became:
+    """What became of one argument that was given."""
+
+    argument: str
+    value: object
+    outcome: Outcome
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}={_short(self.value)}: {self.outcome}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of all arguments, and the call that makes the same loader."""
+
+    arguments: tuple[Became, ...]
+    call: str
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.arguments), "", self.call])
+
+
+class Migrated(NamedTuple):
+    """A loader, and what became of the arguments that it was made from."""
+
+    loader: StreamingLoader
+    report: Report
+
+
+_RETRIES = "`timeout_seconds` for a batch; requests are tried again until then"
+_NO_WORKERS = (
+    "nothing: the loader prefetches in threads, `prefetch_batches` ahead; there are no worker processes"
+)
+_ORDER = "nothing: the loader has an order of its own"
+_LANES = "`lanes`: chosen by the loader, kept in the state"
+_PASSES = "nothing: each pass over a stream has each of its samples once"
+_BATCHES = (
+    'nothing: batches mix the streams ("random"), in exact proportions ("stratified") if the global batch is '
+    "a multiple of the sum of weights; for batches of one stream, iterate over a loader for each"
+)
+_PINNED = "`CudaPrefetcher`, around the loader"
+
+_DATA_LOADER = {
+    "batch_size": Rule("taken over", "`batch_size`, once"),
+    "drop_last": Rule(
+        "taken over", '`tail`: "drop" if true, "carry" (the next epoch fills the last batch) or "pad"'
+    ),
+    "timeout": Rule("taken over", "`timeout_seconds`"),
+    "num_workers": Rule("not needed", _NO_WORKERS),
+    "prefetch_factor": Rule("not needed", _NO_WORKERS),
+    "persistent_workers": Rule("not needed", _NO_WORKERS),
+    "multiprocessing_context": Rule("not needed", _NO_WORKERS),
+    "worker_init_fn": Rule("not needed", _NO_WORKERS),
+    "in_order": Rule("not needed", _NO_WORKERS),
+    "generator": Rule("not needed", _NO_WORKERS),
+    "pin_memory": Rule("replaced", _PINNED),
+    "pin_memory_device": Rule("replaced", _PINNED),
+    "sampler": Rule("refused", _ORDER),
+    "batch_sampler": Rule("refused", _ORDER),
+    "collate_fn": Rule("refused", "call it in the loop: batches are dicts of tensors and lists"),
+}
+
+_STREAM = {
+    "remote": Rule("taken over", "the path or URL"),
+    "local": Rule("taken over", "`cache_dir`, shared by the machine's processes; the path, if nothing is remote"),
+    "split": Rule("taken over", "the sub-folder of the path or URL"),
+    "download_retry": Rule("replaced", _RETRIES),
+    "download_timeout": Rule("replaced", _RETRIES),
+    "validate_hash": Rule("replaced", "`verify` of local datasets; remote shards are always verified"),
+    "keep_zip": Rule("not needed", "nothing: shards are decompressed once, into the cache"),
+}  # fmt: skip
+
+STREAM: Mapping[str, Rule] = _STREAM | {
+    "proportion": Rule("taken over", "`weight`"),
+    "repeat": Rule("taken over", "`weight`: the stream's samples in an epoch of `epoch_samples`"),
+    "choose": Rule("taken over", "`weight`: the stream's samples in an epoch of `epoch_samples`"),
+}
+"""Arguments of `streaming.Stream`."""
+
+STREAMING: Mapping[str, Rule] = _STREAM | _DATA_LOADER | {
+    "streams": Rule("taken over", "a list of `Stream`, see below"),
+    "stream_config": Rule("taken over", "as the arguments of `Stream`"),
+    "stream_name": Rule("refused", "nothing: any dataset can be opened and given to the loader", "stream"),
+    "shuffle": Rule("taken over", '`shuffle`: "window" or "none"'),
+    "shuffle_seed": Rule("taken over", "`seed`"),
+    "shuffle_algo": Rule("taken over", '`shuffle`: "global" for naive, "window" for all others'),
+    "shuffle_block_size": Rule("replaced", "`window`: by default two of all lanes hold 4 GiB"),
+    "num_canonical_nodes": Rule("replaced", _LANES),
+    "partition_algo": Rule("replaced", _LANES),
+    "cache_limit": Rule("taken over", "`cache_bytes`; what is needed again farthest from now is evicted"),
+    "predownload": Rule("not needed", "nothing: follows from the order and the cache's size"),
+    "epoch_size": Rule("taken over", "`epoch_samples`"),
+    "sampling_method": Rule("refused", _PASSES + '; for "fixed", `exclude` the other rows', "balanced"),
+    "sampling_granularity": Rule("not needed", _PASSES),
+    "batching_method": Rule("refused", _BATCHES, "random"),
+    "allow_unsafe_types": Rule("taken over", "`allow_pickle` of `open_dataset`; the loader takes its result"),
+    "replication": Rule("taken over", "`mesh`, or `rank` and `world_size` divided by it"),
+}  # fmt: skip
+"""Arguments of `streaming.StreamingDataset` and `StreamingDataLoader`."""
+
+_PROFILER = Rule("not needed", "nothing: `loader.stats()` says what steps waited for")
+
+LITDATA: Mapping[str, Rule] = _DATA_LOADER | {
+    "input_dir": Rule("replaced", "the path that `shardkit convert` wrote"),
+    "index_path": Rule("replaced", "the path that `shardkit convert` wrote"),
+    "item_loader": Rule("replaced", "the encodings of MDS columns"),
+    "serializers": Rule("replaced", "the encodings of MDS columns"),
+    "cache_dir": Rule("taken over", "`cache_dir`"),
+    "max_cache_size": Rule("taken over", "`cache_bytes`; a fraction of the free disk is left to the default"),
+    "shuffle": Rule("taken over", '`shuffle`: "window" or "none"'),
+    "item_shuffle_window": Rule("replaced", "`window`: by default two of all lanes hold 4 GiB"),
+    "num_canonical_nodes": Rule("replaced", _LANES),
+    "seed": Rule("taken over", "`seed`"),
+    "subsample": Rule("refused", "`exclude` of a `Stream` leaves rows out, the same in every epoch", 1.0),
+    "encryption": Rule("refused", "nothing: `shardkit convert` refuses encrypted chunks"),
+    "storage_options": Rule("refused", "`storage`"),
+    "session_options": Rule("refused", "`storage`"),
+    "transform": Rule("refused", "call it in the loop, on the batch"),
+    "force_override_state_dict": Rule("replaced", '`load_state_dict(state, on_mismatch="fork")`'),
+    "max_pre_download": Rule("not needed", "nothing: follows from the order and the cache's size"),
+    "batch_decode": Rule("not needed", "nothing: rows of constant size are gathered, not decoded"),
+    "window_direct_io": Rule("not needed", "nothing: rows of constant size are gathered, not decoded"),
+    "profile_batches": _PROFILER,
+    "profile_skip_batches": _PROFILER,
+    "profile_dir": _PROFILER,
+    "profile_cprofile": _PROFILER,
+}  # fmt: skip
+"""Arguments of `litdata.StreamingDataset` and `StreamingDataLoader`."""
+
+
+class _DataLoaderArguments(TypedDict, total=False):
+    batch_size: int | None
+    drop_last: bool | None
+    timeout: float
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    multiprocessing_context: object
+    worker_init_fn: object
+    in_order: bool
+    generator: object
+    pin_memory: bool
+    pin_memory_device: str
+    sampler: object
+    batch_sampler: object
+    collate_fn: object
+    shuffle: bool | None
+
+
+class StreamingArguments(_DataLoaderArguments, total=False):
+    """Of `streaming.StreamingDataset` and `StreamingDataLoader`. `streams`: theirs, or dicts of arguments."""
+
+    remote: str | None
+    local: str | None
+    split: str | None
+    download_retry: int
+    download_timeout: float
+    validate_hash: str | None
+    keep_zip: bool
+    streams: Sequence[object] | None
+    stream_config: Mapping[str, object] | None
+    stream_name: str
+    shuffle_seed: int
+    shuffle_algo: str
+    shuffle_block_size: int | None
+    num_canonical_nodes: int | None
+    partition_algo: str
+    cache_limit: int | str | None
+    predownload: int | None
+    epoch_size: int | str | None
+    sampling_method: str
+    sampling_granularity: int
+    batching_method: str
+    allow_unsafe_types: bool
+    replication: int | None
+
+
+class LitdataArguments(_DataLoaderArguments, total=False):
+    """Of `litdata.StreamingDataset` and `StreamingDataLoader`."""
+
+    input_dir: object
+    index_path: str | None
+    item_loader: object
+    serializers: object
+    cache_dir: object
+    max_cache_size: int | float | str | None
+    item_shuffle_window: int | str | None
+    num_canonical_nodes: int | None
+    seed: int
+    subsample: float
+    encryption: object
+    storage_options: object
+    session_options: object
+    transform: object
+    force_override_state_dict: bool
+    max_pre_download: int
+    batch_decode: int | str | bool
+    window_direct_io: bool
+    profile_batches: bool | int
+    profile_skip_batches: int
+    profile_dir: str | None
+    profile_cprofile: bool
+
+
+def from_streaming(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    options: RunOptions | None = None,
+    **arguments: Unpack[StreamingArguments],
+) -> Migrated:
+    """A loader of what `streaming.StreamingDataset` and `StreamingDataLoader` with these arguments deliver.
+
+    `rank`, `world_size` and `options` are further arguments of `StreamingLoader`. ValueError names all that
+    is refused, TypeError an argument that is not theirs, ShardError a dataset that is not there.
+    """
+    given: dict[str, Any] = dict(arguments)
+    became = _became("from_streaming", given, STREAMING)
+    settings = _common_settings(given, rank, world_size)
+    specs = _stream_arguments(given, became)
+    paths = [_path(spec) for spec in specs]
+    if caches := [spec["local"] for spec, path in zip(specs, paths, strict=True) if _is_cached(spec, path)]:
+        settings["cache_dir"] = caches[0]
+    if given.get("cache_limit") is not None:
+        settings["cache_bytes"] = _scaled(given["cache_limit"], "kmgtp", 1024)
+    if any(
+        spec.get("validate_hash") and not is_remote(path) for spec, path in zip(specs, paths, strict=True)
+    ):
+        settings["verify"] = True
+    if given.get("shuffle_algo") == "naive" and settings["shuffle"] != "none":
+        settings["shuffle"] = "global"
+    if "shuffle_seed" in given:
+        settings["seed"] = given["shuffle_seed"]
+    if copies := given.get("replication"):
+        place = find_place(rank, world_size)
+        if place.world_size % copies:
+            raise ValueError(f"replication={copies} does not divide the world size, {place.world_size}")
+        settings |= {"rank": place.rank // copies, "world_size": place.world_size // copies}
+    mixture = _mixture(specs, paths, given.get("epoch_size"), options)
+    if mixture.epoch_samples is not None:
+        settings["epoch_samples"] = mixture.epoch_samples
+    if given.get("sampling_method") == "fixed" and not mixture.takes_parts:
+        _decide(became, "sampling_method", "not needed")
+    if given.get("batching_method") == "stratified":
+        global_batch = (
+            settings["batch_size"] * find_place(settings.get("rank"), settings.get("world_size")).world_size
+        )
+        if global_batch % sum(Schedule.of(mixture.weights).weights_at(0)) == 0:
+            _decide(became, "batching_method", "replaced")
+    return _migrated(
+        paths, mixture.weights, settings, became, options, allow_pickle=bool(given.get("allow_unsafe_types"))
+    )
+
+
+def from_litdata(
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    options: RunOptions | None = None,
+    **arguments: Unpack[LitdataArguments],
+) -> Migrated:
+    """A loader of what `litdata.StreamingDataset` and `StreamingDataLoader` with these arguments deliver.
+
+    `path`: what `shardkit convert` made of `input_dir`. The rest is as of `from_streaming`.
+    """
+    given: dict[str, Any] = dict(arguments)
+    became = _became("from_litdata", given, LITDATA)
+    _refuse_chunks(path)
+    settings = _common_settings(given, rank, world_size)
+    if (folder := given.get("cache_dir")) is not None and is_remote(path):
+        settings["cache_dir"] = getattr(folder, "path", folder)
+    limit = given.get("max_cache_size")
+    if limit is not None and not (isinstance(limit, float) and limit <= 1):
+        settings["cache_bytes"] = _scaled(limit, "kmgtp", 1000)
+    if "seed" in given:
+        settings["seed"] = given["seed"]
+    migrated = _migrated([os.fspath(path)], [1], settings, became, options)
+    block = getattr(given.get("item_loader"), "_block_size", None)
+    if block not in (None, length := migrated.loader.dataset.sequence_length):
+        migrated.loader.close()
+        raise ValueError(
+            f"item_loader has blocks of {block} tokens, {path} has rows of {length}: convert the chunks with "
+            f"`shardkit convert IN OUT --sequence-length {block} --per-file --drop-tail`"
+        )
+    return migrated
+
+
+def _became(
+    function: str, given: Mapping[str, object], rules: Mapping[str, Rule], prefix: str = ""
+) -> list[Became]:
+    """What becomes of each argument by its rule. TypeError for one that has none."""
+    if unknown := [name for name in given if name not in rules]:
+        raise TypeError(f"{function}() got an unexpected keyword argument {prefix + unknown[0]!r}")
+    found = []
+    for name, value in given.items():
+        rule = rules[name]
+        is_default = value is None or value == rule.default
+        outcome = "not needed" if rule.outcome == "refused" and is_default else rule.outcome
+        found.append(Became(prefix + name, value, outcome, rule.text))
+    return found
+
+
+def _decide(became: list[Became], argument: str, outcome: Outcome) -> None:
+    """Change what became of an argument, as its value and the others make it."""
+    number = next(i for i, one in enumerate(became) if one.argument == argument)
+    became[number] = replace(became[number], outcome=outcome)
+
+
+def _common_settings(given: Mapping[str, Any], rank: int | None, world_size: int | None) -> dict[str, Any]:
+    """Arguments of the loader that both libraries have alike."""
+    if given.get("batch_size", 1) is None:
+        raise ValueError("batch_size=None delivers samples, not batches: iterate over open_dataset(path)")
+    settings = {
+        "batch_size": given.get("batch_size", 1),
+        "shuffle": "window" if given.get("shuffle") else "none",
+    }
+    if given.get("drop_last"):
+        settings["tail"] = "drop"
+    if given.get("timeout"):
+        settings["timeout_seconds"] = given["timeout"]
+    if rank is not None or world_size is not None:
+        settings |= {"rank": rank, "world_size": world_size}
+    return settings
+
+
+def _stream_arguments(given: Mapping[str, Any], became: list[Became]) -> list[dict[str, Any]]:
+    """The arguments of each stream, with the dataset's where it has none; notes them in the report."""
+    common = {name: given[name] for name in _STREAM if given.get(name) is not None}
+    streams = given.get("streams")
+    if not streams:
+        config = dict(given.get("stream_config") or {})
+        became += _became("Stream", config, STREAM, "stream_config.")
+        return [config | common]
+    if "remote" in common or "local" in common:
+        raise ValueError("give streams, or remote and local, not both")
+    specs = []
+    for number, stream in enumerate(streams):
+        if isinstance(stream, Mapping):
+            own = dict(stream)
+        else:  # of theirs, which keep what was given under these names
+            own = {name: getattr(stream, f"_{name}", getattr(stream, name, None)) for name in STREAM}
+        own = {name: value for name, value in own.items() if value not in (None, "")}
+        became += _became("Stream", own, STREAM, f"streams[{number}].")
+        specs.append(common | own)
+    return specs
+
+
+def _path(spec: Mapping[str, Any]) -> str:
+    """Where a stream's dataset is."""
+    if (folder := spec.get("remote") or spec.get("local")) is None:
+        raise ValueError("a stream needs remote or local")
+    return "/".join(part.rstrip("/") for part in (os.fspath(folder), spec.get("split") or "") if part)
+
+
+def _is_cached(spec: Mapping[str, Any], path: str) -> bool:
+    return is_remote(path) and spec.get("local") is not None
+
+
+class _Mixture(NamedTuple):
+    weights: Sequence[float]
+    epoch_samples: int | None
+    takes_parts: bool  # whether an epoch ends within a pass over some stream
+
+
+def _mixture(
+    specs: Sequence[Mapping[str, Any]],
+    paths: Sequence[str],
+    epoch_size: int | str | None,
+    options: RunOptions | None,
+) -> _Mixture:
+    """How many samples of each stream an epoch has. ValueError for what they would refuse, too."""
+    epoch = _scaled(epoch_size, "kmbt", 1000) if epoch_size else None
+    is_relative = [spec.get("proportion") is not None for spec in specs]
+    is_absolute = any(spec.get(name) is not None for spec in specs for name in ("repeat", "choose"))
+    if any(is_relative) and (is_absolute or not all(is_relative)):
+        raise ValueError("give all streams a proportion, or none of them")
+    if is_absolute and epoch is not None:
+        raise ValueError("repeat and choose already state the samples of an epoch: leave epoch_size out")
+    if any(is_relative) and len(specs) > 1:
+        return _Mixture([float(spec["proportion"]) for spec in specs], epoch, takes_parts=True)
+    if len(specs) == 1 and not is_absolute and epoch is None:
+        return _Mixture([1], None, takes_parts=False)
+    storage = None if options is None else options.get("storage")
+    sizes = [len(open_dataset(path, storage=storage)) for path in paths]
+    counts = [
+        floor(spec["repeat"] * size) if spec.get("repeat") is not None else int(spec.get("choose", size))
+        for spec, size in zip(specs, sizes, strict=True)
+    ]
+    total = epoch or sum(counts)
+    takes_parts = any(total * count % (sum(counts) * size) for count, size in zip(counts, sizes, strict=True))
+    weights = counts if len(specs) > 1 else [1]
+    return _Mixture(weights, None if total == sum(sizes) else total, takes_parts)
+
+
+def _migrated(
+    paths: Sequence[str],
+    weights: Sequence[float],
+    settings: Mapping[str, Any],
+    became: Sequence[Became],
+    options: RunOptions | None,
+    *,
+    allow_pickle: bool = False,
+) -> Migrated:
+    """Make the loader; ValueError if an argument is refused."""
+    if refused := [one for one in became if one.outcome == "refused"]:
+        raise ValueError("; ".join(map(str, refused)))
+    settings = {**settings, **(options or {})}
+    cache = CacheOptions(folder=settings.get("cache_dir"), capacity=settings.get("cache_bytes"))
+    storage = settings.get("storage")
+    sources: list[str | Dataset] = [
+        open_dataset(path, allow_pickle=True, cache=cache, storage=storage) if allow_pickle else path
+        for path in paths
+    ]
+    texts = [
+        f"open_dataset({path!r}, allow_pickle=True, cache={cache!r})" if allow_pickle else repr(path)
+        for path in paths
+    ]
+    if len(paths) == 1:
+        call, loader = texts[0], StreamingLoader(sources[0], **settings)
+    else:
+        pairs = list(zip(texts, weights, strict=True))
+        call = f"[{', '.join(f'Stream({text}, weight={weight!r})' for text, weight in pairs)}]"
+        loader = StreamingLoader(
+            [Stream(source, weight) for source, weight in zip(sources, weights, strict=True)], **settings
+        )
+    words = [call, *(f"{name}={value!r}" for name, value in settings.items())]
+    return Migrated(loader, Report(tuple(became), f"StreamingLoader({', '.join(words)})"))
+
+
+def _refuse_chunks(path: str | os.PathLike[str]) -> None:
+    index = Path(path) / "index.json"
+    if not is_remote(path) and index.is_file() and '"chunks"' in index.read_text(errors="replace")[:1000]:
+        raise ValueError(
+            f"{os.fspath(path)} holds litdata's chunks: run `shardkit convert` and give what it wrote"
+        )
+
+
+def _scaled(value: int | float | str, suffixes: str, base: int) -> int:
+    """A whole number written with a suffix: "100gb" with suffixes "kmgtp", "64M" with "kmbt"."""
+    if not isinstance(value, str):
+        return int(value)
+    text = value.strip().lower()
+    if "b" not in suffixes:
+        text = text.removesuffix("b")
+    power = suffixes.find(text[-1:]) + 1
+    return int(float(text[:-1]) * base**power) if power else int(text)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
