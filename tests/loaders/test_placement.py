@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -259,6 +260,7 @@ class Topology:
         ranks = {p.rank for p, m in zip(self.places, self.machines, strict=True) if m == machine}
         return sorted({row * lanes // batch for row in range(batch) if row // self.batch_size in ranks})
 
+    @cached_property
     def lanes_followed(self) -> list[list[int]]:
         """By each process, as a loader computes them of what it has learned."""
         store = memory_store()
@@ -302,7 +304,7 @@ TOPOLOGIES = [
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.name)
 def test_the_processes_of_a_machine_follow_its_fair_share_of_lanes(topology: Topology) -> None:
     shares = {machine: topology.fair_share(machine) for machine in set(topology.machines)}
-    followed = topology.lanes_followed()
+    followed = topology.lanes_followed
     assert followed == [shares[machine] for machine in topology.machines]
 
 
@@ -324,7 +326,7 @@ def table() -> str:
             m: [p.rank for p, at in zip(topology.places, topology.machines, strict=True) if at == m]
             for m in machines
         }
-        followed = dict(zip(topology.machines, topology.lanes_followed(), strict=True))
+        followed = dict(zip(topology.machines, topology.lanes_followed, strict=True))
         rows.append(
             f"| {topology.name} | {len(machines)} | {span([len(ranks) for ranks in of.values()])} | "
             f"{topology.places[0].world_size} | {span([len(set(ranks)) for ranks in of.values()])} | "
@@ -335,6 +337,20 @@ def table() -> str:
 
 def test_the_documentation_shows_what_is_followed() -> None:
     assert table() in DOCUMENT.read_text()
+
+
+def test_the_examples_of_the_documentation_run(tmp_path: Path, process_groups: ProcessGroups) -> None:
+    path = make_dataset(tmp_path / "mds", "mds", samples=600)
+    process_groups(9, 128)
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    for text in blocks:
+        text = re.sub(r'"s3://[^"]*"', repr(str(path)), text).replace("/nvme", str(tmp_path))
+        exec(text.replace('"cuda"', '"cpu"'), names)
+    assert (names["loader"].rank, names["loader"].world_size) == (1, 16)
+    assert not names["evaluation"].config.stop_together
+    for name in ("loader", "evaluation"):
+        names[name].close()
 
 
 class CountedStore:
