@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import naming_extras
+from shardkit.loaders.block_mask import BLOCK_MASK_FIELDS, DEFAULT_BLOCK, block_tables
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.gather import OutputMemory
 from shardkit.loaders.streams import Columns
@@ -257,9 +258,8 @@ class BatchMaker:
         """The fields that a batch has besides the columns."""
         config = self.config
         fields = ["labels"] if config.labels else []
-        fields += config.document_options
-        fields += ["max_seqlen"] if config.cu_seqlens else []
-        fields += ["max_doc_lens"] if config.doc_lens else []
+        for option in config.document_options:
+            fields += _FIELDS.get(option, (option,))
         fields += ["sample_id"] if self.return_ids else []
         fields += ["stream_id"] if self.return_ids and self.split_ids is not None else []
         return fields + (["is_padding"] if self.mark_padding else [])
@@ -333,7 +333,19 @@ class BatchMaker:
             padded = segments.padded_cu_seqlens(size, config.cu_seqlens)
             batches["cu_seqlens"] = list(map(self._tensor, padded))
             batches["max_seqlen"] = [segments.shape[1]] * len(padded)
+        if config.block_mask:
+            batches |= self._block_mask(segments)
         return rows, batches
+
+    def _block_mask(self, segments: Segments) -> dict[str, list[Any]]:
+        rows, length = segments.shape
+        count, block = rows // self.batch_size, int(self.config.block_mask)
+        if self.config.block_mask is True:
+            block = DEFAULT_BLOCK
+        joined = self.batch_size if self.config.flat else 1
+        tables = block_tables(segments.starts, rows // joined, length * joined, block)
+        fields = {name: self._tensors(name, table, count) for name, table in tables.items()}
+        return fields | {"block_size": [block] * count}
 
     def _sample_fields(self, sample_ids: npt.NDArray[np.int64], padding: _Bools | None) -> Columns:
         """Which samples the rows are."""
@@ -362,6 +374,13 @@ class BatchMaker:
             return list(map(self._tensor, values.reshape(count, -1)))
         return list(map(self._tensor, values.reshape(count, -1, *values.shape[1:])))
 
+
+_FIELDS = {
+    "cu_seqlens": ("cu_seqlens", "max_seqlen"),
+    "doc_lens": ("doc_lens", "max_doc_lens"),
+    "block_mask": BLOCK_MASK_FIELDS,
+}
+"""The fields of a batch that an option adds, where they are not one field of its name."""
 
 _FLAT_FIELDS = {"labels", "position_ids", "document_ids"}
 

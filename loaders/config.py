@@ -36,7 +36,7 @@ Weights: TypeAlias = "Sequence[float | Fraction] | Mapping[str, float | Fraction
 """Of all streams in their order, or by name; streams that are not named get 0."""
 
 MAX_PREFETCH_BATCHES = 1 << 16
-_DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths")
+_DOCUMENT_OPTIONS = ("position_ids", "document_ids", "cu_seqlens", "doc_lens", "seq_lengths", "block_mask")
 BUSY_SECONDS = 200e-6  # a loop that comes back sooner does nothing but read: there is no work to overlap with
 
 
@@ -96,6 +96,7 @@ class LoaderOptions(TypedDict, total=False):
     cu_seqlens: bool | int
     doc_lens: bool
     seq_lengths: bool
+    block_mask: bool | int
     flat: bool
     rename: Mapping[str, str] | None
     tensors: Literal["torch", "numpy"]
@@ -164,6 +165,10 @@ class LoaderConfig:
     """Add `doc_lens` (int32[rows, most documents in a row], padded with 0) and `max_doc_lens` (list)."""
     seq_lengths: bool = False
     """Add `seq_lengths`: for each row the list of its documents' lengths."""
+    block_mask: bool | int = False
+    """Add the tables of FlexAttention's block mask, causal inside documents, for `block_mask.block_mask_of`.
+
+    A number is the size of a block in tokens; True: 128."""
     flat: bool = False
     """Deliver tokens, labels, position and document ids as one dimension: the rows one after another."""
     rename: Mapping[str, str] | None = None
@@ -271,16 +276,14 @@ class LoaderConfig:
         return cls(**options)
 
     def _check_layout(self) -> None:
-        if self.labels not in (False, True, "shifted"):
+        if not isinstance(self.labels, bool) and self.labels != "shifted":
             raise ValueError(f'labels must be True, False or "shifted", not {self.labels!r}')
         if self.keep_length and self.labels != "shifted":
             raise ValueError('keep_length is an option of labels="shifted": give both, or leave it out')
-        if not isinstance(self.cu_seqlens, bool) and not (
-            isinstance(self.cu_seqlens, int) and self.cu_seqlens >= 2
-        ):
-            raise ValueError(
-                f"cu_seqlens must be True, False or a length of at least 2, not {self.cu_seqlens!r}"
-            )
+        for name, what in (("cu_seqlens", "a length"), ("block_mask", "a number of tokens")):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (isinstance(value, int) and value >= 2):
+                raise ValueError(f"{name} must be True, False or {what} of at least 2, not {value!r}")
         if self.tensors not in ("torch", "numpy"):
             raise ValueError(f'tensors must be "torch" or "numpy", not {self.tensors!r}')
         if self.eos_id is not None and self.bos_id is not None:

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+import torch.nn.functional as F
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from shardkit.formats import mds
 from shardkit.formats.usage_log import scan
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.batch import BatchMaker
+from shardkit.loaders.block_mask import block_mask_of
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import MapDataset, StreamingDataLoader, StreamingDataset
@@ -228,6 +231,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cu_seqlens": {"labels": "shifted", "cu_seqlens": 64},
     "doc_lens": {"doc_lens": True, "seq_lengths": True},
     "numpy": {"labels": "shifted", "tensors": "numpy"},
+    "block_mask": {"block_mask": 4, "flat": True},
 }
 
 
@@ -393,6 +397,7 @@ def test_data_whose_documents_begin_with_an_id_is_cut_before_it(tmp_path: Path) 
         ({"labels": True, "keep_length": True}, 'option of labels="shifted"'),
         ({"cu_seqlens": 1}, "a length of at least 2, not 1"),
         ({"cu_seqlens": -4}, "a length of at least 2"),
+        ({"block_mask": 1}, "block_mask must be True, False or a number of tokens of at least 2"),
         ({"tensors": "jax"}, '"torch" or "numpy", not'),
     ],
 )
@@ -412,3 +417,79 @@ def test_labels_share_memory_with_tokens_only_where_nothing_can_be_masked(
             tokens, labels = batch["tokens"].numpy(), batch["labels"].numpy()
             assert np.shares_memory(tokens, labels) == shares
             assert tokens.flags.c_contiguous == labels.flags.c_contiguous == (not shares)
+
+
+# FlexAttention.
+
+
+@st.composite
+def masked_batches(draw: st.DrawFn) -> tuple[dict[str, Any], LoaderConfig, list[list[int]], list[bool]]:
+    """(batch, options, rows of tokens, which rows are padding)"""
+    length, size = draw(st.integers(2, 30)), draw(st.integers(1, 3))
+    row = st.lists(st.sampled_from([0, 0, 1, 2, 3, 4, 5, 6, 7]), min_size=length, max_size=length)
+    rows = draw(st.lists(row, min_size=size, max_size=size))
+    padded = [draw(st.integers(0, 4)) == 0 for _ in rows]
+    ids = np.array([-1 if padding else i for i, padding in enumerate(padded)])
+    rows = [[EOS] * length if padding else row for row, padding in zip(rows, padded, strict=True)]
+    real = np.array([row for row, padding in zip(rows, padded, strict=True) if not padding], np.int64)
+    config = LoaderConfig(
+        block_mask=draw(st.integers(2, 9)),
+        flat=draw(st.booleans()),
+        labels=draw(st.sampled_from([False, True])) and "shifted",
+        document_ids=True,
+    )
+    maker = BatchMaker(size, config, ["tokens"], "tokens", EOS, mark_padding=True)
+    ((batch,), _) = maker.make({"tokens": real.reshape(-1, length)}, ids)
+    return batch, config, rows, padded
+
+
+@settings(deadline=None, max_examples=60)
+@given(masked_batches())
+def test_block_masks_equal_those_that_torch_finds_pair_by_pair(drawn: Any) -> None:
+    batch, config, rows, padded = drawn
+    plain = plain_batch(rows, padded, LoaderConfig(labels=config.labels, document_ids=True), EOS)
+    documents = torch.tensor(plain["document_ids"])
+    if config.flat:  # each row begins a document
+        documents = (documents + 100 * torch.arange(len(rows))[:, None]).reshape(1, -1)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (documents[b, q] == documents[b, kv])
+
+    count, length = documents.shape
+    expected = create_block_mask(mask, count, None, length, length, "cpu", config.block_mask)
+    found = block_mask_of(batch)
+    assert (found.shape, found.BLOCK_SIZE) == (expected.shape, expected.BLOCK_SIZE)
+    assert found.seq_lengths == expected.seq_lengths
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (getattr(found, f"{name}_{part}") for part in ("num_blocks", "indices"))
+        assert (counts.dtype, indices.dtype) == (torch.int32, torch.int32)
+        assert torch.equal(counts, getattr(expected, f"{name}_num_blocks"))
+        used = torch.arange(indices.shape[-1]) < counts[..., None]
+        assert torch.equal(indices[used], getattr(expected, f"{name}_indices")[used])
+        assert ((indices >= 0) & (indices < indices.shape[-1])).all()
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    dense = create_mask(found.mask_mod, count, None, length, length, "cpu")
+    assert torch.equal(dense, create_mask(mask, count, None, length, length, "cpu"))
+
+
+@pytest.mark.extended
+def test_compiled_attention_under_a_block_mask_stays_inside_of_documents(tmp_path: Path) -> None:
+    rows = np.random.default_rng(3).integers(1, 60, (2, 300)).astype(np.uint16)
+    rows[rows < 2] = EOS
+    mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
+    options: dict[str, Any] = {"block_mask": True, "document_ids": True, "eos_id": EOS}
+    with StreamingLoader(tmp_path, batch_size=2, rank=0, world_size=1, **options) as loader:
+        (batch,) = loader
+    documents = batch["document_ids"]
+    allowed = (documents[:, :, None] == documents[:, None]) & torch.ones(300, 300).tril().bool()
+    q, k, v = torch.randn(3, 2, 1, 300, 16)
+    found = torch.compile(flex_attention)(q, k, v, block_mask=block_mask_of(batch))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_without_the_tables_says_which_option_makes_them(data: Path) -> None:
+    with StreamingLoader(data, batch_size=4, rank=0, world_size=1) as loader:
+        batch = next(iter(loader))
+    with pytest.raises(KeyError, match="give the loader block_mask=True"):
+        block_mask_of(batch)

@@ -1,0 +1,128 @@
+"""FlexAttention's block mask of a batch, from the bounds of its documents.
+
+The mask is causal inside each document: token q sees token k if `start of q's document <= k <= q`. Padding at
+a row's end is one more document. `create_block_mask` finds the blocks of this mask by evaluating it for every
+pair of tokens. But documents are runs of tokens, so the start of q's document never decreases with q, and
+three numbers say which blocks of keys the queries of block i see:
+
+    first(i)   the block in which the document of its first token starts: none before it is seen
+    full(i)    the first block that begins at or after the start of the document of its last token
+    i          the block itself, of which a query sees no later tokens: always in part
+
+    first(i) … full(i) - 1 are seen in part, full(i) … i - 1 in full, i in part
+
+Both limits never decrease with i, so the same holds of the queries that see a block of keys, and all eight
+tables that the kernels read are ranges. They are computed with NumPy by the loader (`block_tables`, time per
+block), travel in the batch, and become a `BlockMask` on whatever device they are on (`block_mask_of`), with
+no work for the device. If a sequence is no whole number of blocks, its last block is seen in part only, as
+`create_block_mask` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.errors import naming_extras
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["BLOCK_MASK_FIELDS", "DEFAULT_BLOCK", "block_mask_of", "block_tables"]
+
+DEFAULT_BLOCK = 128  # tokens; FlexAttention's own default
+
+_TABLES = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
+BLOCK_MASK_FIELDS = (*_TABLES, "document_starts", "block_size")
+
+_Ints = npt.NDArray[np.int64]
+_Table = npt.NDArray[np.int32]
+
+
+def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict[str, _Table]:
+    """The tables of `sequences` of `length` tokens, in blocks of `block` tokens.
+
+    `starts`: where documents begin in all sequences, one after another; each sequence begins one. Tables have
+    the shape [sequences, 1, blocks] or [sequences, 1, blocks, blocks]; `document_starts` is
+    [sequences, length]: for each token where its document begins in its sequence.
+    """
+    blocks = -(-length // block)
+    own = np.arange(blocks)
+    last_tokens = np.minimum((own + 1) * block, length) - 1
+    in_sequence = starts % length
+    first, full = (
+        in_sequence[np.searchsorted(starts, tokens + np.arange(sequences)[:, None] * length, "right") - 1]
+        for tokens in (own * block, last_tokens)
+    )
+    first, full = first // block, np.minimum(-(-full // block), own)
+    if length % block:
+        full[:, -1] = blocks - 1
+    last_query, last_full_query = _count_up_to(first) - 1, _count_up_to(full) - 1
+
+    first, full, last_full_query = first[:, :, None], full[:, :, None], last_full_query[:, :, None]
+    own, column = own[:, None], np.arange(blocks)
+    tables = {
+        "kv_num_blocks": (full - first + 1)[:, :, 0],
+        "kv_indices": np.where(column < full - first, first + column, own),
+        "full_kv_num_blocks": (own - full)[:, :, 0],
+        "full_kv_indices": np.minimum(full + column, own),
+        "q_num_blocks": last_query - last_full_query[:, :, 0] + 1,
+        "q_indices": np.where(column == 0, own, np.minimum(last_full_query + column, blocks - 1)),
+        "full_q_num_blocks": (last_full_query - own)[:, :, 0],
+        "full_q_indices": np.broadcast_to(
+            np.minimum(own + 1 + column, blocks - 1), (sequences, blocks, blocks)
+        ),
+    }
+    found = {name: table.astype(np.int32)[:, None] for name, table in tables.items()}
+    lengths = np.diff(starts, append=sequences * length)
+    found["document_starts"] = np.repeat(in_sequence.astype(np.int32), lengths).reshape(sequences, length)
+    return found
+
+
+def _count_up_to(limits: _Ints) -> _Ints:
+    """For each j below the length of a row of `limits` how many of its numbers are at most j."""
+    sequences, blocks = limits.shape
+    cells = (np.arange(sequences)[:, None] * blocks + limits).ravel()
+    counts: _Ints = np.bincount(cells, minlength=sequences * blocks).reshape(sequences, blocks).cumsum(axis=1)
+    return counts
+
+
+def block_mask_of(batch: Mapping[str, Any]) -> BlockMask:
+    """The `BlockMask` of a batch of a loader with `block_mask`, on the device where its tensors are.
+
+    For rows [batch size, length] it has one mask for each row; for flat batches one for all tokens. All heads
+    share it. KeyError without the fields of the option, or if `rename` has changed their names.
+    """
+    with naming_extras("block_mask_of"):
+        from torch.nn.attention.flex_attention import BlockMask
+    if missing := [name for name in BLOCK_MASK_FIELDS if name not in batch]:
+        raise KeyError(
+            f"the batch has no {missing[0]!r}: give the loader block_mask=True and do not rename it"
+        )
+    starts: torch.Tensor = batch["document_starts"]
+
+    def causal_inside_documents(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        return (kv_idx <= q_idx) & (kv_idx >= starts[b, q_idx])
+
+    size, length = batch["block_size"], starts.shape[1]
+    return BlockMask(
+        seq_lengths=(length, length),
+        **{name: batch[name] for name in _TABLES},
+        BLOCK_SIZE=(size, size),
+        mask_mod=causal_inside_documents,
+    )
