@@ -70,26 +70,24 @@ def block_tables(starts: _Ints, sequences: int, length: int, block: int) -> dict
     first, full = first // block, np.minimum(-(-full // block), own)
     if length % block:
         full[:, -1] = blocks - 1
-    last_query, last_full_query = _count_up_to(first) - 1, _count_up_to(full) - 1
-
-    first, full, last_full_query = first[:, :, None], full[:, :, None], last_full_query[:, :, None]
-    own, column = own[:, None], np.arange(blocks)
-    tables = {
-        "kv_num_blocks": (full - first + 1)[:, :, 0],
-        "kv_indices": np.where(column < full - first, first + column, own),
-        "full_kv_num_blocks": (own - full)[:, :, 0],
-        "full_kv_indices": np.minimum(full + column, own),
-        "q_num_blocks": last_query - last_full_query[:, :, 0] + 1,
-        "q_indices": np.where(column == 0, own, np.minimum(last_full_query + column, blocks - 1)),
-        "full_q_num_blocks": (last_full_query - own)[:, :, 0],
-        "full_q_indices": np.broadcast_to(
-            np.minimum(own + 1 + column, blocks - 1), (sequences, blocks, blocks)
-        ),
-    }
-    found = {name: table.astype(np.int32)[:, None] for name, table in tables.items()}
+    # [sequences, 1, blocks, 1]: rows of the tables; their columns are numbered below.
+    i, first, full, last, last_full = (
+        np.broadcast_to(rows, (sequences, blocks)).astype(np.int32)[:, None, :, None]
+        for rows in (own, first, full, _count_up_to(first) - 1, _count_up_to(full) - 1)
+    )
+    column = own.astype(np.int32)
     lengths = np.diff(starts, append=sequences * length)
-    found["document_starts"] = np.repeat(in_sequence.astype(np.int32), lengths).reshape(sequences, length)
-    return found
+    return {
+        "kv_num_blocks": (full - first + 1)[..., 0],
+        "kv_indices": np.where(column < full - first, first + column, i),
+        "full_kv_num_blocks": (i - full)[..., 0],
+        "full_kv_indices": np.minimum(full + column, i),
+        "q_num_blocks": (last - last_full + 1)[..., 0],
+        "q_indices": np.where(column == 0, i, np.minimum(last_full + column, blocks - 1)),
+        "full_q_num_blocks": (last_full - i)[..., 0],
+        "full_q_indices": np.minimum(i + 1 + column, blocks - 1),
+        "document_starts": np.repeat(in_sequence.astype(np.int32), lengths).reshape(sequences, length),
+    }
 
 
 def _count_up_to(limits: _Ints) -> _Ints:

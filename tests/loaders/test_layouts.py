@@ -443,7 +443,7 @@ def masked_batches(draw: st.DrawFn) -> tuple[dict[str, Any], LoaderConfig, list[
     return batch, config, rows, padded
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(masked_batches())
 def test_block_masks_equal_those_that_torch_finds_pair_by_pair(drawn: Any) -> None:
     batch, config, rows, padded = drawn
