@@ -8,7 +8,10 @@ stop, on any number of ranks, goes on exactly on any other: all pairs are covere
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import random
+import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +29,7 @@ from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import BUSY_SECONDS
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset, unchanged
 from shardkit.order.run_settings import Tail
+from shardkit.tools.audit.logs import audit_logs
 from support.default_cases import cases
 from support.loader_data import KINDS, make_dataset
 from support.resume import (
@@ -371,6 +375,49 @@ def test_the_global_batch_may_be_changed_while_training_and_the_state_keeps_it(
         loader.load_state_dict(state)
         steps = loader.steps()
         assert [[places(batch) for batch in next(steps)] for _ in range(2)] == after
+
+
+def train_in_steps(
+    rank: int, world_size: int, size: int, location: str, folder: Path, steps: int | None
+) -> None:
+    """Train up to a step, or until killed; rank 0 saves a checkpoint after every third step."""
+    checkpoint = folder / "state.json"
+    data = open_dataset(location)
+    with step_loader(data, rank, world_size, size, usage_log=folder / "logs") as loader:
+        if checkpoint.exists():
+            loader.load_state_dict(json.loads(checkpoint.read_text()))
+        for number, step in enumerate(loader.steps(), 1):
+            time.sleep(0.002 * len(step))
+            if rank == 0 and number % 3 == 0:
+                checkpoint.with_suffix(".new").write_text(json.dumps(loader.state_dict()))
+                checkpoint.with_suffix(".new").rename(checkpoint)
+            if steps is not None and loader.position >= steps:
+                return
+
+
+@pytest.mark.extended
+def test_processes_killed_in_any_step_of_a_ramp_continue_on_other_ranks_and_the_audit_is_clean(
+    tmp_path: Path,
+) -> None:
+    location = str(make_dataset(tmp_path / "data", "mds"))
+    context, chance = multiprocessing.get_context("fork"), random.Random(7)
+    for world_size, size in ((2, 3), (4, 1), (1, 12), (3, 2), (1, 4), (2, 2)):
+        last = (world_size, size) == (2, 2)
+        common = (world_size, size, location, tmp_path, 3000 if last else None)
+        ranks = [context.Process(target=train_in_steps, args=(rank, *common)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        if not last:
+            time.sleep(0.2 + chance.random() / 2)
+            for process in ranks:
+                process.kill()
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == (0 if last else -signal.SIGKILL)
+    report = audit_logs(tmp_path / "logs", [open_dataset(location)], [None], progress=False)
+    assert report.ok, [str(finding) for finding in report.findings.kept]
+    assert len(report.runs) > 1
+    assert report.walks[0].epochs_proved >= 3000 // SAMPLES - 1
 
 
 def test_steps_that_cannot_be_are_refused(small: dict[str, Dataset]) -> None:
