@@ -49,7 +49,7 @@ class LoaderState:
     def to_dict(self) -> dict[str, object]:
         """Plain data (ints, strings, lists, dicts) that shares nothing with the loader."""
         settings = self.settings
-        order, streams = settings.order.to_dict(), [stream.to_dict() for stream in settings.streams]
+        order = settings.order.to_dict()
         return {
             "version": STATE_VERSION,
             "position": self.position,
@@ -57,7 +57,7 @@ class LoaderState:
             "order_version": order.pop("version"),
             **order,
             "tail": settings.tail,
-            "streams": {name: [stream[name] for stream in streams] for name in _STREAM},
+            "streams": {name: [getattr(stream, name) for stream in settings.streams] for name in _STREAM},
             "schedule": None if settings.schedule is None else settings.schedule.to_list(),
             "epoch_samples": settings.epoch_samples,
             "global_batch": None if self.step_sizes is None else self.step_sizes.to_list(),
