@@ -368,11 +368,12 @@ class StreamingLoader:
         """Continue with the first batch of `epoch`; does nothing if the next batch is of that epoch.
 
         For training loops that call this before each epoch. With tail="carry" that is the first batch that
-        starts in the epoch, in a run from position 0 on. With `restart`, all epochs are the same.
+        starts in the epoch, in a run from position 0 on. Where the epochs of a loop are not the data's,
+        nothing happens: with `endless`, which has none, and with `restart`, where all are the same.
         """
         if epoch < 0:
             raise ValueError(f"an epoch is a whole number of at least 0, not {epoch}")
-        if epoch != self.epoch and not self.config.restart:
+        if epoch != self.epoch and not (self.config.restart or self.config.endless):
             self.seek(self._plan.first_batch(operator.index(epoch)))
 
     def start_of(self, cursor: Cursor) -> Cursor:

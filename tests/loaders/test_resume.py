@@ -194,6 +194,10 @@ def test_set_epoch_goes_to_the_first_batch_of_another_epoch_and_leaves_its_own_a
             loader.set_epoch(epoch)
             next(iterator)
             assert loader.epoch == epoch
+    with make(**arguments, batch_size=4, endless=True) as loader:
+        loader.seek(20)
+        loader.set_epoch(3)
+        assert loader.position == 20
 
 
 @pytest.mark.parametrize("name", VARIANTS)
