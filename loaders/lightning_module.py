@@ -33,6 +33,7 @@ from shardkit.errors import naming_extras, warn_user
 with naming_extras("ShardDataModule"):
     import lightning.pytorch as pl
     import torch
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 from shardkit.loaders.batch import Batch
@@ -175,6 +176,14 @@ def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
         return None, None
     replicas = trainer.distributed_sampler_kwargs
     return (0, 1) if replicas is None else (replicas["rank"], replicas["num_replicas"])
+
+
+def _placement(trainer: Trainer | None) -> dict[str, Any]:
+    """What a loader takes its rank from; the mesh of a ModelParallelStrategy knows the replicas too."""
+    if isinstance(getattr(trainer, "strategy", None), ModelParallelStrategy):
+        return {"mesh": trainer.strategy.device_mesh}
+    rank, world_size = find_replica(trainer)
+    return {"rank": rank, "world_size": world_size}
 
 
 DataSource: TypeAlias = "str | os.PathLike[str] | Dataset | Sequence[Stream]"
@@ -399,8 +408,9 @@ class ShardDataModule(pl.LightningDataModule):
         return EvaluationBatches(self._open(source, batch_size, shuffle="none", tail="pad", **options))
 
     def _open(self, source: DataSource, batch_size: int, **options: Any) -> StreamingLoader:
-        rank, world_size = find_replica(self.trainer)
-        return StreamingLoader(source, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        if options.get("mesh") is None and options.get("group") is None:
+            options |= _placement(self.trainer)
+        return StreamingLoader(source, batch_size=batch_size, **options)
 
 
 class _StopPeersFirst(pl.Callback):

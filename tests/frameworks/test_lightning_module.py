@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 from support import lightning_runs as runs  # first: it makes `import lightning` possible beside torchvision
 
 # isort: split
+import lightning
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -29,6 +30,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import MissingExtraError, StateError
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.lightning_module import DataMonitor, ShardDataModule
+from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from shardkit.storage.memory import MemoryStore
 from support.default_cases import cases
 from support.lightning_runs import EveryStep, Model, Record, Trained, fit, stop_at, trained_batches
@@ -452,6 +454,48 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
         importlib.import_module("shardkit.loaders.lightning_module")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fabric_trains_evaluates_and_resumes_exactly(
+    train: Path, val: Path, tmp_path: Path, workers: int
+) -> None:
+    """With a StreamingDataLoader; every evaluation starts anew and may end early."""
+
+    def loaders(fabric: Any) -> Any:
+        common: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True}
+        datasets = (
+            StreamingDataset(train, **common),
+            StreamingDataset(val, restart=True, tail="pad", **common),
+        )
+        context = "fork" if workers else None
+        return fabric.setup_dataloaders(
+            *(StreamingDataLoader(d, num_workers=workers, multiprocessing_context=context) for d in datasets)
+        )
+
+    def ids(batches: Any) -> list[list[int]]:
+        return [batch["sample_id"].tolist() for batch in batches]
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    with StreamingLoader(train, batch_size=4, rank=0, world_size=1, return_ids=True) as plain:
+        expected = [*ids(plain), *ids(plain)]
+        with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
+            fabric.setup_dataloaders(plain)
+    training, evaluating = loaders(fabric)
+    first = ids(islice(evaluating, 2))
+    trained = []
+    for step, batch in enumerate(training):
+        trained.append(batch["sample_id"].tolist())
+        if step % 3 == 2:
+            assert ids(islice(evaluating, 2)) == first
+        if step == 4:
+            fabric.save(tmp_path / "state.ckpt", {"loader": training, "step": step})
+    trained += ids(training)
+    assert trained == expected
+    state = {"loader": loaders(fabric)[0], "step": 0}
+    fabric.load(tmp_path / "state.ckpt", state)
+    assert state["step"] == 4
+    assert [*ids(state["loader"]), *ids(state["loader"])] == expected[5:]
+
+
 def run_two_ranks(train: Path, val: Path, folder: Path) -> dict[str, Any]:
     """The records of lightning_runs.py's two ranks, by run."""
     with socket.socket() as free:
@@ -479,6 +523,8 @@ def test_two_ranks_resume_exactly_and_one_goes_on_where_they_were(
         assert len(whole["trained"]) == 14
         assert resumed["trained"] == whole["trained"][5:], strategy
         assert resumed["weights"] == whole["weights"], strategy
+        places = {"ddp": [0, 2, "arguments"], "sharded": [0, 2, "mesh"], "tensor_parallel": [0, 1, "mesh"]}
+        assert whole["place"] == resumed["place"] == places[strategy]
         copies = 2 if strategy == "tensor_parallel" else 1  # both of its ranks read the same
         for _, ids in whole["validated"] + resumed["validated"]:
             assert sorted(ids) == sorted([*range(VAL_SAMPLES)] * copies), strategy

@@ -48,6 +48,7 @@ class Record:
     trained: list[Trained] = field(default_factory=list)
     validated: list[tuple[int, list[int]]] = field(default_factory=list)  # (batches trained on before, ids)
     weights: list[float] = field(default_factory=list)
+    place: list[Any] = field(default_factory=list)  # of the training loader: rank, world size, from what
 
 
 class Model(lightning.LightningModule):
@@ -83,6 +84,10 @@ class Model(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.fail("end", len(self.record.trained) - 1)
+
+    def on_train_start(self) -> None:
+        place = self.trainer.datamodule.train_loader._place
+        self.record.place = [place.rank, place.world_size, place.source]
 
     def on_validation_start(self) -> None:
         self.record.validated.append((len(self.record.trained), []))
