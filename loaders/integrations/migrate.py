@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 from shardkit.cache.contract import CacheOptions
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.loaders.config import RunOptions, Stream
-from shardkit.loaders.placement import find_place
 from shardkit.loaders.loader import StreamingLoader
+from shardkit.loaders.placement import find_place
 from shardkit.order.mixture import Schedule
 from shardkit.storage.url import is_remote
 
@@ -121,7 +121,7 @@ _DATA_LOADER = {
 
 _STREAM = {
     "remote": Rule("taken over", "the path or URL"),
-    "local": Rule("taken over", "`cache_dir`, shared by the machine's processes; the path, if nothing is remote"),
+    "local": Rule("taken over", "`cache_dir`, shared on the machine; the path if nothing is remote"),
     "split": Rule("taken over", "the sub-folder of the path or URL"),
     "download_retry": Rule("replaced", _RETRIES),
     "download_timeout": Rule("replaced", _RETRIES),

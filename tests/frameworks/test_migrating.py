@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shardkit.datasets.dataset import open_dataset
 from shardkit.formats import mds
 from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.config import LoaderConfig
+from shardkit.loaders.integrations.migrate import LITDATA, STREAM, STREAMING, Rule
 from shardkit.storage import open_store
 from support import peers
 from support.foreign_tars import PARTS, tars
@@ -79,7 +80,7 @@ def in_order(batches: Sequence[tuple[torch.Tensor, ...]]) -> list[bytes]:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # theirs
 def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
-    theirs, ours, their_streams, our_streams, writer = snippets("mosaicml-streaming")
+    theirs, ours, migrated, their_streams, our_streams, writer = snippets("mosaicml-streaming")
     with peers.streaming_datasets():
         before = [(batch.to(torch.int64),) for (batch,) in run(theirs)["seen"]]
         assert len(run(their_streams)["dataset"].streams) == 2
@@ -87,6 +88,8 @@ def test_a_loader_of_mosaicmls_becomes_one_of_ours(run: Run) -> None:
     assert in_order(after["seen"]) == in_order(before)
     assert len(in_order(before)) == len(ROWS)
     assert after["state"]["position"] == len(ROWS)
+    with run(migrated)["loader"] as loader:
+        assert in_order([(batch["tokens"],) for batch in loader]) == in_order(before)
     mixed = run(our_streams)["loader"]
     assert {tuple(batch["tokens"].shape) for batch in mixed} == {(8, 8)}
     mixed.close()
@@ -135,6 +138,12 @@ def test_what_litdata_wrote_is_converted(tmp_path: Path, monkeypatch: pytest.Mon
     assert [sample["number"] for sample in open_dataset("mds")] == [
         row["number"] for row in expected["litdata_items"]
     ]
+    [_, ours] = snippets("litdata")
+    space: dict[str, Any] = {}
+    exec(compile(ours.replace("batch_size=8", "batch_size=1"), str(PAGE), "exec"), space)
+    with space["loader"] as loader:
+        found = sorted(batch["number"].item() for batch in loader)
+    assert found == [row["number"] for row in expected["litdata_items"]]
     assert tokens("rows") == expected["litdata_tokens"]["blocks"]
     stream = [t for document in expected["litdata_tokens"]["documents"] for t in [*document, 50256]]
     found = [t for row in tokens("packed") for t in row]
@@ -179,10 +188,19 @@ def test_what_stands_on_the_right_is_ours(section: str) -> None:
             assert names(right) - {"f"} <= OURS
 
 
-def test_every_argument_of_mosaicmls_dataset_has_its_row() -> None:
-    rows = table("mosaicml-streaming", "`StreamingDataset`")
-    expected = parameters(peers.import_streaming().StreamingDataset.__init__)
-    assert {name for left, _ in rows for name in names(left)} == expected
+@pytest.mark.parametrize(
+    ("section", "title", "rules"),
+    [
+        ("mosaicml-streaming", "`StreamingDataset` and `StreamingDataLoader`", STREAMING),
+        ("mosaicml-streaming", "`Stream`", STREAM),
+        ("litdata", "litdata's `StreamingDataset` and `StreamingDataLoader`", LITDATA),
+    ],
+)
+def test_the_tables_are_the_rules_of_the_migration(
+    section: str, title: str, rules: Mapping[str, Rule]
+) -> None:
+    stated = {name: right for left, right in table(section, title) for name in names(left)}
+    assert stated == {name: f"{rule.text} |" for name, rule in rules.items()}
 
 
 def test_every_argument_of_webdatasets_dataset_has_its_row() -> None:
