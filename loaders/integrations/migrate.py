@@ -278,13 +278,12 @@ def from_streaming(
     settings = _common_settings(given, rank, world_size)
     specs = _stream_arguments(given, became)
     paths = [_path(spec) for spec in specs]
-    if caches := [spec["local"] for spec, path in zip(specs, paths, strict=True) if _is_cached(spec, path)]:
-        settings["cache_dir"] = caches[0]
+    placed = list(zip(specs, paths, strict=True))
+    if folders := [spec["local"] for spec, path in placed if is_remote(path) and "local" in spec]:
+        settings["cache_dir"] = folders[0]
     if given.get("cache_limit") is not None:
         settings["cache_bytes"] = _scaled(given["cache_limit"], "kmgtp", 1024)
-    if any(
-        spec.get("validate_hash") and not is_remote(path) for spec, path in zip(specs, paths, strict=True)
-    ):
+    if any(spec.get("validate_hash") and not is_remote(path) for spec, path in placed):
         settings["verify"] = True
     if given.get("shuffle_algo") == "naive" and settings["shuffle"] != "none":
         settings["shuffle"] = "global"
@@ -301,10 +300,9 @@ def from_streaming(
     if given.get("sampling_method") == "fixed" and not mixture.takes_parts:
         _decide(became, "sampling_method", "not needed")
     if given.get("batching_method") == "stratified":
-        global_batch = (
-            settings["batch_size"] * find_place(settings.get("rank"), settings.get("world_size")).world_size
-        )
-        if global_batch % sum(Schedule.of(mixture.weights).weights_at(0)) == 0:
+        place = find_place(settings.get("rank"), settings.get("world_size"))
+        block = sum(Schedule.of(mixture.weights).weights_at(0))
+        if settings["batch_size"] * place.world_size % block == 0:
             _decide(became, "batching_method", "replaced")
     return _migrated(
         paths, mixture.weights, settings, became, options, allow_pickle=bool(given.get("allow_unsafe_types"))
@@ -410,10 +408,6 @@ def _path(spec: Mapping[str, Any]) -> str:
     if (folder := spec.get("remote") or spec.get("local")) is None:
         raise ValueError("a stream needs remote or local")
     return "/".join(part.rstrip("/") for part in (os.fspath(folder), spec.get("split") or "") if part)
-
-
-def _is_cached(spec: Mapping[str, Any], path: str) -> bool:
-    return is_remote(path) and spec.get("local") is not None
 
 
 class _Mixture(NamedTuple):
