@@ -123,7 +123,7 @@ def test_sizes_may_be_numpys(folders: dict[str, Path]) -> None:
     def state(number: Callable[[int], Any]) -> dict[str, object]:
         streams = [Stream(folders[name], weight=number(WEIGHTS[name]), choose=number(40)) for name in SIZES]
         options = {name: number(4) for name in ("lanes", "window", "epoch_samples", "prefetch_batches")}
-        with StreamingLoader(streams, batch_size=4, **options) as loader:  # type: ignore[arg-type]
+        with StreamingLoader(streams, batch_size=4, **options) as loader:
             return loader.state_dict()
 
     assert json.loads(json.dumps(state(np.int64))) == json.loads(json.dumps(state(int)))
