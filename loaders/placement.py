@@ -11,8 +11,8 @@ nothing else is known, `check_place` warns; it refuses a place that torch.distri
 `ranks_of_machine` learns which data-parallel ranks share this machine, for the plan of their common cache. It
 does not follow from LOCAL_WORLD_SIZE, which counts replicas, nor from the rank, for the ranks of a machine
 need not be consecutive. Each process appends its rank to a key named after its machine in the store of the
-process group, counts itself, waits until all are counted (30 s at most), and reads its machine's key: five
-requests a process and a connection, whatever the world size. Nothing that is learned decides an order.
+process group, counts itself, waits until all are counted (30 s at most), and reads its machine's key: four
+to six requests a process and a connection, whatever the world size. Nothing that is learned decides an order.
 
 `usage_log_role` chooses one of the replicas to write the usage log.
 """

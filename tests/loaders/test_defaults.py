@@ -139,6 +139,17 @@ def test_the_warning_points_to_the_line_that_makes_the_loader(url: str) -> None:
     assert caught[0].filename == __file__
 
 
+def test_a_shared_cache_is_measured_by_the_lanes_of_all_ranks_on_the_machine(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with StreamingLoader(url, batch_size=4, cache_dir=tmp_path, cache_bytes=1) as loader:
+        with pytest.warns(RuntimeWarning, match="what 8 lanes have in use"):
+            iter(loader)
+        assert loader.machine_ranks == (0, 1)
+
+
 def test_what_is_free_on_a_machine_changes_nothing_but_a_warning(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
