@@ -5,7 +5,8 @@
 Each run of a layout comes directly after one of plain rows, and the cost is the median of the runs' ratios.
 Rows have `--length` + 1 tokens, stored as uint16, of documents of 500 tokens on average. "unmasked": the card
 says that no row is padded, so that shifted labels have nothing to mask. One core works, as in the background
-thread of a loader that trains.
+thread of a loader that trains. With --masks instead: microseconds for the tables of a block mask, and for
+PyTorch's `create_block_mask` of the same mask on the CPU.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from figures import Heads, benchmark_parser, give, in_turns, read_once
+from figures import Heads, benchmark_parser, give, in_turns, read_once, timed
 from shardkit.formats import mds
 from shardkit.loaders import StreamingLoader
+from shardkit.loaders.block_mask import DEFAULT_BLOCK, block_mask_of, block_tables
 
 EOS = 0
 DOCUMENT = 500  # tokens, on average
@@ -53,7 +57,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cu_seqlens of 256": {"cu_seqlens": 256},
     "doc_lens": {"doc_lens": True},
     "seq_lengths": {"seq_lengths": True},
+    "block_mask": {"block_mask": True},
+    "block_mask, flat": {"block_mask": True, "flat": True},
 }
+MASKS = ((8, 4096), (1, 32_768))  # sequences, tokens of each
 
 
 def write_dataset(folder: Path, megabytes: int, length: int) -> None:
@@ -114,14 +121,44 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
     ]
 
 
+def measure_masks(runs: int) -> list[dict[str, Any]]:
+    """Microseconds of one batch's block mask, by the loader's tables and by evaluating the mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows = []
+    for sequences, length in MASKS:
+        is_start = np.random.default_rng(0).random((sequences, length)) < 1 / DOCUMENT
+        is_start[:, 0] = True
+        starts = np.flatnonzero(is_start)
+        tables = block_tables(starts, sequences, length, DEFAULT_BLOCK)
+        batch = {name: torch.from_numpy(table) for name, table in tables.items()}
+        mask = block_mask_of(batch | {"block_size": DEFAULT_BLOCK})
+        create = partial(create_block_mask, mask.mask_mod, sequences, None, length, length, "cpu")
+        cases: dict[str, Callable[[], object]] = {
+            "tables_us": partial(block_tables, starts, sequences, length, DEFAULT_BLOCK),
+            "create_us": create,
+        }
+        times = timed(cases, runs)
+        row = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
+        rows.append({"side": f"{sequences} x {length}"} | row | {"runs": times["tables_us"]})
+    return rows
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, runs=9, compares=True)
     parser.add_argument("--megabytes", type=int, default=64, help="of stored tokens (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8, help="rows of a batch (default: %(default)s)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all")
+    parser.add_argument("--masks", action="store_true", help="block masks against create_block_mask")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.masks:
+        heads = {"side": ("sequences", ""), "tables_us": ("tables us", ",.0f")}
+        give(
+            arguments, measure_masks(arguments.runs), heads | {"create_us": ("create_block_mask us", ",.0f")}
+        )
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_dataset(folder, arguments.megabytes, arguments.length + 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +343,7 @@ class Missing(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
 sys.meta_path.insert(0, Missing())
 import json
+import re
 from shardkit.loaders import StreamingLoader
 """
 
@@ -493,3 +496,36 @@ def test_a_batch_without_the_tables_says_which_option_makes_them(data: Path) -> 
         batch = next(iter(loader))
     with pytest.raises(KeyError, match="give the loader block_mask=True"):
         block_mask_of(batch)
+
+
+# The page.
+
+
+def test_the_layouts_that_the_page_draws_are_those_of_the_loader(tmp_path: Path) -> None:
+    rows = np.array([[5, 6, 0, 7, 8, 9, 0], [4, 0, 3, 2, 0, 0, 0]], np.uint16)
+    mds.write_index(tmp_path, [mds.write_rows_shard(tmp_path, "shard.00000.mds", rows)])
+    write_card(tmp_path)
+    drawn = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+
+    def lines(**options: Any) -> Iterator[str]:
+        loader = StreamingLoader(
+            tmp_path, batch_size=2, shuffle="none", rank=0, world_size=1, mask_document_starts=None, **options
+        )
+        with loader:
+            (batch,) = loader
+        for name, value in batch.items():
+            for row in value.reshape(-1, value.shape[-1]).tolist() if hasattr(value, "tolist") else [value]:
+                yield f"{name}: {' '.join(map(str, row)) if hasattr(value, 'tolist') else row}"
+
+    field, found = "", set()
+    for line in drawn.splitlines():
+        match = re.search(r"  (?:([a-z_]+)  +|  )(-?\d[-\d ]*?|\[.*\])(?:  |$)", line)
+        if match:
+            field = match[1] or field
+            found.add(f"{field}: {match[2].strip()}")
+    expected = {
+        *lines(labels=True), *lines(labels="shifted"), *lines(labels="shifted", keep_length=True),
+        *lines(position_ids=True, document_ids=True, cu_seqlens=True, doc_lens=True, seq_lengths=True),
+        *lines(cu_seqlens=9), *lines(flat=True),
+    }  # fmt: skip
+    assert expected == found
