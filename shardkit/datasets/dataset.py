@@ -270,17 +270,22 @@ class Dataset(Closing):
         if self._files is None:
             assert self.shards is not None
             return self._shard_from(number, (reader or self.shards).load(number))
-        info, options, folder = self.manifest.shards[number], self._options, self._files.folder
-        verify = options.verify and not self._files.was_opened(number)
-        shard: ShardReader
+        try:
+            shard = self._local_shard(number, self._files)
+        except ShardError:
+            self._files.check(number)  # says more if that is why
+            raise
+        self._files.check(number)
+        return shard
+
+    def _local_shard(self, number: int, files: LocalFiles) -> ShardReader:
+        info, options = self.manifest.shards[number], self._options
+        verify = options.verify and not files.was_opened(number)
         if self.manifest.format == "mds":
             from shardkit.formats import mds
 
-            shard = mds.open_shard(folder, info, allow_pickle=options.allow_pickle, verify=verify)
-        else:
-            shard = self._shard_from(number, load_raw("tar", folder, info, verify=verify))
-        self._files.check(number)
-        return shard
+            return mds.open_shard(files.folder, info, allow_pickle=options.allow_pickle, verify=verify)
+        return self._shard_from(number, load_raw("tar", files.folder, info, verify=verify))
 
     def _shard_from(self, number: int, raw: Bytes) -> ShardReader:
         info, options, where = self.manifest.shards[number], self._options, self.where(number)

@@ -153,6 +153,21 @@ def test_local_shards_are_verified_on_request(tmp_path: Path) -> None:
             StreamingLoader(dataset, batch_size=8, verify=True)
 
 
+@pytest.mark.parametrize("samples", [53, 106])  # the same again, without hashes to prove it; other shards
+def test_rows_of_a_dataset_that_takes_another_ones_place_are_never_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    monkeypatch.setattr("shardkit.datasets.dataset.MAX_OPEN_SHARDS", 2)
+    make_dataset(tmp_path / "data", "mds")
+    make_dataset(tmp_path / "other", "mds", samples=samples)
+    with StreamingLoader(tmp_path / "data", batch_size=8) as loader:
+        assert len(list(loader)) == len(loader)
+        (tmp_path / "data").rename(tmp_path / "old")
+        (tmp_path / "other").rename(tmp_path / "data")
+        with pytest.raises(ShardError, match="was replaced after"):
+            list(loader)
+
+
 def test_each_block_of_the_weights_sum_has_exact_proportions(data: dict[str, Dataset]) -> None:
     with make(streams(data), batch_size=6) as loader:
         for batch in islice(batches(loader), 40):
