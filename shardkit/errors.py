@@ -59,6 +59,19 @@ _EXTRAS = {
     "webdataset": ("webdataset", "webdataset"),
 }
 
+# Trainers that shardkit.loaders.integrations adapts to, which no extra brings: their users have them.
+_TRAINERS = {
+    "accelerate": "accelerate",
+    "composer": "mosaicml",
+    "jax": "jax",
+    "litgpt": "litgpt",
+    "megatron": "megatron-core",
+    "olmo_core": "ai2-olmo-core",
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+    "tyro": "torchtitan",
+}
+
 
 class ShardkitError(Exception):
     """Base of all errors raised by shardkit on purpose."""
@@ -121,8 +134,10 @@ class PeerError(ShardkitError):
 class MissingExtraError(ShardkitError, ImportError):
     """An optional package is not installed; the message says what to install."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}: pip install 'shardkit[{extra}]'")
+    def __init__(self, package: str, extra: str | None, purpose: str) -> None:
+        """`extra`: the extra of shardkit that brings the package; None if none does."""
+        wanted = package if extra is None else f"'shardkit[{extra}]'"
+        super().__init__(f"{purpose} needs {package}: pip install {wanted}")
         self.package, self.extra, self.purpose = package, extra, purpose
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -136,6 +151,8 @@ def naming_extras(purpose: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
+        if package in _TRAINERS:
+            raise MissingExtraError(_TRAINERS[package], None, purpose) from error
         if package not in _EXTRAS:
             raise
         raise MissingExtraError(*_EXTRAS[package], purpose) from error

@@ -165,13 +165,17 @@ def test_a_module_that_no_extra_has_is_not_explained_away() -> None:
     message = r"this needs kenlm: pip install 'shardkit\[perplexity\]'"
     with pytest.raises(MissingExtraError, match=message), naming_extras("this"):
         raise ModuleNotFoundError("", name="kenlm.part")
+    message = "this needs ai2-olmo-core: pip install ai2-olmo-core"
+    with pytest.raises(MissingExtraError, match=message), naming_extras("this"):
+        raise ModuleNotFoundError("", name="olmo_core.data")
 
 
 def test_each_extra_is_known_to_pyproject_and_each_optional_import_to_the_table() -> None:
     for distribution, extra in errors._EXTRAS.values():
         assert distribution.lower() in in_extra(extra), f"{distribution} is not in {extra}"
     core = {"numpy", "zstandard", "xxhash", "pydantic", "yaml", "rich"}
-    known = core | {"shardkit", "_typeshed"} | set(sys.stdlib_module_names) | errors._EXTRAS.keys()
+    known = core | {"shardkit", "_typeshed"} | set(sys.stdlib_module_names)
+    known |= errors._EXTRAS.keys() | errors._TRAINERS.keys()
     for folder in ("shardkit", "writers", "loaders"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
