@@ -1,0 +1,138 @@
+"""torchtitan: a `BaseDataLoader` that is exact over restarts, at any data-parallel degree.
+
+    from shardkit.loaders.integrations.torchtitan_loader import ShardkitDataLoader
+
+    config.dataloader = ShardkitDataLoader.Config(dataset_path="s3://bucket/data")
+
+`Trainer` builds it with its data-parallel rank and degree (tensor, context and pipeline peers get the same
+batches), stores its state in each checkpoint as "dataloader", and resumes with the next sample. The state is
+the same on all ranks, and its position is not of a rank, so that a checkpoint loads at another degree.
+
+Rows of seq_len + 1 tokens give inputs and labels of seq_len; rows of seq_len do with `keep_length=True` in
+`options`. A batch is `{"input", "positions"}, labels`: int64[local_batch_size, seq_len] in release 0.3, and
+int64[num_tokens_per_batch] in later development, whose `max_context_length` is the length here. `positions`
+begin at 0 in each document, which keeps attention inside documents; labels are shifted, and -100 where a
+token would be predicted from another document. `options={"mask_document_starts": False}` keeps those.
+
+In a `Validator`, which builds a loader for each validation, every validation sees the same batches. Its
+`steps=-1` is each sample once, in equally many batches on all ranks; what fills up the last is labeled -100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+from torch import Tensor
+
+from shardkit.errors import naming_extras
+from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.loader import StreamingLoader
+
+with naming_extras(__name__):
+    import tyro
+
+    try:
+        from torchtitan.components.dataloader import BaseDataLoader
+    except ModuleNotFoundError:  # the module's name after release 0.3
+        from torchtitan.components.data.loader import BaseDataLoader
+
+__all__ = ["ShardkitDataLoader"]
+
+TrainerBatch: TypeAlias = tuple[dict[str, Tensor], Tensor]
+
+
+class ShardkitDataLoader(BaseDataLoader):
+    """Batches of a `StreamingLoader`, which is the attribute `loader`, in torchtitan's layout."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """What to read; also an entry of torchtitan's command line, as `--dataloader.dataset_path`."""
+
+        dataset_path: str | None = None
+        """The dataset: a folder or URL."""
+        streams: Annotated[Sequence[Stream], tyro.conf.Suppress] = ()
+        """A mixture, instead of `dataset_path`."""
+        options: Annotated[RunOptions, tyro.conf.Suppress] = field(default_factory=RunOptions)
+        """Further arguments of `StreamingLoader`: seed, shuffle, cache_dir, usage_log, …"""
+        infinite: bool = True
+        """Never end. `Validator` sets it."""
+        repeat: bool = True
+        """The same, by the name that it has after release 0.3."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int | None = None,
+        local_batch_size: int | None = None,
+        max_context_length: int | None = None,
+        num_tokens_per_batch: int | None = None,
+        **kwargs: object,
+    ) -> None:
+        """As `Trainer` and `Validator` call it; the tokenizer among `kwargs` is not needed."""
+        source = config.streams or config.dataset_path
+        if not source or (config.streams and config.dataset_path):
+            raise ValueError("ShardkitDataLoader.Config needs either dataset_path or streams")
+        is_flat = local_batch_size is None
+        length = max_context_length if is_flat else seq_len
+        assert length is not None
+        batch_size = local_batch_size or _rows(num_tokens_per_batch, length)
+        is_endless = config.infinite and config.repeat
+        layout: RunOptions = {
+            "labels": "shifted",
+            "position_ids": True,
+            "flat": is_flat,
+            "endless": is_endless,
+        }
+        if clash := sorted(layout.keys() & config.options.keys()):
+            raise ValueError(f"torchtitan decides {', '.join(clash)}: leave it out of options")
+        tail: RunOptions = {"tail": "carry" if is_endless else "pad"}
+        self.loader = StreamingLoader(
+            source,
+            batch_size=batch_size,
+            rank=dp_rank,
+            world_size=dp_world_size,
+            **(tail | config.options | layout),
+        )
+        stored = self.loader.dataset.sequence_length
+        wanted = length if config.options.get("keep_length") else length + 1
+        if stored != wanted:
+            self.close()
+            raise ValueError(
+                f"{self.loader.dataset.location} has rows of {stored} tokens, but sequences of {length} need "
+                f"{wanted}: change the sequence length; rows as long as sequences, whose last label is -100, "
+                'need options={"keep_length": True}'
+            )
+
+    def __iter__(self) -> Iterator[TrainerBatch]:
+        for batch in self.loader:
+            yield {"input": batch["tokens"], "positions": batch["position_ids"]}, batch["labels"]
+
+    def state_dict(self) -> dict[str, object]:
+        """The loader's state, the same on all ranks."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Continue where the state was taken, at any degree; nothing if the checkpoint has no state."""
+        if state_dict:
+            self.loader.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Stop prefetching and close the shards."""
+        self.loader.close()
+
+
+def _rows(num_tokens_per_batch: int | None, length: int) -> int:
+    """Rows of `length` tokens in a batch without rows."""
+    assert num_tokens_per_batch is not None
+    rows, rest = divmod(num_tokens_per_batch, length)
+    if rest or not rows:
+        raise ValueError(
+            f"a batch of {num_tokens_per_batch:,} tokens does not divide into rows of max_context_length="
+            f"{length:,}: make num_tokens_per_microbatch_per_dp_rank a multiple of it"
+        )
+    return rows
