@@ -127,7 +127,8 @@ def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -
         columns = ", ".join(column.name for column in streams.datasets[0].columns)
         raise ValueError(
             f"{' and '.join(config.token_options)} need a column of tokens of constant length: "
-            f"{streams.datasets[0].location} gives none among {columns}"
+            f"{streams.datasets[0].location} gives none among {columns}; `shardkit convert SRC DST "
+            "--sequence-length L --drop-tail` makes rows of one length of arrays that each state their own"
         )
     # Shifted labels need no id: where none is stated, no padding is known, and nothing is masked.
     needs_bounds = bool(config.document_options) or config.labels is True or config.masks_document_starts

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
+from shardkit.cli.main import main
 from shardkit.formats import mds
 from shardkit.formats.usage_log import scan
 from shardkit.loaders import Stream, StreamingLoader
@@ -27,7 +28,7 @@ from shardkit.loaders.block_mask import block_mask_of
 from shardkit.loaders.config import LoaderConfig
 from shardkit.loaders.cuda import CudaPrefetcher
 from shardkit.loaders.pytorch import MapDataset, StreamingDataLoader, StreamingDataset
-from support.loader_data import EOS, make_dataset, write_card
+from support.loader_data import EOS, make_dataset, token_rows, write_card
 
 SAMPLES = 53
 BOS = 1
@@ -496,6 +497,22 @@ def test_a_batch_without_the_tables_says_which_option_makes_them(data: Path) -> 
         batch = next(iter(loader))
     with pytest.raises(KeyError, match="give the loader block_mask=True"):
         block_mask_of(batch)
+
+
+def test_tokens_that_state_their_length_one_by_one_get_labels_by_the_command_that_the_error_names(
+    tmp_path: Path,
+) -> None:
+    with mds.MdsWriter(tmp_path / "source", columns={"tokens": "ndarray:int32"}) as writer:
+        for row in token_rows(20):
+            writer.write({"tokens": row.astype(np.int32)})
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": "none", "rank": 0, "world_size": 1}
+    with pytest.raises(ValueError, match="labels need a column") as refused:
+        StreamingLoader(tmp_path / "source", labels="shifted", **options)
+    (command,) = re.findall(r"`shardkit (.*?)`", str(refused.value))
+    places = {"SRC": str(tmp_path / "source"), "DST": str(tmp_path / "rows"), "L": "8"}
+    assert main([places.get(word, word) for word in command.split()]) == 0
+    with StreamingLoader(tmp_path / "rows", labels="shifted", **options) as loader:
+        assert np.array_equal(next(iter(loader))["labels"], token_rows(4)[:, 1:])
 
 
 # The page.
