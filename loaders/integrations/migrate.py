@@ -386,7 +386,7 @@ def _stream_arguments(given: Mapping[str, Any], became: list[Became]) -> list[di
     common = {name: given[name] for name in _STREAM if given.get(name) is not None}
     streams = given.get("streams")
     if not streams:
-        config = dict(given.get("stream_config") or {})
+        config = {n: value for n, value in (given.get("stream_config") or {}).items() if value is not None}
         became += _became("Stream", config, STREAM, "stream_config.")
         return [config | common]
     if "remote" in common or "local" in common:

@@ -174,6 +174,13 @@ def test_streams_of_theirs_are_read(folder: Path, tmp_path: Path) -> None:
     assert "streams[0].repeat=2: taken over: `weight`" in str(report)
 
 
+def test_the_arguments_of_one_stream_may_be_given_apart(folder: Path) -> None:
+    config = {"repeat": 2, "choose": None, "split": "b"}
+    loader, report = from_streaming(remote=str(folder), stream_config=config, batch_size=8)
+    assert Counter(ours(loader)) == Counter([*range(1000, 1032)] * 2)
+    assert "stream_config.repeat=2: taken over" in str(report)
+
+
 def test_the_report_says_what_became_of_each_argument(folder: Path, tmp_path: Path) -> None:
     url = fresh_url()
     put_folder(folder, open_store(url))
