@@ -53,7 +53,8 @@ class LocalFiles:
     """The files of a local dataset as they were when it was opened, to notice when others take their place.
 
     A shard that is open is not looked at: a file that is replaced by rename stays as it was for whoever has
-    mapped it.
+    mapped it. A shard that is replaced before it is first opened, beside an unchanged index, is found by its
+    size, or by its hashes if they are verified.
     """
 
     def __init__(self, found: Found) -> None:
