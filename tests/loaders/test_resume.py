@@ -343,14 +343,13 @@ def test_behind_a_state_from_inside_of_a_step_the_rest_of_it_comes_first(small: 
 def test_a_step_that_fails_in_its_middle_comes_whole_again(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path, "mds_zstd")
     shard = sorted(folder.glob("*.zstd"))[1]
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-9] + bytes(9))
+    away = shard.rename(tmp_path / "away")
     with step_loader(open_dataset(folder), 0, 1, 3, shuffle="none", lanes=None, window=None) as loader:
         state = saved(loader)
         with pytest.raises(ShardError, match="00001"):
             next(loader.steps())  # its first batch is in the whole shard
         assert saved(loader) == state
-        shard.write_bytes(content)
+        away.rename(shard)
         assert [place for batch in next(loader.steps()) for place in places(batch)] == [
             (0, row) for row in range(12)
         ]
