@@ -180,8 +180,9 @@ def find_replica(trainer: Trainer | None) -> tuple[int | None, int | None]:
 
 def _placement(trainer: Trainer | None) -> dict[str, Any]:
     """What a loader takes its rank from; the mesh of a ModelParallelStrategy knows the replicas too."""
-    if isinstance(getattr(trainer, "strategy", None), ModelParallelStrategy):
-        return {"mesh": trainer.strategy.device_mesh}
+    strategy = getattr(trainer, "strategy", None)
+    if isinstance(strategy, ModelParallelStrategy):
+        return {"mesh": strategy.device_mesh}
     rank, world_size = find_replica(trainer)
     return {"rank": rank, "world_size": world_size}
 

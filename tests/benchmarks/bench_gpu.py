@@ -82,11 +82,11 @@ def make_step(arguments: argparse.Namespace) -> Callable[[Batch], None]:
 def double_buffer(loader: Iterable[Batch], device: str) -> Iterator[Batch]:
     """What one writes by hand: two pinned buffers, and the next batch copied while this one is trained on."""
     on_gpu = device == "cuda"
-    stream = torch.cuda.Stream() if on_gpu else None
+    stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
     buffers: list[torch.Tensor] = []
     copied: list[Any] = [None, None]
     following: torch.Tensor | None = None
-    event = None
+    event: Any = None
     for number, batch in enumerate(loader):
         tokens = batch["tokens"]
         if len(buffers) < 2:
@@ -177,7 +177,7 @@ def synchronizations(
             step(next(batches))
         finish(arguments.device)
     found = sum(event.name in SYNCHRONIZING for event in profile.events() or ())
-    return max(0, found - (arguments.device == "cuda")) / count
+    return float(max(0, found - (arguments.device == "cuda")) / count)
 
 
 def write_rows(folder: Path, rows: int, length: int) -> None:
@@ -304,7 +304,7 @@ def train(way: str, run: Path, phase: str, data: Path, *, compiled: bool, device
         if newest:
             weights, moments = get_state_dict(model, optimizer)
             state: dict[str, Any] = {"model": weights, "optimizer": moments, "loader": batches}
-            dcp.load(state, checkpoint_id=run / str(newest))
+            dcp.load(state, checkpoint_id=run / str(newest))  # type: ignore[attr-defined]
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         with (run / f"{phase}-{rank}.jsonl").open("w", buffering=1) as log:
             for step, batch in zip(range(newest + 1, RUN_STEPS + 1), batches, strict=False):
@@ -317,7 +317,7 @@ def train(way: str, run: Path, phase: str, data: Path, *, compiled: bool, device
                 if step % CHECKPOINT_EVERY == 0:
                     weights, moments = get_state_dict(model, optimizer)
                     state = {"model": weights, "optimizer": moments, "loader": batches}
-                    dcp.save(state, checkpoint_id=run / str(step))
+                    dcp.save(state, checkpoint_id=run / str(step))  # type: ignore[attr-defined]
                 graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 log.write(json.dumps({"step": step, "rows": rows, "graphs": graphs}) + "\n")
         batches.close()
@@ -327,8 +327,9 @@ def train(way: str, run: Path, phase: str, data: Path, *, compiled: bool, device
 
 def measure_mask(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The loader's block masks beside create_block_mask's, which gets the documents on the device."""
-    from shardkit.loaders.block_mask import block_mask_of
     from torch.nn.attention.flex_attention import create_block_mask
+
+    from shardkit.loaders.block_mask import block_mask_of
 
     length = arguments.length
     write_rows(folder, arguments.batch_size * 8, length)

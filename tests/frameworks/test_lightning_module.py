@@ -478,7 +478,7 @@ def test_fabric_trains_evaluates_and_resumes_exactly(
     with StreamingLoader(train, batch_size=4, rank=0, world_size=1, return_ids=True) as plain:
         expected = [*ids(plain), *ids(plain)]
         with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
-            fabric.setup_dataloaders(plain)
+            fabric.setup_dataloaders(plain)  # type: ignore[arg-type]
     training, evaluating = loaders(fabric)
     first = ids(islice(evaluating, 2))
     trained = []

@@ -451,3 +451,16 @@ def test_a_dataset_answers_composer(data: dict[str, Path], workers: int) -> None
         dataset.state_dict(9, True)
     with pytest.raises(ValueError, match="began with batch 3 of its epoch"):
         dataset.state_dict(SIZE * 2, True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_starts_anew_in_each_for(data: dict[str, Path], workers: int) -> None:
+    """Left early or not, under either DataLoader, with persistent workers too."""
+    expected = reference(data["mds"], 14, tail="pad")
+    for make in (plain_loader, exact_loader):
+        for persistent in {False, workers > 0}:
+            dataset = StreamingDataset(data["mds"], **arguments(tail="pad", restart=True))
+            loader: Any = make(dataset, workers, persistent_workers=persistent)
+            for left_after in (3, 14, 14, 1, 14):
+                assert len(loader) == 14
+                assert_same(list(islice(loader, left_after)), expected[:left_after], make.__name__)

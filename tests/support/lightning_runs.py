@@ -86,7 +86,8 @@ class Model(lightning.LightningModule):
         self.fail("end", len(self.record.trained) - 1)
 
     def on_train_start(self) -> None:
-        place = self.trainer.datamodule.train_loader._place
+        trainer: Any = self.trainer
+        place = trainer.datamodule.train_loader._place
         self.record.place = [place.rank, place.world_size, place.source]
 
     def on_validation_start(self) -> None:
