@@ -108,6 +108,11 @@ class MapDataset(TorchDataset[Sample]):
         self._process: int | None = os.getpid()
         self._parts: tuple[SourceInfo, BatchMaker] | None = self._open(streams)
 
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset, open."""
+        return self._dataset
+
     def __len__(self) -> int:
         return len(self._dataset)
 

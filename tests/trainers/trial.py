@@ -57,6 +57,7 @@ class Trainer:
 
 
 TRAINERS: dict[str, Trainer] = {
+    "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=4),
     "olmo-core": Trainer("train_olmo_core.py", ("ai2-olmo-core==3.0.0",), row_tokens=64, changed_lines=9),
     "torchtitan": Trainer("train_torchtitan.py", ("torchtitan==0.3.0", "triton"), changed_lines=2),
 }
