@@ -147,8 +147,8 @@ class CudaPrefetcher:
     for. `copies` replaces what copies, in tests.
 
     One `for` is one of the loader's. Leaving it early and starting another continues with the next batch.
-    An iterator stays usable after an error. The loader is advanced by a thread: change its weights, schedule
-    or position only inside of `with prefetcher.paused():`.
+    An iterator stays usable after an error. The loader is advanced by a thread: change its weights only
+    inside of `with prefetcher.paused():`, and its position after `close()`.
     """
 
     def __init__(

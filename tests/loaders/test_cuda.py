@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Stream, StreamingLoader
 from shardkit.loaders.cuda import Copied, CudaCopies, CudaPrefetcher, HostCopies
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
 from support.loader_data import make_dataset
@@ -311,6 +311,30 @@ def test_a_paused_prefetcher_leaves_the_loader_alone() -> None:
         time.sleep(0.05)
         assert numbers.given == given
     assert [batch["number"] for batch in iterator] == list(range(2, 101))
+
+
+def test_weights_and_position_change_under_a_prefetcher_as_without_it(path: Path, tmp_path: Path) -> None:
+    streams = [Stream(path, name="a"), Stream(make_dataset(tmp_path / "b", "columns", samples=31), name="b")]
+
+    def run_changed(loader: StreamingLoader, source: Any) -> list[Batch]:
+        got = [on_cpu(batch) for batch in islice(source, 3)]
+        with source.paused() if isinstance(source, CudaPrefetcher) else nullcontext():
+            loader.set_weights({"a": 3, "b": 1}, at_position=40)
+        got += [on_cpu(batch) for batch in islice(source, 14)]
+        if isinstance(source, CudaPrefetcher):
+            source.close()
+        loader.seek(8)
+        return got + [on_cpu(batch) for batch in islice(source, 5)]
+
+    def mixed() -> StreamingLoader:
+        options: dict[str, Any] = {"batch_size": 4, "rank": 0, "world_size": 1, "return_ids": True}
+        return StreamingLoader(streams, endless=True, **options)
+
+    with mixed() as plain, mixed() as other:
+        expected = run_changed(plain, plain)
+        found = run_changed(other, CudaPrefetcher(other, "cpu", depth=3))
+        for number, (batch, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(batch, wanted, f"batch {number}")
 
 
 class FakeStream:
