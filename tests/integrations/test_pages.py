@@ -1,0 +1,28 @@
+"""The Python blocks of each trainer's page run, in their order and in one namespace.
+
+They run in a folder with the datasets "data" and "val" of rows of 65 tokens, and with the real trainer or, where
+it is not installed, with its recorded interface.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.loader_data import make_rows
+
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "trainers").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_rows(tmp_path / "data", 150, 65)
+    make_rows(tmp_path / "val", 40, 65)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    space: dict[str, object] = {"__name__": page.stem}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), space)
