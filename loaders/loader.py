@@ -469,7 +469,8 @@ class StreamingLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, SystemExit):
+        # A generator that uses the loader in a `with` and is dropped raises GeneratorExit there: no error.
+        if error is not None and not isinstance(error, (SystemExit, GeneratorExit)):
             self._stop_together.report(error, self.position // self._plan.global_batch)
         self.close()
 

@@ -456,6 +456,22 @@ def test_a_loader_that_opted_out_neither_tells_errors_nor_hears_them(
     apart.close()
 
 
+def test_a_generator_that_is_dropped_inside_its_loaders_with_is_no_error(
+    tmp_path: Path, peer: StopTogether[Loader]
+) -> None:
+    path = make_dataset(tmp_path / "mds", "mds")
+
+    def batches() -> Iterator[Any]:
+        with StreamingLoader(path, batch_size=2, rank=0, world_size=1) as loader:
+            yield from loader
+
+    generator = batches()
+    next(generator)
+    del generator
+    time.sleep(0.1)  # ten polls
+    peer.check()
+
+
 def test_a_rank_without_a_loader_hears_errors(process_groups: ProcessGroups) -> None:
     peers = watch()
     peers.check()  # before the process group is made there is nobody to hear
