@@ -1,7 +1,7 @@
 """The Python blocks of each trainer's page run, in their order and in one namespace.
 
-They run in a folder with the datasets "data" and "val" of rows of 65 tokens, and with the real trainer or, where
-it is not installed, with its recorded interface.
+They run in a folder with the datasets "data" and "val" of rows of 65 tokens, and with the real trainer or,
+where it is not installed, with its recorded interface.
 """
 
 from __future__ import annotations
