@@ -1,0 +1,144 @@
+"""Composer (`mosaicml`) and llm-foundry: batches as a `DataSpec`, with a state that Composer saves.
+
+    from shardkit.loaders.integrations.composer_dataset import build_data_spec
+
+    trainer = Trainer(
+        model=model,
+        train_dataloader=build_data_spec("s3://bucket/data", batch_size=8, cache_dir="/nvme/cache"),
+        eval_dataloader=build_data_spec("val", batch_size=8, shuffle="none", tail="pad", restart=True),
+        ...
+    )
+
+Composer saves `dataset.state_dict(num_samples, from_beginning)` of the DataLoader that it trains on. A new
+run loads it into its own dataset before it iterates, and then neither spins nor skips batches. The state is
+what the DataLoader has handed over, with any number of workers; it may continue on another number of ranks.
+
+A batch is what the models of llm-foundry and Hugging Face take: `input_ids` and `labels` (the model shifts
+them; padding is -100). With `document_ids=True` it has `sequence_id`, by which llm-foundry's MPT keeps
+attention inside documents. In llm-foundry's YAML, `name: shardkit` is `build_dataloader`:
+
+    train_loader:
+      name: shardkit
+      dataset: {path: s3://bucket/data, cache_dir: /nvme/cache, max_seq_len: 2048}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from shardkit.errors import naming_extras
+
+with naming_extras("shardkit.loaders.integrations.composer_dataset"):
+    from composer.core import DataSpec
+
+from shardkit.datasets.dataset import Dataset
+from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.pytorch import StreamingDataLoader
+from shardkit.loaders.state import OnMismatch
+from shardkit.loaders.streaming_dataset import State, StreamingDataset
+
+__all__ = ["ComposerDataLoader", "ComposerDataset", "build_data_spec", "build_dataloader"]
+
+_SAMPLES = "sample_in_epoch"
+
+
+class ComposerDataset(StreamingDataset):
+    """A `StreamingDataset` whose state tells the end of an epoch from the beginning of the next.
+
+    Composer saves after an epoch's last batch, and resumes inside that epoch, which then has no more batches.
+    """
+
+    epoch_is_over = False
+    """Whether such a state was loaded, and the iteration without batches has not been made."""
+
+    def state_dict(self, num_batches: int | None = None, from_beginning: bool | None = None) -> State:
+        """As `StreamingDataset.state_dict`; Composer gives the samples of this epoch, and True."""
+        if from_beginning is None:
+            return super().state_dict(num_batches)
+        return super().state_dict(num_batches or 0, from_beginning) | {_SAMPLES: num_batches}
+
+    def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: OnMismatch = "error") -> None:
+        """Continue where `state` was taken, here or by any other loader."""
+        plain = {name: value for name, value in state.items() if name != _SAMPLES}
+        super().load_state_dict(plain, on_mismatch=on_mismatch)
+        self.epoch_is_over = bool(state.get(_SAMPLES)) and not self.next[1]
+
+
+class ComposerDataLoader(StreamingDataLoader):
+    """A `StreamingDataLoader` that says how many rows a batch has, which Composer cuts into microbatches."""
+
+    dataset: ComposerDataset
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.dataset.loader.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int | None) -> None:
+        """torch's DataLoader sets None, because the dataset makes the batches."""
+
+    def __iter__(self) -> Any:
+        if self.dataset.epoch_is_over:
+            self.dataset.epoch_is_over = False
+            return iter(())
+        return super().__iter__()
+
+
+def build_data_spec(
+    dataset: str | os.PathLike[str] | Dataset | Sequence[Stream],
+    *,
+    batch_size: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    **options: Unpack[RunOptions],
+) -> DataSpec:
+    """What Composer's `Trainer(train_dataloader=…)` and `Evaluator(dataloader=…)` take.
+
+    `batch_size`: sequences per rank. Without workers, a thread prefetches. `options`: of `StreamingLoader`.
+    """
+    if refused := [name for name in ("flat", "cu_seqlens", "endless") if options.get(name)]:
+        raise ValueError(
+            f"leave out {refused[0]}: Composer counts epochs, and cuts batches into microbatches by rows"
+        )
+    names = {"tokens": "input_ids"} | ({"document_ids": "sequence_id"} if options.get("document_ids") else {})
+    defaults: RunOptions = {"labels": True, "rename": names}
+    batches = ComposerDataset(dataset, batch_size=batch_size, **(defaults | options))
+    return DataSpec(
+        ComposerDataLoader(batches, num_workers=num_workers, pin_memory=pin_memory),
+        num_samples=batches.loader.plan.samples,
+        get_num_samples_in_batch=lambda batch: len(next(iter(batch.values()))),
+    )
+
+
+def build_dataloader(
+    *,
+    tokenizer: object,
+    device_batch_size: int,
+    dataset: Mapping[str, Any],
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataSpec:
+    """What llm-foundry calls for `train_loader` and `eval_loader` with `name: shardkit`.
+
+    `dataset`: `path`, or `streams` ({name: {path: …, weight: …}}), and options of `StreamingLoader`; with
+    `max_seq_len`, ValueError if rows have another length. Rows are tokenized: `tokenizer` is not needed.
+    """
+    options = dict(dataset)
+    length, streams = options.pop("max_seq_len", None), options.pop("streams", None)
+    if (streams is None) == ("path" not in options):
+        raise ValueError("dataset: give either path or streams")
+    source = (
+        options.pop("path") if streams is None else [Stream(name=name, **s) for name, s in streams.items()]
+    )
+    spec = build_data_spec(
+        source, batch_size=device_batch_size, num_workers=num_workers, pin_memory=pin_memory, **options
+    )
+    found = {opened.sequence_length for opened in spec.dataloader.dataset.loader.datasets}
+    if length is not None and found != {length}:
+        raise ValueError(
+            f"max_seq_len is {length}, but rows have {', '.join(map(str, found))} tokens: set max_seq_len, "
+            f"or cut the dataset anew by `shardkit convert --sequence-length {length}`"
+        )
+    return spec
