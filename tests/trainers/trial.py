@@ -48,6 +48,9 @@ class Trainer:
 
     script: str
     requirements: tuple[str, ...]
+    """The trainer's package first; none: the script runs a clone of its repository."""
+    alone: tuple[str, ...] = ()
+    """Packages installed without what they require, because they require another torch."""
     row_tokens: int = 65
     """Tokens of a stored row."""
     launcher: str = "torchrun"
@@ -57,7 +60,21 @@ class Trainer:
 
 
 TRAINERS: dict[str, Trainer] = {
+    "composer": Trainer(
+        "train_composer.py",
+        (
+            *("torchmetrics", "torch_optimizer", "requests", "numpy<2.3", "psutil", "coolname<3", "tqdm"),
+            *("tabulate==0.9.0", "py-cpuinfo", "packaging<25.1", "importlib-metadata<9", "pillow<12"),
+            "mosaicml-cli<0.8",
+        ),
+        alone=("mosaicml==0.32.1", "torchvision==0.28.0"),
+        row_tokens=64,
+        changed_lines=3,
+    ),
+    "litgpt": Trainer("train_litgpt.py", ("litgpt==0.5.13", "requests")),
     "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=4),
+    "nanochat": Trainer("train_nanochat.py", (), changed_lines=4),
+    "nanogpt": Trainer("train_nanogpt.py", (), changed_lines=9),
     "olmo-core": Trainer("train_olmo_core.py", ("ai2-olmo-core==3.0.0",), row_tokens=64, changed_lines=9),
     "torchtitan": Trainer("train_torchtitan.py", ("torchtitan==0.3.0", "triton"), changed_lines=2),
 }
@@ -199,21 +216,26 @@ def installed(name: str, trainer: Trainer) -> str:
     """The Python of a virtual environment that has the trainer."""
     home = Path("~/.cache/shardkit-trainers").expanduser() / name
     python, done = home / "bin" / "python", home / "requirements.json"
-    wanted = json.dumps(trainer.requirements)
+    wanted = json.dumps([*trainer.alone, *trainer.requirements])
     if not done.exists() or done.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         if trainer.launcher == "torchrun":
             subprocess.run([*pip, TORCH], check=True)
+        if trainer.alone:
+            subprocess.run([*pip, "--no-deps", *trainer.alone], check=True)
         subprocess.run([*pip, *trainer.requirements, f"{ROOT}"], check=True)
         done.write_text(wanted)
     return str(python)
 
 
-def version_of(python: str, package: str) -> str:
+def version_of(python: str, trainer: Trainer) -> str:
+    if not (packages := trainer.alone + trainer.requirements):
+        return "from its repository"
+    package = packages[0].split("==")[0]
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "from its repository"
+    return found.stdout.strip()
 
 
 def audit(data: Path, logs: Path) -> str:
@@ -247,7 +269,7 @@ def run_trial(
     pairs += [(float(each["loss"]), expected[int(each["step"])]) for each in resumed]
     return Outcome(
         trainer=name,
-        version=version_of(python, trainer.requirements[0].split("==")[0]),
+        version=version_of(python, trainer),
         changed_lines=trainer.changed_lines,
         ranks=f"{ranks[0]} -> {ranks[1]}",
         killed_at=killed_at,

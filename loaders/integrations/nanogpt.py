@@ -1,0 +1,282 @@
+"""What the training scripts of nanoGPT, nanochat and modded-nanogpt call for their next batch.
+
+    NanoGPTData               nanoGPT: get_batch("train"), a state for ckpt.pt, batches for estimate_loss
+    data_loader_with_state    nanochat: a generator of (inputs, targets, state_dict)
+    data_loader               nanochat: the same without states, for validation
+    DistributedDataGenerator  modded-nanogpt: flat batches with document bounds; .send() changes their size
+
+All of them need rows of one token more than the model takes, and give inputs and targets of that length.
+
+nanoGPT and nanochat fetch a batch while they train on the one before, and save a checkpoint while they hold
+a batch that is not trained on yet. Their states therefore name the batch that was handed over last as the
+next one: a resumed run begins with it. modded-nanogpt does not fetch ahead, and its state names the batch
+after the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias, Unpack, cast
+
+from shardkit.errors import naming_extras
+
+with naming_extras("shardkit.loaders.integrations.nanogpt"):
+    import torch
+    from torch import Tensor
+
+from shardkit.datasets.dataset import Dataset
+from shardkit.loaders.batch import IGNORED_LABEL, Batch
+from shardkit.loaders.config import RunOptions, Stream
+from shardkit.loaders.loader import StreamingLoader
+
+__all__ = ["DistributedDataGenerator", "NanoGPTData", "data_loader", "data_loader_with_state"]
+
+_IGNORED_TARGET = -1  # what the loss of nanoGPT and nanochat leaves out
+
+_OF_THE_DATA = ("cache_dir", "cache_bytes", "connections", "storage", "eos_id", "bos_id", "timeout_seconds")
+
+Data: TypeAlias = str | os.PathLike[str] | Dataset | Sequence[Stream]
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""(inputs, targets), int64[rows, length]; targets of padding are -1."""
+
+
+class NanoGPTData:
+    """The data of nanoGPT's `train.py`.
+
+    `batch_size` and `block_size` as there: sequences per micro-batch and rank, tokens per sequence. Further
+    options: those of `StreamingLoader`; of these, evaluations take what concerns the data and its cache.
+    """
+
+    def __init__(
+        self,
+        train: Data,
+        val: Data,
+        *,
+        batch_size: int,
+        block_size: int,
+        device: str | torch.device = "cpu",
+        rank: int | None = None,
+        world_size: int | None = None,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        self._sets = {"train": train, "val": val}
+        self._evaluation = cast(RunOptions, {name: options[name] for name in _OF_THE_DATA if name in options})  # type: ignore[literal-required]
+        self._batch_size, self._block_size, self._device = batch_size, block_size, torch.device(device)
+        self._loader = _endless(train, batch_size, rank=rank, world_size=world_size, **options)
+        self._state = self._loader.state_dict()
+        self._batches: Iterator[Batch] | None = None
+
+    def get_batch(self, split: str = "train") -> Pair:
+        """This rank's next batch to train on. All ranks must take as many."""
+        if split != "train":
+            raise ValueError(
+                f"get_batch({split!r}): `evaluation` gives the batches of an evaluation, on each split"
+            )
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        self._state = self._loader.state_dict()
+        return _pair(next(self._batches), self._block_size, self._device)
+
+    def evaluation(self, split: str, eval_iters: int) -> Iterator[Pair]:
+        """The first `eval_iters` batches of a split: the same in each evaluation, on one rank as on any."""
+        options: RunOptions = {**self._evaluation, "shuffle": "none", "stop_together": False}
+        with _endless(self._sets[split], self._batch_size, rank=0, world_size=1, **options) as loader:
+            for batch in itertools.islice(loader, eval_iters):
+                yield _pair(batch, self._block_size, self._device)
+
+    def state_dict(self) -> dict[str, object]:
+        """The state before the batch that was handed over last."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue with the batch that was handed over last when `state` was taken."""
+        self._loader.load_state_dict(state)
+        self._state, self._batches = self._loader.state_dict(), None
+
+
+def data_loader_with_state(
+    dataset: Data,
+    B: int,  # noqa: N803 (nanochat's names)
+    T: int,  # noqa: N803
+    *,
+    device: str | torch.device = "cuda",
+    resume_state_dict: Mapping[str, Any] | None = None,
+    **options: Unpack[RunOptions],
+) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """nanochat's training batches: endless (inputs, targets, state_dict), int64[B, T].
+
+    The state has `epoch`, counted from 1, and the loader's own state; it names its batch as the next one.
+    """
+    with _endless(dataset, B, **options) as loader:
+        if resume_state_dict is not None:
+            loader.load_state_dict(resume_state_dict["loader"])
+        state = {"epoch": loader.epoch + 1, "loader": loader.state_dict()}
+        for batch in loader:
+            yield *_pair(batch, T, torch.device(device)), state
+            state = {"epoch": loader.epoch + 1, "loader": loader.state_dict()}
+
+
+def data_loader(
+    dataset: Data,
+    B: int,  # noqa: N803
+    T: int,  # noqa: N803
+    *,
+    device: str | torch.device = "cuda",
+    **options: Unpack[RunOptions],
+) -> Iterator[Pair]:
+    """nanochat's validation batches: endless (inputs, targets), from the first sample on in each call."""
+    for inputs, targets, _ in data_loader_with_state(dataset, B, T, device=device, **options):
+        yield inputs, targets
+
+
+class DistributedDataGenerator:
+    """modded-nanogpt's `distributed_data_generator`: endless (inputs, targets, cum_lengths) of this rank.
+
+    inputs      int32[n]: the rows one after another; n = num_tokens / grad_accum_steps / world size
+    targets     int64[n]: the token after each
+    cum_lengths int32[max_num_docs]: 0 and the end of each sequence, filled up with n
+
+    A sequence is what one attention may see: a document inside a row, cut every `max_seq_len` tokens (-1:
+    never). `num_tokens`: of an optimizer step over all ranks; n must be a number of whole rows.
+    `max_num_docs` bounds the sequences of a batch; by default a multiple of 128, for lengths of 300
+    in the mean.
+
+    `send((num_tokens, max_seq_len, grad_accum_steps))` gives the next batch by new numbers, `send(None)` by
+    the same. Further options: those of `StreamingLoader`, such as bos_id=50256 for documents that begin with
+    it.
+    """
+
+    def __init__(
+        self,
+        dataset: Data,
+        num_tokens: int,
+        max_seq_len: int,
+        grad_accum_steps: int = 1,
+        *,
+        max_num_docs: int | None = None,
+        device: str | torch.device = "cuda",
+        **options: Unpack[RunOptions],
+    ) -> None:
+        self._max_num_docs, self._device = max_num_docs, torch.device(device)
+        self._options: RunOptions = {
+            **options,
+            "dtype": torch.int32,
+            "labels": "shifted",
+            "mask_document_starts": False,
+            "position_ids": True,
+            "flat": True,
+            "endless": True,
+        }
+        unlogged: RunOptions = {**self._options, "usage_log": None}
+        self._opened = StreamingLoader(
+            dataset, batch_size=1, **unlogged
+        )  # keeps the dataset open for all batch sizes
+        self._loader = self._resized(num_tokens, max_seq_len, grad_accum_steps)
+        self._batches: Iterator[Batch] | None = None
+
+    def _resized(self, num_tokens: int, max_seq_len: int, grad_accum_steps: int) -> StreamingLoader:
+        """A loader whose batches have these sizes; also sets `max_seq_len`."""
+        if max_seq_len != -1 and max_seq_len < 1:
+            raise ValueError(f"max_seq_len must be at least 1, or -1 for no cut, not {max_seq_len}")
+        row = _row_tokens(self._opened) - 1
+        unit = row * self._opened.world_size * grad_accum_steps
+        if num_tokens < 1 or num_tokens % unit:
+            raise ValueError(
+                f"num_tokens must be a multiple of {unit:,} ({row:,} tokens of a row, "
+                f"{self._opened.world_size} ranks, {grad_accum_steps} micro-batches), not {num_tokens:,}"
+            )
+        self._max_seq_len = max_seq_len
+        return StreamingLoader(self._opened.streams, batch_size=num_tokens // unit, **self._options)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.send(None)
+
+    def send(self, new_params: tuple[int, int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The next batch, by `new_params` if there are any; all ranks must send the same."""
+        if new_params is not None:
+            before = self._loader
+            self._loader = self._resized(*new_params)
+            self._loader.load_state_dict(before.state_dict())
+            before.close()
+            self._batches = None
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        batch = next(self._batches)
+        tokens, labels = batch["tokens"], batch["labels"]
+        # modded-nanogpt's loss ignores nothing: padding repeats the id that ends a document.
+        targets = torch.where(labels == IGNORED_LABEL, tokens.long(), labels)
+        bounds = self._cum_lengths(batch["position_ids"])
+        device = self._device
+        return _on(device, tokens.contiguous()), _on(device, targets), _on(device, bounds)
+
+    def _cum_lengths(self, position_ids: Tensor) -> Tensor:
+        count = len(position_ids)
+        begins = position_ids if self._max_seq_len == -1 else position_ids % self._max_seq_len
+        starts = torch.nonzero(begins == 0).flatten()
+        most = self._max_num_docs or -(-(count // 300 or 1) // 128) * 128
+        if len(starts) >= most:
+            raise ValueError(
+                f"a batch has {len(starts)} sequences, but cum_lengths has room for {most - 1}: raise "
+                "max_num_docs"
+            )
+        bounds = torch.full((most,), count, dtype=torch.int32)
+        bounds[: len(starts)] = starts
+        return bounds
+
+    def state_dict(self) -> dict[str, object]:
+        """The state after the batch that was handed over last."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state` was taken, with these sizes or others."""
+        self._loader.load_state_dict(state)
+        self._batches = None
+
+    def close(self) -> None:
+        """Stop prefetching and close the shards."""
+        self._loader.close()
+        self._opened.close()
+
+
+def _endless(
+    dataset: Data,
+    batch_size: int,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    **options: Unpack[RunOptions],
+) -> StreamingLoader:
+    """A loader of shifted rows that never ends."""
+    shifted: RunOptions = {**options, "labels": "shifted", "endless": True}
+    return StreamingLoader(dataset, batch_size=batch_size, rank=rank, world_size=world_size, **shifted)
+
+
+def _row_tokens(loader: StreamingLoader) -> int:
+    length = loader.dataset.sequence_length
+    if length is None:
+        raise ValueError(f"{loader.dataset.location}: not a dataset of token rows of one length")
+    return length
+
+
+def _pair(batch: Batch, length: int, device: torch.device) -> Pair:
+    """(inputs, targets) on the device; ValueError if the model takes rows of another length."""
+    inputs, targets = batch["tokens"], batch["labels"]
+    if inputs.shape[1] != length:
+        raise ValueError(
+            f"the model takes {length} tokens, so rows must have {length + 1}, but the dataset has rows of "
+            f"{inputs.shape[1] + 1}"
+        )
+    targets = targets.masked_fill(targets == IGNORED_LABEL, _IGNORED_TARGET)
+    return _on(device, inputs.contiguous()), _on(device, targets.contiguous())
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A copy to a GPU is made from pinned memory, without waiting for it."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
