@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,21 @@ from support.loader_data import make_rows
 
 INTERFACES = Path(__file__).resolve().parent / "interfaces"
 sys.path.append(str(INTERFACES))  # behind the packages that are installed
+
+sys.path.append(str(INTERFACES.parents[2] / "examples"))
+with contextlib.suppress(ModuleNotFoundError):
+    import torchvision_guard  # noqa: F401
+
+
+@pytest.fixture
+def forgotten_modules() -> Iterator[None]:
+    """Stand-ins for JAX and Grain are forgotten afterwards: other libraries look for them in sys.modules."""
+    yield
+    for name, module in list(sys.modules.items()):
+        is_stand_in = str(INTERFACES) in str(getattr(module, "__file__", ""))
+        if is_stand_in and name.partition(".")[0] in ("jax", "grain", "maxtext"):
+            del sys.modules[name]
+    sys.modules.pop("shardkit.loaders.integrations.maxtext", None)
 
 
 @pytest.fixture

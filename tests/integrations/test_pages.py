@@ -13,9 +13,11 @@ import pytest
 
 from support.loader_data import make_rows
 
-PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "trainers").glob("*.md"))
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "trainers"
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.stem != "README")
 
 
+@pytest.mark.usefixtures("forgotten_modules")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_rows(tmp_path / "data", 150, 65)
