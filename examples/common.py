@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def parse_arguments(description: str, checkpoint: str) -> argparse.Namespace:
     add("--checkpoint", default=checkpoint, help="where to write and to resume from")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--log-file", default="log.jsonl", help="JSON lines: step, loss, sample ids")
+    add("--folder", type=Path, help="keep checkpoint, log and usage log in this folder instead")
     add("--global-batch-size", type=int, default=16, help="sequences per step on all ranks")
     add("--learning-rate", type=float, default=1e-3, help="AdamW's, constant")
     add("--seed", type=int, default=17, help="of the data's order and the model's weights")
@@ -37,7 +39,10 @@ def parse_arguments(description: str, checkpoint: str) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--width", type=int, default=256)
     add("--inside-documents", action="store_true", help="keep attention inside documents")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.folder is not None:
+        args.checkpoint, args.log_file = args.folder / checkpoint, args.folder / "losses.jsonl"
+    return args
 
 
 def start_distributed() -> torch.device:
@@ -77,6 +82,7 @@ def open_loader(args: argparse.Namespace) -> StreamingLoader:
         labels=args.inside_documents,
         position_ids=args.inside_documents,
         document_ids=args.inside_documents,
+        usage_log=args.folder and args.folder / "usage",
     )
 
 

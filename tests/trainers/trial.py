@@ -57,9 +57,12 @@ class Trainer:
     """"torchrun", or "plain": processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     changed_lines: int = 0
     """Lines that a user of the trainer changes."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the script."""
 
 
 TRAINERS: dict[str, Trainer] = {
+    "accelerate": Trainer("train_accelerate.py", ("accelerate==1.15.0",), changed_lines=3),
     "composer": Trainer(
         "train_composer.py",
         (
@@ -71,12 +74,26 @@ TRAINERS: dict[str, Trainer] = {
         row_tokens=64,
         changed_lines=3,
     ),
+    "dcp": Trainer(
+        "../train_fsdp.py",
+        ("torch==2.13.0",),
+        changed_lines=1,
+        arguments=("--vocabulary", "256", "--layers", "1", "--width", "32"),
+    ),
+    "fabric": Trainer("train_fabric.py", ("lightning==2.6.6",), changed_lines=2),
+    "hugging-face": Trainer(
+        "train_hugging_face.py", ("transformers==5.23.0", "accelerate==1.15.0"), changed_lines=3
+    ),
+    "jax": Trainer("train_jax.py", ("jax==0.10.2",), launcher="plain", changed_lines=10),
+    "lightning": Trainer("train_lightning.py", ("lightning==2.6.6",), changed_lines=2),
     "litgpt": Trainer("train_litgpt.py", ("litgpt==0.5.13", "requests")),
+    "maxtext": Trainer("train_maxtext.py", ("maxtext",), launcher="plain", changed_lines=5),
     "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=4),
     "nanochat": Trainer("train_nanochat.py", (), changed_lines=4),
     "nanogpt": Trainer("train_nanogpt.py", (), changed_lines=9),
     "olmo-core": Trainer("train_olmo_core.py", ("ai2-olmo-core==3.0.0",), row_tokens=64, changed_lines=9),
     "torchtitan": Trainer("train_torchtitan.py", ("torchtitan==0.3.0", "triton"), changed_lines=2),
+    "trl": Trainer("train_trl.py", ("trl==1.16.0",), changed_lines=4),
 }
 
 
@@ -138,7 +155,7 @@ class Job:
         """The job's processes, each the leader of a group that is killed in the end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         script = [str(EXAMPLES / self.trainer.script), *self.arguments, "--folder", str(self.folder)]
-        script += ["--steps", str(steps)]
+        script += ["--steps", str(steps), *self.trainer.arguments]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
