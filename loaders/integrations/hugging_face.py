@@ -250,6 +250,17 @@ class StreamingTrainerMixin(_Trainer):  # type: ignore[misc, unused-ignore]
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.add_callback(LoaderState())  # type: ignore[no-untyped-call, unused-ignore]
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Without a cache: with one, models make no masks of `position_ids` and attend across documents."""
+        config = getattr(self.model, "config", None)
+        if "position_ids" in inputs and hasattr(config, "use_cache"):
+            inputs = {**inputs, "use_cache": False}
+        return super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader, not prepared by Accelerate, which would deal its batches out once more."""
         if not isinstance(self.train_dataset, TrainerDataset):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ParallelismConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from shardkit.errors import StateError
 from shardkit.loaders import StreamingLoader
@@ -192,3 +192,19 @@ def test_peers_of_tensor_parallelism_read_the_same_batches(
 
 def test_without_a_mesh_the_loader_asks_torch_for_its_rank() -> None:
     assert placement(cast(Any, SimpleNamespace(torch_device_mesh=None))) == {}
+
+
+def test_attention_stays_inside_of_documents(data: Path, tmp_path: Path) -> None:
+    """transformers makes no masks of position_ids for a model that keeps a cache, as models do by default."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    config = LlamaConfig(vocab_size=512, **sizes)  # type: ignore[no-untyped-call, unused-ignore]
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
+    rows = TrainerDataset(data, eos_id=EOS, position_ids=True)
+    trainer = StreamingTrainer(model=model, args=arguments(tmp_path), train_dataset=rows)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert (batch["input_ids"][:, 3] == EOS).all()  # ends each row's first document
+    batch["labels"][:, :4] = -100
+    changed = batch | {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, :3] += 1
+    losses = [trainer.compute_loss(model, dict(each)).item() for each in (batch, changed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
