@@ -1,10 +1,11 @@
 """Megatron Core on a shardkit dataset: a GPT of one layer on CPUs, with micro-batches and DDP.
 
-    torchrun --nproc-per-node 2 examples/trainers/train_megatron.py --data DATASET --folder RUN --steps 100
+    torchrun --nproc-per-node 2 examples/trainers/train_megatron.py --data DATASET --folder RUN --steps 99
 
-Model, DDP, schedule, optimizer and `RerunDataIterator` are Megatron's; its training script asks for GPUs, so the
-loop around them is below, and so is what lets Megatron Core run without one. The checkpoint has no state of the
-loader but `consumed_train_samples`. Start it again with more or fewer ranks: it continues with the next sample.
+Model, DDP, schedule, optimizer and `RerunDataIterator` are Megatron's. Its training script asks for GPUs, so
+that the loop around them is below, and what lets Megatron Core run without one. The checkpoint has no state
+of the loader but `consumed_train_samples`. Start it again with more or fewer ranks: it continues with the
+next sample.
 """
 
 from __future__ import annotations

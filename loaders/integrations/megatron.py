@@ -13,9 +13,9 @@ data, seed and `global_batch_size`, which must therefore stay as they are (or `l
 
 A micro-batch has what Megatron's GPTDataset gives: `tokens`, `labels` (shifted), `position_ids` (int64) and
 `loss_mask` (float32), of shape [micro_batch_size, seq_length]. Rows of seq_length + 1 tokens have all labels;
-rows of seq_length do with `keep_length=True`. Labels that do not count are 0, and their `loss_mask` too.
-With `--dataloader-inter-document-masking` there are `cu_seqlens` (int32[micro_batch_size, seq_length + 1]) and
-`max_seqlen`; then, as with `--reset-position-ids`, positions begin at 0 in each document.
+rows of seq_length do with `keep_length=True`. Labels that do not count are 0, and so is their `loss_mask`.
+With `--dataloader-inter-document-masking` there are `cu_seqlens` (int32[micro_batch_size, seq_length + 1])
+and `max_seqlen`; then, as with `--reset-position-ids`, positions begin at 0 in each document.
 """
 
 from __future__ import annotations
@@ -172,13 +172,13 @@ def external_iterators(
         return MegatronDataIterator(
             data,
             seq_length=args.seq_length,
-            micro_batch_size=getattr(args, f"{prefix}micro_batch_size"),
-            global_batch_size=getattr(args, f"{prefix}global_batch_size"),
+            micro_batch_size=getattr(args, f"{prefix}micro_batch_size", args.micro_batch_size),
+            global_batch_size=getattr(args, f"{prefix}global_batch_size", args.global_batch_size),
             data_parallel_rank=mpu.get_data_parallel_rank(),
             data_parallel_size=mpu.get_data_parallel_world_size(),
             consumed_samples=consumed_samples,
             reset_position_ids=args.reset_position_ids,
-            inter_document_masking=args.dataloader_inter_document_masking,
+            inter_document_masking=getattr(args, "dataloader_inter_document_masking", False),
             **options,
         )
 
@@ -216,6 +216,6 @@ def check_rows(dataset: Dataset, seq_length: int, keep_length: bool) -> None:
     if dataset.sequence_length != wanted:
         raise ValueError(
             f"{dataset.location} has rows of {dataset.sequence_length} tokens, but sequences of {seq_length} "
-            f"need {wanted}: change --seq-length; rows of {seq_length}, whose last label does not count, need "
-            "keep_length=True"
+            f"need {wanted}: change --seq-length; rows of {seq_length}, whose last label does not count, "
+            "need keep_length=True"
         )

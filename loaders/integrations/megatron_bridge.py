@@ -10,10 +10,10 @@
         options={"cache_dir": "/nvme/cache"},
     )
 
-Megatron-Bridge saves `save_state()` of the training data once for each data-parallel rank, and gives a rank its
-own file back. All files hold the same state, so that a smaller data-parallel size loads as it is. At a larger
-size Megatron-Bridge refuses before it asks: some ranks have no file. Then let `consumed_train_samples` of its
-train state, which is the same position, take the place of the files:
+Megatron-Bridge saves `save_state()` of the training data once for each data-parallel rank, and gives a rank
+its own file back. All files hold the same state, so that a smaller data-parallel size loads as it is. At a
+larger size Megatron-Bridge refuses before it asks: some ranks have no file. Then let `consumed_train_samples`
+of its train state, which is the same position, take the place of the files:
 
     config.dataset.dataloader_load = ""
     pretrain(config, forward_step, callbacks=[SeekToConsumedSamples(config.dataset)])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from olmo_core.train import Duration, Trainer, TrainerConfig, TrainModule
+from olmo_core.train import Duration, Trainer, TrainerConfig
+from olmo_core.train.train_module import TrainModule
 
 from shardkit.loaders import StreamingLoader
 from shardkit.loaders.integrations.olmo_core_loader import ShardkitDataLoader
@@ -58,7 +59,11 @@ def steps_of(*trainers: Trainer) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize(
     "tail",
-    ["carry", pytest.param("drop", marks=pytest.mark.extended), pytest.param("pad", marks=pytest.mark.extended)],
+    [
+        "carry",
+        pytest.param("drop", marks=pytest.mark.extended),
+        pytest.param("pad", marks=pytest.mark.extended),
+    ],
 )
 def test_a_run_resumes_exactly_at_every_step_also_on_other_ranks(data: Path, tail: Any) -> None:
     whole = trained(opened(data, tail=tail), Duration.epochs(3))  # 150 rows by 12

@@ -1,4 +1,4 @@
-"""torchtitan trains on our batches, and resumes with the next one at any data-parallel degree, by its own calls."""
+"""torchtitan trains on our batches, and resumes with the next one at any degree, by its own calls."""
 
 from __future__ import annotations
 

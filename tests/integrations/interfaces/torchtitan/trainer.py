@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
@@ -16,7 +17,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer(Configurable):
-    """It keeps what it saw in `seen`: (inputs, labels) of each microbatch; of each validation in `validated`."""
+    """It keeps (inputs, labels) of microbatches in `seen`, and labels of each validation in `validated`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

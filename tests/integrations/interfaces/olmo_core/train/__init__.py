@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+
 from olmo_core.data import DataLoaderBase
 from olmo_core.distributed.utils import get_rank, get_world_size
+from olmo_core.train.train_module import TrainModule
 
 __all__ = ["Duration", "Trainer", "TrainerConfig"]
 
@@ -36,21 +38,13 @@ class TrainerConfig:
         return Trainer(train_module, data_loader, self)
 
 
-class TrainModule:
-    """What a Trainer asks of a model: its data-parallel group."""
-
-    dp_process_group: dist.ProcessGroup | None = None
-
-
 class Trainer:
-    """It keeps (epoch, batch) of each step in `seen`; `batch_sizes` is a BatchSizeScheduler's plan by step."""
+    """It keeps (epoch, batch) of each step in `seen`; `batch_sizes` says by step what a scheduler does."""
 
     def __init__(self, train_module: TrainModule, data_loader: DataLoaderBase, config: TrainerConfig) -> None:
-        assert (
-            data_loader.dp_world_size == get_world_size(train_module.dp_process_group)
-            or not dist.is_initialized()
-        )
-        assert data_loader.dp_rank == get_rank(train_module.dp_process_group) or not dist.is_initialized()
+        if dist.is_initialized():
+            assert data_loader.dp_world_size == get_world_size(train_module.dp_process_group)
+            assert data_loader.dp_rank == get_rank(train_module.dp_process_group)
         self.data_loader, self.max_duration = data_loader, config.max_duration
         self.global_step, self.epoch = 0, 1
         self.batch_sizes: Mapping[int, int] = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+
 from torchtitan.config import Configurable
 
 __all__ = ["CheckpointManager"]
@@ -22,13 +23,15 @@ class CheckpointManager(Configurable):
     def __init__(self, config: Config, *, states: dict[str, Any], base_folder: str) -> None:
         self.config, self.states, self.folder = config, states, Path(base_folder) / config.folder
 
-    def save(self, step: int, last_step: bool = False) -> None:
-        if self.config.enable and (last_step or step % self.config.interval == 0):
-            dcp.save(self.states, checkpoint_id=self.folder / f"step-{step}")
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if self.config.enable and (last_step or curr_step % self.config.interval == 0):
+            checkpoint = self.folder / f"step-{curr_step}"
+            dcp.save(self.states, checkpoint_id=checkpoint)  # type: ignore[attr-defined]
 
     def load(self, step: int = -1) -> bool:
         steps = [int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")]
         if not self.config.enable or not steps:
             return False
-        dcp.load(self.states, checkpoint_id=self.folder / f"step-{max(steps) if step < 0 else step}")
+        checkpoint = self.folder / f"step-{max(steps) if step < 0 else step}"
+        dcp.load(self.states, checkpoint_id=checkpoint)  # type: ignore[attr-defined]
         return True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
+
 from torchtitan.config import Configurable
 
 __all__ = ["BaseDataLoader"]

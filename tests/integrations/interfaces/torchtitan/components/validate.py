@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import Configurable
 
@@ -23,7 +24,7 @@ class Validator(Configurable):
 
     def __init__(self, config: Config, **runtime: Any) -> None:
         self.config, self._runtime = config, runtime
-        self.dl_config = replace(config.dataloader, infinite=config.steps != -1)  # type: ignore[call-arg]
+        self.dl_config = replace(config.dataloader, infinite=config.steps != -1)
 
     def should_validate(self, step: int) -> bool:
         return step == 1 or step % self.config.freq == 0
