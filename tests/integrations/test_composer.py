@@ -17,6 +17,7 @@ def trained(
 ) -> list[Any]:
     """(epoch, batch in it, rows) of each step; 150 rows make epochs of three or four batches of 40."""
     trainer = Trainer(
+        model=None,
         train_dataloader=build_data_spec(data, batch_size=40, return_ids=True, **options),
         max_duration=duration,
         save_folder=str(folder),
@@ -43,7 +44,7 @@ def test_a_run_resumes_exactly_at_every_step_also_at_the_end_of_an_epoch(
 
 def test_the_state_of_composer_continues_in_any_loader_and_back(data: Path, tmp_path: Path) -> None:
     whole = trained(data, tmp_path / "whole")
-    trainer = Trainer(train_dataloader=build_data_spec(data, batch_size=40), max_duration="3ba")
+    trainer = Trainer(model=None, train_dataloader=build_data_spec(data, batch_size=40), max_duration="3ba")
     trainer.fit()
     state = trainer.loader.state_dict()
     with StreamingLoader(data, batch_size=20, rank=1, world_size=2, return_ids=True) as loader:
@@ -57,7 +58,7 @@ def test_the_state_of_composer_continues_in_any_loader_and_back(data: Path, tmp_
 
 def test_batches_are_what_language_models_take_and_are_cut_by_rows(data: Path) -> None:
     spec = build_data_spec(data, batch_size=8, document_ids=True, position_ids=True)
-    trainer = Trainer(train_dataloader=spec, max_duration="1ba", device_train_microbatch_size=4)
+    trainer = Trainer(model=None, train_dataloader=spec, max_duration="1ba", device_train_microbatch_size=4)
     trainer.fit()
     [(_, _, batch)] = trainer.seen
     assert batch.keys() == {"input_ids", "labels", "sequence_id", "position_ids"}
@@ -72,7 +73,7 @@ def test_each_evaluation_has_every_sample_once(data: Path) -> None:
     )
     train = build_data_spec(data, batch_size=40)
     evaluator = Evaluator(label="eval", dataloader=evaluation)
-    trainer = Trainer(train_dataloader=train, eval_dataloader=evaluator, max_duration="2ep")
+    trainer = Trainer(model=None, train_dataloader=train, eval_dataloader=evaluator, max_duration="2ep")
     trainer.fit()
     for batches in trainer.evaluated:
         ids = [number for batch in batches for number in batch["sample_id"].tolist() if number >= 0]

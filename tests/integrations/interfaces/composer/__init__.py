@@ -27,12 +27,12 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: Any = None,
-        train_dataloader: DataSpec | DataLoader[Any],
+        model: Any,
+        train_dataloader: DataSpec | DataLoader[Any] | None = None,
         optimizers: Any = None,
-        max_duration: str,
+        max_duration: str | None = None,
         eval_dataloader: Any = None,
-        eval_interval: str = "1ep",
+        eval_interval: int | str = 1,
         device_train_microbatch_size: int | None = None,
         save_folder: str | None = None,
         save_interval: str = "1ep",
@@ -40,6 +40,8 @@ class Trainer:
         run_name: str | None = None,
         load_path: str | None = None,
     ) -> None:
+        assert train_dataloader is not None
+        assert max_duration is not None
         self.spec = train_dataloader if isinstance(train_dataloader, DataSpec) else DataSpec(train_dataloader)
         self.loader = self.spec.dataloader
         self.evaluators = [each for each in [eval_dataloader] if each is not None]
