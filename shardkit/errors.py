@@ -63,8 +63,11 @@ _EXTRAS = {
 _TRAINERS = {
     "accelerate": "accelerate",
     "composer": "mosaicml",
+    "datasets": "datasets",
+    "grain": "grain",
     "jax": "jax",
     "litgpt": "litgpt",
+    "maxtext": "git+https://github.com/AI-Hypercomputer/maxtext",
     "megatron": "megatron-core",
     "olmo_core": "ai2-olmo-core",
     "torchtitan": "torchtitan",
