@@ -36,7 +36,7 @@ __all__ = ["ShardkitData"]
 
 
 @dataclass
-class ShardkitData(DataModule):  # type: ignore[misc]  # litgpt has no types
+class ShardkitData(DataModule):
     """Streams datasets made by `shardkit build`, or any other MDS or WebDataset of token rows."""
 
     data_path: str | Path | dict[str, float]
