@@ -85,7 +85,7 @@ class MegatronDataIterator:
             world_size=data_parallel_size,
             **(order | options | layout),
         )
-        check_rows(self.loader.dataset, seq_length, bool(options.get("keep_length")))
+        _check_rows(self.loader.dataset, seq_length, bool(options.get("keep_length")))
         self.seek(consumed_samples)
 
     def seek(self, consumed_samples: int) -> None:
@@ -99,7 +99,7 @@ class MegatronDataIterator:
     def __next__(self) -> dict[str, Tensor]:
         if self._batches is None:
             self._batches = iter(self.loader)
-        return megatron_batch(next(self._batches), self._seq_length)
+        return _megatron_batch(next(self._batches), self._seq_length)
 
     def save_state(self) -> dict[str, object]:
         """The loader's state, the same on all ranks: for `--dataloader-save`."""
@@ -136,7 +136,7 @@ class MegatronDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         """`options`: of `MapDataset`."""
         layout: LoaderOptions = {"labels": "shifted", "position_ids": reset_position_ids}
         self._samples = MapDataset(dataset, **(layout | options))
-        check_rows(self._samples.dataset, seq_length, bool(options.get("keep_length")))
+        _check_rows(self._samples.dataset, seq_length, bool(options.get("keep_length")))
         self._order = Order(self._samples.dataset.manifest.shard_samples, OrderSpec(seed, 1, 0, "global"))
         self._num_samples, self._seq_length = num_samples, seq_length
 
@@ -146,7 +146,7 @@ class MegatronDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         row = int(self._order.locate(np.array([position])).sample_id[0])
         sample = {name: value[None] for name, value in self._samples[row].items()}
-        return {name: value[0] for name, value in megatron_batch(sample, self._seq_length).items()}
+        return {name: value[0] for name, value in _megatron_batch(sample, self._seq_length).items()}
 
 
 def external_iterators(
@@ -189,7 +189,7 @@ def external_iterators(
     )
 
 
-def megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, Tensor]:
+def _megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, Tensor]:
     """A batch with shifted labels, as Megatron names and masks it."""
     labels = batch["labels"]
     counts = labels != IGNORED_LABEL
@@ -210,7 +210,7 @@ def megatron_batch(batch: Mapping[str, Tensor], seq_length: int) -> dict[str, Te
     return made
 
 
-def check_rows(dataset: Dataset, seq_length: int, keep_length: bool) -> None:
+def _check_rows(dataset: Dataset, seq_length: int, keep_length: bool) -> None:
     """ValueError if rows are not of the length that sequences of `seq_length` need."""
     wanted = seq_length if keep_length else seq_length + 1
     if dataset.sequence_length != wanted:

@@ -88,7 +88,7 @@ TRAINERS: dict[str, Trainer] = {
     "lightning": Trainer("train_lightning.py", ("lightning==2.6.6",), changed_lines=2),
     "litgpt": Trainer("train_litgpt.py", ("litgpt==0.5.13", "requests")),
     "maxtext": Trainer("train_maxtext.py", ("maxtext",), launcher="plain", changed_lines=5),
-    "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=4),
+    "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=3),
     "nanochat": Trainer("train_nanochat.py", (), changed_lines=4),
     "nanogpt": Trainer("train_nanogpt.py", (), changed_lines=9),
     "olmo-core": Trainer("train_olmo_core.py", ("ai2-olmo-core==3.0.0",), row_tokens=64, changed_lines=9),
