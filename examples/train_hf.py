@@ -6,7 +6,7 @@
 The Trainer wants samples by number: `MapDataset` gives them, and the Trainer's own sampler shuffles. Order
 and resuming are then Hugging Face's: each epoch is a permutation of all samples by `--seed`, without those
 that do not fill its last global batch, and a killed run goes on after the last checkpoint that is whole, on
-as many ranks as before.
+as many ranks as before. In our order, and on any number of ranks: examples/trainers/train_hugging_face.py.
 """
 
 from __future__ import annotations
