@@ -72,7 +72,7 @@ TRAINERS: dict[str, Trainer] = {
         ),
         alone=("mosaicml==0.32.1", "torchvision==0.28.0"),
         row_tokens=64,
-        changed_lines=3,
+        changed_lines=2,
     ),
     "dcp": Trainer(
         "../train_fsdp.py",
@@ -82,7 +82,7 @@ TRAINERS: dict[str, Trainer] = {
     ),
     "fabric": Trainer("train_fabric.py", ("lightning==2.6.6",), changed_lines=2),
     "hugging-face": Trainer(
-        "train_hugging_face.py", ("transformers==5.23.0", "accelerate==1.15.0"), changed_lines=3
+        "train_hugging_face.py", ("transformers==5.23.0", "accelerate==1.15.0"), changed_lines=2
     ),
     "jax": Trainer("train_jax.py", ("jax==0.10.2",), launcher="plain", changed_lines=10),
     "lightning": Trainer("train_lightning.py", ("lightning==2.6.6",), changed_lines=2),
@@ -90,7 +90,7 @@ TRAINERS: dict[str, Trainer] = {
     "maxtext": Trainer("train_maxtext.py", ("maxtext",), launcher="plain", changed_lines=5),
     "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=3),
     "nanochat": Trainer("train_nanochat.py", (), changed_lines=4),
-    "nanogpt": Trainer("train_nanogpt.py", (), changed_lines=9),
+    "nanogpt": Trainer("train_nanogpt.py", (), changed_lines=6),
     "olmo-core": Trainer("train_olmo_core.py", ("ai2-olmo-core==3.0.0",), row_tokens=64, changed_lines=9),
     "torchtitan": Trainer("train_torchtitan.py", ("torchtitan==0.3.0", "triton"), changed_lines=2),
     "trl": Trainer("train_trl.py", ("trl==1.16.0",), changed_lines=4),
