@@ -80,6 +80,8 @@ def test_a_shard_that_cannot_be_read_when_it_is_published_is_named_by_its_url(st
     assert re.search(named, outcome.error), outcome.error
 
 
+# A pulled plug ends the thread of the heartbeats too, if that is where it strikes.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.extended
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_operation_of_a_store_may_fail(stores: StoreCrashes, fault: str) -> None:
