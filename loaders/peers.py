@@ -41,7 +41,7 @@ END_SECONDS = 10.0  # from SIGTERM to the end: enough to unwind, short compared 
 
 MESSAGE_CHARACTERS = 2000  # of an error: the store of rank 0 holds it and every rank prints it
 
-_JOIN_SECONDS = 2.0
+_JOIN_SECONDS = 12.0  # a request to a store that does not answer fails after 10 s
 
 _SLACK_SECONDS = 1.0  # for busy machines
 
@@ -147,11 +147,15 @@ class StopTogether(Generic[Owner]):
         self._returned.set()
 
     def _at_exit(self) -> None:
-        """Report the error that ended the script, at the end of the interpreter."""
+        """Report the error that ended the script, at the end of the interpreter.
+
+        The interpreter must not end while the thread is inside of the store: a thread that comes back from
+        C++ then is stopped there, which C++ answers by aborting the process.
+        """
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
             self.report(error)
-        self._finish()
+        self.close()
 
     @property
     def _hear_seconds(self) -> float:

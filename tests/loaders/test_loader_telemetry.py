@@ -251,6 +251,7 @@ def test_an_error_in_one_loader_ends_the_rank_that_waits_for_it_in_a_collective(
     )
     assert f"rank 1 ended with {-signal.SIGTERM}" in done.stdout, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("shardkit: ")]
-    assert re.search(r"rank 0 stopped at step [1-9]: ShardNotFoundError: \S+/dataset/shard\.00001\.mds: ", line)
+    error = r"ShardNotFoundError: \S+/dataset/shard\.00001\.mds: "
+    assert re.search(f"rank 0 stopped at step [1-9]: {error}", line)
     assert "the loop of rank 1 has not returned to its loader for 0.3 s" in line
     assert " in run" in done.stderr

@@ -365,6 +365,31 @@ def test_a_thread_ends_with_its_garbage_collected_owner(board: Board) -> None:
     assert not thread.is_alive()
 
 
+AT_EXIT = """
+import atexit, threading, time
+from shardkit.loaders.peers import StopTogether
+
+class Owner: ...
+
+class SlowStore:
+    def check(self, keys):
+        asked.set()
+        time.sleep(0.5)
+        return False
+
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # called last
+asked, owner = threading.Event(), Owner()
+StopTogether(owner, poll_seconds=0.001, process=(0, 2), connect=SlowStore).watch()
+asked.wait()
+"""
+
+
+def test_the_interpreter_ends_only_when_the_thread_has_left_the_store() -> None:
+    """Torch's store would abort the process: its C++ cannot be stopped inside of a request."""
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['MainThread']\n", done.stderr
+
+
 def test_a_forked_child_leaves_its_parents_watch_alone(start: Start, board: Board) -> None:
     stop = start(0)
     with warnings.catch_warnings():
