@@ -119,13 +119,17 @@ def build_dataloader(
     dataset: Mapping[str, Any],
     num_workers: int = 0,
     pin_memory: bool = False,
+    drop_last: bool = False,
 ) -> DataSpec:
     """What llm-foundry calls for `train_loader` and `eval_loader` with `name: shardkit`.
 
     `dataset`: `path`, or `streams` ({name: {path: …, weight: …}}), and options of `StreamingLoader`; with
-    `max_seq_len`, ValueError if rows have another length. Rows are tokenized: `tokenizer` is not needed.
+    `max_seq_len`, ValueError if rows have another length. `drop_last`: tail="drop". Rows are tokenized:
+    `tokenizer` is not needed.
     """
     options = dict(dataset)
+    if drop_last and options.setdefault("tail", "drop") != "drop":
+        raise ValueError(f"drop_last and tail={options['tail']!r} contradict each other: leave one out")
     length, streams = options.pop("max_seq_len", None), options.pop("streams", None)
     if (streams is None) == ("path" not in options):
         raise ValueError("dataset: give either path or streams")

@@ -96,6 +96,13 @@ def test_llm_foundrys_yaml_names_a_dataset_or_streams(data: Path) -> None:
     assert (one.num_samples, two.num_samples) == (150, 300)
     one.dataloader.close()
     two.dataloader.close()
+    whole = build_dataloader(tokenizer=None, device_batch_size=8, dataset={"path": data}, drop_last=True)
+    assert len(list(whole.dataloader)) == 150 // 8
+    whole.dataloader.close()
+    with pytest.raises(ValueError, match="drop_last and tail='pad' contradict each other"):
+        build_dataloader(
+            tokenizer=None, device_batch_size=8, dataset={"path": data, "tail": "pad"}, drop_last=True
+        )
     for wrong, message in (
         ({"path": data, "max_seq_len": 64}, "max_seq_len is 64, but rows have 65 tokens"),
         ({"seed": 5}, "give either path or streams"),
