@@ -61,15 +61,17 @@ class Trainer:
     """Further arguments of the script."""
 
 
+COMPOSER = (  # what Composer imports
+    *("torchmetrics", "torch_optimizer", "requests", "numpy<2.3", "psutil", "coolname<3", "tqdm"),
+    *("tabulate==0.9.0", "py-cpuinfo", "packaging<25.1", "importlib-metadata<9", "pillow<12"),
+    "mosaicml-cli<0.8",
+)
+
 TRAINERS: dict[str, Trainer] = {
     "accelerate": Trainer("train_accelerate.py", ("accelerate==1.15.0",), changed_lines=3),
     "composer": Trainer(
         "train_composer.py",
-        (
-            *("torchmetrics", "torch_optimizer", "requests", "numpy<2.3", "psutil", "coolname<3", "tqdm"),
-            *("tabulate==0.9.0", "py-cpuinfo", "packaging<25.1", "importlib-metadata<9", "pillow<12"),
-            "mosaicml-cli<0.8",
-        ),
+        COMPOSER,
         alone=("mosaicml==0.32.1", "torchvision==0.28.0"),
         row_tokens=64,
         changed_lines=2,
@@ -87,6 +89,25 @@ TRAINERS: dict[str, Trainer] = {
     "jax": Trainer("train_jax.py", ("jax==0.10.2",), launcher="plain", changed_lines=10),
     "lightning": Trainer("train_lightning.py", ("lightning==2.6.6",), changed_lines=2),
     "litgpt": Trainer("train_litgpt.py", ("litgpt==0.5.13", "requests")),
+    "llm-foundry": Trainer(
+        "train_llm_foundry.py",
+        (
+            *COMPOSER,
+            *("omegaconf==2.4.0", "catalogue==2.0.10", "transformers==4.51.3", "accelerate==1.8.1"),
+            *(
+                "mosaicml-streaming==0.12.0",
+                "datasets==3.6.0",
+                "mlflow==2.22.5",
+                "GitPython",
+                "einops",
+                "zstd",
+            ),
+            *("slack_sdk", "typer", "beautifulsoup4", "tenacity"),
+        ),
+        alone=("llm-foundry==0.22.0", "mosaicml==0.32.1", "torchvision==0.28.0"),
+        row_tokens=64,
+        changed_lines=6,
+    ),
     "maxtext": Trainer("train_maxtext.py", ("maxtext",), launcher="plain", changed_lines=5),
     "megatron": Trainer("train_megatron.py", ("megatron-core==0.16.1",), changed_lines=3),
     "nanochat": Trainer("train_nanochat.py", (), changed_lines=4),
