@@ -1,0 +1,258 @@
+"""What a build asks of a store as its corpus grows: requests, bytes and CPU of each stage, with exponents.
+
+    python tests/benchmarks/bench_requests.py [--splits 31,61,122,243] [--scale 256] [--split-megabytes 256]
+                                              [--lines] [--corpus FOLDER] [--tokenizer FILE] [--json]
+
+The whole pipeline runs in one process for each size, with its work folder in a store in memory that counts
+requests and bytes. So that megabytes stand for gigabytes, whatever has a size in bytes or rows is divided by
+`scale`: the recipe's memory (2 GB), shards (64 MiB), checked blocks, ranges of reads, sorted runs, and the
+limits of the exchange. A split is a file of `--split-megabytes` over `scale`.
+
+A range counts as one request however long it is. CPU is that of the process, with the copies of the store in
+memory. An exponent is the slope of log(value) over log(text) between two neighboring sizes: 1 is linear
+growth. The requests of a TB are those of a byte of text, at the sizes that stand for the real ones.
+
+Left out are latency, retries, the records of commits (bench_driver.py), publishing, and the raw input, which
+is read from local files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from figures import benchmark_parser
+from shardkit.progress import make_listener
+from shardkit.storage.store import Body, Store
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import Work, run_task
+from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.inputs import scan
+from shardkit.writers.recipe import Recipe, load_recipe
+from shardkit.writers.stages.graph import BuildInputs, run_stages
+from shardkit.writers.stages.tokenize import TokenizerFile
+from support.stores import WrappedStore
+from texts import EOS, documents, put_tokenizer, write_corpus
+
+T = TypeVar("T")
+RECIPE = f"""\
+inputs: [{{path: "TEXTS/*.jsonl", source: texts}}]
+filters: [{{length: {{min_words: 20}}}}]
+dedup: {{exact: {{}}, LINESnear: {{measure: null}}, max_removed_fraction: 1}}
+tokenizer: {{path: tokenizer.json, eos: "{EOS}"}}
+pack: {{sequence_length: 256}}
+output: {{path: OUT/out}}
+"""
+MEMORY_BYTES = 2_000_000_000
+SHARD_BYTES = 64 << 20
+# Constants in bytes or rows that are divided by the scale, by module.
+SCALED = {
+    "shardkit.writers.execution.work": ("BLOCK_BYTES",),
+    "shardkit.writers.execution.work_store": ("BLOCK_BYTES", "CACHE_BYTES"),
+    "shardkit.storage.object_file": ("_FIRST_BYTES", "_MOST_BYTES", "_BUFFER_BYTES"),
+    "shardkit.writers.stages.graph": ("PARTITION_TEXT_BYTES",),
+    "shardkit.writers.stages.tokenize": ("RUN_TOKENS", "RUN_DOCUMENTS"),
+    "shardkit.writers.dedup.exact": ("RUN_ROWS",),
+    "shardkit.writers.dedup.bands": ("RUN_DOCUMENTS", "RUN_ENTRIES", "_CHUNK_ENTRIES"),
+    "shardkit.writers.dedup.candidates": ("RUN_PAIRS", "_CHUNK"),
+    "shardkit.writers.dedup.tables": ("CHUNK_ROWS",),
+    "shardkit.writers.dedup.lines": ("RUN_LINES",),
+}
+
+
+class Usage:
+    """What one stage asked for."""
+
+    def __init__(self) -> None:
+        self.gets = self.puts = self.others = self.bytes_read = self.bytes_written = 0
+        self.cpu_seconds = 0.0
+        self.tasks = 0
+
+    def to_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+
+class CountingStore(WrappedStore):
+    """Books every request on the stage that runs (one at a time: tasks run inline)."""
+
+    def __init__(self, below: Store, stages: dict[str, Usage], current: list[str]) -> None:
+        super().__init__(below)
+        self._stages, self._current = stages, current
+        self._lock = threading.Lock()
+
+    def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
+        with self._lock:
+            usage = self._stages[self._current[0]]
+            if operation == "put":
+                usage.puts += 1
+            else:
+                usage.others += 1
+        return action()
+
+    def opened(self, operation: str, key: str, start: int, stop: int | None, version: str | None) -> Body:
+        body = self.below.open(key, start, stop, version=version)
+        size = (self.below.head(key).bytes if stop is None else stop) - start
+        with self._lock:
+            usage = self._stages[self._current[0]]
+            usage.gets += 1
+            usage.bytes_read += size
+        return body
+
+
+def scaled(recipe: Recipe, scale: int) -> Recipe:
+    """The recipe with its sizes divided, below what a user may set."""
+    output = recipe.output.model_copy(update={"shard_bytes": SHARD_BYTES // scale})
+    return recipe.model_copy(update={"memory": MEMORY_BYTES // scale, "output": output})
+
+
+def run_build(recipe_path: Path, scale: int) -> dict[str, Any]:
+    """Run all stages in this process; what each of them took."""
+    stages: dict[str, Usage] = defaultdict(Usage)
+    current = ["driver"]
+    with ExitStack() as stack:
+        for name, constants in SCALED.items() if scale > 1 else ():
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError:
+                continue
+            for constant in constants:
+                if hasattr(module, constant):
+                    stack.enter_context(
+                        patch.object(module, constant, max(1, getattr(module, constant) // scale))
+                    )
+        recipe = scaled(load_recipe(recipe_path), scale)
+        around = lambda store: CountingStore(store, stages, current)  # noqa: E731
+        scratch = recipe_path.parent / "scratch"
+        work = StoreWork(f"memory://requests-{os.getpid()}/work", scratch, around=around)
+        splits = scan.scan_inputs(recipe, None)
+
+        def counted(task: Task, digest: str, work: Work) -> Commit:
+            current[0] = task.stage
+            began = time.process_time()
+            try:
+                return run_task(task, digest, work)
+            finally:
+                usage = stages[task.stage]
+                usage.cpu_seconds += time.process_time() - began
+                usage.tasks += 1
+                current[0] = "driver"
+
+        with (
+            Journal(work) as journal,
+            InlineEngine(counted) as engine,
+            make_listener(False) as listener,
+        ):
+            runner = Runner(journal, engine, listener)
+            began = time.process_time()
+            outputs = run_stages(BuildInputs.of(recipe, splits), TokenizerFile.of(recipe), runner.run)
+            whole = time.process_time() - began
+            stages["driver"].cpu_seconds = whole - sum(usage.cpu_seconds for usage in stages.values())
+            for _, commit in journal.work.commits():
+                stages[commit.stage].bytes_written += commit.bytes
+        kept = outputs.survivors.kept
+        return {
+            "splits": len(splits),
+            "text_bytes": kept.bytes,
+            "documents": kept.documents,
+            "partitions": len(outputs.packed),
+            "tokens": sum(part.tokens for part in outputs.parts),
+            "stages": {name: usage.to_dict() for name, usage in stages.items()},
+        }
+
+
+def measure(folder: Path, originals: list[str], splits: int, options: Namespace) -> dict[str, Any]:
+    """Write the corpus and build from it, in a process of its own."""
+    folder.mkdir()
+    put_tokenizer(folder, options.tokenizer)
+    file_bytes = int(options.split_megabytes * 1e6 / options.scale)
+    held = sum(len(text.encode()) for text in originals)
+    write_corpus(folder / "TEXTS", originals, 1 + int(splits * file_bytes / held), file_bytes=file_bytes)
+    for surplus in sorted((folder / "TEXTS").iterdir())[splits:]:
+        surplus.unlink()
+    (folder / "recipe.yaml").write_text(RECIPE.replace("LINES", "lines: {}, " if options.lines else ""))
+    command = [sys.executable, __file__, "--one", str(folder / "recipe.yaml"), "--scale", str(options.scale)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    return dict(json.loads(printed))
+
+
+def exponents(results: list[dict[str, Any]], stage: str, name: str) -> str:
+    """The slopes between neighboring sizes."""
+    slopes = []
+    for a, b in pairwise(results):
+        first, last = a["stages"].get(stage, {}).get(name, 0), b["stages"].get(stage, {}).get(name, 0)
+        grown = math.log(b["text_bytes"] / a["text_bytes"])
+        slopes.append(f"{math.log(last / first) / grown:.2f}" if first and last and grown else "-")
+    return " ".join(slopes)
+
+
+def show(results: list[dict[str, Any]], scale: int) -> None:
+    for r in results:
+        print(f"{r['splits']} splits, {r['text_bytes'] / 1e6:.0f} MB of text, {r['partitions']} partitions")
+    print(f"{'stage':22}{'tasks':>8}{'GETs':>9}{'PUTs':>8}{'read MB':>9}{'written':>9}{'CPU s':>8}", end="")
+    print("   exponents: GETs | bytes read | CPU")
+    for name, use in sorted(results[-1]["stages"].items()):
+        line = f"{name:22}{use['tasks']:8,}{use['gets']:9,}{use['puts']:8,}{use['bytes_read'] / 1e6:9.1f}"
+        line += f"{use['bytes_written'] / 1e6:9.1f}{use['cpu_seconds']:8.1f}   "
+        print(line + " | ".join(exponents(results, name, n) for n in ("gets", "bytes_read", "cpu_seconds")))
+    for r in results:
+        names = ("gets", "puts", "bytes_read", "bytes_written")
+        gets, puts, read, written = (sum(use[name] for use in r["stages"].values()) for name in names)
+        text, of_tb = r["text_bytes"], gets / r["text_bytes"] / scale * 1e12
+        print(
+            f"{r['splits']:5} splits: {gets:9,} GETs and {puts:7,} PUTs; {read / text:.2f} bytes read and "
+            f"{written / text:.2f} written a byte of text; {of_tb / 1e6:.2f} M GETs a TB of text"
+        )
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--corpus", type=Path, help="folder of documents (default: $SHARDKIT_TEST_DATA/corpus)"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json with <|endoftext|>")
+    parser.add_argument("--splits", default="31,61,122,243", help="default: %(default)s")
+    parser.add_argument(
+        "--split-megabytes", type=float, default=256, help="before scaling (default: %(default)s)"
+    )
+    parser.add_argument("--scale", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--megabytes", type=float, default=20, help="of original text (default: %(default)s)")
+    parser.add_argument("--lines", action="store_true", help="remove duplicate lines, too")
+    parser.add_argument("--work", type=Path, help="a folder for all files (default: a temporary one)")
+    parser.add_argument("--one", type=Path, help="run one build (used by this benchmark itself)")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_build(options.one, options.scale)))
+        return
+    originals = documents(options.corpus, options.megabytes)
+    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+        results = [
+            measure(Path(folder) / splits, originals, int(splits), options)
+            for splits in options.splits.split(",")
+        ]
+    if options.json:
+        print(json.dumps(results))
+    else:
+        show(results, options.scale)
+
+
+if __name__ == "__main__":
+    main()
