@@ -72,6 +72,14 @@ class Artifact:
             data: Any = file.read()
             return bytes(data)
 
+    def read_range(self, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop), fewer only at the end of the file."""
+        data = bytearray(stop - start)
+        with self.open() as file:
+            file.seek(start)
+            del data[read_into(file, memoryview(data)) :]
+        return data
+
     def size(self) -> int:
         """The file's size in bytes."""
         with self.open() as file:
