@@ -115,11 +115,13 @@ class Board:
         self.values: dict[str, str] = {}
         self.changed = threading.Condition()
         self.looks = 0
+        self.most_keys = 0  # in one look
         self.lost = False
 
     def check(self, keys: list[str]) -> bool:
         with self.changed:
             self.looks += 1
+            self.most_keys = max(self.most_keys, len(keys))
             self.changed.notify_all()
             if self.lost:
                 raise RuntimeError("Connection reset by peer")
@@ -132,6 +134,15 @@ class Board:
         with self.changed:
             self.values[key] = value
             self.changed.notify_all()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            self.looks += amount == 0
+            if self.lost:
+                raise RuntimeError("Connection reset by peer")
+            count = int(self.values.get(key, "0")) + amount
+            self.set(key, str(count))
+            return count
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         with self.changed:
@@ -234,8 +245,32 @@ def test_the_peers_hear_rank_step_and_message(start: Start) -> None:
 def test_reporting_returns_only_when_the_peers_have_heard(start: Start, board: Board) -> None:
     first, second = start(0), start(1)
     first.report(ValueError("boom"))
-    assert sum("/heard/1" in key for key in board.values) == 1
+    assert [count for key, count in board.values.items() if key.endswith("/heard")] == ["2"]
     assert str(heard(second)) == "rank 0 stopped: ValueError: boom"
+
+
+def test_a_rank_counts_once_however_many_loaders_it_has_and_however_many_ranks_fail(
+    start: Start, board: Board
+) -> None:
+    ranks = [start(number, 3) for number in (0, 1, 1, 1, 2)]
+    began = time.monotonic()
+    for stop in (ranks[0], ranks[-1]):
+        stop.report(ValueError("boom"))
+    for stop in ranks[1:4]:
+        heard(stop)
+    assert time.monotonic() - began < SOON_SECONDS
+    assert [count for key, count in board.values.items() if key.endswith("/heard")] == ["3"]
+
+
+def test_the_stores_work_does_not_grow_with_the_ranks(start: Start, board: Board) -> None:
+    stop = start(0, 1 << 14)  # which polls every 10 ms in a small world
+    time.sleep(0.3)
+    assert board.looks <= 2, "4,096 looks a second are left over for 16,384 ranks"
+    board.looks = 0
+    threading.Thread(target=stop.report, args=(ValueError("boom"),), daemon=True).start()
+    board.wait_for(lambda: board.looks >= 3)
+    assert board.most_keys == 1
+    board.lost = True
 
 
 def test_reporting_to_peers_that_are_gone_ends_by_itself(start: Start) -> None:
