@@ -22,7 +22,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.engine import RESUME, Engine, LocalEngine, default_workers
 from shardkit.writers.execution.engine_ray import import_ray
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import TaskSlice
+from shardkit.writers.execution.scheduler import DEFAULT_TIMES, SharingTimes, TaskSlice
 from shardkit.writers.execution.scratch import default_scratch
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
@@ -42,14 +42,15 @@ _TOKENIZER = ".tokenizer"  # a folder of its own, apart from what recipes name
 class Execution:
     """How a build runs. `workers`: processes, or tasks at a time on a Ray cluster (None: as many as fit).
 
-    With `task_slice`, several processes share a local work folder; `ray_address` names a running cluster
-    (None: RAY_ADDRESS, else one is started on this machine).
+    With `task_slice`, several processes share a work folder, at the pace of `times`; `ray_address` names a
+    running cluster (None: RAY_ADDRESS, else one is started on this machine).
     """
 
     workers: int | None = None
     engine: EngineName = "local"
     task_slice: TaskSlice | None = None
     ray_address: str | None = None
+    times: SharingTimes = DEFAULT_TIMES
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineName):
@@ -79,7 +80,10 @@ def open_runner(
     recipe: Recipe, work: Work, execution: Execution, listener: Listener[StageProgress]
 ) -> Iterator[Runner]:
     """Open the work folder and start the engine; both are closed at the end of the `with`."""
-    with Journal(work, slice=execution.task_slice) as journal, _engine(recipe, execution) as engine:
+    with (
+        Journal(work, slice=execution.task_slice, times=execution.times) as journal,
+        _engine(recipe, execution) as engine,
+    ):
         runner = Runner(journal, engine, listener)
         try:
             yield runner

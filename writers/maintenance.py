@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from shardkit.errors import BuildError
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution.runner import Journal
 from shardkit.writers.execution.task import Commit, Task, code_version
@@ -307,17 +306,15 @@ def clean_work(
     """Remove finished tasks that this build does not use, or `everything` with the work folder itself.
 
     Tasks of stages that come after one that has to run are kept: what of them will be used is not known yet.
-    `dry_run` removes nothing. BuildError if a build uses the work folder; of one in a store that cannot be
-    known for sure, and `force` removes what it wants.
+    `dry_run` removes nothing. BuildError if a build uses the work folder; with `force`, the lease of a driver
+    in a store is not heeded.
     """
     recipe = with_overrides(recipe, overrides)
     target = destination_of(recipe, output, storage)
     work = work_of(recipe, recipe.resolve(default_work(target)), storage, Execution())
     if isinstance(work, LocalWork) and not work.folder.exists():
         return CleanReport(work.place, (), 0, 0, dry_run)
-    with Journal(work) as journal:
-        if not force:
-            _refuse_others(journal)
+    with Journal(work, without_lease=force) as journal:
         found = {key: StaleTask(key, commit) for key, commit in journal.work.commits()}
         removed = (
             tuple(found.values()) if everything else tuple(explain_work(recipe, journal.work, storage).stale)
@@ -329,16 +326,3 @@ def clean_work(
                 journal.work.forget(task.commit)
     kept = [found[key] for key in sorted(found.keys() - {task.key for task in removed})]
     return CleanReport(work.place, removed, len(kept), sum(task.bytes for task in kept), dry_run)
-
-
-def _refuse_others(journal: Journal) -> None:
-    """A store cannot be locked, but those who use it say so."""
-    if isinstance(journal.work, LocalWork):
-        return
-    sessions = [info.key.rpartition("/")[2] for info in journal.work.sharing.list("sessions/")]
-    others = [session for session in sessions if session != journal.work.session]
-    if others:
-        raise BuildError(
-            f"{journal.work.place}: {', '.join(others[:3])} may be at work in it; wait for that build, or "
-            f"use --force if it is dead"
-        )

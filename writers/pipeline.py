@@ -34,7 +34,7 @@ from shardkit.writers.card import describe_file, make_card, recipe_content
 from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.runner import Journal, Runner
-from shardkit.writers.execution.scheduler import TURN_SECONDS, TaskSlice
+from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.execution.task import Commit
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
@@ -64,6 +64,8 @@ from shardkit.writers.stages.graph import BuildInputs, Outputs, run_stages
 from shardkit.writers.stages.tokenize import TokenizerFile
 
 __all__ = ["build", "default_work", "destination_of", "refuse_own_files", "with_overrides"]
+
+PUBLISH_WAIT_SECONDS = 24 * 3600.0  # for a suspended driver that holds the lock of a local output
 
 
 def build(
@@ -115,10 +117,9 @@ def build(
         begin = time.perf_counter()
         check_unchanged({split.input for split in splits})
         dataset = _describe(inputs, outputs, funnel)
-        with runner.exclusive("publish", str(target), lambda: watch.shows(dataset.card)) as is_ours:
-            if is_ours:
-                runner.check_shared([*outputs.packed, *dataset.tables.values()])
-                _publish(dataset, target, runner.is_shared, watch, listener, replace=replace)
+        if runner.await_turn("publish", lambda: watch.shows(dataset.card)):
+            runner.check_shared([*outputs.packed, *dataset.tables.values()])
+            _publish(dataset, target, runner.is_shared, watch, listener, replace=replace)
         runner.seconds["publish"] = time.perf_counter() - begin
         stages_run = clock.times(runner.seconds)
         if recipe.work is None and not runner.is_shared:
@@ -346,12 +347,12 @@ def _publish(
     *,
     replace: bool,
 ) -> None:
-    wait_seconds = TURN_SECONDS if is_shared else 0.0
+    wait_seconds = PUBLISH_WAIT_SECONDS if is_shared else 0.0
     files = (dataset.manifest, dataset.links, dataset.texts)
     try:
         publish(target, *files, replace=replace, wait_seconds=wait_seconds, listener=listener)
     except BuildError:
-        # Another process may have considered this one dead, and have published the dataset.
+        # Another slice may have taken the lease over, and have published the dataset.
         if not (is_shared and watch.shows(dataset.card)):
             raise
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardkit.units import format_bytes
 
-__all__ = ["StageProgress", "names_of", "say"]
+__all__ = ["StageProgress", "say"]
 
-_MOST_NAMES = 3
 COMPILING = "compiling kernels …"
 
 
@@ -20,7 +18,7 @@ class StageProgress:
 
     `seconds_left` is None while nothing tells; `compiling` are tasks for which kernels are being compiled,
     `compile_seconds` the longest that any one waited for that. Of `tasks_done`, other processes that share
-    the work did `tasks_elsewhere` in this run; `waiting` says for whom this one waits.
+    the work did `tasks_elsewhere` in this run; `waiting` says what this one waits for.
     """
 
     stage: str
@@ -75,7 +73,7 @@ class StageProgress:
         return notes + ([f"{self.tasks_elsewhere:,} by others"] if self.tasks_elsewhere else [])
 
     def waits(self) -> list[str]:
-        """The processes that this one waits for."""
+        """What this process waits for."""
         return [f"waiting for {self.waiting}"] if self.waiting and not self.finished else []
 
     def text(self) -> str:
@@ -99,13 +97,6 @@ class StageProgress:
 def say(text: str) -> None:
     """Print a message along with the progress."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def names_of(holders: Mapping[str, int]) -> str:
-    """Sessions that are waited for, and for how many tasks: "node7-4711-9f… (2 tasks)"."""
-    most = sorted(holders.items(), key=lambda item: (-item[1], item[0]))
-    texts = [f"{name or 'nobody yet'} ({n:,} task{'s' * (n > 1)})" for name, n in most[:_MOST_NAMES]]
-    return ", ".join(texts) + (f" and {len(most) - _MOST_NAMES:,} more" if len(most) > _MOST_NAMES else "")
 
 
 def _clock(seconds: float) -> str:

@@ -50,7 +50,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=task_slice,
         metavar="I/N",
         help="share the work folder with other processes that run the same build: this is process I, from 0, "
-        "of N, and starts with its own part of the tasks (default: use the work folder alone)",
+        "of N, and runs its own part of the tasks (default: use the work folder alone)",
     )
     parser.add_argument(
         "--replace",

@@ -44,7 +44,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--force",
         action="store_true",
-        help="also clean in a store where another process may be working (default: refuse)",
+        help="also clean in a store while a driver holds its lease (default: refuse)",
     )
     add_json_argument(parser)
     add_storage_arguments(parser)

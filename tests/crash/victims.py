@@ -301,14 +301,17 @@ def _set_limits(limits: Mapping[str, int]) -> None:
 @contextlib.contextmanager
 def share_quickly() -> Iterator[None]:
     """Leases of dead processes end after a second, not after a minute; only the duration depends on it."""
-    from shardkit.writers.execution import scheduler
-    from shardkit.writers.execution.scheduler import Claims
+    from shardkit.writers.execution.scheduler import SharingTimes
+    from shardkit.writers.executors import Execution
 
-    seconds = {"lease_seconds": 1.0, "beat_seconds": 0.2}
-    with (
-        patch.dict(Claims.__init__.__kwdefaults__ or {}, seconds),
-        patch.object(scheduler, "POLL_SECONDS", 0.2),
-    ):
+    times = SharingTimes(
+        lease_seconds=1.0,
+        beat_seconds=0.2,
+        poll_seconds=0.05,
+        longest_poll_seconds=0.2,
+        scavenge_seconds=1.0,
+    )
+    with patch.dict(Execution.__init__.__kwdefaults__ or {}, times=times):
         yield
 
 

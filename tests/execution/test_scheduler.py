@@ -1,31 +1,38 @@
-"""Processes that share a stage do every task, mostly once, whoever comes, goes or dies.
-
-Claims are leases by each observer's own clock: they save work, and no failure of them stops any.
-"""
+"""Queues hand out each task once; one process at a time drives a build, whoever comes, goes or dies."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardkit.errors import BuildError
+from shardkit.storage.local import LocalStore
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Store
-from shardkit.writers.execution import scheduler as module
 from shardkit.writers.execution.engine import InlineEngine
-from shardkit.writers.execution.scheduler import Claims, OwnQueue, SharedQueue, TaskSlice, take_turn
+from shardkit.writers.execution.scheduler import (
+    DriverLease,
+    OwnQueue,
+    SharingTimes,
+    SliceQueue,
+    TaskSlice,
+)
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import run_task
 from shardkit.writers.execution.work_local import LocalWork
 from support.stores import FaultRule, FaultyStore, fresh_memory
 
-LEASE = 60.0
+SECONDS = 60.0
+TIMES = SharingTimes(lease_seconds=SECONDS, beat_seconds=1e6)  # heartbeats come from the tests
+QUICK = SharingTimes(poll_seconds=0.01, longest_poll_seconds=0.01, scavenge_seconds=1e6, beat_seconds=1e6)
 RUNS: Counter[str] = Counter()
 
 
@@ -40,9 +47,8 @@ def make_tasks(count: int) -> list[Task]:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_runs() -> None:
     RUNS.clear()
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -57,10 +63,13 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
-@pytest.fixture
-def memory() -> MemoryStore:
-    return fresh_memory()
+
+@pytest.fixture(params=["memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return fresh_memory() if request.param == "memory" else LocalStore(tmp_path)
 
 
 @pytest.fixture
@@ -69,109 +78,130 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def claims_of(store: Store, name: str, clock: Clock | None = None, lease: float = LEASE) -> Claims:
-    """They beat once, as they begin: what beats do later, tests do."""
-    return Claims(store, name=name, lease_seconds=lease, beat_seconds=1e6, clock=clock or Clock())
+def lease_of(store: Store, name: str, clock: Clock | None = None, times: SharingTimes = TIMES) -> DriverLease:
+    clock = clock or Clock()
+    return DriverLease(store, name=name, times=times, clock=clock, sleep=clock.sleep)
 
 
 def keys(store: Store) -> list[str]:
     return [info.key for info in store.list()]
 
 
-def test_what_one_has_another_does_not_get_until_it_is_released(
-    memory: MemoryStore, opened: ExitStack
+def test_one_process_has_the_lease_until_it_ends(store: Store) -> None:
+    one, two = lease_of(store, "one"), lease_of(store, "two")
+    assert one.try_acquire()
+    assert not two.try_acquire()
+    assert two.holder() == "one"
+    one.close()
+    assert two.try_acquire()
+    two.close()
+    assert keys(store) == []
+
+
+def test_a_second_driver_is_refused_with_the_name_of_the_first(store: Store) -> None:
+    one, clock = lease_of(store, "node7-4711"), Clock()
+    one.acquire()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        one.renew()
+
+    times = replace(TIMES, beat_seconds=10.0)
+    two = DriverLease(store, name="two", times=times, clock=clock, sleep=sleep)
+    with (
+        pytest.warns(RuntimeWarning, match="node7-4711 holds the lease"),
+        pytest.raises(
+            BuildError, match=r"node7-4711 runs a build in this work folder; its lease expires 60 s after"
+        ),
+    ):
+        two.acquire()
+    assert clock.now - 1000.0 < SECONDS
+    one.close()
+
+
+def test_the_lease_of_a_dead_driver_expires(store: Store) -> None:
+    lease_of(store, "dead").acquire()  # killed here
+    clock = Clock()
+    two = lease_of(store, "two", clock, replace(TIMES, beat_seconds=10.0))
+    with pytest.warns(RuntimeWarning, match="waiting up to 60 s"):
+        two.acquire()
+    assert SECONDS <= clock.now - 1000.0 < SECONDS + 10
+    assert keys(store) == ["lease/00000002"]
+    two.close()
+
+
+def test_a_driver_that_goes_on_keeps_the_lease_whatever_its_clock_says(store: Store) -> None:
+    clock = Clock()
+    one, two = lease_of(store, "one"), lease_of(store, "two", clock)  # the first one's clock stands still
+    one.acquire()
+    for _ in range(5):
+        assert not two.try_acquire()
+        clock.now += SECONDS - 1
+        one.renew()
+    assert not two.try_acquire()
+    one.check()
+    one.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("third", [False, True])
+def test_a_driver_that_was_suspended_finds_that_it_was_replaced(
+    store: Store, *, ended: bool, third: bool
 ) -> None:
-    one = opened.enter_context(claims_of(memory, "one"))
-    two = opened.enter_context(claims_of(memory, "two"))
-    assert one.take("stage/a")
-    assert not two.take("stage/a"), "taken, though no look was taken at it yet"
-    assert two.holder("stage/a") == "another process"
-    two.refresh()
-    assert two.holder("stage/a") == "one"
-    assert two.take("stage/b")
-    one.release("stage/a")
-    two.refresh()
-    assert two.holder("stage/a") is None
-    assert two.take("stage/a")
-
-
-def test_a_session_that_says_nothing_for_a_lease_is_dead_and_leaves_nothing(
-    memory: MemoryStore, opened: ExitStack
-) -> None:
     clock = Clock()
-    claims_of(memory, "dead").__enter__().take("stage/a")  # killed here
-    two = opened.enter_context(claims_of(memory, "two", clock))
-    two.refresh()
-    clock.now += LEASE - 1
-    two.refresh()
-    assert not two.take("stage/a")
-    clock.now += 1
-    two.refresh()
-    assert keys(memory) == ["sessions/two"]
-    assert two.take("stage/a")
+    one, two = lease_of(store, "one"), lease_of(store, "two", clock)
+    one.acquire()
+    assert not two.try_acquire()
+    clock.now += SECONDS
+    assert two.try_acquire()
+    if ended:
+        two.close()
+        if third:
+            lease_of(store, "three").acquire()  # has the first one's epoch
+    one.renew()
+    assert not one.held
+    with pytest.raises(BuildError, match="another driver has taken over this work folder"):
+        one.check()
+    before = keys(store)
+    one.close()
+    assert keys(store) == before, "it removed what is not its own"
 
 
-def test_a_session_that_goes_on_lives_whatever_its_clock_says(memory: MemoryStore, opened: ExitStack) -> None:
+def test_of_many_that_see_a_lease_expire_one_takes_it(store: Store) -> None:
+    lease_of(store, "dead").acquire()
     clock = Clock()
-    one = opened.enter_context(claims_of(memory, "one"))  # its clock stands still
-    two = opened.enter_context(claims_of(memory, "two", clock))
-    one.take("stage/a")
-    for number in range(1, 6):
-        two.refresh()
-        clock.now += LEASE - 1
-        one._beat(number)
-    two.refresh()
-    assert two.holder("stage/a") == "one"
+    others = [lease_of(store, f"other-{n}", clock) for n in range(8)]
+    for other in others:
+        assert not other.try_acquire()
+    clock.now += SECONDS
+    threads = [threading.Thread(target=other.try_acquire) for other in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(other.held for other in others) == 1
+    [holder] = [other for other in others if other.held]
+    holder.renew()
+    assert holder.held
 
 
-def test_one_that_was_asleep_does_not_let_go_of_what_another_took_over(
-    memory: MemoryStore, opened: ExitStack
-) -> None:
-    clock = Clock()
-    one = opened.enter_context(claims_of(memory, "one", clock))
-    two = opened.enter_context(claims_of(memory, "two", clock))
-    assert one.take("stage/a")
-    two.refresh()
-    clock.now += LEASE
-    two._beat(1)
-    two.refresh()
-    assert two.take("stage/a")
-    one._beat(1)  # it wakes up, beats, and ends its task
-    one.release("stage/a")
-    assert memory.get("claims/stage/a") == b"two"
-    two.release("stage/a")
-    assert "claims/stage/a" not in keys(memory)
-
-
-def test_the_last_one_leaves_nothing_behind(memory: MemoryStore) -> None:
-    memory.put("claims/stage/old", b"somebody who was killed long ago")
-    with claims_of(memory, "one") as one:
-        one.take("stage/a")
-        with claims_of(memory, "two") as two:
-            two.take("stage/b")
-        assert keys(memory) == ["claims/stage/a", "claims/stage/old", "sessions/one"]
-    assert keys(memory) == []
-
-
-@pytest.mark.parametrize("operation", ["put", "list", "get", "delete", "any"])
-def test_a_store_that_fails_stops_nobody(memory: MemoryStore, operation: str) -> None:
-    claims_of(memory, "dead").__enter__().take("stage/b")
-    store = FaultyStore(memory, [FaultRule(fault="deny", operation=operation)])  # type: ignore[arg-type]
-    clock = Clock()
-    with claims_of(store, "one", clock) as one:
-        one.refresh()
-        clock.now += LEASE
-        one.refresh()
-        assert one.take("stage/a")
-        assert one.holder("stage/a") is None
-        one.release("stage/a")
-    assert store.log
+def test_a_heartbeat_whose_answer_is_lost_loses_no_lease() -> None:
+    memory = fresh_memory()
+    store = FaultyStore(memory, [FaultRule(fault="lost_ack", operation="put", skip=1, count=1)])
+    lease = lease_of(store, "one", times=replace(TIMES, beat_seconds=0.01))
+    lease.acquire()
+    deadline = time.monotonic() + 30
+    while not (store.log and memory.get("lease/00000001").endswith(b" 5")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lease.check()
+    assert lease.held
+    lease.close()
 
 
 def test_one_process_takes_heavy_tasks_first(work: LocalWork) -> None:
     done: list[Commit] = []
-    queue = OwnQueue(make_tasks(3), done.append)
-    InlineEngine().run(queue, work)
+    InlineEngine().run(OwnQueue(make_tasks(3), done.append), work)
     assert [commit.name for commit in done] == ["t2", "t1", "t0"]
 
 
@@ -181,143 +211,120 @@ def test_a_slice_is_one_of_its_number(slice: tuple[int, int]) -> None:
         TaskSlice(*slice)
 
 
-def test_every_task_is_in_one_slice_which_is_taken_before_those_of_others(work: LocalWork) -> None:
-    tasks = make_tasks(40)
-    owners = Counter(n for task in tasks for n in range(3) if TaskSlice(n, 3).rank(task) == 0)
+def test_every_task_is_in_one_slice() -> None:
+    owners = Counter(n for task in make_tasks(40) for n in range(3) if TaskSlice(n, 3).owns(task))
     assert sum(owners.values()) == 40
     assert min(owners.values()) > 4
+
+
+def run_slice(
+    work: LocalWork,
+    tasks: list[Task],
+    lease: DriverLease,
+    slice: TaskSlice,
+    absent: set[int] | None = None,
+    **options: Any,
+) -> list[Commit]:
     done: list[Commit] = []
-    with claims_of(fresh_memory(), "one") as claims:
-        InlineEngine().run(SharedQueue(tasks, done.append, work, claims, TaskSlice(1, 3)), work)
-    ranks = [TaskSlice(1, 3).rank(tasks[int(commit.name[1:])]) for commit in done]
-    assert ranks == sorted(ranks)
-    assert len(ranks) == 40
+    absent = set() if absent is None else absent
+    InlineEngine().run(SliceQueue(tasks, done.append, work, lease, slice, absent, **options), work)
+    return done
 
 
-def test_several_processes_do_each_task_once_and_hear_of_all(work: LocalWork) -> None:
+def test_slices_do_each_task_once_and_hear_of_all(work: LocalWork) -> None:
     tasks, memory = make_tasks(30), fresh_memory()
-    heard: list[list[Commit]] = [[] for _ in range(3)]
+    heard: dict[int, list[Commit]] = {}
 
     def run(number: int) -> None:
-        with claims_of(memory, f"session-{number}") as claims:
-            InlineEngine().run(SharedQueue(tasks, heard[number].append, work, claims, None), work)
+        lease = lease_of(memory, f"slice-{number}", times=QUICK)
+        heard[number] = run_slice(work, tasks, lease, TaskSlice(number, 3))
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [sorted(commit.name for commit in commits) for commits in heard] == [
-        sorted(t.name for t in tasks)
-    ] * 3
+    for commits in heard.values():
+        assert sorted(commit.name for commit in commits) == sorted(task.name for task in tasks)
     assert {task.name: 1 for task in tasks} == RUNS
 
 
-def test_the_task_of_one_that_was_killed_is_done_after_its_lease(work: LocalWork) -> None:
-    tasks, memory, clock = make_tasks(2), fresh_memory(), Clock()
-    dead = claims_of(memory, "dead").__enter__()
-    assert dead.take(tasks[0].key)
-    waits: list[dict[str, int]] = []
+@pytest.mark.parametrize("driver_lives", [True, False])
+def test_tasks_of_a_slice_that_never_comes_are_done_once_nothing_moves(
+    work: LocalWork, *, driver_lives: bool
+) -> None:
+    """By the driver: another slice that drives the build is left to do it, a dead one is replaced."""
+    tasks, memory, clock, slice = make_tasks(12), fresh_memory(), Clock(), TaskSlice(1, 2)
+    other = lease_of(memory, "other", times=QUICK)
+    assert other.try_acquire()
+    lease = lease_of(memory, "one", clock, replace(QUICK, scavenge_seconds=900.0))
+    waits: list[str] = []
+    missing = [task for task in tasks if not slice.owns(task)]
 
-    def waiting(holders: Any) -> None:
-        waits.append(dict(holders))
-        clock.now += 20
+    def waiting(text: str) -> None:
+        waits.append(text)
+        clock.now += 30
+        if driver_lives:
+            other.renew()
+            if len(waits) == 60:
+                for task in missing:
+                    run_task(task, task.digest, work)
 
-    done: list[Commit] = []
-    with claims_of(memory, "one", clock) as claims:
-        queue = SharedQueue(tasks, done.append, work, claims, None, waiting=waiting, clock=clock)
-        InlineEngine().run(queue, work)
-    assert [commit.name for commit in done] == ["t1", "t0"]
-    assert waits[0] == {"dead": 1}
-    assert len(waits) == 3
+    done = run_slice(work, tasks, lease, slice, waiting=waiting, clock=clock)
+    assert sorted(commit.name for commit in done) == sorted(task.name for task in tasks)
+    assert set(RUNS.values()) == {1}
+    assert waits[0] == f"{len(missing)} tasks of other slices"
+    assert clock.now - 1000.0 >= (1800 if driver_lives else 900)
+    assert lease.held is not driver_lives
+    if not driver_lives:  # the lightest ones first, should their slice live after all
+        assert [commit.name for commit in done[-len(missing) :]] == [task.name for task in missing]
 
 
-def test_what_others_finished_is_not_done_again(work: LocalWork) -> None:
-    tasks, memory = make_tasks(12), fresh_memory()
-    done: list[Commit] = []
-    with claims_of(memory, "one") as claims:
-        queue = SharedQueue(tasks, done.append, work, claims, None)
-        first = queue.take()
-        assert first is not None
-        for task in tasks:  # by another process, which claimed and let go of it meanwhile
-            if task.key != first.key:
-                run_task(task, task.digest, work)
-        queue.done(run_task(first, first.digest, work))
-        assert queue.take() is None
-        assert queue.exhausted
+def test_what_a_slice_finishes_late_is_not_done_again_by_the_driver(work: LocalWork) -> None:
+    tasks, clock, slice = make_tasks(12), Clock(), TaskSlice(0, 2)
+    lease = lease_of(fresh_memory(), "one", clock, replace(QUICK, scavenge_seconds=900.0))
+    missing = [task for task in tasks if not slice.owns(task)]
+    late = iter(sorted(missing, key=lambda task: -task.weight)[:2])
+
+    def waiting(text: str) -> None:
+        clock.now += 500
+        for task in [*late]:
+            run_task(task, task.digest, work)
+
+    done = run_slice(work, tasks, lease, slice, waiting=waiting, clock=clock)
     assert len(done) == 12
     assert set(RUNS.values()) == {1}
 
 
-def test_waiting_ends_after_hours_and_names_who_hangs(work: LocalWork) -> None:
-    [task], memory, clock = make_tasks(1), fresh_memory(), Clock()
-    with ExitStack() as stack:
-        other = stack.enter_context(claims_of(memory, "node7"))
-        other.take(task.key)
-        claims = stack.enter_context(claims_of(memory, "one", clock, lease=1e9))
-        queue = SharedQueue([task], print, work, claims, None, clock=clock)
-        assert queue.take() is None
-        clock.now += module.WAIT_SECONDS + 1
-        with pytest.raises(
-            BuildError, match=r"6 hours for others to finish 1 tasks, such as stage/t0 \(claimed by node7"
-        ):
-            queue.take()
+def test_a_store_that_fails_stops_no_slice(work: LocalWork) -> None:
+    store = FaultyStore(MemoryStore("memory://no-lease"), [FaultRule(fault="deny")])
+    tasks, slice = make_tasks(6), TaskSlice(0, 2)
+
+    def waiting(text: str) -> None:
+        for task in tasks:
+            run_task(task, task.digest, work)
+
+    lease = lease_of(store, "one", times=QUICK)
+    assert len(run_slice(work, tasks, lease, slice, waiting=waiting)) == 6
+    assert store.log
 
 
-class Counting:
-    """Counts requests by what they are."""
+def test_a_slice_that_never_comes_is_waited_for_once_and_counted_in_when_it_comes(work: LocalWork) -> None:
+    clock, slice, absent = Clock(), TaskSlice(0, 2), set[int]()
+    lease = lease_of(fresh_memory(), "one", clock, replace(QUICK, scavenge_seconds=900.0))
 
-    def __init__(self, below: MemoryStore) -> None:
-        self._below = below
-        self.requests: Counter[str] = Counter()
+    def waiting(text: str) -> None:
+        clock.now += 500
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("get", "put", "list", "delete", "head", "open"):
-            self.requests[name] += 1
-        return getattr(self._below, name)
-
-
-def test_claims_cost_two_requests_a_task_and_listings_do_not_grow_with_tasks(work: LocalWork) -> None:
-    counting = Counting(fresh_memory())
-    with claims_of(counting, "one") as claims:
-        InlineEngine().run(SharedQueue(make_tasks(60), lambda commit: None, work, claims, None), work)
-    assert counting.requests["put"] == 61
-    assert counting.requests["delete"] == 61
-    assert counting.requests["list"] < 20  # a look every 15 seconds, and two at the end
-    assert counting.requests["get"] == 0
-
-
-def test_turns_are_taken_one_by_one_and_a_dead_ones_is_taken_over() -> None:
-    memory, clock = fresh_memory(), Clock()
-    claims_of(memory, "dead").__enter__().take("publish/x")
-    waits: list[dict[str, int]] = []
-
-    def sleep(seconds: float) -> None:
-        clock.now += 20
-
-    def waiting(holders: Any) -> None:
-        waits.append(dict(holders))
-
-    states: list[bool] = []
-    with claims_of(memory, "one", clock) as claims:
-        for expected in (True, False):
-            with take_turn(
-                claims, "publish/x", lambda: bool(states), waiting, clock=clock, sleep=sleep
-            ) as ours:
-                assert ours is expected
-                states.append(True)
-    assert waits == [{"dead": 1}] * 3
-
-
-def test_a_turn_is_not_waited_for_for_ever() -> None:
-    memory, clock = fresh_memory(), Clock()
-
-    def sleep(seconds: float) -> None:
-        clock.now += 3600
-
-    with ExitStack() as stack:
-        stack.enter_context(claims_of(memory, "node7")).take("publish/x")
-        one = stack.enter_context(claims_of(memory, "one", clock, lease=1e9))
-        turn = take_turn(one, "publish/x", lambda: False, lambda holders: None, clock=clock, sleep=sleep)
-        with pytest.raises(BuildError, match="24 hours for node7 to publish"):
-            turn.__enter__()
+    for stage, seconds in (("first", 1000), ("second", 0)):
+        start = clock.now
+        tasks = [replace(task, stage=stage) for task in make_tasks(12)]
+        assert len(run_slice(work, tasks, lease, slice, absent, waiting=waiting, clock=clock)) == 12
+        assert clock.now - start == seconds
+        assert absent == {1}
+    tasks = [replace(task, stage="third") for task in make_tasks(12)]
+    queue = SliceQueue(tasks, lambda commit: None, work, lease, slice, absent, clock=clock)
+    for task in tasks:
+        run_task(task, task.digest, work)
+    InlineEngine().run(queue, work)
+    assert absent == set()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from crash.points import Action, Moment, Point
-from crash.victims import Victims
+from crash.victims import Victims, share_quickly
 from servers.bucket import RgwBucket
 from servers.fault_proxy import FaultProxy, Rule
 from shardkit import locks
@@ -23,7 +23,6 @@ from shardkit.publish import transports
 from shardkit.publish.publication import Publication
 from shardkit.storage.resilient import connect
 from shardkit.writers import BuildResult, build
-from shardkit.writers.execution import scheduler
 from shardkit.writers.execution.scheduler import TaskSlice
 from shardkit.writers.progress import StageProgress
 from shardkit.writers.publish import Watch
@@ -48,8 +47,9 @@ def local(corpus: Path, inline_builds: None) -> dict[str, bytes]:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.05)
+def _quick() -> Iterator[None]:
+    with share_quickly():
+        yield
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -82,16 +82,52 @@ def test_machines_with_a_work_folder_and_output_in_stores_give_a_local_builds_by
 ) -> None:
     work, output = fresh_memory(), fresh_memory()
 
-    def machine(number: int) -> BuildResult:
+    def machine(number: int, slice: TaskSlice | None = None) -> BuildResult:
         places = [f"work={work.url}", f"scratch={tmp_path / str(number)}", f"output.path={output.url}"]
-        return build(corpus, overrides=places, workers=1, progress=False)
+        return build(corpus, overrides=places, workers=1, task_slice=slice, progress=False)
 
-    one, two = together(lambda: machine(1), lambda: machine(2))
+    one, two = together(lambda: machine(0, TaskSlice(0, 2)), lambda: machine(1, TaskSlice(1, 2)))
     assert objects(output) == local
     assert one.fingerprint == two.fingerprint
-    assert list(work.list("sharing/")) == []
+    assert list(work.list("lease/")) == []
     assert len(list(work.list("commits/"))) == one.tasks + 1  # and that of the tokenizer's file
     assert machine(3).up_to_date
+
+
+def test_a_second_driver_of_a_work_folder_in_a_store_is_refused(corpus: Path, tmp_path: Path) -> None:
+    work, refused = fresh_memory(), list[str]()
+
+    def other(report: StageProgress) -> None:
+        if not refused:
+            places = [f"work={work.url}", f"scratch={tmp_path / 'b'}", f"output.path={tmp_path / 'b-out'}"]
+            with pytest.warns(RuntimeWarning, match="holds the lease"), pytest.raises(BuildError) as caught:
+                build(corpus, overrides=places, workers=1, progress=False)
+            refused.append(str(caught.value))
+
+    places = [f"work={work.url}", f"scratch={tmp_path / 'a'}", f"output.path={tmp_path / 'a-out'}"]
+    build(corpus, overrides=places, workers=1, progress=other)
+    assert "runs a build in this work folder" in refused[0]
+    assert list(work.list("lease/")) == []
+
+
+def test_a_driver_whose_lease_was_taken_over_ends_and_the_other_has_its_tasks(
+    corpus: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    work, taken = fresh_memory(), list[str]()
+
+    def take_over(report: StageProgress) -> None:
+        if report.stage == "clean" and report.tasks_done == 1 and not taken:
+            taken.append("lease/00000002")
+            work.put("lease/00000002", b"another-host 1 1")
+            time.sleep(1.0)  # several heartbeats
+
+    places = [f"work={work.url}", f"scratch={tmp_path / 'a'}", f"output.path={tmp_path / 'out'}"]
+    with pytest.raises(BuildError, match="another driver has taken over this work folder"):
+        build(corpus, overrides=places, workers=1, progress=take_over)
+    work.delete("lease/00000002")
+    ended = build(corpus, overrides=places, workers=1, progress=False)
+    assert ended.tasks_reused
+    assert files(tmp_path / "out") == local
 
 
 def test_two_recipes_in_one_work_folder_do_not_meet(
@@ -103,7 +139,8 @@ def test_two_recipes_in_one_work_folder_do_not_meet(
         places = [f"work={work.url}", f"scratch={tmp_path / name}", f"output.path={tmp_path / name}-out"]
         return build(corpus, overrides=[*places, *changes], workers=1, progress=False)
 
-    together(lambda: machine("a"), lambda: machine("b", "pack.sequence_length=32"))
+    machine("a")
+    machine("b", "pack.sequence_length=32")
     assert files(tmp_path / "a-out") == local
     again = build(
         corpus,
@@ -131,7 +168,7 @@ def test_slices_of_one_build_give_its_bytes_and_tell_what_others_did(
     assert files(tmp_path / "out") == local
     assert sum(report.tasks_elsewhere for report in heard if report.finished) > 0
     assert [path.name for path in (tmp_path / "work" / "unfinished").iterdir()] == []
-    assert not (tmp_path / "work" / "sharing").exists()
+    assert not (tmp_path / "work" / "lease").exists()
 
 
 @contextmanager
@@ -177,8 +214,8 @@ def test_one_that_takes_a_publisher_for_dead_does_not_disturb_it(
         return held_file(path, **options)
 
     monkeypatch.setattr(transports, "held_file", held)
-    # Nobody is ever seen to live: every claim is free at once.
-    monkeypatch.setattr("shardkit.writers.execution.scheduler.Claims._lives", lambda self, session: False)
+    # Every lease has expired at once, as if its holder were dead.
+    monkeypatch.setattr("shardkit.writers.execution.scheduler.DriverLease.renew", lambda self: None)
     with first_publisher_waits_for(monkeypatch, came):
         together(lambda: share(corpus, tmp_path, 0), lambda: share(corpus, tmp_path, 1))
     assert files(tmp_path / "out") == local
@@ -218,9 +255,10 @@ def test_a_publisher_that_is_alone_does_not_wait_for_a_lock(
 def test_a_work_folder_that_is_shared_is_kept_though_it_is_the_default_one(
     corpus: Path, local: dict[str, bytes], tmp_path: Path
 ) -> None:
-    for number in range(2):
-        places = [f"output.path={tmp_path / 'out'}"]
-        build(corpus, overrides=places, workers=1, task_slice=TaskSlice(number, 2), progress=False)
+    places = [f"output.path={tmp_path / 'out'}"]
+    slices = [TaskSlice(number, 2) for number in range(2)]
+    build(corpus, overrides=places, workers=1, task_slice=slices[0], progress=False)  # does all, at last
+    assert build(corpus, overrides=places, workers=1, task_slice=slices[1], progress=False).up_to_date
     assert files(tmp_path / "out") == local
     assert (tmp_path / "out.work" / "pack").is_dir()
 
@@ -318,7 +356,7 @@ def test_a_publisher_that_sleeps_past_its_lease_is_waited_for(
 
 
 @pytest.mark.extended
-def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
+def test_drivers_of_a_bucket_follow_each_other_though_one_is_killed_and_one_sleeps(
     victims: Victims,
     folder: Path,
     local: dict[str, bytes],
@@ -345,7 +383,8 @@ def test_machines_share_a_bucket_though_one_is_killed_and_one_sleeps(
     rgw_proxy.set_rules()
     assert {info.key: output.get(info.key) for info in output.list()} == local
     asleep.go_on()
-    assert asleep.wait().status == 0
+    ended = asleep.wait()
+    assert (ended.status, "another driver has taken over" in ended.errors) == (1, True), ended
     assert {info.key: output.get(info.key) for info in output.list()} == local
 
 

@@ -40,7 +40,7 @@ from shardkit.writers.execution.engine import (
     default_workers,
     give_back_memory,
 )
-from shardkit.writers.execution.scheduler import WAIT_SECONDS, TaskQueue
+from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
@@ -202,6 +202,8 @@ RETRIES = 4
 MAX_WORKERS = 100_000
 
 NO_NODE_SECONDS = 600.0  # clusters take minutes to start a machine
+
+WAIT_SECONDS = 6 * 3600.0  # without any task finished: a process hangs, or a task is far too big
 
 LOOK_SECONDS = 5.0  # how often nodes are counted
 

@@ -6,8 +6,8 @@
 `Journal` is the work folder while a build uses it. A finished task is skipped only if the digest of
 everything that decides its outputs (config, digests of inputs, code) matches its commit and each output
 exists with its size. So a build may be killed at any time: the same command continues with the finished
-tasks, and unfinished ones leave no trace. One build at a time uses a local folder (`flock`), unless all of
-them were started to share it. A store cannot be locked: there, work is always shared.
+tasks, and unfinished ones leave no trace. One build at a time uses a work folder: a local one is locked
+(`flock`), and in a store the build holds the driver's lease (scheduler.py). Slices of a build share a folder.
 
 Silent disk corruption must not change a dataset. So when `Runner` finds a finished task of an earlier run in
 a local folder, it compares the task's files with the hashes in its commit before anything reads them: once in
@@ -21,63 +21,78 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shardkit.errors import BuildError, warn_user
-from shardkit.hashing import digest_of
 from shardkit.progress import Listener
+from shardkit.storage.store import StoreError
 from shardkit.writers.execution.engine import Engine
 from shardkit.writers.execution.scheduler import (
-    Claims,
+    DEFAULT_TIMES,
     Done,
+    DriverLease,
     OwnQueue,
-    SharedQueue,
+    SharingTimes,
+    SliceQueue,
     TaskQueue,
     TaskSlice,
-    Waiting,
-    take_turn,
+    process_name,
 )
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.execution.work_local import LocalWork, locked_folder
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.ledger import Count
-from shardkit.writers.progress import StageProgress, names_of
+from shardkit.writers.progress import StageProgress
 
 __all__ = ["Journal", "Runner"]
 
 
 class Journal:
-    """An open work folder. With a `slice`, several processes may share a local one."""
+    """An open work folder. With a `slice`, several processes share it; otherwise it is used alone.
 
-    def __init__(self, work: Work | Path, *, slice: TaskSlice | None = None) -> None:
+    `without_lease` opens a folder in a store that another driver may be using.
+    """
+
+    def __init__(
+        self,
+        work: Work | Path,
+        *,
+        slice: TaskSlice | None = None,
+        times: SharingTimes = DEFAULT_TIMES,
+        without_lease: bool = False,
+    ) -> None:
         if isinstance(work, Path):
             work = LocalWork(work)
         assert isinstance(work, LocalWork | StoreWork)
-        self.is_shared = slice is not None or isinstance(work, StoreWork)
+        self.is_shared = slice is not None
         self.work: LocalWork | StoreWork = work
-        self._slice = slice
-        self.claims = Claims(work.sharing)
+        self._slice, self._without_lease = slice, without_lease
+        self._absent: set[int] = set()
+        name = process_name()  # also keeps temporary files of processes that share a folder apart
+        self.lease = DriverLease(work.lease_store, name=name, times=times)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        session = self.claims.session  # keeps temporary files of processes that share a folder apart
         with contextlib.ExitStack() as stack:
             if isinstance(self.work, StoreWork):
-                self.work = self.work.claimed(session)
+                self.work = self.work.claimed(self.lease.name)
             else:
                 stack.enter_context(locked_folder(self.work, shared=self.is_shared))
                 if self.is_shared:
-                    self.work = replace(self.work, session=session)
+                    self.work = replace(self.work, session=self.lease.name)
             self.work.prepare()
-            if self.is_shared:
-                stack.enter_context(self.claims)
+            stack.enter_context(self.lease)
+            if self._slice is not None and self._slice.index == 0:
+                with contextlib.suppress(StoreError):  # otherwise the first slice without tasks takes it
+                    self.lease.try_acquire()
+            elif self._slice is None and isinstance(self.work, StoreWork) and not self._without_lease:
+                self.lease.acquire()
             self._stack = stack.pop_all()
         return self
 
@@ -95,14 +110,35 @@ class Journal:
         [commit] = self.find([task])
         return run_task(task, task.digest, self.work) if commit is None else commit
 
-    def queue(self, tasks: Sequence[Task], done: Done, waiting: Waiting = lambda holders: None) -> TaskQueue:
+    def queue(
+        self, tasks: Sequence[Task], done: Done, waiting: Callable[[str], None] = lambda text: None
+    ) -> TaskQueue:
         """A queue of tasks to run; `done` is called with each commit, made here or elsewhere.
 
-        `waiting` is called with the holders of tasks that other processes run, while this one is idle.
+        `waiting` is called with what this process waits for, while other slices run the rest.
         """
-        if self.is_shared:
-            return SharedQueue(tasks, done, self.work, self.claims, self._slice, waiting=waiting)
+        if self._slice is not None:
+            shared = (self.work, self.lease, self._slice, self._absent)
+            return SliceQueue(tasks, done, *shared, waiting=waiting)
         return OwnQueue(tasks, done)
+
+    def await_turn(self, is_done: Callable[[], bool], waiting: Callable[[], None]) -> bool:
+        """Whether this process is the one to do a step of the driver; of slices one is, as long as it lives.
+
+        The others wait until `is_done`, and take over if the driver is gone.
+        """
+        times, pause = self.lease.times, self.lease.times.poll_seconds
+        while self._slice is not None:
+            with contextlib.suppress(StoreError):
+                if self.lease.try_acquire():
+                    break
+            if is_done():
+                return False
+            waiting()
+            time.sleep(pause)
+            pause = min(2 * pause, times.longest_poll_seconds)
+        self.check_driver()
+        return not is_done()
 
     def forget_damaged(self, commit: Commit) -> None:
         """Remove a finished task and raise BuildError if its files differ from its commit.
@@ -122,6 +158,11 @@ class Journal:
         if name is not None:
             self.work.forget(commit)
         return name
+
+    def check_driver(self) -> None:
+        """BuildError if this build has lost the lease of its work folder. A slice goes on without it."""
+        if self._slice is None:
+            self.lease.check()
 
     def remove(self) -> None:
         """Remove the whole work folder; the journal stays locked, and must be closed next."""
@@ -160,6 +201,7 @@ class Runner:
                 self._report(stage)
 
         def done(commit: Commit) -> None:
+            self.journal.check_driver()
             commits[commit.folder] = replace(commit, remote=self.journal.work.remote)  # one object for all
             self._done(commit)
 
@@ -200,26 +242,22 @@ class Runner:
         """Whether other processes may be at the same work."""
         return self.journal.is_shared
 
-    def exclusive(self, step: str, place: str, is_done: Callable[[], bool]) -> AbstractContextManager[bool]:
-        """Let one process at a time, of those that share the work, do `step` at `place`.
+    def await_turn(self, step: str, is_done: Callable[[], bool]) -> bool:
+        """Whether `step` is this process's to do. Of slices the driver does it, and the others wait.
 
-        Yields whether the step still has to be done: at once, or after the other processes have done it,
-        given up or died. Like all claims this is advisory: a step that must never run twice at once needs a
-        lock.
+        A step that must never run twice at once still needs a lock: a driver may be suspended in it.
         """
-        if not self.is_shared:
-            return contextlib.nullcontext(True)
         start = time.perf_counter()
 
-        def wait(holders: Mapping[str, int]) -> None:
+        def wait() -> None:
             seconds = time.perf_counter() - start
-            self._listener(StageProgress(step, 0, 1, 0, 0, 0, seconds, waiting=names_of(holders)))
+            self._listener(StageProgress(step, 0, 1, 0, 0, 0, seconds, waiting=self.journal.lease.holder()))
 
-        return take_turn(self.journal.claims, f"{step}/{digest_of(place)}", is_done, wait)
+        return self.journal.await_turn(is_done, wait)
 
-    def _wait(self, holders: Mapping[str, int]) -> None:
+    def _wait(self, what: str) -> None:
         for stage, meter in self._meters.items():
-            meter.waiting = names_of(holders)
+            meter.waiting = what
             if not meter.progress(stage, 0.0).finished:
                 self._report(stage)
 

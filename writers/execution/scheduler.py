@@ -1,19 +1,22 @@
-"""Task queues of a stage, and advisory leases between processes that share a build.
+"""Task queues of a stage, and the lease of the driver.
 
-An engine takes tasks from a queue and reports finished ones to it. `OwnQueue` hands out every task.
-`SharedQueue` hands out tasks that no other live process has claimed, and picks up what others commit:
-machines that run the same build share its work, and one that joins late or stops changes only the time.
-`take_turn` lets one process at a time do a step, such as publishing.
+An engine takes tasks from a queue and reports finished ones to it. `OwnQueue` hands out every task: one
+driver runs the build. `SliceQueue` is for processes that share a build without a scheduler (`--task-slice`,
+such as the elements of a Slurm array): each runs the tasks that a hash of their names assigns to it, then
+waits for what the others commit.
 
-Leases are objects in the shared part of the work folder:
+A work folder that several processes can reach has one *driver*: the build itself, or one of the slices. It
+holds the lease, an object that it rewrites every few seconds:
 
-    sessions/<session>     heartbeat, rewritten every few seconds while a process lives
-    claims/<key>           the session that works on a task, or on the publication
+    lease/<epoch>     the holder's name and the number of its heartbeat; the highest epoch counts
 
-A session whose heartbeat has not changed for `LEASE_SECONDS` of the observer's own clock is dead, and its
-claims are free; clocks of different machines are never compared. Leases save work, and correctness comes from
-commits: a lost claim, two takeovers at once, or a process that was only suspended cost a task run twice, with
-the same bytes. So store errors are not raised here: the worst result is duplicate work.
+A lease whose heartbeat has not changed for `lease_seconds` of the observer's own clock has expired; clocks of
+different machines are never compared. To take it over is to create the next epoch, which a store lets one
+process do. A driver that was suspended meanwhile finds a higher epoch and ends.
+
+Of slices, the driver publishes, and runs the tasks that nobody has committed for `scavenge_seconds`. If the
+driver is gone, the next idle slice takes the lease. None of this decides a byte: tasks are pure, and a task
+that two processes run is committed once.
 """
 
 from __future__ import annotations
@@ -23,201 +26,185 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import xxhash
 
-from shardkit.errors import BuildError
-from shardkit.storage.store import ObjectExistsError, Store, StoreError
+from shardkit.errors import BuildError, warn_user
+from shardkit.files import Closing
+from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 
 __all__ = [
-    "BEAT_SECONDS",
-    "LEASE_SECONDS",
-    "TURN_SECONDS",
-    "Claims",
+    "DEFAULT_TIMES",
+    "Done",
+    "DriverLease",
     "OwnQueue",
-    "SharedQueue",
+    "SharingTimes",
+    "SliceQueue",
     "TaskQueue",
     "TaskSlice",
-    "Waiting",
-    "take_turn",
+    "process_name",
 ]
 
-LEASE_SECONDS = 60.0
+_PREFIX = "lease/"
 
-BEAT_SECONDS = 10.0
-
-_NEVER = float("-inf")
+Done = Callable[[Commit], None]
 
 
-class Claims:
-    """The claims of one process, for the length of a `with`; `name` identifies it to people."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharingTimes:
+    """How often processes that share a work folder look for each other. Only time depends on it."""
+
+    lease_seconds: float = 60.0
+    """Silence after which a driver counts as dead."""
+    beat_seconds: float = 10.0
+    poll_seconds: float = 2.0
+    """First wait of an idle slice; doubles up to `longest_poll_seconds` while nothing is found."""
+    longest_poll_seconds: float = 30.0
+    scavenge_seconds: float = 900.0
+    """Time without any commit in a stage after which the driver runs the tasks of other slices."""
+
+
+DEFAULT_TIMES = SharingTimes()
+
+
+class DriverLease(Closing):
+    """The lease of the driver of a work folder, as one process sees it. `name` identifies it to people."""
 
     def __init__(
         self,
         store: Store,
         *,
-        name: str | None = None,
-        lease_seconds: float = LEASE_SECONDS,
-        beat_seconds: float = BEAT_SECONDS,
+        name: str,
+        times: SharingTimes = DEFAULT_TIMES,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.session = name or f"{socket.gethostname()[:40]}-{os.getpid()}-{os.urandom(4).hex()}"
-        self._store, self._clock = store, clock
-        self._lease_seconds, self._beat_seconds = lease_seconds, beat_seconds
+        self.name, self.times = name, times
+        self._store, self._clock, self._sleep = store, clock, sleep
+        self._id = f"{name} {os.urandom(8).hex()}"
+        self._own = ("", "")  # key and version of what this process wrote last
+        self._beats = 0
+        self._seen = ("", "")  # key and version of another's lease, and since when it has been like that
+        self._seen_since = 0.0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat_on, name="shardkit-claims", daemon=True)
-        self._seen: dict[
-            str, tuple[str, float]
-        ] = {}  # session -> version of its heartbeat, and when that was first seen
-        self._claims: dict[str, str] = {}  # key -> version of its claim
-        self._holders: dict[tuple[str, str], str] = {}
-        self._contested: set[str] = set()  # claimed by another process since the last refresh
-        self._mine: set[str] = set()
-        self._beaten = _NEVER  # time of the last successful heartbeat
-        self._doubtful: set[str] = (
-            set()
-        )  # mine, but the lease may have expired and another process may hold them
+        self._thread: threading.Thread | None = None
+        self.held = False
+        self.was_lost = False
 
-    def __enter__(self) -> Self:
-        self._beat(0)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join(self._beat_seconds)
-        with contextlib.suppress(StoreError):  # after a failure the rest stays, and expires with the lease
-            for key in sorted(self._mine):
-                self._store.delete(f"claims/{key}")
-            self._store.delete(f"sessions/{self.session}")
-            if next(iter(self._store.list("sessions/")), None) is None:  # left by killed processes
-                for info in list(self._store.list("claims/")):
-                    self._store.delete(info.key)
-        self._mine.clear()
-
-    def refresh(self) -> None:
-        """Read the claims and heartbeats of all processes: two list requests."""
-        now = self._clock()
-        try:  # claims first: a claim is always preceded by its session
-            claims = {info.key.removeprefix("claims/"): info.version for info in self._store.list("claims/")}
-            sessions = {info.key.removeprefix("sessions/"): info for info in self._store.list("sessions/")}
-        except StoreError:
-            return
-        for session, info in sessions.items():
-            version, _ = self._seen.get(session, ("", _NEVER))
-            if version != info.version:
-                self._seen[session] = (info.version, now)
-        self._seen = {session: seen for session, seen in self._seen.items() if session in sessions}
-        self._claims = claims
-        self._contested.clear()
-        self._holders = {
-            known: who for known, who in self._holders.items() if claims.get(known[0]) == known[1]
-        }
-        for session in [session for session in self._seen if not self._lives(session)]:
-            self._bury(session)
-
-    def holder(self, key: str) -> str | None:
-        """The live session of another process that holds the claim, as of the last `refresh`."""
-        if key in self._contested:
-            return "another process"
-        if key in self._mine or key not in self._claims:
-            return None
-        session = self._session_of(key)
-        return session if session is not None and self._lives(session) else None
-
-    def take(self, key: str) -> bool:
-        """Claim the key for this process; False if another live process holds it."""
-        if self.holder(key) is not None:
-            return False
-        stale = key in self._claims
+    def acquire(self) -> None:
+        """Take the lease; wait for that of a dead driver to expire. BuildError if a driver is at work."""
+        is_first = True
         try:
-            self._store.put(f"claims/{key}", self.session.encode(), if_absent=not stale)
+            while not self.try_acquire():
+                before, holder = self._seen, self.holder()
+                if is_first:
+                    warn_user(
+                        f"{self._store.url}: {holder} holds the lease of this work folder; waiting up to "
+                        f"{self.times.lease_seconds:.0f} s to see whether it is alive"
+                    )
+                    is_first = False
+                self._sleep(self.times.beat_seconds / 4)
+                newest = self._newest()
+                if newest is not None and newest.key == before[0] and newest.version != before[1]:
+                    raise BuildError(
+                        f"{self._store.url}: {holder} runs a build in this work folder; its lease expires "
+                        f"{self.times.lease_seconds:.0f} s after its last renewal, which was just now. Stop "
+                        f"that build, wait for it, or set another `work`; processes that are to share a "
+                        f"build are started with --task-slice"
+                    )
+        except StoreError as error:
+            raise BuildError(f"work folder {self._store.url}: {error}; the same command continues") from error
+
+    def try_acquire(self) -> bool:
+        """Take the lease if it is free or has expired since this process first saw it. StoreError."""
+        if self.held:
+            return True
+        now, newest = self._clock(), self._newest()
+        if newest is not None:
+            if self._seen != (newest.key, newest.version):
+                self._seen, self._seen_since = (newest.key, newest.version), now
+            if now - self._seen_since < self.times.lease_seconds:
+                return False
+        epoch = 1 if newest is None else int(newest.key.removeprefix(_PREFIX)) + 1
+        try:
+            self._write(f"{_PREFIX}{epoch:08d}", if_absent=True)
         except ObjectExistsError:
-            self._contested.add(key)  # the next refresh finds out whose it is
+            return False  # another process was faster
+        if newest is not None:
+            self._store.delete(newest.key)
+        if self._newest_key() > self._own[0]:  # a listing of a folder may miss what is renamed meanwhile
+            self._store.delete(self._own[0])
             return False
-        except StoreError:
-            pass
-        self._mine.add(key)
+        self.held, self.was_lost = True, False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat_on, name="shardkit-lease", daemon=True)
+            self._thread.start()
         return True
 
-    def release(self, key: str) -> None:
-        """Give up the claim."""
-        self._mine.discard(key)
-        self._claims.pop(key, None)
+    def check(self) -> None:
+        """BuildError if another process has taken the lease over."""
+        if self.was_lost:
+            raise BuildError(
+                f"{self._store.url}: another driver has taken over this work folder, because this process "
+                f"was silent for more than {self.times.lease_seconds:.0f} s (suspended, or cut off from the "
+                f"store); finished tasks are kept, and that driver continues"
+            )
+
+    def holder(self) -> str:
+        """The name of the process that holds the lease, for messages."""
         with contextlib.suppress(StoreError):
-            is_sure = key not in self._doubtful and self._clock() - self._beaten < self._lease_seconds
-            if is_sure or self._store.get(f"claims/{key}") == self.session.encode():
-                self._store.delete(f"claims/{key}")
-        self._doubtful.discard(key)
+            newest = self._newest()
+            if newest is not None:
+                return self._store.get(newest.key).decode(errors="replace").partition(" ")[0]
+        return "another process"
 
-    def _lives(self, session: str) -> bool:
-        _, since = self._seen.get(session, ("", _NEVER))
-        return session == self.session or self._clock() - since < self._lease_seconds
+    def close(self) -> None:
+        """Give the lease back. What cannot be removed now expires."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(self.times.beat_seconds)
+        if self.held:
+            self.held = False
+            with contextlib.suppress(StoreError):
+                self._store.delete(self._own[0])
 
-    def _session_of(self, key: str) -> str | None:
-        known = key, self._claims[key]
-        if known not in self._holders:
-            try:
-                self._holders[known] = self._store.get(f"claims/{key}").decode(errors="replace")
-            except StoreError:
-                return None
-        return self._holders[known]
-
-    def _bury(self, session: str) -> None:
-        """Remove the objects of a dead session. If it was only suspended, its next heartbeat restores it."""
-        with contextlib.suppress(StoreError):
-            for key in [key for key in self._claims if self._session_of(key) == session]:
-                self._store.delete(f"claims/{key}")
-                del self._claims[key]
-            self._store.delete(f"sessions/{session}")
-            del self._seen[session]
+    def renew(self) -> None:
+        """Write the next heartbeat; give up the lease if another process has it. StoreError."""
+        newest = self._newest()
+        if newest is None or (newest.key, newest.version) != self._own:
+            is_ours = newest is not None and self._store.get(newest.key).startswith(self._id.encode())
+            if not is_ours:  # otherwise our last write arrived, though its answer did not
+                self.held, self.was_lost = False, True
+                return
+        self._write(self._own[0])
 
     def _beat_on(self) -> None:
-        number = 0
-        while not self._ended.wait(self._beat_seconds):
-            number += 1
-            self._beat(number)
+        while not self._ended.wait(self.times.beat_seconds):
+            if self.held:
+                with contextlib.suppress(StoreError):  # the next beat may arrive
+                    self.renew()
 
-    def _beat(self, number: int) -> None:
-        now = self._clock()
-        if (
-            now - self._beaten >= self._lease_seconds
-        ):  # the process was suspended, or the store was unreachable
-            self._doubtful |= self._mine
-        with contextlib.suppress(StoreError):
-            self._store.put(f"sessions/{self.session}", f"{number}".encode())
-            self._beaten = now
+    def _write(self, key: str, *, if_absent: bool = False) -> None:
+        self._beats += 1
+        info = self._store.put(key, f"{self._id} {self._beats}".encode(), if_absent=if_absent)
+        self._own = key, info.version
+
+    def _newest_key(self) -> str:
+        newest = self._newest()
+        return "" if newest is None else newest.key
+
+    def _newest(self) -> ObjectInfo | None:
+        return max(self._store.list(_PREFIX), key=lambda info: info.key, default=None)
 
 
-POLL_SECONDS = 2.0  # at most, while this process is idle
-
-_SOON_SECONDS = 0.1  # first poll of a process that becomes idle; doubles with each that finds nothing
-
-BUSY_POLL_SECONDS = 15.0  # while it is busy: conflicts are noticed when a claim fails
-
-_POLL_SHARE = 0.05  # of a busy process's time spent polling, for any number of tasks; of an idle one's, half
-
-_FINISHED_FOUND = 3  # consecutive tasks that others had finished: then poll for all of them
-
-WAIT_SECONDS = 6 * 3600.0  # without any task finished: a process hangs, or a task is far too big
-
-_ORDERS = 16
-
-Done = Callable[[Commit], None]
-
-Waiting = Callable[[Mapping[str, int]], None]
-
-"""Called with {session: number of tasks} that this process waits for; "" stands for unclaimed tasks."""
+def process_name() -> str:
+    """A name for this process that no other has: host, number and a random part."""
+    return f"{socket.gethostname()[:40]}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 class TaskQueue(Protocol):
@@ -262,7 +249,7 @@ class OwnQueue:
 
 @dataclass(frozen=True, slots=True)
 class TaskSlice:
-    """Number `index` of `count` processes that share a build: which tasks it takes first."""
+    """Rank `index` of `count` processes that share a build: a hash of its name assigns a task to one rank."""
 
     index: int
     count: int
@@ -271,148 +258,105 @@ class TaskSlice:
         if not 0 <= self.index < self.count:
             raise BuildError(f"task slice {self.index}/{self.count}: must be one of 0/n to (n-1)/n")
 
-    def rank(self, task: Task) -> int:
-        """0 for its own tasks, then those of the next process, and so on."""
-        owner = xxhash.xxh3_64_intdigest(f"{task.stage}/{task.name}") % self.count
-        return (owner - self.index) % self.count
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def rank_of(self, task: Task) -> int:
+        """The rank that is to run the task."""
+        return xxhash.xxh3_64_intdigest(f"{task.stage}/{task.name}") % self.count
+
+    def owns(self, task: Task) -> bool:
+        """Whether this process is the one to run the task."""
+        return self.rank_of(task) == self.index
 
 
-class SharedQueue:
-    """Tasks that no live process has claimed: own slice first, then others, heavy ones first in each."""
+class SliceQueue:
+    """The tasks of one slice; then waits for those of the others, and runs them itself as a last resort.
+
+    `absent` are ranks whose tasks the driver had to run. It is kept from stage to stage, so that a slice that
+    never comes is waited for once.
+    """
 
     def __init__(
         self,
         tasks: Sequence[Task],
         done: Done,
         work: Work,
-        claims: Claims,
-        slice: TaskSlice | None,
+        lease: DriverLease,
+        slice: TaskSlice,
+        absent: set[int],
         *,
-        waiting: Waiting = lambda holders: None,
+        waiting: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Without a slice, the session's name gives one, so that processes begin at different tasks.
-        order = slice or TaskSlice(xxhash.xxh3_64_intdigest(claims.session) % _ORDERS, _ORDERS)
-        self._waiting = {task.key: task for task in sorted(tasks, key=lambda t: (order.rank(t), -t.weight))}
-        self._running: dict[str, Task] = {}
-        self._done, self._waiting_for, self._work, self._claims, self._clock = (
-            done,
-            waiting,
-            work,
-            claims,
-            clock,
-        )
-        self._next_poll = self._polled = float("-inf")
-        self._poll_took = 0.0
-        self._idle_seconds = _SOON_SECONDS
-        self._moved = clock()
+        self._own = sorted((t for t in tasks if slice.owns(t)), key=lambda t: t.weight)  # heaviest last
+        self._others = {task.key: task for task in tasks if not slice.owns(task)}
+        self._running: set[str] = set()
+        self._done, self._work, self._lease = done, work, lease
+        self._waiting, self._clock, self._times = waiting, clock, lease.times
+        self._moved = clock()  # when something was last finished
+        self._idle_seconds = self._times.poll_seconds
+        self._next_poll = float("-inf")
+        self._slice, self._absent = slice, absent
+        self._left: list[Task] = []  # tasks of others that this process runs, the lightest is last
+        if lease.held:
+            self._scavenge(task for task in self._others.values() if slice.rank_of(task) in absent)
 
     @property
     def exhausted(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._own and not self._others and not self._running
 
     @property
     def poll_seconds(self) -> float:
-        return POLL_SECONDS if self._running else self._idle_seconds
+        return self._idle_seconds
 
     def take(self) -> Task | None:
-        if self._clock() >= self._next_poll:
+        if self._own:
+            return self._start(self._own.pop())
+        if self._others and self._clock() >= self._next_poll:
             self._poll()
-        finished = 0
-        for key, task in list(self._waiting.items()):
-            if key not in self._waiting or not self._claims.take(key):
-                continue
-            commit = self._work.finished([task])[0]
-            if commit is None:
-                del self._waiting[key]
-                self._running[key] = task
-                self._idle_seconds = _SOON_SECONDS
-                return task
-            # Another process has committed it since the last poll.
-            self._claims.release(key)
-            self._finished_elsewhere(key, commit)
-            finished += 1
-            if finished == _FINISHED_FOUND:
-                self._poll()
-                finished = 0
-        if not self._running and self._waiting:  # poll more often now
-            self._idle_seconds = min(2 * self._idle_seconds, POLL_SECONDS)
-            self._next_poll = min(self._next_poll, self._polled + max(self._idle_seconds, self._poll_took))
-            self._report_wait()
+        while self._left:
+            task = self._left.pop()
+            if task.key in self._others and task.key not in self._running:
+                return self._start(task)
         return None
 
     def done(self, commit: Commit) -> None:
         key = f"{commit.stage}/{commit.folder.name}"
-        self._running.pop(key, None)
-        self._claims.release(key)
+        self._running.discard(key)
+        self._others.pop(key, None)
         self._moved = self._clock()
         self._done(commit)
 
-    def _finished_elsewhere(self, key: str, commit: Commit) -> None:
-        del self._waiting[key]
-        self._moved = self._clock()
-        self._idle_seconds = _SOON_SECONDS
-        self._done(commit)
+    def _start(self, task: Task) -> Task:
+        self._running.add(task.key)
+        return task
 
     def _poll(self) -> None:
-        """Find out what others have finished, and what they have claimed."""
-        start = self._clock()
-        self._claims.refresh()
-        tasks = list(self._waiting.values())
-        for task, commit in zip(tasks, self._work.finished(tasks), strict=True):
-            if commit is not None:
-                self._finished_elsewhere(task.key, commit)
-        self._polled = self._clock()
-        self._poll_took = self._polled - start
-        self._next_poll = self._polled + max(BUSY_POLL_SECONDS, self._poll_took / _POLL_SHARE)
+        """Find what others have finished; as the driver, take their tasks if nothing moves for long."""
+        found = self._look()
+        now = self._clock()
+        for key, commit in found:
+            self._absent.discard(self._slice.rank_of(self._others.pop(key)))
+            self._done(commit)
+        if found:
+            self._moved, self._idle_seconds = now, self._times.poll_seconds
+        else:
+            self._idle_seconds = min(2 * self._idle_seconds, self._times.longest_poll_seconds)
+        self._next_poll = now + self._idle_seconds
+        with contextlib.suppress(StoreError):  # the next poll may succeed
+            is_driver = bool(self._others) and self._lease.try_acquire()
+            if is_driver and not self._left and now - self._moved >= self._times.scavenge_seconds:
+                self._scavenge(self._others.values())
+        if self._others and not self._running and not self._left:
+            self._waiting(f"{len(self._others):,} tasks of other slices")
 
-    def _report_wait(self) -> None:
-        """Report which processes are waited for; BuildError after `WAIT_SECONDS` without progress."""
-        holders = Counter(self._claims.holder(key) or "" for key in self._waiting)
-        self._waiting_for(holders)
-        if self._clock() - self._moved > WAIT_SECONDS:
-            names = ", ".join(sorted(name or "nobody" for name in holders)[:3])
-            raise BuildError(
-                f"waited {WAIT_SECONDS / 3600:.0f} hours for others to finish {len(self._waiting):,} tasks, "
-                f"such as {next(iter(self._waiting.values()))} (claimed by {names}); stop what "
-                f"hangs, then start again"
-            )
+    def _scavenge(self, tasks: Iterable[Task]) -> None:
+        """Run tasks of other slices here, the lightest first: if they live, they begin with the heaviest."""
+        self._left = sorted(tasks, key=lambda task: -task.weight)
+        self._absent.update(map(self._slice.rank_of, self._left))
 
-
-TURN_SECONDS = 24 * 3600.0  # a publication moves terabytes; a process that takes longer hangs
-
-
-@contextmanager
-def take_turn(
-    claims: Claims,
-    key: str,
-    is_done: Callable[[], bool],
-    waiting: Waiting,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[bool]:
-    """Yield True while this process holds the claim `key` and the work is still to do: `Runner.exclusive`.
-
-    BuildError if a live process holds it for `TURN_SECONDS`.
-    """
-    start = clock()
-    while True:
-        if is_done():
-            yield False
-            return
-        claims.refresh()
-        if claims.take(key):
-            break
-        holder = claims.holder(key) or "another process"
-        waiting({holder: 1})
-        if clock() - start > TURN_SECONDS:
-            raise BuildError(
-                f"waited {TURN_SECONDS / 3600:.0f} hours for {holder} to publish the dataset; stop that "
-                f"process, then start again"
-            )
-        sleep(POLL_SECONDS)
-    try:
-        yield not is_done()  # another process may have been faster
-    finally:
-        claims.release(key)
+    def _look(self) -> list[tuple[str, Commit]]:
+        tasks = [task for key, task in self._others.items() if key not in self._running]
+        commits = self._work.finished(tasks)
+        return [(task.key, commit) for task, commit in zip(tasks, commits, strict=True) if commit is not None]

@@ -48,8 +48,8 @@ class Work(Protocol):
         """What commits' artifacts are read from; None if they are files of this machine."""
 
     @property
-    def sharing(self) -> Store:
-        """Where processes that share the work keep their leases."""
+    def lease_store(self) -> Store:
+        """Where the driver of the work keeps its lease."""
 
     def prepare(self) -> None:
         """Make the folder usable in this process; BuildError if that fails. Cheap to call again."""

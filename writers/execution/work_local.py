@@ -3,7 +3,7 @@
     work/<stage>/<task>.<digest>/    outputs and commit.json of a finished task
     work/unfinished/<session>/       temporary folders of running tasks
     work/lock                        held (flock) by the build that uses the folder, or shared by several
-    work/sharing/                    leases, while several builds share it
+    work/lease/                      the driver's lease, while several processes share it
 
 One rename publishes a finished task. The name of its folder contains the task's digest, so tasks of another
 recipe stay, and going back to that recipe finds them; `shardkit clean` removes tasks that no recipe uses.
@@ -35,9 +35,9 @@ _MARKER = "shardkit-work.txt"
 _MARKER_TEXT = b"Intermediate files of `shardkit build`. Delete this folder when no build needs it.\n"
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
-_SHARING = "sharing"
+_LEASE = "lease"
 _CLEARING_SECONDS = 30.0  # time another process may take to clear leftovers of killed ones
-_OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _SHARING})
+_OURS = frozenset({_MARKER, _LOCK, _UNFINISHED, _LEASE})
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class LocalWork:
         return str(self.folder)
 
     @property
-    def sharing(self) -> LocalStore:
-        return LocalStore(self.folder / _SHARING)
+    def lease_store(self) -> LocalStore:
+        return LocalStore(self.folder)
 
     def prepare(self) -> None:
         """Nothing to do: `Journal` has created the folder."""
@@ -148,7 +148,7 @@ class LocalWork:
 
     def clear_unfinished(self) -> None:
         """Remove leftovers of killed builds; only while no other build uses the folder."""
-        for name in (_UNFINISHED, _SHARING):
+        for name in (_UNFINISHED, _LEASE):
             _remove(self.folder / name)
         (self.folder / _UNFINISHED).mkdir()
 

@@ -3,7 +3,7 @@
     shardkit-work.txt                        marker with the folder's random id
     commits/<stage>/<task>.<digest>.json     one PUT with If-None-Match: the atomic step
     data/<stage>/<task>.<digest>/<file>      outputs, put before the commit
-    sharing/                                 leases
+    lease/                                   the driver's lease
 
 Every machine has a scratch folder (`scratch.py`) for the files of running tasks, for commit records, and for
 small files that are fetched whole; it may be deleted whenever no build runs there. Everything else is read
@@ -36,7 +36,6 @@ from shardkit.files import fsync_path
 from shardkit.storage.object_file import open_object
 from shardkit.storage.resilient import ResilientStore, connect
 from shardkit.storage.store import (
-    Body,
     ObjectExistsError,
     ObjectInfo,
     ObjectNotFoundError,
@@ -50,7 +49,7 @@ from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
 from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, check_same
 
-__all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "PrefixedStore", "StoreWork"]
+__all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "StoreWork"]
 
 CACHE_BYTES = 16 << 20
 
@@ -153,48 +152,6 @@ class _Cache:
 _cache = _Cache()
 
 
-class PrefixedStore:
-    """The part of a store below `prefix`, which ends with a "/"; keys leave the prefix out."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    @property
-    def url(self) -> str:
-        return f"{self._store.url}/{self._prefix.rstrip('/')}"
-
-    def head(self, key: str) -> ObjectInfo:
-        return self._ours(self._store.head(self._prefix + key))
-
-    def get(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> bytes:
-        return self._store.get(self._prefix + key, start, stop, version=version)
-
-    def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
-        return self._store.open(self._prefix + key, start, stop, version=version)
-
-    def put(
-        self,
-        key: str,
-        data: bytes | Path,
-        *,
-        if_absent: bool = False,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectInfo:
-        return self._ours(self._store.put(self._prefix + key, data, if_absent=if_absent, metadata=metadata))
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return (self._ours(info) for info in self._store.list(self._prefix + prefix))
-
-    def delete(self, key: str) -> None:
-        self._store.delete(self._prefix + key)
-
-    def close(self) -> None:
-        self._store.close()
-
-    def _ours(self, info: ObjectInfo) -> ObjectInfo:
-        return replace(info, key=info.key.removeprefix(self._prefix))
-
-
 _THREADS = 8
 
 _READ_THREADS = 16  # records are small: latency only
@@ -242,9 +199,9 @@ class StoreWork:
         return _connect(self.url, self.storage, self.around)
 
     @property
-    def sharing(self) -> Store:
+    def lease_store(self) -> Store:
         store = self.store
-        return PrefixedStore(store.urgent if isinstance(store, ResilientStore) else store, "sharing/")
+        return store.urgent if isinstance(store, ResilientStore) else store
 
     def prepare(self) -> None:
         scratch.prepare(self.folder)
@@ -366,7 +323,7 @@ class StoreWork:
 
     def remove(self) -> None:
         with self._explained():
-            for part in ("commits/", "data/", "sharing/", _MARKER):
+            for part in ("commits/", "data/", "lease/", _MARKER):
                 self._delete(info.key for info in self.store.list(part))
         shutil.rmtree(self.folder, ignore_errors=True)
 
