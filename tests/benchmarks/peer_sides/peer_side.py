@@ -9,13 +9,18 @@ that a peer may live in an environment without shardkit.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
 import resource
+import shutil
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,18 @@ def texts_of(table: pa.Table) -> list[str]:
     return table.column("text").to_pylist()  # type: ignore[no-any-return]
 
 
+def write_jsonl(table: pa.Table) -> Path:
+    """The texts as JSON Lines, eight files in a temporary folder that ends with this process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    part = -(-len(table) // 8)
+    for number in range(8):
+        with (Path(folder) / f"text-{number}.jsonl").open("w") as file:
+            for text in table.column("text").slice(number * part, part).to_pylist():
+                file.write(json.dumps({"text": text}) + "\n")
+    return Path(folder)
+
+
 def components(groups: Iterable[list[int]]) -> list[int]:
     """Union-find: all members of each component but its lowest."""
     parents: dict[int, int] = {}
@@ -79,6 +96,52 @@ def peak_rss_bytes() -> int:
     """Of this program: what getrusage tells begins with the parent's."""
     with Path("/proc/self/status").open() as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+
+
+def tree() -> dict[int, tuple[float, int]]:
+    """{pid: (CPU seconds, proportional bytes)} of this process and all below it."""
+    parents, found = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)] = int(fields[1])
+                rollup = (folder / "smaps_rollup").read_text()
+                pss = next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line[:4] == "Pss:"), 0)
+                found[int(folder.name)] = (sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK"), pss)
+            except (OSError, ValueError):
+                continue
+    ours, grown = {os.getpid()}, True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in ours} - ours
+        ours |= more
+        grown = bool(more)
+    return {pid: found[pid] for pid in ours if pid in found}
+
+
+@contextmanager
+def measured(every_seconds: float = 0.2) -> Iterator[dict[str, float]]:
+    """CPU seconds of everything that ran below, which nobody waits for, and the most memory held at once."""
+    seconds: dict[int, float] = {}
+    result = {"cpu_seconds": 0.0, "peak_MB": 0.0}
+    ended = threading.Event()
+
+    def watch() -> None:
+        while True:
+            now = tree()
+            seconds.update({pid: cpu for pid, (cpu, _) in now.items() if pid != os.getpid()})
+            result["peak_MB"] = max(result["peak_MB"], sum(size for _, size in now.values()) / 1e6)
+            if ended.wait(every_seconds):
+                return
+
+    thread, own = threading.Thread(target=watch), cpu_seconds()
+    thread.start()
+    try:
+        yield result
+    finally:
+        ended.set()
+        thread.join()
+        result["cpu_seconds"] = sum(seconds.values()) + cpu_seconds() - own
 
 
 def answer(request: Request, table: pa.Table, prepared: Any, task: Task) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from peer_side import BANDS, FILTERS, NGRAM, ROWS, Request, serve
+from peer_side import BANDS, FILTERS, NGRAM, ROWS, Request, measured, serve, write_jsonl
 
 BATCH_DOCUMENTS = 4096  # as readers make them
 SIGNED_DOCUMENTS = 1024  # at a time, as the stage does
@@ -97,6 +98,31 @@ def tokenize(batches: list[pa.RecordBatch], request: Request) -> int:
     return sum(int(made.encode(batch.column("text"))[1].sum()) for batch in batches)
 
 
+def build(texts: Path, request: Request) -> dict[str, Any]:
+    """The documents and tokens that a whole build packed, with processes of their own as workers."""
+    from shardkit.writers import build as build_dataset
+    from shardkit.writers.recipe import recipe_from_mapping
+
+    with tempfile.TemporaryDirectory() as folder, measured() as usage:
+        recipe = {
+            "inputs": [{"path": f"{texts}/*.jsonl", "source": "texts"}],
+            "filters": [{"length": {"min_words": request["min_words"]}}],
+            "dedup": {"exact": {}, "max_removed_fraction": 1},
+            "tokenizer": {"path": request["tokenizer"], "eos": request["eos"]},
+            "pack": {"sequence_length": request["sequence_length"], "strategy": "concat"},
+            "output": {"path": f"{folder}/out"},
+        }
+        result = build_dataset(
+            recipe_from_mapping(recipe, folder=Path(folder)), workers=request["workers"], progress=False
+        )
+        documents = result.funnel.kept.documents
+    return {"tokens": result.tokens, "documents": documents, "usage": usage}
+
+
 if __name__ == "__main__":
+    if "--whole" in sys.argv:
+        sys.argv.remove("--whole")
+        serve({"build": build}, write_jsonl)
+        sys.exit()
     tasks = {"signatures": signatures, "near": near, "keys": keys, "tokenize": tokenize}
     serve({**tasks, **dict.fromkeys(FILTERS, filters)}, prepare)
