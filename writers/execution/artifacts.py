@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -72,13 +75,12 @@ class Artifact:
             data: Any = file.read()
             return bytes(data)
 
-    def read_range(self, start: int, stop: int) -> bytearray:
+    def read_range(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Bytes [start, stop), fewer only at the end of the file."""
-        data = bytearray(stop - start)
+        data = np.empty(stop - start, np.uint8)
         with self.open() as file:
             file.seek(start)
-            del data[read_into(file, memoryview(data)) :]
-        return data
+            return data[: read_into(file, data.data)]
 
     def size(self) -> int:
         """The file's size in bytes."""

@@ -1,0 +1,290 @@
+"""Runs: files of rows sorted by key, of which ranges of keys can be read.
+
+A file is blocks of rows followed by their payloads, and a footer with the keys, sizes and hash of each block.
+Blocks grow with the file, so that a footer stays below 64 KiB and most often takes one request. Whatever is
+read is compared with its hash: each block with the one in the footer, the footer with the one behind it.
+Sorting, merging and the tasks around them are in exchange.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardkit.errors import BuildError
+from shardkit.writers.execution.artifacts import Artifact
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "EMPTY_BYTES",
+    "Batch",
+    "BlockWriter",
+    "Chunk",
+    "Footer",
+    "Limits",
+    "Payload",
+    "Rows",
+    "Segment",
+    "Table",
+    "joined",
+    "nbytes",
+    "payload_ends",
+    "read_blocks",
+    "read_footer",
+]
+
+Rows = npt.NDArray[np.void]
+Payload = npt.NDArray[np.uint8]
+Batch = tuple[Rows, Payload]
+
+_MOST_BLOCKS = 1500  # in a file, so that a footer stays below 64 KiB
+
+_BLOCK = np.dtype([("first", "<u8"), ("last", "<u8"), ("rows", "<u8"), ("payload", "<u8"), ("hash", "<u8")])
+
+_TAIL = struct.Struct("<8sQ16s")  # magic, blocks, hash of the footer and of the type of the rows
+
+EMPTY_BYTES = _TAIL.size  # of a run without rows
+
+_MAGIC = b"shardrun"
+
+_ADVICE = "remove the work folder and build again"
+
+_GUESSED_BLOCKS = 16  # more than a file of its size should have: usually one request reads the footer
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is exchanged: name and row type of its runs.
+
+    `dtype` has the field `key` (<u8), which sorts, and with `payload` the field `size` (<i8): bytes of
+    payload that belong to the row. `origin` names an <i4 field that is filled with the number of the map task
+    when its run is read: tasks must not know their own number, because an added input file changes it.
+    """
+
+    file: str
+    dtype: np.dtype[np.void]
+    payload: bool = False
+    origin: str | None = None
+
+    def __post_init__(self) -> None:
+        fields = {"key": "<u8"} | ({"size": "<i8"} if self.payload else {})
+        fields |= {self.origin: "<i4"} if self.origin else {}
+        for name, kind in fields.items():
+            assert name in (self.dtype.names or ()), (self.file, name)
+            assert self.dtype[name] == np.dtype(kind), (self.file, name, self.dtype[name])
+
+    @cached_property
+    def void(self) -> np.dtype[np.void]:
+        """Rows as plain bytes, which NumPy moves several times as fast as fields."""
+        return np.dtype((np.void, self.dtype.itemsize))
+
+    @cached_property
+    def layout(self) -> str:
+        """What the bytes of a run mean."""
+        return f"{self.dtype.descr} payload={self.payload}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that decide what is merged, and in which pieces files are read and written."""
+
+    fan_in: int = 64  # runs that one task reads
+    task_bytes: int = 1 << 30  # that a merge task writes, about
+    least_segments: int = 256  # runs x readers that are never merged
+    segment_bytes: int = 256 << 10  # least share of a run that a reader should get
+    block_bytes: int = 256 << 10  # unit of reading and checking, in small files
+    read_bytes: int = 4 << 20  # of one request
+    reads_in_flight: int = 32
+    merge_memory_bytes: int = 192 << 20  # of a merge task
+    read_memory_bytes: int = 64 << 20  # of `Slice.read`, beside what it returns
+
+    def merges(self, runs: int, bytes: int, readers: int) -> bool:
+        """Whether so many runs of together `bytes` are too many for so many readers."""
+        if runs <= 1:
+            return False
+        is_small = bytes < self.segment_bytes * runs * readers
+        return runs > self.fan_in or (runs * readers > self.least_segments and is_small)
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One file of a run: all of its rows with keys in [start, stop). `content` is the hash of the file."""
+
+    file: Artifact
+    bytes: int
+    content: str
+    start: int
+    stop: int
+    origin: int | None = None  # number of the map task; None once the rows hold it
+
+
+class BlockWriter:
+    """Writes rows that come in order; the block size follows from `expected`, a bound on their bytes."""
+
+    def __init__(self, path: Path, table: Table, expected: int, limits: Limits) -> None:
+        self._table, self._file = table, path.open("wb")
+        self._block_bytes = max(limits.block_bytes, -(-expected // _MOST_BLOCKS))
+        self._pending: list[Batch] = []
+        self._pending_bytes = 0
+        self._blocks: list[tuple[int, ...]] = []
+        self.rows = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, rows: Rows, payload: Payload) -> None:
+        ends = payload_ends(rows, self._table)
+        sizes = ends + np.arange(len(ends)) * rows.itemsize  # bytes before each row, payload included
+        at = 0
+        while at < len(rows):
+            cut = int(np.searchsorted(sizes, sizes[at] + self._block_bytes - self._pending_bytes))
+            cut = min(max(cut, at + 1), len(rows))
+            piece = rows[at:cut], payload[ends[at] : ends[cut]]
+            self._pending_bytes += int(sizes[cut] - sizes[at])
+            is_full = self._pending_bytes >= self._block_bytes
+            self._pending.append(piece if is_full else (piece[0].copy(), piece[1].copy()))
+            if is_full:
+                self._write_block()
+            at = cut
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                if self._pending:
+                    self._write_block()
+                footer = np.array(self._blocks, _BLOCK).tobytes()
+                tail = _TAIL.pack(_MAGIC, len(self._blocks), _footer_hash(footer, self._table))
+                self._file.write(footer + tail)
+
+    def _write_block(self) -> None:
+        hasher, pieces = xxhash.xxh3_64(), self._pending
+        for part in (*(rows.view(np.uint8) for rows, _ in pieces), *(payload for _, payload in pieces)):
+            hasher.update(part.data)
+            self._file.write(part.data)
+        count, first, last = sum(len(rows) for rows, _ in pieces), pieces[0][0][0], pieces[-1][0][-1]
+        payload_bytes = self._pending_bytes - count * self._table.dtype.itemsize
+        self._blocks.append((int(first["key"]), int(last["key"]), count, payload_bytes, hasher.intdigest()))
+        self._pending, self._pending_bytes = [], 0
+        self.rows += count
+
+
+class Chunk:
+    """Some rows of a run, of which `at` are taken."""
+
+    def __init__(self, rows: Rows, payload: Payload, table: Table) -> None:
+        self._rows, self._payload, self._at = rows, payload, 0
+        self._ends = payload_ends(rows, table)
+        self.keys: npt.NDArray[np.uint64] = np.ascontiguousarray(rows["key"])
+
+    @property
+    def key(self) -> int:
+        return int(self.keys[self._at])
+
+    @property
+    def rest_bytes(self) -> int:
+        rows = len(self.keys) - self._at
+        return rows * self._rows.itemsize + int(self._ends[-1] - self._ends[self._at])
+
+    def take(self, key: int | None, side: Literal["left", "right"]) -> Batch:
+        begin, self._at = self._at, len(self.keys)
+        if key is not None:
+            self._at = max(begin, int(self.keys.searchsorted(np.uint64(key), side)))
+        return self._rows[begin : self._at], self._payload[self._ends[begin] : self._ends[self._at]]
+
+
+@dataclass(frozen=True)
+class Footer:
+    blocks: npt.NDArray[np.void]
+    offsets: npt.NDArray[np.int64]  # of each block, and of the footer
+    end: Payload  # of the file: what was read with the footer
+
+    def blocks_of(self, keys: range) -> tuple[int, int]:
+        """[first, stop) of the blocks that have such keys."""
+        first = np.searchsorted(self.blocks["last"], np.uint64(keys.start))
+        after = np.searchsorted(self.blocks["first"], np.uint64(keys.stop - 1), side="right")
+        return int(first), int(after)
+
+
+def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
+    size = segment.bytes
+    blocks = min(_MOST_BLOCKS, size // limits.block_bytes) + _GUESSED_BLOCKS
+    guess = blocks * _BLOCK.itemsize + _TAIL.size
+    if size <= limits.block_bytes + guess:
+        guess = size
+    end = segment.file.read_range(max(0, size - guess), size)
+    problem = f"{segment.file}: not a finished run of {table.file}; {_ADVICE}"
+    if len(end) < _TAIL.size:
+        raise BuildError(problem)
+    magic, count, digest = _TAIL.unpack(end[-_TAIL.size :].data)
+    needed = count * _BLOCK.itemsize + _TAIL.size
+    if magic != _MAGIC or needed > size:
+        raise BuildError(problem)
+    if needed > len(end):
+        end = segment.file.read_range(size - needed, size)
+    data = end[len(end) - needed : -_TAIL.size].tobytes()
+    found = np.frombuffer(data, _BLOCK)
+    sizes = found["rows"] * np.uint64(table.dtype.itemsize) + found["payload"]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes).astype(np.int64)])
+    if _footer_hash(data, table) != digest or offsets[-1] != size - needed:
+        raise BuildError(problem)
+    return Footer(found, offsets, end)
+
+
+def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, keys: range) -> Chunk:
+    """The rows of some blocks that are in the range of keys."""
+    start, end = int(footer.offsets[blocks.start]), int(footer.offsets[blocks.stop])
+    begin = segment.bytes - len(footer.end)  # where `footer.end` begins
+    data = footer.end[start - begin : end - begin] if start >= begin else segment.file.read_range(start, end)
+    parts = list[Batch]()
+    for block, offset in zip(footer.blocks[blocks], footer.offsets[blocks].tolist(), strict=True):
+        middle = offset - start + int(block["rows"]) * table.dtype.itemsize
+        after = middle + int(block["payload"])
+        if xxhash.xxh3_64_intdigest(data[offset - start : after].data) != block["hash"]:
+            raise BuildError(f"{segment.file}: the block at byte {offset:,} differs from its hash; {_ADVICE}")
+        parts.append((data[offset - start : middle].view(table.dtype), data[middle:after]))
+    rows, payload = joined(parts, table)
+    first_row = int(rows["key"].searchsorted(np.uint64(keys.start)))
+    stop_row = int(rows["key"].searchsorted(np.uint64(keys.stop - 1), "right"))
+    ends = payload_ends(rows, table)
+    rows, payload = rows[first_row:stop_row], payload[ends[first_row] : ends[stop_row]]
+    if table.origin is not None and segment.origin is not None:
+        rows[table.origin] = segment.origin
+    return Chunk(rows, payload, table)
+
+
+def joined(pieces: Sequence[Batch], table: Table) -> Batch:
+    if len(pieces) == 1:
+        return pieces[0]
+    rows = [np.empty(0, table.void), *(rows.view(table.void) for rows, _ in pieces)]
+    payloads = [np.empty(0, np.uint8), *(payload for _, payload in pieces)]
+    return np.concatenate(rows).view(table.dtype), np.concatenate(payloads)
+
+
+def payload_ends(rows: Rows, table: Table) -> npt.NDArray[np.int64]:
+    """int64[len(rows) + 1]: where the payload of each row begins, and the end."""
+    ends = np.zeros(len(rows) + 1, np.int64)
+    if table.payload:
+        np.cumsum(rows["size"], out=ends[1:])
+    return ends
+
+
+def nbytes(batch: Batch) -> int:
+    return batch[0].nbytes + batch[1].nbytes
+
+
+def _footer_hash(footer: bytes, table: Table) -> bytes:
+    return xxhash.xxh3_128_digest(footer + table.layout.encode())
