@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
@@ -54,9 +54,9 @@ _TAIL = struct.Struct("<8sQ16s")  # magic, blocks, hash of the footer and of the
 
 EMPTY_BYTES = _TAIL.size  # of a run without rows
 
-_MAGIC = b"shardrun"
+_FOOTER_HASH_BYTES = 16  # the tail's end
 
-_ADVICE = "remove the work folder and build again"
+_MAGIC = b"shardrun"
 
 _GUESSED_BLOCKS = 16  # more than a file of its size should have: usually one request reads the footer
 
@@ -220,43 +220,58 @@ class Footer:
 
 
 def read_footer(segment: Segment, table: Table, limits: Limits) -> Footer:
+    """The footer, and with it the whole of a small file: one request, unless blocks are unusually small."""
     size = segment.bytes
     blocks = min(_MOST_BLOCKS, size // limits.block_bytes) + _GUESSED_BLOCKS
-    guess = blocks * _BLOCK.itemsize + _TAIL.size
-    if size <= limits.block_bytes + guess:
-        guess = size
-    end = segment.file.read_range(max(0, size - guess), size)
-    problem = f"{segment.file}: not a finished run of {table.file}; {_ADVICE}"
-    if len(end) < _TAIL.size:
-        raise BuildError(problem)
-    magic, count, digest = _TAIL.unpack(end[-_TAIL.size :].data)
-    needed = count * _BLOCK.itemsize + _TAIL.size
-    if magic != _MAGIC or needed > size:
-        raise BuildError(problem)
+    needed = blocks * _BLOCK.itemsize + _TAIL.size
+    if size <= limits.block_bytes + needed:
+        needed = size
+    is_right = partial(_ends_with_footer, table=table, size=size)
+    end = segment.file.read_range(max(0, size - needed), size, is_right)
+    if (footer_bytes := _footer_bytes(end)) > len(end):
+        end = segment.file.read_range(size - footer_bytes, size, is_right)
+    found = end[len(end) - _footer_bytes(end) : -_TAIL.size].copy().view(_BLOCK)
+    return Footer(found, _offsets(found, table), end)
+
+
+def _footer_bytes(end: Payload) -> int:
+    magic, blocks, _ = _TAIL.unpack(end[-_TAIL.size :].tobytes())
+    return blocks * _BLOCK.itemsize + _TAIL.size if magic == _MAGIC else 0
+
+
+def _ends_with_footer(end: Payload, table: Table, size: int) -> bool:
+    """Whether that is the end of a run of `size` bytes; also if the footer begins before it."""
+    if len(end) < _TAIL.size or not _TAIL.size <= (needed := _footer_bytes(end)) <= size:
+        return False
     if needed > len(end):
-        end = segment.file.read_range(size - needed, size)
-    data = end[len(end) - needed : -_TAIL.size].tobytes()
-    found = np.frombuffer(data, _BLOCK)
-    sizes = found["rows"] * np.uint64(table.dtype.itemsize) + found["payload"]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes).astype(np.int64)])
-    if _footer_hash(data, table) != digest or offsets[-1] != size - needed:
-        raise BuildError(problem)
-    return Footer(found, offsets, end)
+        return True
+    blocks = end[len(end) - needed : -_TAIL.size].tobytes()
+    digest = end[-_FOOTER_HASH_BYTES:].tobytes()
+    offsets = _offsets(np.frombuffer(blocks, _BLOCK), table)
+    return digest == _footer_hash(blocks, table) and int(offsets[-1]) == size - needed
+
+
+def _offsets(blocks: npt.NDArray[np.void], table: Table) -> npt.NDArray[np.int64]:
+    sizes = blocks["rows"] * np.uint64(table.dtype.itemsize) + blocks["payload"]
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes).astype(np.int64)])
+
+
+def _footer_hash(blocks: bytes, table: Table) -> bytes:
+    return xxhash.xxh3_128_digest(blocks + table.layout.encode())
 
 
 def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, keys: range) -> Chunk:
     """The rows of some blocks that are in the range of keys."""
-    start, end = int(footer.offsets[blocks.start]), int(footer.offsets[blocks.stop])
+    listed, edges = footer.blocks[blocks], footer.offsets[blocks.start : blocks.stop + 1]
+    start, stop = int(edges[0]), int(edges[-1])
     begin = segment.bytes - len(footer.end)  # where `footer.end` begins
-    data = footer.end[start - begin : end - begin] if start >= begin else segment.file.read_range(start, end)
-    parts = list[Batch]()
-    for block, offset in zip(footer.blocks[blocks], footer.offsets[blocks].tolist(), strict=True):
-        middle = offset - start + int(block["rows"]) * table.dtype.itemsize
-        after = middle + int(block["payload"])
-        if xxhash.xxh3_64_intdigest(data[offset - start : after].data) != block["hash"]:
-            raise BuildError(f"{segment.file}: the block at byte {offset:,} differs from its hash; {_ADVICE}")
-        parts.append((data[offset - start : middle].view(table.dtype), data[middle:after]))
-    rows, payload = joined(parts, table)
+    is_right = partial(_have_hashes, edges=(edges - start).tolist(), hashes=listed["hash"].tolist())
+    data = footer.end[max(0, start - begin) : max(0, stop - begin)]
+    if len(data) < stop - start or not is_right(data):  # read again what was damaged on the way
+        data = segment.file.read_range(start, stop, is_right)
+    middles = edges[:-1] - start + listed["rows"].astype(np.int64) * table.dtype.itemsize
+    cuts = zip((edges - start).tolist(), middles.tolist(), (edges[1:] - start).tolist(), strict=False)
+    rows, payload = joined([(data[a:b].view(table.dtype), data[b:c]) for a, b, c in cuts], table)
     first_row = int(rows["key"].searchsorted(np.uint64(keys.start)))
     stop_row = int(rows["key"].searchsorted(np.uint64(keys.stop - 1), "right"))
     ends = payload_ends(rows, table)
@@ -264,6 +279,13 @@ def read_blocks(segment: Segment, footer: Footer, blocks: slice, table: Table, k
     if table.origin is not None and segment.origin is not None:
         rows[table.origin] = segment.origin
     return Chunk(rows, payload, table)
+
+
+def _have_hashes(data: Payload, edges: Sequence[int], hashes: Sequence[int]) -> bool:
+    return all(
+        xxhash.xxh3_64_intdigest(data[start:stop].data) == expected
+        for (start, stop), expected in zip(pairwise(edges), hashes, strict=True)
+    )
 
 
 def joined(pieces: Sequence[Batch], table: Table) -> Batch:
@@ -284,7 +306,3 @@ def payload_ends(rows: Rows, table: Table) -> npt.NDArray[np.int64]:
 
 def nbytes(batch: Batch) -> int:
     return batch[0].nbytes + batch[1].nbytes
-
-
-def _footer_hash(footer: bytes, table: Table) -> bytes:
-    return xxhash.xxh3_128_digest(footer + table.layout.encode())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.store import Body, Store
 from shardkit.writers.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Output, Task
-from shardkit.writers.execution.work import hash_output
+from shardkit.writers.execution.work import hash_output, run_task
+from shardkit.writers.execution.work_store import StoreWork
+from shardkit.writers.runs import DEFAULT_LIMITS
+from support.remote_harness import fresh_url
+from support.stores import FaultRule, FaultyStore, WrappedStore
 
 PLAIN = Table("rows.run", np.dtype([("key", "<u8"), ("value", "<u4"), ("map", "<i4")]), origin="map")
 FULL = Table("texts.run", np.dtype([("key", "<u8"), ("size", "<i8"), ("value", "<u4")]), payload=True)
@@ -219,7 +227,7 @@ def test_damaged_files_are_refused(tmp_path: Path, table: Table, damage: str) ->
         else:
             flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
             file.write_bytes({"empty": b"", "cut": data[:at], "flip": flipped}[damage])
-        with pytest.raises(BuildError, match="remove the work folder and build again"):
+        with pytest.raises(BuildError, match=r"differ from their hash; remove the work folder"):
             exchanged.slice(0, 1 << 64).read()
 
 
@@ -253,3 +261,67 @@ def test_footers_stay_below_64_kib(tmp_path: Path) -> None:
     segment = Segment(Artifact(path), path.stat().st_size, "", 0, 1 << 64, 0)
     part = Slice(PLAIN, ((segment,),), 70_000, 70_003, limits)
     assert part.read()[0]["key"].tolist() == [70_000, 70_001, 70_002]
+
+
+def write_numbers(folder: Path, first: int, count: int) -> dict[str, int]:
+    with RunWriter(folder / PLAIN.file, PLAIN, memory_bytes=1 << 20) as writer:
+        writer.write(rows_of(PLAIN, range(first, first + count)))
+    return {"rows": count}
+
+
+class Counted(WrappedStore):
+    """Notes the bytes of every range that is asked for below data/."""
+
+    ranges: ClassVar[list[int]] = []
+
+    def open(self, key: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Body:
+        if key.startswith("data/"):
+            self.ranges.append((stop or 0) - start)
+        return self.below.open(key, start, stop, version=version)
+
+
+def store_work(tmp_path: Path, url: str, around: Callable[[Store], Store]) -> StoreWork:
+    work = StoreWork(url, tmp_path / f"scratch-{len(list(tmp_path.iterdir()))}", around=around)
+    work = work.claimed("session")
+    work.prepare()
+    return work
+
+
+def test_a_slice_in_a_store_takes_one_request_a_small_file_and_two_of_a_large_one(tmp_path: Path) -> None:
+    url, count = f"{fresh_url()}/work", 500_000
+    work = store_work(tmp_path, url, Counted)
+    sizes = (1000, 2000, count)
+    tasks = [Task("maps", str(n), {}, write_numbers, (n, rows)) for n, rows in enumerate(sizes)]
+    commits = [run_task(task, task.digest, work) for task in tasks]
+    exchanged = exchange(Folders(tmp_path), "rows", PLAIN, commits, readers=1)
+    Counted.ranges.clear()
+    assert len(exchanged.slice(0, 1 << 64).read()[0]) == sum(sizes)
+    whole = sum(commit.outputs[PLAIN.file].bytes for commit in commits)
+    assert whole <= sum(Counted.ranges) <= whole + 4096
+    assert len(Counted.ranges) <= 3 + 2 * count * PLAIN.dtype.itemsize // DEFAULT_LIMITS.read_bytes
+    Counted.ranges.clear()
+    part = exchanged.slice(100_000, 100_010)
+    assert part.read()[0]["key"].tolist() == [*range(100_000, 100_010)]
+    assert len(Counted.ranges) == 4  # two small files, of the large one its footer and a block
+    assert sum(Counted.ranges) < 1.3 * DEFAULT_LIMITS.block_bytes + 3000 * PLAIN.dtype.itemsize
+
+
+@pytest.mark.parametrize("rows", [1000, 500_000])
+def test_a_byte_flipped_on_the_way_is_read_again_and_one_flipped_in_the_store_repeats_the_task(
+    tmp_path: Path, rows: int
+) -> None:
+    url = f"{fresh_url()}/work"
+    flips = FaultRule(fault="corrupt", operation="read", key="data/", count=2, after_bytes=9)
+    work = store_work(tmp_path, url, partial(FaultyStore, rules=(flips,)))
+    task = Task("maps", "0", {}, write_numbers, (0, rows))
+    commit = run_task(task, task.digest, work)
+    part = exchange(Folders(tmp_path), "rows", PLAIN, [commit], readers=1).slice(0, 1 << 64)
+    assert part.read()[0]["key"].tolist() == [*range(rows)]
+    store = MemoryStore(url)
+    assert [info.key for info in store.list("commits/")]
+    data = bytearray(store.get(f"data/{task.key}/{PLAIN.file}"))
+    data[len(data) // 2] ^= 1
+    store.put(f"data/{task.key}/{PLAIN.file}", bytes(data))
+    with pytest.raises(OSError, match="the next run repeats its task"):
+        part.read()
+    assert not [info.key for info in store.list("commits/")]

@@ -9,7 +9,7 @@ A handle is plain data, so it goes to workers, also on other machines, as an arg
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from shardkit.errors import BuildError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +35,7 @@ class RemoteFiles(Protocol):
     def fetch(self, path: Path) -> None: ...
     def borrow(self, path: Path) -> Path: ...
     def content_of(self, path: Path) -> str: ...
+    def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,27 @@ class Artifact:
             data: Any = file.read()
             return bytes(data)
 
-    def read_range(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes [start, stop), fewer only at the end of the file."""
+    def read_range(
+        self, start: int, stop: int, is_right: Callable[[npt.NDArray[np.uint8]], bool]
+    ) -> npt.NDArray[np.uint8]:
+        """Bytes [start, stop), writable, in one request; `is_right` compares them with a hash.
+
+        From a store, wrong bytes are read again; if they stay wrong, the next run repeats the task.
+        """
+        source = self._source
+        if source is not None:
+            found = source.read_range(self.path, start, stop, lambda d: is_right(np.frombuffer(d, np.uint8)))
+            return np.frombuffer(found, np.uint8).copy()
         data = np.empty(stop - start, np.uint8)
-        with self.open() as file:
+        with self.path.open("rb", buffering=0) as file:
             file.seek(start)
-            return data[: read_into(file, data.data)]
+            count = read_into(file, data.data)
+        if count < len(data) or not is_right(data):
+            raise BuildError(
+                f"{self}: bytes {start:,} to {stop:,} are missing or differ from their hash; remove the work "
+                f"folder and build again"
+            )
+        return data
 
     def size(self) -> int:
         """The file's size in bytes."""

@@ -16,6 +16,7 @@ makes it again.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -87,27 +88,8 @@ class CheckedRanges:
         return data[start - first * BLOCK_BYTES :]
 
     def _fetch(self, key: str, start: int, stop: int) -> bytes:
-        where = f"{self._store.url}/{key}"
-        problem = f"bytes {start:,} to {stop:,} differ from the commit in {_TRIES} attempts"
-        for _ in range(_TRIES):
-            try:
-                data = self._store.get(key, start, stop)
-            except ObjectNotFoundError:
-                problem = "is gone"
-                break
-            except StoreError as error:
-                if error.status != 416:  # shorter than committed
-                    raise
-                problem = "is shorter than its commit says"
-                break
-            if len(data) == stop - start and self._is_right(data, start):
-                return data
-        found = DamagedFileError(where, f"{problem}; the next run repeats its task")
-        try:
-            self._damaged()
-        except StoreError as failure:
-            found.add_note(f"the task could not be removed: {failure}")
-        raise found
+        is_right = partial(self._is_right, start=start)
+        return _get_checked(self._store, key, (start, stop), is_right, self._damaged)
 
     def _is_right(self, data: bytes, start: int) -> bool:
         if not self._hashes:
@@ -117,6 +99,37 @@ class CheckedRanges:
             xxhash.xxh3_64_digest(view[at : at + BLOCK_BYTES]) == self._hashes[(start + at) // BLOCK_BYTES]
             for at in range(0, len(data), BLOCK_BYTES)
         )
+
+
+def _get_checked(
+    store: Store,
+    key: str,
+    bytes_range: tuple[int, int],
+    is_right: Callable[[bytes], bool],
+    damaged: Callable[[], None],
+) -> bytes:
+    """A range of an object; DamagedFileError, after a call of `damaged`, unless it can be read rightly."""
+    start, stop = bytes_range
+    problem = f"bytes {start:,} to {stop:,} differ from the commit in {_TRIES} attempts"
+    for _ in range(_TRIES):
+        try:
+            data = store.get(key, start, stop)
+        except ObjectNotFoundError:
+            problem = "is gone"
+            break
+        except StoreError as error:
+            if error.status != 416:  # shorter than committed
+                raise
+            problem = "is shorter than its commit says"
+            break
+        if len(data) == stop - start and is_right(data):
+            return data
+    found = DamagedFileError(f"{store.url}/{key}", f"{problem}; the next run repeats its task")
+    try:
+        damaged()
+    except StoreError as failure:
+        found.add_note(f"the task could not be removed: {failure}")
+    raise found
 
 
 _Place = tuple[str, str, str]  # store, key, hash of the whole
@@ -333,6 +346,15 @@ class StoreWork:
         ranges = CheckedRanges(self.store, output, partial(self._disown, key))
         return open_object(ranges, ObjectInfo(f"data/{key}/{name}", output.bytes, ""), first_bytes=1)
 
+    def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes:
+        """Bytes [start, stop) of a file of a finished task, in one request, checked by the caller's hash."""
+        key, name = self._task_file(path)
+        damaged = partial(self._disown, key)
+        try:
+            return _get_checked(self.store, f"data/{key}/{name}", (start, stop), is_right, damaged)
+        except StoreError as error:
+            raise OSError(errno.EIO, error.problem, error.where) from error
+
     def fetch(self, path: Path) -> None:
         """Fetch a file of the store to `path` in the scratch folder."""
         temporary = self.borrow(path)
@@ -357,12 +379,16 @@ class StoreWork:
 
     def _output(self, path: Path) -> tuple[str, str, Output]:
         """(task key, file name, committed output) of a file in the folder of a task."""
-        parts = path.relative_to(self.folder).parts
-        key, name = "/".join(parts[:2]), "/".join(parts[2:])
+        key, name = self._task_file(path)
         output = _outputs(self, key).get(name)
         if output is None:
             raise FileNotFoundError(f"{self.url}/data/{key}/{name}: no task wrote such a file")
         return key, name, output
+
+    def _task_file(self, path: Path) -> tuple[str, str]:
+        """(task key, file name) of a file in the folder of a task."""
+        parts = path.relative_to(self.folder).parts
+        return "/".join(parts[:2]), "/".join(parts[2:])
 
     def _key(self, folder: Path) -> str:
         return folder.relative_to(self.folder).as_posix()
