@@ -30,6 +30,7 @@ REQUIREMENTS = {
     "rensa": ["rensa", "pyarrow"],
     # pip searches for versions that fit to dolma's s3fs for longer than the benchmark takes.
     "dolma": ["dolma", "pyarrow<20", "boto3==1.28.17", "aiobotocore==2.5.4", "setuptools<81"],
+    "ray": ["ray[data]==2.60.0", "pandas", "pyarrow", "xxhash", "tokenizers", "gigatoken"],
     # Its shingles are str, which xxhash 4 refuses to hash; spaCy and regex are its word splitter.
     "datatrove": ["datatrove", "pyarrow", "spacy", "nltk", "tokenizers", "regex", "xxhash<4"],
 }

@@ -107,7 +107,9 @@ def tree() -> dict[int, tuple[float, int]]:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 parents[int(folder.name)] = int(fields[1])
                 rollup = (folder / "smaps_rollup").read_text()
-                pss = next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line[:4] == "Pss:"), 0)
+                pss = next(
+                    (int(line.split()[1]) << 10 for line in rollup.splitlines() if line[:4] == "Pss:"), 0
+                )
                 found[int(folder.name)] = (sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK"), pss)
             except (OSError, ValueError):
                 continue
@@ -121,10 +123,10 @@ def tree() -> dict[int, tuple[float, int]]:
 
 @contextmanager
 def measured(every_seconds: float = 0.2) -> Iterator[dict[str, float]]:
-    """CPU seconds of everything that ran below, which nobody waits for, and the most memory held at once."""
+    """Seconds, CPU seconds of this process and of all that ran below it, and the most memory held at once."""
     seconds: dict[int, float] = {}
-    result = {"cpu_seconds": 0.0, "peak_MB": 0.0}
-    ended = threading.Event()
+    result = {"seconds": 0.0, "cpu_seconds": 0.0, "peak_MB": 0.0}
+    ended, began = threading.Event(), time.perf_counter()
 
     def watch() -> None:
         while True:
@@ -139,6 +141,7 @@ def measured(every_seconds: float = 0.2) -> Iterator[dict[str, float]]:
     try:
         yield result
     finally:
+        result["seconds"] = time.perf_counter() - began
         ended.set()
         thread.join()
         result["cpu_seconds"] = sum(seconds.values()) + cpu_seconds() - own

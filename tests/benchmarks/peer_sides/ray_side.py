@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ def clean(batch: pa.Table, min_words: int) -> pa.Table:
 
     texts = batch.column("text").to_pylist()
     kept = [text for text in texts if len(text.split()) >= min_words]
-    keys = [xxhash.xxh3_128_digest(text) for text in kept]
+    keys = [xxhash.xxh3_128_digest(text.encode()) for text in kept]
     return pa.table({"text": pa.array(kept, pa.large_string()), "key": pa.array(keys, pa.binary())})
 
 
@@ -30,21 +29,18 @@ def first_of_each(batch: pa.Table) -> pa.Table:
     return batch.take(pa.array(sorted(rows.values())))
 
 
-@cache
-def tokenizer_of(path: str, eos: str) -> tuple[Any, int]:
-    """The tokenizer, loaded once in a process, and the id that ends documents."""
+def tokenize(batch: pa.Table, path: str, eos: str) -> pa.Table:
+    """Tokens of each document, the eos id last."""
     import gigatoken
     import tokenizers
 
-    data = Path(path).read_text()
-    return gigatoken.Tokenizer.from_json(data), tokenizers.Tokenizer.from_str(data).token_to_id(eos)
-
-
-def tokenize(batch: pa.Table, path: str, eos: str) -> pa.Table:
-    """Tokens of each document, the eos id last."""
-    tokenizer, eos_id = tokenizer_of(path, eos)
-    encoded = tokenizer.encode_batch(batch.column("text").to_pylist(), parallel=False)
-    tokens = [np.append(np.asarray(ids), eos_id).astype(np.uint16).tobytes() for ids in encoded]
+    loaded = vars(gigatoken).setdefault("loaded_by_benchmark", {})  # once in a worker: Ray copies this module
+    if not loaded:
+        data = Path(path).read_text()
+        loaded["tokenizer"] = gigatoken.Tokenizer.from_json(data)
+        loaded["eos"] = tokenizers.Tokenizer.from_str(data).token_to_id(eos)
+    encoded = loaded["tokenizer"].encode_batch(batch.column("text").to_pylist(), parallel=False)
+    tokens = [np.append(np.asarray(ids), loaded["eos"]).astype(np.uint16).tobytes() for ids in encoded]
     return pa.table({"key": batch.column("key"), "tokens": pa.array(tokens, pa.large_binary())})
 
 
@@ -64,7 +60,9 @@ def build(texts: Path, request: Request) -> dict[str, Any]:
     import ray
 
     with measured() as usage, tempfile.TemporaryDirectory() as folder:
-        ray.init(num_cpus=request["workers"], include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(
+            num_cpus=request["workers"], include_dashboard=False, log_to_driver=False, logging_level="error"
+        )
         try:
             context = ray.data.DataContext.get_current()
             context.enable_progress_bars = False

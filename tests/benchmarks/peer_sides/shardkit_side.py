@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -98,11 +97,12 @@ def tokenize(batches: list[pa.RecordBatch], request: Request) -> int:
     return sum(int(made.encode(batch.column("text"))[1].sum()) for batch in batches)
 
 
-def build(texts: Path, request: Request) -> dict[str, Any]:
+def build(batches: list[pa.RecordBatch], request: Request) -> dict[str, Any]:
     """The documents and tokens that a whole build packed, with processes of their own as workers."""
     from shardkit.writers import build as build_dataset
     from shardkit.writers.recipe import recipe_from_mapping
 
+    texts = write_jsonl(pa.Table.from_batches(batches))
     with tempfile.TemporaryDirectory() as folder, measured() as usage:
         recipe = {
             "inputs": [{"path": f"{texts}/*.jsonl", "source": "texts"}],
@@ -120,9 +120,5 @@ def build(texts: Path, request: Request) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if "--whole" in sys.argv:
-        sys.argv.remove("--whole")
-        serve({"build": build}, write_jsonl)
-        sys.exit()
-    tasks = {"signatures": signatures, "near": near, "keys": keys, "tokenize": tokenize}
+    tasks = {"signatures": signatures, "near": near, "keys": keys, "tokenize": tokenize, "build": build}
     serve({**tasks, **dict.fromkeys(FILTERS, filters)}, prepare)
