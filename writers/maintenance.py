@@ -20,7 +20,7 @@ from typing import Any
 import shardkit
 from shardkit.storage.store import StorageOptions
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Commit, Task, code_version
+from shardkit.writers.execution.task import Commit, Record, Task, code_version
 from shardkit.writers.execution.work import Work
 from shardkit.writers.execution.work_local import LocalWork
 from shardkit.writers.executors import Execution, place_files, work_of
@@ -110,9 +110,9 @@ class Planner:
     def _reasons(self, stage: str, missing: Sequence[Task]) -> tuple[Reason, ...]:
         if not missing:
             return ()
-        versions: dict[str, list[Commit]] = {}
-        for _, commit in self.work.commits(stage):
-            versions.setdefault(commit.name, []).append(commit)
+        versions: dict[str, list[Record]] = {}
+        for record in self.work.records(stage):
+            versions.setdefault(record.commit.name, []).append(record)
         counts: dict[str, int] = {}
         examples: dict[str, str] = {}
         for task in missing:
@@ -122,22 +122,22 @@ class Planner:
         return tuple(Reason(what, count, examples[what]) for what, count in counts.items())
 
 
-def _why(task: Task, versions: Sequence[Commit]) -> list[str]:
+def _why(task: Task, versions: Sequence[Record]) -> list[str]:
     """What is another than in the finished task of this name that differs least."""
     if not versions:
         return [NEW]
-    return min((differences(task, commit) for commit in versions), key=len)
+    return min((differences(task, record) for record in versions), key=len)
 
 
-def differences(task: Task, commit: Commit) -> list[str]:
-    """What of the task's config, inputs and code is another than the commit's: a line each."""
+def differences(task: Task, record: Record) -> list[str]:
+    """What of the task's config, inputs and code is another than the record's: a line each."""
     found = [
-        f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in _changed(commit.config, task.config)
+        f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in _changed(record.config, task.config)
     ]
-    for key in sorted({*commit.inputs, *task.inputs}):
-        if commit.inputs.get(key) != task.inputs.get(key):
+    for key in sorted({*record.inputs, *task.inputs}):
+        if record.inputs.get(key) != task.inputs.get(key):
             found.append(f"{key}: read from other bytes")
-    if commit.code != code_version():
+    if record.code != code_version():
         found.append(f"code: not made by this version of shardkit ({shardkit.__version__}) and its libraries")
     return found or [LOST]
 

@@ -35,7 +35,7 @@ from shardkit.writers.estimate import check_disk
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.execution.scheduler import TaskSlice
-from shardkit.writers.execution.task import Commit
+from shardkit.writers.execution.task import Commit, facts_of
 from shardkit.writers.execution.work import Work
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.funnel import PACKED, Funnel, filters_card
@@ -393,6 +393,6 @@ def _tables(recipe: Recipe, provenance: Sequence[Commit], cleaned: Sequence[Comm
     tables = {provenance_name(n): commit for n, commit in enumerate(provenance)}
     if recipe.annotate:
         for n, commit in enumerate(cleaned):
-            outputs = {ANNOTATIONS_FILE: commit.outputs[ANNOTATIONS_FILE]}
-            tables[f"{ANNOTATIONS_FOLDER}/part-{n:05d}.parquet"] = dataclass_replace(commit, outputs=outputs)
+            facts = facts_of({}, {ANNOTATIONS_FILE: commit.outputs[ANNOTATIONS_FILE]})
+            tables[f"{ANNOTATIONS_FOLDER}/part-{n:05d}.parquet"] = dataclass_replace(commit, facts=facts)
     return tables

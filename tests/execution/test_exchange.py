@@ -20,7 +20,7 @@ from shardkit.storage.memory import MemoryStore
 from shardkit.storage.store import Body, Store
 from shardkit.writers.exchange import Exchanged, Limits, RunWriter, Segment, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Output, Task
+from shardkit.writers.execution.task import Commit, Output, Task, facts_of
 from shardkit.writers.execution.work import hash_output, run_task
 from shardkit.writers.execution.work_store import StoreWork
 from shardkit.writers.runs import DEFAULT_LIMITS
@@ -62,7 +62,7 @@ class Folders:
 
 def commit_of(folder: Path, stage: str, name: str) -> Commit:
     outputs: dict[str, Output] = {path.name: hash_output(path) for path in folder.iterdir()}
-    return Commit(stage, name, folder, "", {}, outputs)
+    return Commit(stage, name, folder, "", facts_of({}, outputs))
 
 
 def rows_of(table: Table, keys: Sequence[int], first_value: int = 0) -> npt.NDArray[np.void]:

@@ -140,7 +140,7 @@ def test_versions_of_a_task_lie_side_by_side(journal: Journal) -> None:
     assert (folder_of(journal) / "a.txt").read_text() == "text"
     assert (folder_of(journal, newer) / "a.txt").read_text() == "x"
     assert [find(journal, task) is None for task in (TASK, newer)] == [False, False]
-    assert [commit.config for _, commit in journal.work.commits("stage")] in (
+    assert [record.config for record in journal.work.records("stage")] in (
         [{"key": 1}, {"key": 2}],
         [{"key": 2}, {"key": 1}],
     )

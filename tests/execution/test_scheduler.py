@@ -227,7 +227,7 @@ def run_slice(
 ) -> list[Commit]:
     done: list[Commit] = []
     absent = set() if absent is None else absent
-    InlineEngine().run(SliceQueue(tasks, done.append, work, lease, slice, absent, **options), work)
+    InlineEngine().run(SliceQueue(tasks, done.append, work, None, lease, slice, absent, **options), work)
     return done
 
 
@@ -323,7 +323,7 @@ def test_a_slice_that_never_comes_is_waited_for_once_and_counted_in_when_it_come
         assert clock.now - start == seconds
         assert absent == {1}
     tasks = [replace(task, stage="third") for task in make_tasks(12)]
-    queue = SliceQueue(tasks, lambda commit: None, work, lease, slice, absent, clock=clock)
+    queue = SliceQueue(tasks, lambda commit: None, work, None, lease, slice, absent, clock=clock)
     for task in tasks:
         run_task(task, task.digest, work)
     InlineEngine().run(queue, work)

@@ -24,7 +24,7 @@ from shardkit.loaders import StreamingLoader
 from shardkit.order.exclusions import Exclusions
 from shardkit.publish.contents import find_contents
 from shardkit.storage.local import LocalStore
-from shardkit.writers.execution.task import Output, Task, parse_commit, record_of
+from shardkit.writers.execution.task import Output, Task, parse_record, record_of
 from shardkit.writers.recipe import load_recipe
 from support.audit_runs import log_report, logged_run
 from support.foreign_tars import tar_bytes
@@ -238,7 +238,7 @@ def _commit() -> Target:
     record = record_of(Task("pack", "a", {}, dict), "0", {}, {"tokens.bin": Output(7, "0" * 32)})
 
     def read(folder: Path) -> None:
-        if parse_commit((folder / "commit.json").read_bytes(), folder) is None:
+        if parse_record((folder / "commit.json").read_bytes(), folder) is None:
             raise ShardError(folder, "is no commit: the task runs again")
 
     return Target("commit", {"commit.json": record}, read)

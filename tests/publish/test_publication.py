@@ -34,7 +34,7 @@ from shardkit.tools.convert import OutputOptions, convert
 from shardkit.writers import publish as writers_publish
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.runner import Journal
-from shardkit.writers.execution.task import Commit, Output
+from shardkit.writers.execution.task import Commit, Output, facts_of
 from shardkit.writers.publish import RemoteOutput, find_published, finish_published, global_shards
 from support.small_build import tree
 from support.small_dataset import Built
@@ -393,7 +393,7 @@ def test_a_full_disk_is_said_and_made_good(
 def test_damage_is_looked_for_in_the_files_of_reused_tasks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("changed since")
     with Journal(tmp_path / "work") as journal:
-        made = Commit("pack", "a", tmp_path, "digest", {}, {"file": Output(13, "0" * 32)})
+        made = Commit("pack", "a", tmp_path, "digest", facts_of({}, {"file": Output(13, "0" * 32)}))
         with pytest.raises(BuildError, match="file was damaged after it was written"):
             journal.forget_damaged(made)
     assert not tmp_path.exists()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from shardkit.writers.execution.scheduler import (
     TaskSlice,
     process_name,
 )
+from shardkit.writers.execution.segments import Segments
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.execution.work_local import LocalWork, locked_folder
@@ -74,6 +75,7 @@ class Journal:
         self.work: LocalWork | StoreWork = work
         self._slice, self._without_lease = slice, without_lease
         self._absent: set[int] = set()
+        self._segments: Segments | None = None
         name = process_name()  # also keeps temporary files of processes that share a folder apart
         self.lease = DriverLease(work.lease_store, name=name, times=times)
         self._stack = contextlib.ExitStack()
@@ -82,6 +84,7 @@ class Journal:
         with contextlib.ExitStack() as stack:
             if isinstance(self.work, StoreWork):
                 self.work = self.work.claimed(self.lease.name)
+                self._segments = self.work.segments()
             else:
                 stack.enter_context(locked_folder(self.work, shared=self.is_shared))
                 if self.is_shared:
@@ -102,8 +105,41 @@ class Journal:
         self._stack.close()
 
     def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
-        """Commits of finished tasks; None for tasks that have to run."""
-        return self.work.find(tasks)
+        """Commits of finished tasks; None for tasks that have to run.
+
+        In a store, a slice that is not the driver reads records of its own tasks only, and segments.
+        """
+        if not isinstance(self.work, StoreWork) or self._segments is None:
+            return self.work.find(tasks)
+        if self._slice is None or self.lease.held:
+            return self.work.find(tasks, self._segments)
+        wanted = {task.key: task.digest for task in tasks}
+        found = {}
+        for stage in sorted({task.stage for task in tasks}):
+            for commit in self._segments.read(stage, again=True):
+                if wanted.get(commit.key) == commit.digest:
+                    found[commit.key] = commit
+        own = [task for task in tasks if task.key not in found and self._slice.owns(task)]
+        for task, made in zip(own, self.work.finished(own), strict=True):
+            if made is not None:
+                found[task.key] = made
+        return [found.get(task.key) for task in tasks]
+
+    def record(self, commit: Commit) -> None:
+        """Note a finished task; the driver writes segments of them in a store. BuildError."""
+        if self._slice is None:
+            self.lease.check()
+        if self._segments is not None:
+            self._segments.add(commit)
+            if self.lease.held:
+                self._segments.write()
+
+    def end_stages(self, stages: Iterable[str]) -> None:
+        """All tasks of these stages are finished."""
+        if self._segments is not None:
+            if self.lease.held:
+                self._segments.write(rest=True)
+            self._segments.end(stages)
 
     def run_here(self, task: Task) -> Commit:
         """The commit of a task; runs it in this process if it is not finished."""
@@ -118,7 +154,7 @@ class Journal:
         `waiting` is called with what this process waits for, while other slices run the rest.
         """
         if self._slice is not None:
-            shared = (self.work, self.lease, self._slice, self._absent)
+            shared = (self.work, self._segments, self.lease, self._slice, self._absent)
             return SliceQueue(tasks, done, *shared, waiting=waiting)
         return OwnQueue(tasks, done)
 
@@ -137,7 +173,8 @@ class Journal:
             waiting()
             time.sleep(pause)
             pause = min(2 * pause, times.longest_poll_seconds)
-        self.check_driver()
+        if self._slice is None:
+            self.lease.check()
         return not is_done()
 
     def forget_damaged(self, commit: Commit) -> None:
@@ -158,11 +195,6 @@ class Journal:
         if name is not None:
             self.work.forget(commit)
         return name
-
-    def check_driver(self) -> None:
-        """BuildError if this build has lost the lease of its work folder. A slice goes on without it."""
-        if self._slice is None:
-            self.lease.check()
 
     def remove(self) -> None:
         """Remove the whole work folder; the journal stays locked, and must be closed next."""
@@ -188,29 +220,35 @@ class Runner:
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
         self._meters = {group[0].stage: _Meter(list(group)) for group in groups if group}
-        work, commits, missing = self.journal.work.folder, dict[Path, Commit](), list[Task]()
+        commits: dict[tuple[str, str], Commit] = {}  # by stage and name
+        missing: list[Task] = []
         for task, commit in zip(tasks, self._intact(self.journal.find(tasks)), strict=True):
             if commit is None:
                 missing.append(task)
             else:
-                commits[commit.folder] = commit
+                commits[task.stage, task.name] = commit
+                self.journal.record(commit)
                 self._meters[task.stage].reuse(task)
-                self._report(task.stage)
+        for stage, meter in self._meters.items():
+            if meter.reused:
+                self._report(stage)
         for stage, meter in self._meters.items():
             if not meter.reused:
                 self._report(stage)
 
         def done(commit: Commit) -> None:
-            self.journal.check_driver()
-            commits[commit.folder] = replace(commit, remote=self.journal.work.remote)  # one object for all
+            commit = replace(commit, remote=self.journal.work.remote)  # one object for all
+            commits[commit.stage, commit.name] = commit
+            self.journal.record(commit)
             self._done(commit)
 
         if missing:
             queue = self.journal.queue(missing, done, self._wait)
             self._engine.run(queue, self.journal.work, self._compiling)
+        self.journal.end_stages(self._meters)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
-        return [[commits[work / task.key] for task in group] for group in groups]
+        return [[commits[task.stage, task.name] for task in group] for group in groups]
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
         """The commits in order; None for tasks with a damaged file, which are removed."""

@@ -35,6 +35,7 @@ import xxhash
 from shardkit.errors import BuildError, warn_user
 from shardkit.files import Closing
 from shardkit.storage.store import ObjectExistsError, ObjectInfo, Store, StoreError
+from shardkit.writers.execution.segments import Segments
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work
 
@@ -282,6 +283,7 @@ class SliceQueue:
         tasks: Sequence[Task],
         done: Done,
         work: Work,
+        segments: Segments | None,
         lease: DriverLease,
         slice: TaskSlice,
         absent: set[int],
@@ -292,7 +294,7 @@ class SliceQueue:
         self._own = sorted((t for t in tasks if slice.owns(t)), key=lambda t: t.weight)  # heaviest last
         self._others = {task.key: task for task in tasks if not slice.owns(task)}
         self._running: set[str] = set()
-        self._done, self._work, self._lease = done, work, lease
+        self._done, self._work, self._segments, self._lease = done, work, segments, lease
         self._waiting, self._clock, self._times = waiting, clock, lease.times
         self._moved = clock()  # when something was last finished
         self._idle_seconds = self._times.poll_seconds
@@ -322,7 +324,7 @@ class SliceQueue:
         return None
 
     def done(self, commit: Commit) -> None:
-        key = f"{commit.stage}/{commit.folder.name}"
+        key = commit.key
         self._running.discard(key)
         self._others.pop(key, None)
         self._moved = self._clock()
@@ -357,6 +359,16 @@ class SliceQueue:
         self._absent.update(map(self._slice.rank_of, self._left))
 
     def _look(self) -> list[tuple[str, Commit]]:
-        tasks = [task for key, task in self._others.items() if key not in self._running]
-        commits = self._work.finished(tasks)
-        return [(task.key, commit) for task, commit in zip(tasks, commits, strict=True) if commit is not None]
+        """What others have finished since the last look: in a store, only the driver reads their records."""
+        tasks = {key: task for key, task in self._others.items() if key not in self._running}
+        found: list[tuple[str, Commit]] = []
+        if self._segments is not None:
+            for stage in sorted({task.stage for task in tasks.values()}):
+                for commit in self._segments.read(stage):
+                    if commit.key in tasks and tasks[commit.key].digest == commit.digest:
+                        del tasks[commit.key]
+                        found.append((commit.key, commit))
+        if self._segments is None or self._lease.held:
+            commits = zip(tasks, self._work.finished(list(tasks.values())), strict=True)
+            found += [(key, commit) for key, commit in commits if commit is not None]
+        return found

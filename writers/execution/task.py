@@ -35,15 +35,18 @@ __all__ = [
     "Counts",
     "Output",
     "PlainCounts",
+    "Record",
     "RunTasks",
     "Task",
     "code_version",
     "contents",
     "covered_sources",
+    "facts_of",
     "is_left_out",
-    "parse_commit",
+    "parse_record",
     "partition_name",
     "record_of",
+    "task_key",
 ]
 
 CONTENT_HASH = "xxh3_128"
@@ -142,7 +145,7 @@ class Task:
     @property
     def key(self) -> str:
         """`stage/name.digest`: the task's folder in the work folder, another one for each digest."""
-        return f"{self.stage}/{self.name}.{self.digest[:_DIGEST_CHARACTERS]}"
+        return task_key(self.stage, self.name, self.digest)
 
     def __str__(self) -> str:
         return f"{self.stage}/{self.name}"
@@ -153,6 +156,7 @@ class Output:
     """One file that a task wrote: its size and the xxh3-128 of its bytes.
 
     `blocks` has the xxh3-64 of each block of a file in a store, whose ranges are checked when they are read.
+    Only records have it.
     """
 
     bytes: int
@@ -164,22 +168,34 @@ class Output:
 class Commit:
     """A finished task: where its files are, their hashes, and what it counted.
 
-    `folder` is on this machine. If the work folder is in a store, that is `remote`, and files are in `folder`
-    only once they are fetched: open them through `files`. `config`, `inputs` and `code` are what its digest
-    is of.
+    A driver holds one for each task, so it is small: `facts` is JSON, which `counts` and `outputs` parse each
+    time. If the work folder is in a store, that is `remote`, and files are in `folder`, which is on this
+    machine, only once they are fetched: open them through `files`.
     """
 
     stage: str
     name: str
     folder: Path
     digest: str
-    counts: Mapping[str, Any]
-    outputs: Mapping[str, Output]
+    facts: bytes = field(repr=False)
     reused: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    code: str = field(default="", compare=False, repr=False)
     remote: RemoteFiles | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        """That of its task, which is also the name of its folder in the work folder."""
+        return task_key(self.stage, self.name, self.digest)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What the task counted."""
+        counts: dict[str, Any] = json.loads(self.facts)["counts"]
+        return counts
+
+    @property
+    def outputs(self) -> dict[str, Output]:
+        """The files that it wrote, without the hashes of their blocks."""
+        return {name: Output(*output) for name, output in json.loads(self.facts)["outputs"].items()}
 
     @property
     def files(self) -> Artifact:
@@ -199,6 +215,17 @@ class Commit:
     def ledger(self) -> Ledger:
         """The task's ledger; KeyError if it has none."""
         return Ledger.from_dict(self.counts["ledger"])
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that the record of a finished task says: also what its digest is of, and hashes of blocks."""
+
+    commit: Commit
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    code: str
+    outputs: Mapping[str, Output]
 
 
 class RunTasks(Protocol):
@@ -247,6 +274,18 @@ def is_left_out(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in (*OUTSIDE_TASKS, *DECIDES_NO_BYTE))
 
 
+def task_key(stage: str, name: str, digest: str) -> str:
+    """`stage/name.digest`: what a task is called in a work folder."""
+    return f"{stage}/{name}.{digest[:_DIGEST_CHARACTERS]}"
+
+
+def facts_of(counts: Mapping[str, Any], outputs: Mapping[str, Output]) -> bytes:
+    """`Commit.facts`."""
+    listed = {name: (output.bytes, output.xxh3_128) for name, output in outputs.items()}
+    facts = {"counts": dict(counts), "outputs": listed}
+    return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+
+
 def partition_name(number: int, partitions: int) -> str:
     """Name of the task of one partition of a stage."""
     return f"{number:05d}-of-{partitions:05d}"
@@ -278,7 +317,7 @@ def record_of(task: Task, digest: str, counts: Mapping[str, Any], outputs: Mappi
     return _sealed(json.dumps(record, indent=1, sort_keys=True).encode())
 
 
-def parse_commit(data: bytes, folder: Path, remote: RemoteFiles | None = None) -> Commit | None:
+def parse_record(data: bytes, folder: Path, remote: RemoteFiles | None = None) -> Record | None:
     """Parse a record of `record_of`, of a task whose files are in `folder`; None if it cannot be read."""
     if _sealed(data[:-_SEAL_BYTES] + b"\n}") != data:
         return None
@@ -288,19 +327,16 @@ def parse_commit(data: bytes, folder: Path, remote: RemoteFiles | None = None) -
             name: Output(output["bytes"], output[CONTENT_HASH], output.get("blocks", ""))
             for name, output in record["outputs"].items()
         }
-        return Commit(
+        commit = Commit(
             record["stage"],
             record["name"],
             folder,
             record["digest"],
-            record["counts"],
-            outputs,
+            facts_of(record["counts"], outputs),
             reused=True,
-            config=record["config"],
-            inputs=record["inputs"],
-            code=record["code"],
             remote=remote,
         )
+        return Record(commit, record["config"], record["inputs"], record["code"], outputs)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

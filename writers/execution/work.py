@@ -19,7 +19,7 @@ from shardkit.errors import BuildError
 from shardkit.files import fsync_path
 from shardkit.storage.store import Store
 from shardkit.writers.execution.artifacts import RemoteFiles
-from shardkit.writers.execution.task import Commit, Output, Task, record_of
+from shardkit.writers.execution.task import Commit, Output, Record, Task, facts_of, record_of
 from shardkit.writers.ledger import Ledger
 
 __all__ = ["BLOCK_BYTES", "Work", "check_same", "run_task"]
@@ -69,6 +69,9 @@ class Work(Protocol):
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         """(task key, commit) of all finished tasks, of one stage or of all stages."""
 
+    def records(self, stage: str) -> Iterator[Record]:
+        """The whole records of a stage's finished tasks: a request each in a store."""
+
     def forget(self, commit: Commit) -> None:
         """Remove a finished task, its record first."""
 
@@ -105,20 +108,17 @@ def _commit(
     counts: Mapping[str, Any],
     outputs: Mapping[str, Output],
 ) -> Commit:
-    folder = work.folder / task.key
-    commit = Commit(task.stage, task.name, folder, digest, counts, outputs, remote=work.remote)
+    facts = facts_of(counts, outputs)
+    commit = Commit(task.stage, task.name, work.folder / task.key, digest, facts, remote=work.remote)
     return work.commit(task, temporary, commit, record_of(task, digest, counts, outputs))
 
 
 def check_same(ours: Commit, theirs: Commit) -> None:
     """BuildError if two runs of one task gave different bytes."""
-    if ours.outputs == theirs.outputs:
+    one, two = ours.outputs, theirs.outputs
+    if one == two:
         return
-    names = sorted(
-        name
-        for name in ours.outputs.keys() | theirs.outputs.keys()
-        if ours.outputs.get(name) != theirs.outputs.get(name)
-    )
+    names = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
     raise BuildError(
         f"task {ours.stage}/{ours.name}: two runs of it gave different bytes ({', '.join(names)}); are "
         f"shardkit, its libraries and the input files the same on all machines?"

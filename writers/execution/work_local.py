@@ -18,14 +18,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit.errors import BuildError
 from shardkit.files import fsync_path, publish_bytes
 from shardkit.locks import held_file, upgraded
 from shardkit.storage.local import LocalStore
-from shardkit.writers.execution.task import Commit, Task, parse_commit
+from shardkit.writers.execution.task import Commit, Record, Task, parse_record
 from shardkit.writers.execution.work import check_same, hash_output
 
 __all__ = ["COMMIT_NAME", "LocalWork", "locked_folder"]
@@ -82,7 +82,7 @@ class LocalWork:
                 is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
                 if not is_there and temporary.exists():  # otherwise NFS retried a rename that had succeeded
                     raise
-                if theirs := _complete(folder):
+                if theirs := self._complete(task.key):
                     check_same(commit, theirs)
                     return theirs
                 if not is_there:
@@ -97,7 +97,8 @@ class LocalWork:
         aside = Path(tempfile.mkdtemp(prefix="removed.", dir=self._unfinished()))
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside)
-        if _complete(aside):
+        record = self._read(aside.relative_to(self.folder).as_posix())
+        if record is not None and _is_whole(record, aside):
             with contextlib.suppress(OSError):
                 aside.rename(folder)
         if aside.exists():
@@ -109,9 +110,20 @@ class LocalWork:
         found: list[Commit | None] = []
         for task in tasks:
             stage, _, name = task.key.partition("/")
-            commit = _complete(self.folder / task.key) if name in present[stage] else None
+            commit = self._complete(task.key) if name in present[stage] else None
             found.append(commit if commit is not None and commit.digest == task.digest else None)
         return found
+
+    def _read(self, key: str) -> Record | None:
+        try:
+            return parse_record((self.folder / key / COMMIT_NAME).read_bytes(), self.folder / key)
+        except OSError:
+            return None
+
+    def _complete(self, key: str) -> Commit | None:
+        """The commit of a task, if all outputs exist with their sizes."""
+        record = self._read(key)
+        return record.commit if record is not None and _is_whole(record, self.folder / key) else None
 
     def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
         return self.find(tasks)
@@ -120,15 +132,21 @@ class LocalWork:
         stages = [stage] if stage is not None else sorted(_names(self.folder) - _OURS)
         for name in stages:
             for folder in sorted(_names(self.folder / name)):
-                if commit := _read(self.folder / name / folder):
-                    yield f"{name}/{folder}", commit
+                if record := self._read(f"{name}/{folder}"):
+                    yield f"{name}/{folder}", record.commit
+
+    def records(self, stage: str) -> Iterator[Record]:
+        for folder in sorted(_names(self.folder / stage)):
+            if record := self._read(f"{stage}/{folder}"):
+                yield record
 
     def forget(self, commit: Commit) -> None:
         _remove(commit.folder)
 
     def damaged_output(self, commit: Commit) -> str | None:
+        folder = commit.folder
         for name, output in commit.outputs.items():
-            if hash_output(commit.folder / name) != output:
+            if hash_output(folder / name) != output:
                 return name
         return None
 
@@ -207,25 +225,12 @@ def _clear_alone(work: LocalWork, descriptor: int) -> None:
         raise
 
 
-def _read(folder: Path) -> Commit | None:
+def _is_whole(record: Record, folder: Path) -> bool:
+    """Whether all outputs exist in a folder with their sizes."""
     try:
-        return parse_commit((folder / COMMIT_NAME).read_bytes(), folder)
+        return all((folder / name).stat().st_size == output.bytes for name, output in record.outputs.items())
     except OSError:
-        return None
-
-
-def _complete(folder: Path) -> Commit | None:
-    """The commit in a folder, if all outputs exist with their sizes."""
-    commit = _read(folder)
-    if commit is None:
-        return None
-    for name, output in commit.outputs.items():
-        try:
-            if (folder / name).stat().st_size != output.bytes:
-                return None
-        except OSError:
-            return None
-    return replace(commit, reused=True)
+        return False
 
 
 def _names(folder: Path) -> set[str]:

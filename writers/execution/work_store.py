@@ -3,6 +3,7 @@
     shardkit-work.txt                        marker with the folder's random id
     commits/<stage>/<task>.<digest>.json     one PUT with If-None-Match: the atomic step
     data/<stage>/<task>.<digest>/<file>      outputs, put before the commit
+    segments/<stage>/<hash>                  copies of about 1,000 commits each (segments.py)
     lease/                                   the driver's lease
 
 Every machine has a scratch folder (`scratch.py`) for the files of running tasks, for commit records, and for
@@ -28,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 
 import xxhash
@@ -47,7 +49,9 @@ from shardkit.storage.store import (
 from shardkit.storage.threads import remake_after_fork
 from shardkit.writers.execution import scratch
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Output, Task, parse_commit
+from shardkit.writers.execution.segments import PREFIX as SEGMENTS
+from shardkit.writers.execution.segments import SEGMENT_RECORDS, Segments
+from shardkit.writers.execution.task import Commit, Output, Record, Task, parse_record
 from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, check_same
 
 __all__ = ["CACHE_BYTES", "CheckedRanges", "DamagedFileError", "StoreWork"]
@@ -195,6 +199,7 @@ class StoreWork:
     session: str = "build"
     around: Callable[[Store], Store] | None = None
     id: str = ""
+    segment_records: int = SEGMENT_RECORDS
 
     hashes_blocks = True
 
@@ -272,48 +277,83 @@ class StoreWork:
         check_same(commit, theirs)
         return theirs
 
-    def find(self, tasks: Sequence[Task]) -> list[Commit | None]:
+    def find(self, tasks: Sequence[Task], segments: Segments | None = None) -> list[Commit | None]:
+        """As the contract says; commits come from `segments` as far as these have them."""
+        segments = self.segments() if segments is None else segments
+        wanted = {task.key: task for task in tasks}
         with self._explained():
-            found = {commit.folder: commit for commit in self.finished(tasks) if commit is not None}
-            sizes: dict[str, int] = {}
-            for part in sorted({f"{stage}/" for stage in {commit.stage for commit in found.values()}}):
-                sizes |= {info.key: info.bytes for info in self.store.list(f"data/{part}")}
-            for folder, commit in list(found.items()):
-                key = self._key(folder)
-                if any(sizes.get(f"data/{key}/{name}") != o.bytes for name, o in commit.outputs.items()):
-                    del found[folder]
-                    self._disown(key)
-        return [found.get(self.folder / task.key) for task in tasks]
+            if len(wanted) == 1:  # two small requests
+                found = self._read(list(wanted))
+            else:
+                found = {}
+                for stage in sorted({task.stage for task in tasks}):
+                    present = {key for key in self._keys(f"{stage}/") if key in wanted}
+                    found |= self._read_stage(stage, present, segments)
+            for key in self._incomplete(found):
+                del found[key]
+                self._disown(key)
+        return _of_tasks(tasks, found)
 
     def finished(self, tasks: Sequence[Task]) -> list[Commit | None]:
+        wanted = {task.key for task in tasks}
         with self._explained():
-            wanted = {task.key: task for task in tasks}
-            if len(wanted) == 1:  # a single small request
-                commits = [self._fetch_commit(key) for key in wanted]
-            else:
-                stages = sorted({task.stage for task in tasks})
-                present = [key for stage in stages for key in self._keys(f"{stage}/") if key in wanted]
-                commits = self._read(present)
-            found = {self._key(commit.folder): commit for commit in commits if commit is not None}
-        matching = (found.get(task.key) for task in tasks)
-        return [
-            commit if commit is not None and commit.digest == task.digest else None
-            for commit, task in zip(matching, tasks, strict=True)
-        ]
+            present = wanted
+            if len(wanted) > 1:
+                listed = (key for stage in {task.stage for task in tasks} for key in self._keys(f"{stage}/"))
+                present = {key for key in listed if key in wanted}
+            return _of_tasks(tasks, self._read(sorted(present)))
 
     def commits(self, stage: str | None = None) -> Iterator[tuple[str, Commit]]:
         with self._explained():
-            keys = list(self._keys("" if stage is None else f"{stage}/"))
-            commits = self._read(keys)
-        for key, commit in zip(keys, commits, strict=True):
-            if commit is not None:
-                yield key, commit
+            stages: dict[str, set[str]] = {}
+            for key in self._keys("" if stage is None else f"{stage}/"):
+                stages.setdefault(key.partition("/")[0], set()).add(key)
+            for name, present in stages.items():
+                yield from sorted(self._read_stage(name, present, self.segments()).items())
+
+    def records(self, stage: str) -> Iterator[Record]:
+        with self._explained():
+            keys = list(self._keys(f"{stage}/"))
+            with ThreadPoolExecutor(_READ_THREADS) as pool:
+                yield from filter(None, pool.map(self.read_record, keys))
+
+    def segments(self) -> Segments:
+        """The segments of this work folder, for one reader or writer."""
+        return Segments(self.store, self.folder, self, records=self.segment_records)
+
+    def _read_stage(self, stage: str, present: set[str], segments: Segments) -> dict[str, Commit]:
+        """{key: commit} of tasks that have a record, from segments and, what these lack, from records."""
+        if not present:
+            return {}
+        found = {commit.key: commit for commit in segments.read(stage, again=True) if commit.key in present}
+        return found | self._read(sorted(present - found.keys()))
+
+    def _read(self, keys: Sequence[str]) -> dict[str, Commit]:
+        """{key: commit}, each from its record."""
+        if not keys:
+            return {}
+        with ThreadPoolExecutor(_READ_THREADS) as pool:
+            commits = pool.map(self._fetch_commit, keys)
+            return {key: commit for key, commit in zip(keys, commits, strict=True) if commit is not None}
+
+    def _incomplete(self, found: Mapping[str, Commit]) -> list[str]:
+        """Keys of tasks of which an output is missing or has another size: one listing a stage."""
+        parts = {f"{key.partition('/')[0]}/" for key in found} if len(found) > 1 else {f"{k}/" for k in found}
+        whole = set()
+        for part in sorted(parts):
+            listed = ((info.key.split("/", 3), info.bytes) for info in self.store.list(f"data/{part}"))
+            for key, files in groupby(listed, lambda entry: "/".join(entry[0][1:3])):
+                if key in found:
+                    sizes = {names[3]: size for names, size in files}
+                    outputs = found[key].outputs
+                    if all(sizes.get(name) == output.bytes for name, output in outputs.items()):
+                        whole.add(key)
+        return [key for key, commit in found.items() if key not in whole and commit.outputs]
 
     def forget(self, commit: Commit) -> None:
-        key = self._key(commit.folder)
         with self._explained():
-            self._disown(key)
-            self._delete(info.key for info in self.store.list(f"data/{key}/"))
+            self._disown(commit.key)
+            self._delete(info.key for info in self.store.list(f"data/{commit.key}/"))
         shutil.rmtree(commit.folder, ignore_errors=True)
 
     def damaged_output(self, commit: Commit) -> str | None:
@@ -336,7 +376,7 @@ class StoreWork:
 
     def remove(self) -> None:
         with self._explained():
-            for part in ("commits/", "data/", "lease/", _MARKER):
+            for part in ("commits/", "data/", SEGMENTS, "lease/", _MARKER):
                 self._delete(info.key for info in self.store.list(part))
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -390,37 +430,30 @@ class StoreWork:
         parts = path.relative_to(self.folder).parts
         return "/".join(parts[:2]), "/".join(parts[2:])
 
-    def _key(self, folder: Path) -> str:
-        return folder.relative_to(self.folder).as_posix()
-
     def _keys(self, start: str) -> Iterator[str]:
         """Keys of the tasks that have a record, of those that start with `start`."""
         for info in self.store.list(f"commits/{start}"):
             yield info.key.removeprefix("commits/").removesuffix(".json")
 
-    def _read(self, keys: Sequence[str]) -> list[Commit | None]:
-        if not keys:
-            return []
-        with ThreadPoolExecutor(_READ_THREADS) as pool:
-            return list(pool.map(self.read_commit, keys))
-
-    def read_commit(self, key: str) -> Commit | None:
-        """The commit of a task, from the scratch folder if it was read before."""
-        folder = self.folder / key
+    def read_record(self, key: str) -> Record | None:
+        """The record of a task, from the scratch folder if it was read before."""
         with suppress(OSError):
-            if commit := parse_commit((folder / _RECORD).read_bytes(), folder, self):
-                return commit
-        return self._fetch_commit(key)
+            if record := parse_record((self.folder / key / _RECORD).read_bytes(), self.folder / key, self):
+                return record
+        with suppress(ObjectNotFoundError):
+            data = self.store.get(_record_key(key))
+            if record := parse_record(data, self.folder / key, self):
+                self._keep(key, data)
+                return record
+        return None
 
     def _fetch_commit(self, key: str) -> Commit | None:
+        """The commit in a task's record, as it is in the store now."""
         try:
-            record = self.store.get(_record_key(key))
+            record = parse_record(self.store.get(_record_key(key)), self.folder / key, self)
         except ObjectNotFoundError:
             return None
-        commit = parse_commit(record, self.folder / key, self)
-        if commit is not None:
-            self._keep(key, record)
-        return commit
+        return None if record is None else record.commit
 
     def _keep(self, key: str, record: bytes) -> None:
         """Cache a record on this machine. Not synced: a truncated one is fetched again."""
@@ -462,10 +495,18 @@ def _record_key(key: str) -> str:
 @lru_cache(maxsize=_KEPT_RECORDS)
 def _outputs(work: StoreWork, key: str) -> Mapping[str, Output]:
     """Outputs of a finished task. FileNotFoundError, which is not cached, if it is not finished."""
-    commit = work.read_commit(key)
-    if commit is None:
+    record = work.read_record(key)
+    if record is None:
         raise FileNotFoundError(f"{work.url}/{_record_key(key)}: is gone; was the work folder removed?")
-    return commit.outputs
+    return record.outputs
+
+
+def _of_tasks(tasks: Sequence[Task], found: Mapping[str, Commit]) -> list[Commit | None]:
+    commits = (found.get(task.key) for task in tasks)
+    return [
+        commit if commit is not None and commit.digest == task.digest else None
+        for commit, task in zip(commits, tasks, strict=True)
+    ]
 
 
 @lru_cache(maxsize=16)

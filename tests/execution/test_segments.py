@@ -1,0 +1,200 @@
+"""Finished tasks in a store are read back by few requests, and none is believed that is not there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from shardkit.progress import make_listener
+from shardkit.storage.memory import MemoryStore
+from shardkit.storage.store import Store
+from shardkit.writers.execution import scratch
+from shardkit.writers.execution.engine import InlineEngine
+from shardkit.writers.execution.runner import Journal, Runner
+from shardkit.writers.execution.scheduler import SharingTimes, TaskSlice
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import run_task
+from shardkit.writers.execution.work_store import StoreWork
+from support.remote_harness import fresh_url
+from support.stores import WrappedStore
+
+T = TypeVar("T")
+EXTENDED = pytest.mark.extended
+TIMES = SharingTimes(
+    lease_seconds=1e6,
+    beat_seconds=1e5,
+    poll_seconds=0.02,
+    longest_poll_seconds=0.1,
+    scavenge_seconds=1e6,
+)
+
+
+def note(folder: Path, number: int) -> dict[str, int]:
+    (folder / "file").write_text(str(number))
+    return {"number": number}
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [Task("stage", f"t{n:05d}", {"setting": "x" * 500}, note, (n,)) for n in range(count)]
+
+
+class CountingStore(WrappedStore):
+    """Counts requests by operation and the first part of the key; a listing is one for each 1,000 keys."""
+
+    def __init__(self, below: Store, requests: Counter[tuple[str, str]]) -> None:
+        super().__init__(below)
+        self._requests = requests
+
+    def request(self, operation: str, key: str, action: Callable[[], T]) -> T:
+        kind = "read" if operation in ("get", "open") else operation
+        self._requests[kind, key.partition("/")[0]] += 1
+        result = action()
+        if isinstance(result, list):
+            self._requests[kind, key.partition("/")[0]] += len(result) // 1000
+        return result
+
+
+@pytest.fixture
+def url() -> str:
+    return f"{fresh_url()}/work"
+
+
+def work_of(
+    url: str, scratch_folder: Path, requests: Counter[tuple[str, str]], records: int = 30
+) -> StoreWork:
+    def around(store: Store) -> Store:
+        return CountingStore(store, requests)
+
+    return StoreWork(url, scratch_folder, around=around, segment_records=records)
+
+
+def run(
+    work: StoreWork, tasks: Sequence[Task], slice: TaskSlice | None = None, end: int | None = None
+) -> list[Commit]:
+    """Run a stage; with `end`, the driver is killed after so many tasks."""
+
+    class Killed(BaseException):
+        pass
+
+    left = [end]
+
+    def run_one(task: Task, digest: str, work: object) -> Commit:
+        if left[0] is not None:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+        return run_task(task, digest, work)  # type: ignore[arg-type]
+
+    with make_listener(False) as listener, Journal(work, slice=slice, times=TIMES) as journal:
+        try:
+            [commits] = Runner(journal, InlineEngine(run_one), listener).run(tasks)
+        except Killed:
+            return []
+        return commits
+
+
+def test_a_driver_that_starts_again_reads_segments_and_only_what_came_after_them_singly(
+    url: str, tmp_path: Path
+) -> None:
+    tasks, requests = make_tasks(135), Counter[tuple[str, str]]()
+    run(work_of(url, tmp_path / "a", requests), tasks, end=105)  # the last 15 are in no segment
+    assert requests["put", "segments"] == 3
+    requests.clear()
+    commits = run(work_of(url, tmp_path / "b", requests), tasks)
+    assert [commit.counts["number"] for commit in commits] == list(range(135))
+    assert sum(commit.reused for commit in commits) == 105
+    assert requests["read", "segments"] == 3
+    assert requests["read", "commits"] == 15 + 30, "15 that no segment has; a look of each worker for its own"
+    requests.clear()
+    again = run(work_of(url, tmp_path / "c", requests), tasks)
+    assert again == [
+        Commit(c.stage, c.name, d.folder, c.digest, c.facts, reused=True)
+        for c, d in zip(commits, again, strict=True)
+    ]
+    assert requests["read", "commits"] == 0
+    assert requests["read", "segments"] == 5
+    assert sum(requests.values()) <= 20, "the requests of a build that has nothing to do grew with its tasks"
+
+
+def test_an_output_or_a_record_that_is_gone_is_noticed_though_a_segment_has_it(
+    url: str, tmp_path: Path
+) -> None:
+    tasks, requests = make_tasks(75), Counter[tuple[str, str]]()
+    run(work_of(url, tmp_path / "a", requests), tasks)
+    store = MemoryStore(url)
+    store.delete(f"data/{tasks[3].key}/file")
+    store.put(f"data/{tasks[4].key}/file", b"longer than it was")
+    store.delete(f"commits/{tasks[5].key}.json")
+    commits = run(work_of(url, tmp_path / "b", requests), tasks)
+    assert [n for n, commit in enumerate(commits) if not commit.reused] == [3, 4, 5]
+    assert all(commit.reused for commit in run(work_of(url, tmp_path / "c", requests), tasks))
+    assert (commits[4].files / "file").read_bytes() == b"4"
+
+
+@pytest.mark.parametrize("harm", ["remove", "cut", "flip"])
+def test_segments_may_be_lost_or_damaged(url: str, tmp_path: Path, harm: str) -> None:
+    tasks, requests = make_tasks(75), Counter[tuple[str, str]]()
+    made = run(work_of(url, tmp_path / "a", requests), tasks)
+    store = MemoryStore(url)
+    for info in list(store.list("segments/")):
+        data = store.get(info.key)
+        if harm == "remove":
+            store.delete(info.key)
+        else:
+            store.put(info.key, data[:-40] if harm == "cut" else data[:90] + b"\0" + data[91:])
+    requests.clear()
+    found = run(work_of(url, tmp_path / "b", requests), tasks)
+    assert [commit.facts for commit in found] == [commit.facts for commit in made]
+    assert all(commit.reused for commit in found)
+    assert requests["read", "commits"] == 75
+
+
+def slices(url: str, folder: Path, count: int, tasks: Sequence[Task]) -> Counter[tuple[str, str]]:
+    """Requests of so many slices that run a stage together."""
+    requests: list[Counter[tuple[str, str]]] = [Counter() for _ in range(count)]
+    results: dict[int, list[str]] = {}
+
+    def one(number: int) -> None:
+        work = work_of(url, folder / str(number), requests[number], records=1000)
+        results[number] = [commit.name for commit in run(work, tasks, TaskSlice(number, count))]
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[n] for n in range(count)] == [[task.name for task in tasks]] * count
+    return sum(requests, Counter())
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(16, marks=EXTENDED), pytest.param(64, marks=EXTENDED)])
+def test_reads_a_task_do_not_grow_with_the_number_of_slices(url: str, tmp_path: Path, count: int) -> None:
+    """Two: its worker looks whether it is done, the driver reads its record. All read the segments."""
+    tasks = make_tasks(320)
+    requests = slices(url, tmp_path, count, tasks)
+    assert requests["put", "commits"] == len(tasks)
+    assert requests["read", "commits"] <= 2 * len(tasks)
+    assert requests["read", "segments"] <= count * requests["put", "segments"] == count
+
+
+def test_slices_go_on_with_another_driver(url: str, tmp_path: Path) -> None:
+    """The first one dies with its tasks committed and no segment written."""
+    tasks, requests = make_tasks(60), Counter[tuple[str, str]]()
+    first, second = TaskSlice(0, 2), TaskSlice(1, 2)
+    own = [task for task in tasks if first.owns(task)]
+    work = work_of(url, tmp_path / "a", requests).claimed("first")
+    work.prepare()
+    for task in own:
+        run_task(task, task.digest, work)
+    os.close(scratch._locks.pop(work.folder))
+    commits = run(work_of(url, tmp_path / "b", requests), tasks, second)
+    assert [commit.name for commit in commits] == [task.name for task in tasks]
+    requests.clear()
+    assert run(work_of(url, tmp_path / "c", requests), tasks, first)
+    assert requests["read", "commits"] == 0

@@ -1,0 +1,112 @@
+"""Segments: the commits of about 1,000 finished tasks in one object, so that they are read by few requests.
+
+    segments/<stage>/<hash>      three lines a commit: digest, name as JSON, counts and outputs as JSON
+
+A driver writes them as it goes. The next one reads a million finished tasks with some thousand requests
+instead of a million, and slices of a build learn from them what the others have done.
+
+A segment is a copy that may be lost. What is finished are the tasks whose own records lie under commits/:
+they are the atomic step, they have the hashes of blocks, and they stay. So a driver believes of a segment
+only what a listing of the records confirms, and reads the record of a task that no segment has. A segment is
+named by the hash of its content; one that does not match is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from shardkit.errors import BuildError
+from shardkit.storage.store import ObjectNotFoundError, Store, StoreError
+from shardkit.writers.execution.artifacts import RemoteFiles
+from shardkit.writers.execution.task import Commit, task_key
+
+__all__ = ["PREFIX", "SEGMENT_RECORDS", "Segments"]
+
+PREFIX = "segments/"
+SEGMENT_RECORDS = 1000
+_THREADS = 8
+_LINES = 3  # of a commit
+
+
+class Segments:
+    """The segments of a work folder in `store`, as one process reads and writes them, stage by stage.
+
+    Files of commits are in `remote`, or, fetched, in `folder`.
+    """
+
+    def __init__(
+        self, store: Store, folder: Path, remote: RemoteFiles, *, records: int = SEGMENT_RECORDS
+    ) -> None:
+        self._store, self._folder, self._remote, self._records = store, folder, remote, records
+        self._read: set[str] = set()  # keys of segments
+        self._covered: dict[str, set[str]] = {}  # stage -> keys of tasks that are in a segment
+        self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in none
+
+    def read(self, stage: str, *, again: bool = False) -> Iterator[Commit]:
+        """Commits of the stage's segments that were not read before, or of all with `again`. BuildError."""
+        covered = self._covered.setdefault(stage, set())
+        with self._explained(), ThreadPoolExecutor(_THREADS) as pool:
+            keys = [info.key for info in self._store.list(f"{PREFIX}{stage}/")]
+            keys = [key for key in keys if again or key not in self._read]
+            for at in range(0, len(keys), _THREADS):  # so that few are held at a time
+                for data in pool.map(self._fetch, keys[at : at + _THREADS]):
+                    for commit in self._commits(stage, data):
+                        covered.add(commit.key)
+                        yield commit
+            self._read.update(keys)
+
+    def add(self, commit: Commit) -> None:
+        """Have a commit written into a segment, unless one has it."""
+        covered = self._covered.setdefault(commit.stage, set())
+        if commit.key not in covered:
+            covered.add(commit.key)
+            self._waiting.setdefault(commit.stage, []).append(commit)
+
+    def write(self, *, rest: bool = False) -> None:
+        """Write full segments; with `rest`, also what is left. BuildError."""
+        for stage, commits in self._waiting.items():
+            while len(commits) >= self._records or (rest and commits):
+                data = b"".join(map(_lines, commits[: self._records]))
+                key = f"{PREFIX}{stage}/{xxhash.xxh3_128_hexdigest(data)}"
+                with self._explained():
+                    self._store.put(key, data)
+                self._read.add(key)
+                del commits[: self._records]
+
+    def end(self, stages: Iterable[str]) -> None:
+        """Forget these stages, with what was not written."""
+        for stage in stages:
+            self._covered.pop(stage, None)
+            self._waiting.pop(stage, None)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            problem = f"work folder {self._store.url}: {error}"
+            raise BuildError(f"{problem}; finished tasks are kept; the same command continues") from error
+
+    def _fetch(self, key: str) -> bytes:
+        try:
+            data = self._store.get(key)
+        except ObjectNotFoundError:
+            return b""
+        return data if xxhash.xxh3_128_hexdigest(data) == key.rpartition("/")[2] else b""
+
+    def _commits(self, stage: str, data: bytes) -> Iterator[Commit]:
+        lines = data.split(b"\n")
+        for at in range(0, len(lines) - 1, _LINES):
+            digest, name = lines[at].decode(), json.loads(lines[at + 1])
+            folder = self._folder / task_key(stage, name, digest)
+            yield Commit(stage, name, folder, digest, lines[at + 2], reused=True, remote=self._remote)
+
+
+def _lines(commit: Commit) -> bytes:
+    return b"%s\n%s\n%s\n" % (commit.digest.encode(), json.dumps(commit.name).encode(), commit.facts)
