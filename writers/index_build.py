@@ -14,8 +14,6 @@ from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of
 from shardkit.progress import make_listener
@@ -31,7 +29,7 @@ from shardkit.writers.dedup.index import (
     publish_index,
 )
 from shardkit.writers.dedup.near import NearResult
-from shardkit.writers.dedup.removals import Removals
+from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.dedup.signatures import part_settings
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
@@ -135,20 +133,19 @@ def _index_tasks(
     documents: Sequence[Commit], near: NearResult, config: NearDedupConfig, sketch: int
 ) -> list[Task]:
     """One task a split."""
-    losers = Removals({NEAR: [near.resolved.files]})
     tasks = []
-    for number, (split, part) in enumerate(zip(documents, near.parts, strict=True)):
+    for split, part, removed in zip(documents, near.parts, near.removed, strict=True):
         inputs = {
             "documents": split.outputs[DOCUMENTS_FILE].xxh3_128,
             "part": part.content,
-            "removed": losers.digest(number),
+            "removed": removed.digest,
         }
         settings = {
             "dedup.near": part_settings(config),
             "normalization": normalization_version(),
             "sketch": sketch,
         }
-        args = (split.files / DOCUMENTS_FILE, part.files, losers, number, config, sketch)
+        args = (split.files / DOCUMENTS_FILE, part.files, removed, config, sketch)
         weight = split.outputs[DOCUMENTS_FILE].bytes
         tasks.append(Task("index", split.name, settings, _index, args, weight, inputs))
     return tasks
@@ -158,12 +155,11 @@ def _index(
     folder: Path,
     documents: Artifact,
     part: Artifact,
-    losers: Removals,
-    split: int,
+    removed: SplitTable,
     config: NearDedupConfig,
     sketch: int,
 ) -> IndexPart:
-    rows = losers.of_split(split).rows.get(NEAR, np.zeros(0, np.int64))
+    rows = SplitRemovals({NEAR: removed}).load().rows[NEAR]
     return index_part(documents, part, rows, config, sketch, folder)
 
 

@@ -257,12 +257,12 @@ def stage_names(recipe: Recipe) -> list[str]:
     """The stages of a recipe in order."""
     dedup = recipe.dedup
     names = ["tokenizer", "clean"]
-    names += ["exact"] if dedup.exact is not None else []
-    names += ["line_keys", "line_losers", "lines"] if dedup.lines is not None else []
+    names += ["exact", "exact_removed"] if dedup.exact is not None else []
+    names += ["line_keys", "line_losers", "lines_removed", "lines"] if dedup.lines is not None else []
     if dedup.near is not None:
         measured = dedup.near.measure is not None
         names += ["signatures", *(["planted"] if measured else []), "equal", "equal_mask", "candidates"]
-        names += ["shingles", "verify", "near", *(["measure"] if measured else [])]
+        names += ["shingles", "verify", "near", "near_removed", *(["measure"] if measured else [])]
     return [*names, "parity", "tokenize", "pack", "provenance"]
 
 

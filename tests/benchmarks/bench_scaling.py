@@ -26,7 +26,7 @@ from figures import Heads, benchmark_parser, give, in_turns
 from shardkit.progress import make_listener
 from shardkit.writers.dedup.near import NearStages
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import Removals
+from shardkit.writers.dedup.removals import SplitRemovals
 from shardkit.writers.execution.engine import Engine, InlineEngine, LocalEngine
 from shardkit.writers.execution.runner import Journal, Runner
 from shardkit.writers.inputs import scan
@@ -66,7 +66,7 @@ def run_stages(recipe: Recipe, engine: Engine, folder: Path) -> dict[str, float]
             SplitDocuments(commit.name, commit.files / clean.DOCUMENTS_FILE, output.xxh3_128, output.bytes)
             for commit, output in found
         ]
-        removals = Removals({})
+        removals = [SplitRemovals()] * len(splits)
         signing = NearStages(near, described, removals, task_memory(recipe), recipe.seed)
         runner.run(signing.signature_tasks())
         tokenizing = tokenize.tasks(

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BuildError
-from shardkit.writers.dedup.exact import KEY_DTYPE, read_key_runs
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.documents import DOCUMENT_SCHEMA
-from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.inputs.scan import scan_inputs
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe, recipe_from_mapping
 from shardkit.writers.stages.clean import clean_split
+from support.task_folders import read_run
 
 
 def recipe(folder: Path, data: bytes, **changes: Any) -> Recipe:
@@ -37,7 +37,8 @@ def recipe(folder: Path, data: bytes, **changes: Any) -> Recipe:
 
 
 def read_keys(folder: Path) -> np.ndarray[Any, Any]:
-    return np.concatenate([np.zeros(0, KEY_DTYPE), *read_key_runs(Artifact(folder / "keys.npy"))])
+    rows = read_run(folder / KEYS.file, KEYS)
+    return rows[np.argsort(rows["row"])]
 
 
 def clean(folder: Path, data: bytes, **changes: Any) -> tuple[pa.Table, np.ndarray[Any, Any], Ledger]:
@@ -72,10 +73,12 @@ def test_the_ledger_of_any_split_adds_up_and_tells_what_the_files_hold(
     quarantined = (folder / "task/quarantine.jsonl").read_bytes().splitlines()
     assert sum(count.documents for count in ledger.quarantined.values()) == len(quarantined)
     assert table.schema == DOCUMENT_SCHEMA
-    assert keys.dtype == KEY_DTYPE
-    assert [key.tobytes() for key in keys["key"]] == [xxhash.xxh3_128_digest(t.encode()) for t in texts]
-    halves = zip(keys["key"], table["document_id"].to_pylist(), strict=True)
-    assert [key.tobytes() for key in keys["id"]] == [key.tobytes()[:8] + id[:8] for key, id in halves]
+    hashes = np.stack([keys["key"], keys["low"]], axis=1).astype(">u8")
+    assert [key.tobytes() for key in hashes] == [xxhash.xxh3_128_digest(t.encode()) for t in texts]
+    halves = zip(hashes, table["document_id"].to_pylist(), strict=True)
+    assert [key.tobytes() for key in keys["id"].astype(">u8")] == [
+        key.tobytes()[:8] + id[:8] for key, id in halves
+    ]
     assert keys["bytes"].tolist() == [len(text.encode()) for text in texts]
     assert not keys["source"].any()
 

@@ -98,7 +98,10 @@ CHANGES: list[tuple[str, set[str]]] = [
     ("pack.sequence_length=32", {"pack", "provenance"}),
     ("dedup.exact=null", {"tokenize", "pack", "provenance"}),
     ("inputs[0].source=renamed", set()),
-    ("filters=[{length: {min_words: 2}}]", {"clean", "exact", "parity", "tokenize", "pack", "provenance"}),
+    (
+        "filters=[{length: {min_words: 2}}]",
+        {"clean", "exact", "exact_removed", "parity", "tokenize", "pack", "provenance"},
+    ),
 ]
 
 

@@ -11,25 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.lines import reference_cut, reference_hash, reference_units
-from shardkit.writers.dedup import lines as lines_keys
-from shardkit.writers.dedup import removals as split_rows
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.dedup.exact import KeyFile, find_losers, find_winners
-from shardkit.writers.dedup.lines import (
-    CutLines,
-    LineKeys,
-    cut_lines,
-    find_line_losers,
-    partitions_for,
-    write_line_keys,
-)
+from shardkit.writers.dedup.exact import KEYS
+from shardkit.writers.dedup.lines import LineKeys, remaining, remove_lines, write_line_keys
+from shardkit.writers.dedup.population import SplitDocuments
+from shardkit.writers.dedup.removals import NOTHING, OUTCOME
+from shardkit.writers.exchange import Limits, RunWriter
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit
 from shardkit.writers.kernels import line_units as lines_units
 from shardkit.writers.kernels.line_units import cut_units, find_units
 from shardkit.writers.stages.clean import exact_keys
+from shardkit.writers.stages.exact import remove_exact
 from support.documents import write_documents
+from support.task_folders import TaskFolders, commit_folder
 
 Document = tuple[bytes, int, str]  # id, source, text
+SMALL = Limits(fan_in=3, least_segments=4, block_bytes=200, read_bytes=400)
 
 LINES = st.lists(st.sampled_from(["", " ", "a", "ab", "  ab", "ab\r", "\u00e9\u00e9b", "\u3000", "x" * 40]))
 TEXTS = LINES.map("\n".join)
@@ -55,42 +53,33 @@ def read_documents(path: Path) -> list[Document]:
 
 def dedup(
     folder: Path, splits: list[list[Document]], config: LinesDedupConfig, partitions: int, exact: bool
-) -> list[tuple[Path, CutLines]]:
-    """All three steps, and exact dedup before them if so wanted: each split's last folder, and its counts."""
-    folders = [folder / f"split-{number}" for number in range(len(splits))]
-    losers, winners = [], []
-    for source, documents in zip(folders, splits, strict=True):
+) -> list[Commit]:
+    """All three steps, and exact dedup before them if so wanted: each split's last commit."""
+    described, cleaned = [], []
+    for number, documents in enumerate(splits):
+        source = folder / f"split-{number}"
         source.mkdir(parents=True)
         write_split(source / "documents.arrow", documents)
-        with KeyFile(source / "keys.npy") as keys:
+        with RunWriter(source / KEYS.file, KEYS, memory_bytes=1 << 20) as keys:
+            first = 0
             for batch in pa.ipc.open_file(source / "documents.arrow").read_all().to_batches():
-                keys.write(exact_keys(batch))
-    for partition in range(2 if exact else 0):
-        lost = find_losers([Artifact(source / "keys.npy") for source in folders], partition, 2)
-        losers.append(Artifact(folder / f"losers-{partition}.npy"))
-        winners.append(Artifact(folder / f"winners-{partition}.npy"))
-        np.save(losers[-1].path, lost)
-        np.save(winners[-1].path, find_winners(lost))
-    written = 0
-    for split, source in enumerate(folders):
-        documents_file = Artifact(source / "documents.arrow")
-        written += write_line_keys(source, documents_file, config, split, losers).keys
-    parts = [folder / f"part-{partition}" for partition in range(partitions)]
-    read = 0
-    for partition, part in enumerate(parts):
-        part.mkdir()
-        sources = [Artifact(source) for source in folders]
-        read += find_line_losers(part, sources, partition, partitions, config.keep).keys
-    assert read == written
-    results = []
-    for split, source in enumerate(folders):
-        out = folder / f"out-{split}"
-        out.mkdir()
-        own = Artifact(source)
-        line_losers = [Artifact(part / "line_losers.npy") for part in parts]
-        counts = cut_lines(out, own / "documents.arrow", config, split, own, line_losers, losers, winners)
-        results.append((out, counts))
-    return results
+                keys.write(exact_keys(batch, first_row=first))
+                first += batch.num_rows
+        cleaned.append(commit_folder(source, "clean", source.name))
+        size = sum(len(text) for *_, text in documents)
+        described.append(
+            SplitDocuments(source.name, cleaned[-1].files / "documents.arrow", str(number), size)
+        )
+    run = TaskFolders(folder)
+    tables = [NOTHING] * len(splits)
+    documents_count = sum(map(len, splits))
+    if exact:
+        tables = remove_exact(
+            run, cleaned, documents_count, 1 << 20, partition_rows=documents_count // 2 + 1
+        )[1]
+    lines = sum(text.count("\n") + 1 for split in splits for *_, text in split)
+    rows = -(-lines // partitions)
+    return remove_lines(run, described, tables, config, 5000, partition_rows=max(1, rows), limits=SMALL)
 
 
 def _priority(document: Document) -> tuple[int, bytes, bytes]:
@@ -124,7 +113,6 @@ def brute_force(documents: list[Document], config: LinesDedupConfig, exact: bool
     seed=st.integers(0, 1 << 30),
     splits=st.integers(1, 4),
     partitions=st.integers(1, 5),
-    run_rows=st.sampled_from([1, 3, 1 << 19]),
     exact=st.booleans(),
 )
 def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_runs(
@@ -134,27 +122,24 @@ def test_what_is_left_is_what_dictionaries_leave_for_any_splits_partitions_and_r
     seed: int,
     splits: int,
     partitions: int,
-    run_rows: int,
     exact: bool,
 ) -> None:
     rng = random.Random(seed)
     documents = [(rng.randbytes(16), rng.randrange(2), text) for text in texts]
     cut = [documents[at::splits] for at in range(splits)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines_keys, "RUN_ROWS", run_rows)
-        patch.setattr(split_rows, "_CHUNK_ROWS", run_rows)
-        results = dedup(tmp_path_factory.mktemp("lines"), cut, config, partitions, exact)
+    results = dedup(tmp_path_factory.mktemp("lines"), cut, config, partitions, exact)
     expected = {document[0]: document for document in brute_force(documents, config, exact)}
-    for (out, counts), before in zip(results, cut, strict=True):
+    for commit, before in zip(results, cut, strict=True):
+        out = commit.folder
         left = [expected[id] for id, _, _ in before if id in expected]
         assert read_documents(out / "documents.arrow") == left
         rows = [row for row, (id, _, _) in enumerate(before) if id in expected]
         assert np.load(out / "rows.npy").tolist() == rows
-        ledger = counts.ledger
+        ledger = commit.ledger()
         ledger.check("test")
         assert ledger.read.bytes == sum(len(text.encode()) for *_, text in before)
         assert ledger.kept.bytes == sum(len(text.encode()) for *_, text in left)
-        copies = {row: count for _, row, count in np.load(out / "winners.npy").tolist()}
+        copies = dict(remaining(commit).read(OUTCOME).tolist())
         same = [texts.count(before[row][2]) if exact else 1 for row in rows]
         assert copies == {row: count for row, count in enumerate(same) if count > 1}
 
@@ -211,14 +196,11 @@ def test_paragraphs_go_with_the_blank_lines_after_them_and_lines_with_their_line
     assert reference_cut("a\nb", {1}, line) == "a"
 
 
-def test_a_line_of_every_document_costs_partitions_one_row_a_run(tmp_path: Path) -> None:
+def test_a_line_of_every_document_costs_partitions_one_row_a_chunk(tmp_path: Path) -> None:
     documents = [(at.to_bytes(16, "big"), 0, f"the same line\nline {at}") for at in range(500)]
     write_split(tmp_path / "documents.arrow", documents, batch_rows=100)
     config = LinesDedupConfig(min_characters=5)
-    counts = write_line_keys(tmp_path, Artifact(tmp_path / "documents.arrow"), config, 0)
-    assert counts == LineKeys(lines=1000, compared=1000, keys=501)
-
-
-def test_partitions_follow_the_memory_budget() -> None:
-    assert partitions_for(0, 10**9) == 1
-    assert partitions_for(10**9, 10**9) == 240
+    file = Artifact(tmp_path / "documents.arrow")
+    for chunk_rows, chunks in ((1 << 19, 1), (100, 10)):
+        counts = write_line_keys(tmp_path, file, config, NOTHING, chunk_rows=chunk_rows)
+        assert counts == LineKeys(lines=1000, compared=1000, keys=500 + chunks)

@@ -1,44 +1,143 @@
-"""Who was removed from a split and who stands for how many, out of tables of several stages."""
+"""Decisions about documents reach their splits: who was removed, and who stands for how many."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shardkit.writers.dedup.exact import LOSER_DTYPE, WINNER_DTYPE
-from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals
+from shardkit.card import Count
+from shardkit.writers.dedup.removals import (
+    NOTHING,
+    OUTCOME,
+    OUTCOMES,
+    SplitRemovals,
+    SplitRows,
+    SplitTable,
+    by_split,
+    document_keys,
+    outcomes,
+)
+from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.exchange import Limits, RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit
+from support.task_folders import TaskFolders, commit_folder
+
+Decision = tuple[int, int, int, int]  # split, row, bytes, copies; no copies: removed
+SMALL = Limits(fan_in=3, least_segments=4, block_bytes=50, read_bytes=120)
 
 
-def write_tables(
-    folder: Path, losers: list[tuple[int, int]], winners: list[tuple[int, int, int]]
-) -> Artifact:
-    """Tables of (split, row) and of (split, row, copies)."""
-    folder.mkdir()
-    lost = np.zeros(len(losers), LOSER_DTYPE)
-    lost["split"], lost["row"] = np.array(losers).reshape(-1, 2).T
-    np.save(folder / LOSERS_FILE, lost)
-    np.save(folder / WINNERS_FILE, np.array(winners, WINNER_DTYPE))
-    return Artifact(folder)
+def decide(folder: Path, decisions: list[Decision]) -> Commit:
+    """The commit of a task that decided this."""
+    folder.mkdir(parents=True)
+    split, row, size, copies = np.array(decisions, np.int64).reshape(-1, 4).T
+    with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=1 << 20) as writer:
+        writer.write(outcomes(document_keys(split, row), bytes=size, copies=copies))
+    return commit_folder(folder, "decide", folder.name)
 
 
-def test_the_latest_stage_counts_the_copies_and_every_partition_its_losers(tmp_path: Path) -> None:
-    first = write_tables(tmp_path / "exact-0", [(0, 3), (1, 5)], [(0, 1, 2), (1, 4, 2), (1, 9, 3)])
-    second = write_tables(tmp_path / "exact-1", [(1, 2)], [(1, 0, 2)])
-    near = write_tables(tmp_path / "near", [(1, 9)], [(1, 4, 7)])
-    removals = Removals({"exact": [first, second], "near": [near]})
-    removed = removals.of_split(1)
+def divide(folder: Path, decisions: list[list[Decision]], splits: int) -> list[SplitTable]:
+    commits = [decide(folder / f"decide-{at}", some) for at, some in enumerate(decisions)]
+    return by_split(TaskFolders(folder), "removed", OUTCOMES, commits, splits, limits=SMALL)
+
+
+def write_table(path: Path, rows: list[tuple[int, int]]) -> SplitTable:
+    """A table of (row, copies) of one split, behind rows of another one."""
+    np.array([(9, 9), *rows], OUTCOME).tofile(path)
+    return SplitTable(Artifact(path), 1, len(rows), path.name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30), documents=st.integers(0, 400), tasks=st.integers(1, 9))
+def test_each_split_receives_its_rows_whoever_decided_them(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, documents: int, tasks: int
+) -> None:
+    rng, splits = random.Random(seed), 150
+    numbers = sorted(rng.sample(range(splits), 7))
+    places = {(rng.choice(numbers), rng.choice([rng.randrange(50), 2**32 - 1])) for _ in range(documents)}
+    decisions = [
+        (*place, rng.randrange(99), 0) if rng.random() < 0.6 else (*place, 0, rng.randrange(2, 9))
+        for place in sorted(places)
+    ]
+    rng.shuffle(decisions)
+    folder = tmp_path_factory.mktemp("removals")
+    tables = divide(folder, [decisions[at::tasks] for at in range(tasks)], splits)
+    assert len(tables) == splits
+    for split, table in enumerate(tables):
+        own = sorted((row, copies, size) for number, row, size, copies in decisions if number == split)
+        assert table.read(OUTCOME).tolist() == [(row, copies) for row, copies, _ in own]
+        lost = [size for _, copies, size in own if not copies]
+        assert table.lost == Count(len(lost), sum(lost))
+        assert (table.digest == "") == (not own)
+
+
+def test_a_digest_is_of_the_rows_and_not_of_the_number_of_the_split_or_of_the_task(tmp_path: Path) -> None:
+    own: list[Decision] = [(0, 3, 10, 0), (0, 5, 20, 0), (0, 6, 0, 3)]
+    there: list[Decision] = [(70, row, size, copies) for _, row, size, copies in own]
+    before = divide(tmp_path / "before", [own, [(1, 3, 10, 0)]], 2)
+    after = divide(tmp_path / "after", [[*there[1:], (1, 1, 1, 0)], there[:1]], 71)
+    assert before[0].digest == after[70].digest
+    assert len({before[0].digest, before[1].digest, after[1].digest, after[2].digest}) == 4
+
+
+def test_only_groups_whose_rows_changed_are_divided_again(tmp_path: Path) -> None:
+    run = TaskFolders(tmp_path)
+    first = decide(tmp_path / "decide-0", [(0, 1, 1, 0), (63, 1, 1, 0)])
+    more = decide(tmp_path / "decide-1", [(64, 1, 1, 0)])
+    by_split(run, "removed", OUTCOMES, [first], 65, limits=SMALL)
+    assert run.ran == ["removed/00000", "removed/00001"]
+    by_split(run, "removed", OUTCOMES, [first], 65, limits=SMALL)
+    assert len(run.ran) == 2
+    by_split(run, "removed", OUTCOMES, [first, more], 65, limits=SMALL)
+    assert len(run.ran) == 4
+
+
+def test_rows_of_one_document_are_in_one_order_whoever_wrote_them(tmp_path: Path) -> None:
+    table = Table("lines.run", np.dtype([("key", "<u8"), ("unit", "<u4")]))
+    commits = []
+    for at, units in enumerate(([7, 2], [5])):
+        folder = tmp_path / f"decide-{at}"
+        folder.mkdir()
+        rows = np.zeros(len(units), table.dtype)
+        rows["key"], rows["unit"] = document_keys(1, 4), units
+        with RunWriter(folder / table.file, table, memory_bytes=1 << 20) as writer:
+            writer.write(rows)
+        commits.append(commit_folder(folder, "decide", str(at)))
+    for order in (commits, commits[::-1]):
+        [none, found] = by_split(TaskFolders(tmp_path / order[0].name), "lines", table, order, 2)
+        assert none == NOTHING
+        assert found.read(np.dtype([("row", "<u4"), ("unit", "<u4")])).tolist() == [(4, 2), (4, 5), (4, 7)]
+
+
+def test_the_latest_stage_counts_the_copies(tmp_path: Path) -> None:
+    exact = write_table(tmp_path / "exact", [(0, 2), (2, 0), (4, 2), (5, 0), (9, 3)])
+    near = write_table(tmp_path / "near", [(4, 7), (9, 0)])
+    removals = SplitRemovals({"exact": exact}).also("near", near)
+    removed = removals.load()
     assert {reason: rows.tolist() for reason, rows in removed.rows.items()} == {"exact": [2, 5], "near": [9]}
-    assert dict(zip(removed.copied.tolist(), removed.copies.tolist(), strict=True)) == {0: 2, 4: 7, 9: 3}
-    assert removed.copied.tolist() == sorted(removed.copied.tolist())
-    nothing = removals.of_split(2)
-    assert (len(nothing.copied), [len(rows) for rows in nothing.rows.values()]) == (0, [0, 0])
-    assert len({removals.digest(split) for split in range(3)}) == 3
+    assert removed.copied.tolist() == [0, 4, 9]
+    assert removed.copies.tolist() == [2, 7, 3]
+    nothing = SplitRemovals({"exact": NOTHING, "near": NOTHING})
+    loaded = nothing.load()
+    assert (len(loaded.copied), [len(rows) for rows in loaded.rows.values()]) == (0, [0, 0])
+    assert len({removals.digest, SplitRemovals({"exact": exact}).digest, nothing.digest}) == 3
 
 
-def test_winners_of_a_rewritten_split_come_before_all_stages(tmp_path: Path) -> None:
-    own = write_tables(tmp_path / "lines", [], [(0, 4, 2), (0, 6, 5)])
-    near = write_tables(tmp_path / "near", [], [(0, 6, 9)])
-    removed = Removals({"near": [near]}, [own]).of_split(0)
-    assert (removed.copied.tolist(), removed.copies.tolist()) == ([4, 6], [2, 9])
+@pytest.mark.parametrize("chunk_rows", [1, 3, 100])
+def test_rows_of_several_tables_come_in_step_with_a_pass_over_the_documents(
+    tmp_path: Path, chunk_rows: int
+) -> None:
+    rows = [(row, unit) for row in range(40) for unit in range(row % 4)]
+    for at in range(3):
+        np.array(rows[at::3], OUTCOME).tofile(tmp_path / str(at))
+    tables = [Rows(Artifact(tmp_path / str(at)), OUTCOME, header=False) for at in range(3)]
+    pieces = [(table, 0, len(table)) for table in tables]
+    found = SplitRows(OUTCOME, pieces, then=["copies"], chunk_rows=chunk_rows)
+    steps = [found.before(stop).tolist() for stop in (1, 1, 13, 40, 50)]
+    assert [row for step in steps for row in step] == rows
+    assert max(row for row, _ in steps[2]) < 13

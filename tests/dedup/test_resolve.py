@@ -12,6 +12,7 @@ import pytest
 
 from shardkit.writers.dedup.exact import LOSER_DTYPE
 from shardkit.writers.dedup.population import DOCUMENTS_FILE
+from shardkit.writers.dedup.removals import OUTCOMES
 from shardkit.writers.dedup.resolve import (
     LOSERS_FILE,
     NEAR_LOSER,
@@ -24,6 +25,7 @@ from shardkit.writers.dedup.tables import RowsWriter
 from shardkit.writers.dedup.verify import EDGE, priorities_of
 from shardkit.writers.execution.artifacts import Artifact
 from support.near_population import Document, World, make_documents, write_world
+from support.task_folders import read_run
 
 IdPair = tuple[bytes, bytes]
 
@@ -134,7 +136,10 @@ def check(
     )
     for lo, hi in removed.items():
         copies[hi] += copies.pop(lo)
-    winners = np.load(out / WINNERS_FILE)
+    winners, losers = np.load(out / WINNERS_FILE), np.load(out / LOSERS_FILE)
+    outcomes = [(split << 32 | row, size, 0) for split, row, size, *_ in losers.tolist()]
+    outcomes += [(split << 32 | row, 0, copies) for split, row, copies in winners.tolist()]
+    assert read_run(out / OUTCOMES.file, OUTCOMES).tolist() == sorted(outcomes)
     assert winners.tolist() == sorted(winners.tolist())
     found = {place_of(world, int(row["split"]), int(row["row"])).id: int(row["copies"]) for row in winners}
     assert found == {id: count for id, count in copies.items() if count > 1 and kinds[id] == "input"}
@@ -165,7 +170,12 @@ def test_who_goes_is_the_brute_force_answer_however_edges_and_memory_are_cut(
         equal_files = write_equal(folder / "equal", world, equal, rng)
         counts = resolve(out, world.population, edge_files, equal_files, memory_bytes)
         results.append((check(folder, world, edges, equal, out), counts))
-        assert {path.name for path in out.iterdir()} == {LOSERS_FILE, WINNERS_FILE, PLANTED_FILE}
+        assert {path.name for path in out.iterdir()} == {
+            LOSERS_FILE,
+            WINNERS_FILE,
+            PLANTED_FILE,
+            OUTCOMES.file,
+        }
     assert results[0] == results[1]
 
 

@@ -1,11 +1,13 @@
 """Documents with equal keys (hashes of their text or of its words), found partition by partition.
 
-A key is 128 bits; two different texts share one with probability 10^-19 among 10^10 documents. Keys are
-divided among partitions by their leading bits, so all copies of a text meet in one partition, whose rows
-alone are held in memory (`partitions_for` gives the number of partitions for a memory budget). Among equal
+A key is 128 bits; two different texts share one with probability 10^-19 among 10^10 documents. Among equal
 keys the winner is the document of the lowest source, then (with `longest_first`) of the longest text, then of
 the lowest content rank (writers/documents.py): neither the number of partitions nor names and order of files
 change which text stays.
+
+Tasks write KEYS runs, which the exchange sorts by the first half of the key; a partition is a range of these
+halves, so all copies of a text meet in one. `find_outcomes` streams a partition: of the key that a batch ends
+with it keeps the best document so far, so memory is bounded even if all documents are copies of one.
 
 Tables of keys hold the hash as the fields `high` and `low`, in runs sorted by its first 16 bits. A partition
 is a range of those bits, so each run holds the rows of a partition in one piece, and a partition reads those
@@ -23,10 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.errors import BuildError
+from shardkit.writers.dedup.removals import document_keys, outcomes
 from shardkit.writers.dedup.tables import Rows, RowsWriter
+from shardkit.writers.exchange import Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 
 __all__ = [
+    "KEYS",
     "KEY_DTYPE",
     "LOSER_DTYPE",
     "MAX_PARTITIONS",
@@ -34,14 +39,92 @@ __all__ = [
     "WINNER_DTYPE",
     "KeyFile",
     "find_losers",
+    "find_outcomes",
     "find_winners",
     "leading_bits",
+    "partition_bounds",
     "partition_range",
     "partitions_for",
+    "rank_copies",
     "read_key_runs",
     "read_range",
     "repeated",
 ]
+
+KEYS = Table(
+    "keys.run",
+    np.dtype(
+        [
+            ("key", "<u8"),  # the first half of the hash, read as a big-endian number; `low` is the second
+            ("low", "<u8"),
+            ("id", "<u8", (2,)),  # the halves of the content rank, as numbers that sort as it does
+            ("bytes", "<i8"),
+            ("row", "<u4"),  # in documents.arrow
+            ("source", "<i4"),
+            ("split", "<i4"),
+        ]
+    ),
+    origin="split",
+)
+
+PARTITION_ROWS = 1 << 21  # about: 100 MB of keys, so that several workers have tasks, and tasks are few
+
+_BATCH_PARTS = 2  # of the memory of a task: a batch is also copied and ranked, and outcomes are collected
+
+
+def partition_bounds(partition: int, partitions: int) -> tuple[int, int]:
+    """[start, stop) of the keys that belong to a partition."""
+    start, stop = (-(-(number << 64) // partitions) for number in (partition, partition + 1))
+    return start, stop
+
+
+def rank_copies(
+    rows: npt.NDArray[np.void], *, longest_first: bool = False
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The rows of KEYS whose key occurs several times, from the winner of each key down, and their winners.
+
+    (indices into `rows`; for each of these the position, among these, of the winner of its key)
+    """
+    chosen = repeated(rows["key"])
+    sizes = [-rows["bytes"][chosen]] if longest_first else []
+    ids = rows["id"][chosen]
+    by = [ids[:, 1], ids[:, 0], *sizes, *(rows[name][chosen] for name in ("source", "low", "key"))]
+    chosen = chosen[np.lexsort(by)]
+    is_copy = np.zeros(len(chosen), np.bool_)
+    is_copy[1:] = np.diff(rows["key"][chosen]) == 0
+    is_copy[1:] &= np.diff(rows["low"][chosen]) == 0
+    winners = np.maximum.accumulate(np.where(is_copy, 0, np.arange(len(chosen))))
+    return chosen, winners
+
+
+def find_outcomes(keys: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
+    """Rows of removals.OUTCOMES, in any order: the losers of a partition, and its winners with copies."""
+    carried = np.empty(0, KEYS.dtype)
+    represents = np.empty(0, np.int64)  # documents, by each of the carried rows
+    for batch, _ in keys.stream(memory_bytes // _BATCH_PARTS):
+        rows = np.concatenate([carried, batch])
+        copies = np.ones(len(rows), np.int64)
+        copies[: len(carried)] = represents
+        chosen, winners = rank_copies(rows)
+        is_lost = winners != np.arange(len(chosen))
+        lost = rows[chosen[is_lost]]
+        yield outcomes(document_keys(lost["split"], lost["row"]), bytes=lost["bytes"])
+        np.add.at(copies, chosen[winners[is_lost]], copies[chosen[is_lost]])
+        is_open = rows["key"] == rows["key"][-1]  # the next batch may have more of this key
+        is_open[chosen[is_lost]] = False
+        copies[chosen[is_lost]] = 0
+        yield _winners(rows, copies, ~is_open)
+        carried, represents = rows[is_open], copies[is_open]
+    yield _winners(carried, represents, np.ones(len(carried), np.bool_))
+
+
+def _winners(
+    rows: npt.NDArray[np.void], copies: npt.NDArray[np.int64], complete: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.void]:
+    several = np.flatnonzero(complete & (copies > 1))
+    found = rows[several]
+    return outcomes(document_keys(found["split"], found["row"]), copies=copies[several])
+
 
 MAX_PARTITIONS = 1 << 16
 

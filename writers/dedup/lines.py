@@ -7,29 +7,27 @@ that any two of n different lines share their 128-bit hash, so that one is cut i
 10^-17 for 10^11 lines.
 
 1. `write_line_keys`, a task a split, hashes all lines:
-       line_keys.npy    LINE_KEY in runs, each sorted by the leading bits of the hash
-       line_runs.npy    int64[runs + 1]: where runs begin and end, in rows
-       line_losers.npy  LINE_LOSER, sorted: lines that already `keep` earlier documents of the same run have.
-                        These have no keys, so a line of every document costs a partition `keep` rows a run.
+       line_keys.run    LINE_KEYS, which the exchange sorts by the first half of the hash
+       line_losers.bin  CUT_LINE, sorted: lines that already `keep` other documents of the same chunk have.
+                        These have no keys, so a line of every document costs `keep` keys a chunk.
 2. `find_line_losers`, a task a partition of keys, decides which documents lose which lines:
-       line_losers.npy  LINE_LOSER, sorted
+       line_losers.run  LINE_LOSERS, which go back to their splits (dedup/removals.py)
 3. `cut_lines`, a task a split, writes the documents again:
        documents.arrow  DOCUMENT_SCHEMA, in the same order, without exact duplicates (later stages have none
                         to skip) and without documents that have only white space left
        rows.npy         int64[n]: the row that each document had before
-       winners.npy      WINNER_DTYPE: documents that exact duplicates lost to, with new rows; split is 0
+       outcomes.bin     removals.OUTCOME: documents that exact duplicates lost to, with new rows
    Its ledger: read = kept + dropped["exact_duplicate"] + dropped["duplicate_lines"]; the latter counts all
    bytes that were cut, and the documents of which nothing is left.
 
-Memory is a batch of documents and a run (90 MB), or a partition of `partitions_for` rows. Keys take 44 bytes
-a line on disk.
+Memory is a batch of documents and a chunk (90 MB), or a part of a partition: of the line that it ends with,
+the documents that keep it so far are carried on. Keys take 48 bytes a line on disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,66 +36,61 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.dedup.exact import (
-    LOSER_DTYPE,
-    MAX_PARTITIONS,
-    WINNER_DTYPE,
-    leading_bits,
-    partition_range,
-    read_range,
-    repeated,
-)
+from shardkit.writers.dedup.exact import partition_bounds, repeated
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, SplitRows, piece_of_split
+from shardkit.writers.dedup.removals import OUTCOME, SplitRows, SplitTable, by_split, document_keys
 from shardkit.writers.dedup.tables import Rows, RowsWriter
 from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
+from shardkit.writers.exchange import Limits, RunWriter, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, Task, contents, partition_name
+from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
 from shardkit.writers.kernels.line_units import cut_units, find_units
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.ledger import Count, Ledger
+from shardkit.writers.runs import DEFAULT_LIMITS
 
 __all__ = [
-    "CUT_WINNERS_FILE",
-    "LINE_KEY",
-    "LINE_KEYS_FILE",
-    "LINE_LOSER",
-    "LINE_LOSERS_FILE",
-    "LINE_RUNS_FILE",
+    "CUT_LINE",
+    "LINE_KEYS",
+    "LINE_LOSERS",
     "ROWS_FILE",
+    "CutLines",
     "cut_lines",
-    "cut_tasks",
     "find_line_losers",
-    "key_tasks",
-    "loser_tasks",
-    "partitions_for",
+    "remaining",
+    "remove_lines",
     "write_line_keys",
 ]
 
-LINE_KEYS_FILE = "line_keys.npy"
+CHUNK_ROWS = 1 << 19  # in which a split's own lines are compared
 
-LINE_RUNS_FILE = "line_runs.npy"
+PARTITION_ROWS = 1 << 21  # about: 100 MB of keys, so that several workers have tasks, and tasks are few
 
-LINE_LOSERS_FILE = "line_losers.npy"
-
-RUN_ROWS = 1 << 19
-
-PEAK_BYTES_PER_ROW = 120  # measured: 110 where most lines are repeated, 99 where few are
-
-LINE_KEY = np.dtype(
-    [
-        ("high", "<u8"),
-        ("low", "<u8"),
-        ("id", "<u8", (2,)),  # the halves of the content rank, as numbers that sort as it does
-        ("row", "<u4"),  # in documents.arrow
-        ("unit", "<u4"),  # the line's number in the document
-        ("source", "<i4"),
-    ]
+LINE_KEYS = Table(
+    "line_keys.run",
+    np.dtype(
+        [
+            ("key", "<u8"),  # the first half of the hash; `low` is the second
+            ("low", "<u8"),
+            ("id", "<u8", (2,)),  # the halves of the content rank, as numbers that sort as it does
+            ("row", "<u4"),  # in documents.arrow
+            ("unit", "<u4"),  # the line's number in the document
+            ("source", "<i4"),
+            ("split", "<i4"),
+        ]
+    ),
+    origin="split",
 )
 
-LINE_LOSER = np.dtype([("split", "<i4"), ("row", "<i8"), ("unit", "<u4")])
+LINE_LOSERS = Table("line_losers.run", np.dtype([("key", "<u8"), ("unit", "<u4")]))  # key: document_keys
 
-_ROW_DTYPE = np.dtype([*LINE_KEY.descr, ("split", "<i4")])
+CUT_LINE = np.dtype([("row", "<u4"), ("unit", "<u4")])  # what a split's tasks read of it
+
+_OWN_LOSERS_FILE = "line_losers.bin"
+
+_KEYS_MEMORY_BYTES = 64 << 20  # to sort keys in; a third is a run
+
+_BATCH_PARTS = 2  # of the memory of a task: a batch is also copied and ranked, and losers are collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,30 +106,28 @@ def write_line_keys(
     folder: Path,
     documents: Artifact,
     config: LinesDedupConfig,
-    split: int,
-    exact_losers: Sequence[Artifact] = (),
+    exact: SplitTable,
+    *,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> LineKeys:
-    """Step 1, a task a split: the keys of all lines of documents.arrow, without documents in `exact_losers`.
-
-    `exact_losers` are tables of LOSER_DTYPE sorted by (split, row), as `find_losers` returns them; `split`
-    is this split's number in them. It is 0 in the line_losers.npy that is written.
-    """
-    lost = SplitRows(LOSER_DTYPE, [piece_of_split(Rows(file, LOSER_DTYPE), split) for file in exact_losers])
+    """Step 1, a task a split: the keys of all lines of the documents that `exact` dedup left."""
+    outcomes = SplitRows(OUTCOME, exact.pieces(OUTCOME))
     lines = compared = start = 0
-    with _RunWriter(folder, config.keep) as writer, documents.open_arrow() as file:
+    with _KeyWriter(folder, config.keep, chunk_rows) as writer, documents.open_arrow() as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             wanted = np.ones(batch.num_rows, np.bool_)
-            wanted[lost.before(start + batch.num_rows)["row"] - start] = False
+            wanted[_lost_rows(outcomes.before(start + batch.num_rows)) - start] = False
             texts = batch.column("text")
             units = find_units(texts, wanted, config)
             ranks = content_ranks(text_digests(texts), batch.column("document_id")).view(">u8")
-            rows = np.empty(len(units.unit), LINE_KEY)
-            rows["high"], rows["low"], rows["unit"] = units.high, units.low, units.unit
+            rows = np.empty(len(units.unit), LINE_KEYS.dtype)
+            rows["key"], rows["low"], rows["unit"] = units.high, units.low, units.unit
             rows["row"] = units.document + start
             rows["id"] = ranks[units.document]
             rows["source"] = batch.column("source").to_numpy()[units.document]
+            rows["split"] = -1  # its number, once the exchange reads it
             writer.write(rows)
             lines += units.found
             compared += len(rows)
@@ -144,9 +135,10 @@ def write_line_keys(
     return LineKeys(lines, compared, writer.keys)
 
 
-def partitions_for(keys: int, memory_bytes: int) -> int:
-    """Partitions that keep one within half of a memory budget; `keys` are those that all splits wrote."""
-    return min(max(1, -(-keys * PEAK_BYTES_PER_ROW * 2 // memory_bytes)), MAX_PARTITIONS)
+def _lost_rows(outcomes: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """The rows of removed documents among rows of OUTCOME."""
+    lost: npt.NDArray[np.int64] = outcomes["row"][outcomes["copies"] == 0].astype(np.int64)
+    return lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,80 +149,71 @@ class LineLosers(PlainCounts):
     losers: int
 
 
-def find_line_losers(
-    folder: Path, split_folders: Sequence[Artifact], partition: int, partitions: int, keep: int
-) -> LineLosers:
-    """Step 2, a task a partition: which documents lose which lines; `split` is one of `split_folders`."""
-    bits = partition_range(partition, partitions)
-    parts = [np.empty(0, _ROW_DTYPE)]
-    for split, source in enumerate(split_folders):
-        runs = Rows(source / LINE_RUNS_FILE, np.int64).read().tolist()
-        with Rows(source / LINE_KEYS_FILE, LINE_KEY) as table:
-            for begin, end in pairwise(runs):
-                stored = read_range(table, begin, end, bits)
-                rows = np.empty(len(stored), _ROW_DTYPE)
-                for name in LINE_KEY.names or ():
-                    rows[name] = stored[name]
-                rows["split"] = split
-                parts.append(rows)
-    rows = np.concatenate(parts)
-    parts.clear()
-    losers = _as_losers(rows, _lost(rows, keep))
-    with RowsWriter(folder / LINE_LOSERS_FILE, LINE_LOSER) as writer:
-        writer.write(losers[np.lexsort((losers["unit"], losers["row"], losers["split"]))])
-    return LineLosers(len(rows), len(losers))
+def find_line_losers(folder: Path, keys: Slice, keep: int, memory_bytes: int) -> LineLosers:
+    """Step 2, a task a partition: which documents lose which lines."""
+    read = losers = 0
+    carried = np.empty(0, LINE_KEYS.dtype)
+    with RunWriter(folder / LINE_LOSERS.file, LINE_LOSERS, memory_bytes=memory_bytes // 4) as writer:
+        for batch, _ in keys.stream(memory_bytes // _BATCH_PARTS):
+            rows = np.concatenate([carried, batch])
+            is_lost = np.zeros(len(rows), np.bool_)
+            is_lost[_lost(rows, keep)] = True
+            lost = rows[is_lost]
+            found = np.empty(len(lost), LINE_LOSERS.dtype)
+            found["key"], found["unit"] = document_keys(lost["split"], lost["row"]), lost["unit"]
+            writer.write(found)
+            carried = rows[~is_lost & (rows["key"] == rows["key"][-1])]  # the next batch may have more of it
+            read, losers = read + len(batch), losers + len(found)
+    return LineLosers(read, losers)
 
 
-class _RunWriter:
-    """Writes the three files of a split's folder."""
+class _KeyWriter:
+    """Writes the two files of step 1; `keys` is the number of keys."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, chunk_rows: int) -> None:
         self.keys = 0
-        self._folder = folder
-        self._keep = keep
+        self._keep, self._chunk_rows = keep, chunk_rows
         self._pending: list[npt.NDArray[np.void]] = []
         self._count = 0
-        self._table = RowsWriter(folder / LINE_KEYS_FILE, LINE_KEY)
-        self._losers = RowsWriter(folder / LINE_LOSERS_FILE, LINE_LOSER)
-        self._runs = [0]
+        self._table = RunWriter(folder / LINE_KEYS.file, LINE_KEYS, memory_bytes=_KEYS_MEMORY_BYTES)
+        self._losers = (folder / _OWN_LOSERS_FILE).open("wb")
 
     def write(self, rows: npt.NDArray[np.void]) -> None:
-        while self._count + len(rows) >= RUN_ROWS:
-            part, rows = np.split(rows, [RUN_ROWS - self._count])
+        while self._count + len(rows) >= self._chunk_rows:
+            part, rows = np.split(rows, [self._chunk_rows - self._count])
             self._pending.append(part)
-            self._write_run()
+            self._write_chunk()
         self._pending.append(rows)
         self._count += len(rows)
 
-    def _write_run(self) -> None:
-        rows = np.concatenate([np.empty(0, LINE_KEY), *self._pending])
+    def _write_chunk(self) -> None:
+        rows = np.concatenate([np.empty(0, LINE_KEYS.dtype), *self._pending])
         self._pending, self._count = [], 0
-        lost = np.zeros(len(rows), np.bool_)
-        lost[_lost(rows, self._keep)] = True
-        self._losers.write(_as_losers(rows, np.flatnonzero(lost)))
-        stays = np.flatnonzero(~lost)
-        order = np.argsort(leading_bits(rows["high"][stays]), kind="stable")
-        self._table.write(rows[stays[order]])
-        self.keys += len(stays)
-        self._runs.append(self.keys)
+        is_lost = np.zeros(len(rows), np.bool_)
+        is_lost[_lost(rows, self._keep)] = True
+        losers = np.empty(int(is_lost.sum()), CUT_LINE)
+        losers["row"], losers["unit"] = rows["row"][is_lost], rows["unit"][is_lost]
+        self._losers.write(losers.data if len(losers) else b"")
+        self._table.write(rows[~is_lost])
+        self.keys += len(rows) - len(losers)
 
-    def __enter__(self) -> _RunWriter:
+    def __enter__(self) -> _KeyWriter:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with self._table, self._losers, RowsWriter(self._folder / LINE_RUNS_FILE, np.int64) as runs:
-            self._write_run()
-            runs.write(np.array(self._runs, np.int64))
+        with self._table, self._losers:
+            if kind is None:
+                self._write_chunk()
 
 
 def _lost(rows: npt.NDArray[np.void], keep: int) -> npt.NDArray[np.int64]:
-    """Which rows (LINE_KEY, _ROW_DTYPE) are of a document that is not among the first `keep` of its line."""
-    chosen = repeated(rows["high"])
-    by = ("source", "low", "high")
+    """Which rows of LINE_KEYS are of a document that is not among the first `keep` of its line."""
+    chosen = repeated(rows["key"])
+    by = ("source", "low", "key")
     halves = [rows["id"][chosen, half] for half in (1, 0)]
     chosen = chosen[np.lexsort([*halves, *(rows[name][chosen] for name in by)])]
     new_line = np.ones(len(chosen), np.bool_)
-    new_line[1:] = _differ(rows["high"], chosen) | _differ(rows["low"], chosen)
+    new_line[1:] = _differ(rows["key"], chosen) | _differ(rows["low"], chosen)
     new_document = new_line.copy()
     for field in (rows["id"][:, 0], rows["id"][:, 1], rows["source"]):
         new_document[1:] |= _differ(field, chosen)
@@ -246,18 +229,9 @@ def _differ(field: npt.NDArray[Any], chosen: npt.NDArray[np.int64]) -> npt.NDArr
     return different
 
 
-def _as_losers(rows: npt.NDArray[np.void], lost: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-    losers = np.zeros(len(lost), LINE_LOSER)
-    for name in ("row", "unit"):
-        losers[name] = rows[name][lost]
-    if "split" in (rows.dtype.names or ()):
-        losers["split"] = rows["split"][lost]
-    return losers
-
-
 ROWS_FILE = "rows.npy"
 
-CUT_WINNERS_FILE = "winners.npy"
+_OUTCOMES_FILE = "outcomes.bin"
 
 _DOCUMENTS_FILE = "documents.arrow"
 
@@ -283,26 +257,18 @@ def cut_lines(
     folder: Path,
     documents: Artifact,
     config: LinesDedupConfig,
-    split: int,
     keys_folder: Artifact,
-    line_losers: Sequence[Artifact],
-    exact_losers: Sequence[Artifact] = (),
-    exact_winners: Sequence[Artifact] = (),
+    line_losers: SplitTable,
+    exact: SplitTable,
 ) -> CutLines:
     """Step 3, a task a split: write the three files.
 
-    `keys_folder` is the split's own of step 1, `line_losers` the files of all partitions of step 2;
-    `exact_losers` and `exact_winners` are tables of LOSER_DTYPE and WINNER_DTYPE sorted by (split, row). In
-    all tables but that in `keys_folder` this split's number is `split`.
+    `keys_folder` is the split's own of step 1, `line_losers` its rows (CUT_LINE) of step 2, `exact` its
+    outcomes of exact dedup.
     """
-
-    def of_split(files: Sequence[Artifact], dtype: np.dtype[Any]) -> list[tuple[Rows, int, int]]:
-        return [piece_of_split(Rows(file, dtype), split) for file in files]
-
-    own = Rows(keys_folder / LINE_LOSERS_FILE, LINE_LOSER)
-    cuts = SplitRows(LINE_LOSER, [(own, 0, len(own)), *of_split(line_losers, LINE_LOSER)], then=["unit"])
-    lost = SplitRows(LOSER_DTYPE, of_split(exact_losers, LOSER_DTYPE))
-    winners = SplitRows(WINNER_DTYPE, of_split(exact_winners, WINNER_DTYPE))
+    own = Rows(keys_folder / _OWN_LOSERS_FILE, CUT_LINE, header=False)
+    cuts = SplitRows(CUT_LINE, [(own, 0, len(own)), *line_losers.pieces(CUT_LINE)], then=["unit"])
+    outcomes = SplitRows(OUTCOME, exact.pieces(OUTCOME))
     ledger = Ledger()
     lines = changed = start = 0
     with _Writer(folder) as writer, documents.open_arrow() as file:
@@ -311,11 +277,12 @@ def cut_lines(
             batch = reader.get_batch(number)
             end = start + batch.num_rows
             mine = cuts.before(end)
-            cut_rows = mine["row"] - start
+            cut_rows = mine["row"].astype(np.int64) - start
+            decided = outcomes.before(end)
             kept = np.ones(batch.num_rows, np.bool_)
-            kept[lost.before(end)["row"] - start] = False
+            kept[_lost_rows(decided) - start] = False
             batch, kept = _cut_batch(batch, cut_rows, mine["unit"], kept, config, ledger)
-            writer.write(batch, np.flatnonzero(kept) + start, winners.before(end))
+            writer.write(batch, np.flatnonzero(kept) + start, decided[decided["copies"] > 0])
             lines += len(mine)
             changed += len(np.unique(cut_rows))
             start = end
@@ -358,95 +325,89 @@ class _Writer:
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         self._documents = pa.ipc.new_file(folder / _DOCUMENTS_FILE, DOCUMENT_SCHEMA, options=options)
         self._rows = RowsWriter(folder / ROWS_FILE, np.int64)
-        self._winners = RowsWriter(folder / CUT_WINNERS_FILE, WINNER_DTYPE)
+        self._outcomes = (folder / _OUTCOMES_FILE).open("wb")
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with self._documents, self._rows, self._winners:
+        with self._documents, self._rows, self._outcomes:
             pass
 
     def write(
         self, batch: pa.RecordBatch, rows: npt.NDArray[np.int64], winners: npt.NDArray[np.void]
     ) -> None:
-        """Append documents with the rows that they had; `winners` have rows as before."""
+        """Append documents with the rows that they had; `winners` (OUTCOME) have rows as before."""
         first = self._rows.rows
         winners = winners[np.isin(winners["row"], rows)]
         winners["row"] = first + np.searchsorted(rows, winners["row"])
-        winners["split"] = 0
-        self._winners.write(winners)
+        self._outcomes.write(winners.data if len(winners) else b"")
         self._rows.write(rows)
         if batch.num_rows:
             self._documents.write_batch(batch)
 
 
-def key_tasks(
-    splits: Sequence[SplitDocuments], exact: Sequence[Commit], config: LinesDedupConfig
+def remove_lines(
+    run: RunTasks,
+    splits: Sequence[SplitDocuments],
+    exact: Sequence[SplitTable],
+    config: LinesDedupConfig,
+    memory_bytes: int,
+    *,
+    partition_rows: int = PARTITION_ROWS,
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[Commit]:
+    """Run all steps: a commit for each split. `exact` are the outcomes of each split in exact dedup."""
+    [keys] = run(_key_tasks(splits, exact, config))
+    partitions = max(1, -(-sum(LineKeys.of(commit).keys for commit in keys) // partition_rows))
+    exchanged = exchange(run, "line_keys", LINE_KEYS, keys, readers=partitions, limits=limits)
+    tasks = []
+    for number in range(partitions):
+        piece = exchanged.slice(*partition_bounds(number, partitions))
+        name, settings = partition_name(number, partitions), {"dedup.lines.keep": config.keep}
+        args, inputs = (piece, config.keep, memory_bytes), {"keys": piece.digest}
+        tasks.append(Task("line_losers", name, settings, find_line_losers, args, piece.bytes, inputs))
+    [decided] = run(tasks)
+    losers = by_split(run, "lines_removed", LINE_LOSERS, decided, len(splits), limits=limits)
+    [cut] = run(_cut_tasks(splits, keys, losers, exact, config))
+    return cut
+
+
+def remaining(cut: Commit) -> SplitTable:
+    """The outcomes of a split whose lines were cut: who represents exact duplicates that are gone."""
+    output = cut.outputs[_OUTCOMES_FILE]
+    count = output.bytes // OUTCOME.itemsize
+    return SplitTable(cut.files / _OUTCOMES_FILE, 0, count, output.xxh3_128 if count else "")
+
+
+def _key_tasks(
+    splits: Sequence[SplitDocuments], exact: Sequence[SplitTable], config: LinesDedupConfig
 ) -> list[Task]:
-    """One task a split."""
-    losers = tuple(commit.files / LOSERS_FILE for commit in exact)
     settings = {"dedup.lines": config.model_dump(mode="json")}
-    duplicates = contents(exact)
-    return [
-        Task(
-            "line_keys",
-            split.name,
-            settings | {"split": number},
-            write_line_keys,
-            (split.documents, config, number, losers),
-            split.bytes,
-            {"documents": split.digest, "exact": duplicates},
-        )
-        for number, split in enumerate(splits)
-    ]
+    tasks = []
+    for split, own in zip(splits, exact, strict=True):
+        args = (split.documents, config, own)
+        inputs = {"documents": split.digest, "exact": own.digest}
+        tasks.append(Task("line_keys", split.name, settings, write_line_keys, args, split.bytes, inputs))
+    return tasks
 
 
-def loser_tasks(keys: Sequence[Commit], config: LinesDedupConfig, memory_bytes: int) -> list[Task]:
-    """One task a partition of keys."""
-    partitions = partitions_for(sum(LineKeys.of(commit).keys for commit in keys), memory_bytes)
-    settings = {"dedup.lines.keep": config.keep, "partitions": partitions}
-    inputs = {"keys": contents(keys)}
-    folders = tuple(commit.files for commit in keys)
-    return [
-        Task(
-            "line_losers",
-            partition_name(number, partitions),
-            settings | {"partition": number},
-            find_line_losers,
-            (folders, number, partitions, config.keep),
-            inputs=inputs,
-        )
-        for number in range(partitions)
-    ]
-
-
-def cut_tasks(
+def _cut_tasks(
     splits: Sequence[SplitDocuments],
     keys: Sequence[Commit],
-    losers: Sequence[Commit],
-    exact: Sequence[Commit],
+    losers: Sequence[SplitTable],
+    exact: Sequence[SplitTable],
     config: LinesDedupConfig,
 ) -> list[Task]:
-    """One task a split: its documents.arrow anew, without repeated lines and exact duplicates."""
-    line_losers = tuple(commit.files / LINE_LOSERS_FILE for commit in losers)
-    exact_losers = tuple(commit.files / LOSERS_FILE for commit in exact)
-    exact_winners = tuple(commit.files / WINNERS_FILE for commit in exact)
     settings = {"dedup.lines": config.model_dump(mode="json")}
-    shared = {"losers": contents(losers), "exact": contents(exact)}
     tasks = []
-    for number, (split, own) in enumerate(zip(splits, keys, strict=True)):
-        inputs = shared | {"documents": split.digest, "keys": own.content}
-        tables = (own.files, line_losers, exact_losers, exact_winners)
-        tasks.append(
-            Task(
-                "lines",
-                split.name,
-                settings | {"split": number},
-                cut_lines,
-                (split.documents, config, number, *tables),
-                split.bytes,
-                inputs,
-            )
-        )
+    for split, own, lost, outcomes in zip(splits, keys, losers, exact, strict=True):
+        inputs = {
+            "documents": split.digest,
+            "own": own.outputs[_OWN_LOSERS_FILE].xxh3_128,
+            "losers": lost.digest,
+            "exact": outcomes.digest,
+        }
+        args = (split.documents, config, own.files, lost, outcomes)
+        tasks.append(Task("lines", split.name, settings, cut_lines, args, split.bytes, inputs))
     return tasks

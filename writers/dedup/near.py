@@ -38,8 +38,8 @@ from shardkit.writers.dedup.index import DedupIndex, copy_sketches
 from shardkit.writers.dedup.measure import PLANTED_FILE, measure_precision, measure_recall, plant
 from shardkit.writers.dedup.measure import TEXTS_FILE as PLANTED_DOCUMENTS
 from shardkit.writers.dedup.population import DOCUMENT, DOCUMENTS_FILE, Part, Population, SplitDocuments
-from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, Removals, Removed
-from shardkit.writers.dedup.resolve import Resolved, resolve
+from shardkit.writers.dedup.removals import OUTCOMES, Removed, SplitRemovals, SplitTable, by_split
+from shardkit.writers.dedup.resolve import LOSERS_FILE, WINNERS_FILE, Resolved, resolve
 from shardkit.writers.dedup.shingle_store import ShingleWriter
 from shardkit.writers.dedup.signatures import (
     KEYS_FILE,
@@ -76,7 +76,7 @@ class NearStages:
 
     config: NearDedupConfig
     splits: Sequence[SplitDocuments]
-    removals: Removals
+    removals: Sequence[SplitRemovals]
     memory_bytes: int
     seed: int
 
@@ -84,9 +84,9 @@ class NearStages:
         """One task a split."""
         config = {"dedup.near": part_settings(self.config), "normalization": normalization_version()}
         tasks = []
-        for number, split in enumerate(self.splits):
-            inputs = {"documents": split.digest, "removed": self.removals.digest(number)}
-            args = (split.documents, self.removals, number, self.config)
+        for split, removed in zip(self.splits, self.removals, strict=True):
+            inputs = {"documents": split.digest, "removed": removed.digest}
+            args = (split.documents, removed, self.config)
             tasks.append(Task("signatures", split.name, config, _sign, args, split.bytes, inputs))
         return tasks
 
@@ -97,7 +97,7 @@ class NearStages:
             return []
         inputs = {
             "documents": [split.digest for split in self.splits],
-            "removed": [self.removals.digest(number) for number in range(len(self.splits))],
+            "removed": [removed.digest for removed in self.removals],
         }
         config = {
             "dedup.near": part_settings(self.config),
@@ -106,7 +106,7 @@ class NearStages:
             "seed": self.seed,
         }
         documents = tuple(split.documents for split in self.splits)
-        args = (documents, self.removals, self.config, measure.planted, self.seed)
+        args = (documents, tuple(self.removals), self.config, measure.planted, self.seed)
         return [Task("planted", "planted", config, _plant, args, inputs=inputs)]
 
     def equal_tasks(self, population: Population, digest: str) -> list[Task]:
@@ -215,16 +215,14 @@ class NearStages:
         return [Task("measure", "measure", config, _measure, args, inputs=inputs)]
 
 
-def _sign(
-    folder: Path, documents: Artifact, removals: Removals, split: int, config: NearDedupConfig
-) -> SignedPart:
-    return sign_documents(documents, removals.of_split(split), config, folder)
+def _sign(folder: Path, documents: Artifact, removed: SplitRemovals, config: NearDedupConfig) -> SignedPart:
+    return sign_documents(documents, removed.load(), config, folder)
 
 
 def _plant(
     folder: Path,
     documents: Sequence[Artifact],
-    removals: Removals,
+    removals: Sequence[SplitRemovals],
     config: NearDedupConfig,
     count: int,
     seed: int,
@@ -232,7 +230,7 @@ def _plant(
     """Plant copies of documents that are still there, and sign these as another part."""
 
     def removed(split: int) -> npt.NDArray[np.int64]:
-        return np.concatenate([np.zeros(0, np.int64), *removals.of_split(split).rows.values()])
+        return np.concatenate([np.zeros(0, np.int64), *removals[split].load().rows.values()])
 
     plant(documents, removed, config.minhash, count=count, seed=seed, folder=folder)
     return sign_documents(Artifact(folder / PLANTED_DOCUMENTS), Removed(), config, folder)
@@ -383,11 +381,13 @@ def _of_kind(population: Population, kind: str) -> list[Part]:
 class NearResult:
     """`resolved` is the task that wrote who is removed, `parts` those of the splits' signatures.
 
-    `counts` are facts for the dataset card. `measured` is None where nothing was to be measured.
+    `removed` is what it decided about each split's documents. `counts` are facts for the dataset card.
+    `measured` is None where nothing was to be measured.
     """
 
     resolved: Commit
     decided: Resolved
+    removed: Sequence[SplitTable]
     parts: Sequence[Commit]
     counts: Mapping[str, int]
     measured: Measured | None
@@ -410,6 +410,7 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
     blocks = plan_blocks(sets, pairs, stages.memory_bytes)
     [verified] = run(stages.verify_tasks(population, candidates, shingles, blocks))
     [[resolved]] = run([stages.resolve_task(population, digest, equal, verified)])
+    removed = by_split(run, "near_removed", OUTCOMES, [resolved], len(stages.splits))
     found = {"candidates": candidates, "verify": verified, "near": [resolved]}
     [measured] = run(stages.measure_tasks(population, planted, mask, found))
     decided = Resolved.of(resolved)
@@ -433,7 +434,9 @@ def remove_near(run: RunTasks, stages: NearStages, indexes: Sequence[DedupIndex]
         "copies": decided.copies,
         "kept_by_index": decided.kept_by_index,
     }
-    return NearResult(resolved, decided, signed, counts, Measured.of(measured[0]) if measured else None)
+    return NearResult(
+        resolved, decided, removed, signed, counts, Measured.of(measured[0]) if measured else None
+    )
 
 
 @dataclass(frozen=True)
@@ -467,7 +470,7 @@ def find_near_duplicates(
     for number, path in enumerate(documents):
         digest = hash_file(path, ["xxh3_128"])["xxh3_128"]
         splits.append(SplitDocuments(f"{number:05d}", Artifact(path), digest, path.stat().st_size))
-    stages = NearStages(config, splits, Removals({}), memory_bytes, seed)
+    stages = NearStages(config, splits, [SplitRemovals()] * len(splits), memory_bytes, seed)
     engine = LocalEngine(workers) if workers else InlineEngine()
     with Journal(folder) as journal, engine, make_listener(False) as listener:
         runner = Runner(journal, engine, listener)

@@ -1,36 +1,207 @@
 """Which documents of a split were removed as duplicates, and how many documents the others represent.
 
-The stages of duplicate removal commit tables sorted by (split, row, …), one a partition, in each of which the
-rows of a split are contiguous and found by binary search. `Removals` reads those of one split; later tasks of
-that split depend on their digest, so that one more duplicate redoes only the split that loses it.
-`SplitRows` reads them in step with a pass over the split's documents, so that memory does not grow with their
-number.
+What is decided about documents in partitions of keys or of edges is needed by split. Whoever decides writes
+an OUTCOMES run: a row for each document that is removed, or that represents others. `by_split` brings rows
+back to their splits, through the exchange:
+
+    deciding tasks   OUTCOMES (or another table keyed by `document_keys`), in any order
+    <stage>          a task for each SPLITS_PER_GROUP splits: one file of their rows by (split, row), with the
+                     place, the digest and the losses of each split in its counts
+
+The driver opens none of these files. It holds a `SplitTable` a split: the handle of its rows in the file of
+its group. A split's later tasks receive their own handles only (`SplitRemovals`), and depend on the digests
+of these rows: one more duplicate, or one more input file, redoes only the splits that lose other documents.
+
+`SplitRows` reads in step with a pass over the split's documents, so that memory does not grow with them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from shardkit.hashing import digest_of, hash_bytes
-from shardkit.writers.dedup.resolve import GROUP_SIZES, LOSERS_FILE, WINNERS_FILE
+from shardkit.card import Count
+from shardkit.hashing import digest_of
 from shardkit.writers.dedup.tables import Rows
+from shardkit.writers.exchange import Limits, Slice, Table, exchange
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task
+from shardkit.writers.runs import DEFAULT_LIMITS
 
 __all__ = [
-    "LOSERS_FILE",
-    "WINNERS_FILE",
-    "Removals",
+    "GROUP_SIZES",
+    "NOTHING",
+    "OUTCOME",
+    "OUTCOMES",
     "Removed",
+    "SplitRemovals",
     "SplitRows",
+    "SplitTable",
+    "by_split",
     "count_groups",
-    "piece_of_split",
+    "document_keys",
+    "outcomes",
 ]
+
+OUTCOMES = Table(
+    "outcomes.run",
+    np.dtype(
+        [
+            ("key", "<u8"),  # document_keys
+            ("bytes", "<i8"),  # of a removed document's text; 0 for others
+            ("copies", "<i4"),  # documents that this one represents, itself included; 0: it is removed
+        ]
+    ),
+)
+
+OUTCOME = np.dtype([("row", "<u4"), ("copies", "<i4")])  # what a split's tasks read of it
+
+SPLITS_PER_GROUP = 64
+
+GROUP_SIZES = (1, 2, 10, 100, 1000)  # upper ends of the classes that groups are counted in; then all larger
+
+_ROWS_FILE = "rows.bin"
+
+_MOST_COPIES = np.iinfo(np.int32).max  # as provenance stores them
+
+_MEMORY_BYTES = 64 << 20
+
+_CHUNK_ROWS = 1 << 17  # of one table that SplitRows reads: a megabyte
+
+
+def document_keys(split: npt.ArrayLike, row: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """split << 32 | row: the keys of tables that `by_split` takes. Rows count over all batches of a split."""
+    splits, rows = np.asarray(split).astype(np.uint64), np.asarray(row).astype(np.uint64)
+    return splits << np.uint64(32) | rows
+
+
+def outcomes(
+    keys: npt.NDArray[np.uint64], *, bytes: npt.ArrayLike = 0, copies: npt.ArrayLike = 0
+) -> npt.NDArray[np.void]:
+    """Rows of OUTCOMES: removed documents with their `bytes`, or others with their `copies`."""
+    rows = np.empty(len(keys), OUTCOMES.dtype)
+    rows["key"], rows["bytes"], rows["copies"] = keys, bytes, np.minimum(copies, _MOST_COPIES)
+    return rows
+
+
+def count_groups(copies: npt.NDArray[np.integer[Any]]) -> list[int]:
+    """How many documents represent 1, 2, … documents, in the classes of GROUP_SIZES and above."""
+    classes = np.searchsorted(GROUP_SIZES, copies)
+    counts: list[int] = np.bincount(classes, minlength=len(GROUP_SIZES) + 1).tolist()
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTable:
+    """The rows of one split: rows [first, first + count) of a file, with their digest.
+
+    `lost` are the documents that a table of outcomes removes.
+    """
+
+    file: Artifact
+    first: int
+    count: int
+    digest: str
+    lost: Count = field(default_factory=Count)
+
+    def pieces(self, dtype: np.dtype[Any]) -> list[Piece]:
+        """The rows for `SplitRows`; none if the split has none."""
+        if not self.count:
+            return []
+        return [(Rows(self.file, dtype, header=False), self.first, self.first + self.count)]
+
+    def read(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """All rows at once."""
+        found = [table.read(first, stop) for table, first, stop in self.pieces(dtype)]
+        return found[0] if found else np.empty(0, dtype)
+
+
+NOTHING = SplitTable(Artifact(Path()), 0, 0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group(PlainCounts):
+    """Rows, digest, and lost documents and bytes of each split of a group that has rows, by its number."""
+
+    splits: Mapping[str, tuple[int, str, int, int]]
+
+
+def by_split(
+    run: RunTasks,
+    stage: str,
+    table: Table,
+    decided: Sequence[Commit],
+    splits: int,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[SplitTable]:
+    """The rows of `table`, as the tasks `decided` wrote them, by split: a handle for each of `splits`.
+
+    The table's `key` is `document_keys`. The rows of a split have the field `row` instead, and no `bytes`;
+    they are sorted by all of their fields.
+    """
+    shift = (SPLITS_PER_GROUP - 1).bit_length() + 32
+    groups = -(-splits // SPLITS_PER_GROUP)
+    exchanged = exchange(run, stage, table, decided, readers=groups, end=groups << shift, limits=limits)
+    tasks = []
+    for group in range(groups):
+        piece = exchanged.slice(group << shift, group + 1 << shift)
+        inputs = {"rows": piece.digest}
+        tasks.append(Task(stage, f"{group:05d}", {}, _write_group, (piece,), piece.bytes, inputs))
+    [commits] = run(tasks)
+    found = []
+    for group, commit in enumerate(commits):
+        file, first = commit.files / _ROWS_FILE, 0
+        counted = _Group.of(commit).splits
+        for split in range(group * SPLITS_PER_GROUP, min((group + 1) * SPLITS_PER_GROUP, splits)):
+            if (counts := counted.get(str(split))) is None:
+                found.append(NOTHING)
+                continue
+            rows, digest, documents, size = counts
+            found.append(SplitTable(file, first, rows, digest, Count(documents, size)))
+            first += rows
+    return found
+
+
+def _write_group(folder: Path, piece: Slice) -> _Group:
+    fields = [(name, piece.table.dtype[name]) for name in piece.table.dtype.names or ()]
+    others = [(name, dtype) for name, dtype in fields if name not in ("key", "bytes")]
+    splits: dict[str, tuple[int, str, int, int]] = {}
+    hashers: dict[str, xxhash.xxh3_128] = {}
+    with (folder / _ROWS_FILE).open("wb") as file:
+        for rows, _ in piece.stream(_MEMORY_BYTES):
+            if (rows["key"][1:] == rows["key"][:-1]).any():
+                rows = rows[np.lexsort([*(rows[name] for name, _ in reversed(others)), rows["key"]])]
+            stored = np.empty(len(rows), [("row", "<u4"), *others])
+            stored["row"] = rows["key"] & np.uint64((1 << 32) - 1)
+            for name, _ in others:
+                stored[name] = rows[name]
+            file.write(stored.data)
+            numbers = (rows["key"] >> np.uint64(32)).astype(np.int64)
+            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+            for begin, end in pairwise(edges):
+                split = str(numbers[begin])
+                hasher = hashers.setdefault(split, xxhash.xxh3_128())
+                hasher.update(stored[begin:end].data)
+                count, _, documents, size = splits.get(split, (0, "", 0, 0))
+                lost = _lost(rows[begin:end])
+                documents, size = documents + lost.documents, size + lost.bytes
+                splits[split] = (count + end - begin, hasher.hexdigest(), documents, size)
+    return _Group(splits)
+
+
+def _lost(rows: npt.NDArray[np.void]) -> Count:
+    if rows.dtype != OUTCOMES.dtype:
+        return Count()
+    lost = rows["copies"] == 0
+    return Count(int(lost.sum()), int(rows["bytes"][lost].sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,63 +234,39 @@ def _between(ascending: npt.NDArray[np.int64], start: int, count: int) -> slice:
     return slice(first, last)
 
 
-@dataclass(frozen=True)
-class Removals:
-    """Folders with tables of losers and winners, by the reason for dropping the losers.
+@dataclass(frozen=True, slots=True)
+class SplitRemovals:
+    """Tables of outcomes of one split by reason, in the order of stages: what its later tasks receive.
 
-    Where two tables count the copies of a document, the later one is right. If splits were rewritten without
-    their losers, `rewritten` has a folder for each, with its own winners.
+    Where two tables count the copies of a document, the later one is right.
     """
 
-    folders: Mapping[str, Sequence[Artifact]]
-    rewritten: Sequence[Artifact] = ()
+    tables: Mapping[str, SplitTable] = field(default_factory=dict)
 
-    def of_split(self, split: int) -> Removed:
-        """The rows of one split."""
+    @property
+    def digest(self) -> str:
+        """Names the rows: what a task that loads them names as its input."""
+        return digest_of({reason: table.digest for reason, table in self.tables.items()})
+
+    def also(self, reason: str, table: SplitTable) -> SplitRemovals:
+        """With what a later stage decided."""
+        return SplitRemovals({**self.tables, reason: table})
+
+    def load(self) -> Removed:
+        """Read all tables."""
         rows: dict[str, npt.NDArray[np.int64]] = {}
-        winners: list[npt.NDArray[np.void]] = []
-        if self.rewritten:
-            winners.append(np.load((self.rewritten[split] / WINNERS_FILE).local(), allow_pickle=False))
-        for reason, folders in self.folders.items():
-            lost = [_of_split(folder / LOSERS_FILE, split)["row"] for folder in folders]
-            rows[reason] = np.sort(np.concatenate([np.zeros(0, np.int64), *lost]))
-            winners += [_of_split(folder / WINNERS_FILE, split) for folder in folders]
-        return Removed(rows, *_latest(winners))
+        others = [np.empty(0, OUTCOME)]
+        for reason, table in self.tables.items():
+            found = table.read(OUTCOME)
+            lost = found["copies"] == 0
+            rows[reason] = found["row"][lost].astype(np.int64)
+            others.append(found[~lost])
+        kept = np.concatenate(others)
+        kept = kept[np.argsort(kept["row"], kind="stable")]
+        latest = np.append(kept["row"][1:] != kept["row"][:-1], True)[: len(kept)]
+        kept = kept[latest]
+        return Removed(rows, kept["row"].astype(np.int64), kept["copies"].astype(np.int64))
 
-    def digest(self, split: int) -> str:
-        """Digest of `of_split`."""
-        removed = self.of_split(split)
-        tables = {**removed.rows, "copied": removed.copied, "copies": removed.copies}
-        return digest_of({name: hash_bytes(table.tobytes(), ["xxh3_128"]) for name, table in tables.items()})
-
-
-def _latest(winners: Sequence[npt.NDArray[np.void]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(rows that represent copies, ascending; how many); of several tables the last one counts."""
-    rows = np.concatenate([np.zeros(0, np.int64), *(table["row"] for table in winners)])
-    copies = np.concatenate([np.zeros(0, np.int64), *(table["copies"] for table in winners)])
-    order = np.argsort(rows, kind="stable")
-    rows, copies = rows[order], copies[order]
-    last = np.append(rows[1:] != rows[:-1], True)[: len(rows)]
-    return rows[last], copies[last]
-
-
-def _of_split(file: Artifact, split: int) -> npt.NDArray[np.void]:
-    table: npt.NDArray[np.void] = np.load(file.local(), mmap_mode="r", allow_pickle=False)
-    first, last = (
-        bisect_left(range(len(table)), wanted, key=lambda row: int(table["split"][row]))
-        for wanted in (split, split + 1)
-    )
-    return np.array(table[first:last])
-
-
-def count_groups(copies: npt.NDArray[np.int32]) -> list[int]:
-    """How many documents represent 1, 2, … documents, in the classes of GROUP_SIZES and above."""
-    classes = np.searchsorted(GROUP_SIZES, copies)
-    counts: list[int] = np.bincount(classes, minlength=len(GROUP_SIZES) + 1).tolist()
-    return counts
-
-
-_CHUNK_ROWS = 1024  # of each of up to thousands of tables
 
 Piece = tuple[Rows, int, int]  # rows [begin, end) of a table
 
@@ -127,10 +274,17 @@ Piece = tuple[Rows, int, int]  # rows [begin, end) of a table
 class SplitRows:
     """The rows of several pieces, each sorted by `row` and then by the fields of `then`."""
 
-    def __init__(self, dtype: npt.DTypeLike, pieces: Iterable[Piece], *, then: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        dtype: npt.DTypeLike,
+        pieces: Iterable[Piece],
+        *,
+        then: Sequence[str] = (),
+        chunk_rows: int = _CHUNK_ROWS,
+    ) -> None:
         self._dtype = np.dtype(dtype)
         self._order = (*reversed(then), "row")
-        self._cursors = [_Cursor(piece) for piece in pieces if piece[1] < piece[2]]
+        self._cursors = [_Cursor(piece, chunk_rows) for piece in pieces if piece[1] < piece[2]]
 
     def before(self, row: int) -> npt.NDArray[Any]:
         """The next rows, up to but excluding `row`, in order."""
@@ -141,13 +295,14 @@ class SplitRows:
 
 
 class _Cursor:
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, chunk_rows: int) -> None:
+        self._chunk_rows = chunk_rows
         self._table, self._next, self._end = piece
         self._held = self._read()
 
     def _read(self) -> npt.NDArray[Any]:
         start = self._next
-        self._next = min(start + _CHUNK_ROWS, self._end)
+        self._next = min(start + self._chunk_rows, self._end)
         return self._table.read(start, self._next)
 
     def take(self, row: int) -> Iterator[npt.NDArray[Any]]:
@@ -158,13 +313,3 @@ class _Cursor:
             if len(self._held):
                 return
             self._held = self._read()
-
-
-def piece_of_split(table: Rows, split: int) -> Piece:
-    """The rows of a split in a table that is sorted by `split`."""
-    with table:
-        begin, end = (
-            bisect_left(range(len(table)), number, key=lambda at: int(table.read(at, at + 1)["split"][0]))
-            for number in (split, split + 1)
-        )
-    return table, begin, end

@@ -13,6 +13,7 @@ memory; records on disk are divided among the ranges by document number.
     losers.npy     NEAR_LOSER by (split, row): removed documents of inputs
     winners.npy    WINNER_DTYPE by (split, row): kept documents that represent more than themselves
     planted.npy    NEAR_LOSER, split the number of the part: planted copies that were removed
+    outcomes.run   OUTCOMES: the losers and winners for the tasks of their splits
 
 `merge_edges` makes one sorted stream of sorted files of edges, in bounded memory: it buffers some rows of
 each file, and yields rows up to the lowest of the buffers' last rows, which nothing on disk can precede. If
@@ -32,14 +33,15 @@ import numpy.typing as npt
 
 from shardkit.writers.dedup.exact import LOSER_DTYPE, WINNER_DTYPE
 from shardkit.writers.dedup.population import Population
+from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, document_keys, outcomes
 from shardkit.writers.dedup.tables import CHUNK_ROWS, Rows, RowsWriter
 from shardkit.writers.dedup.verify import EDGE, read_documents
+from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import PlainCounts
 from shardkit.writers.kernels.numba_support import Bools, Int64s, UInt8s, UInt64s, int64, kernel
 
 __all__ = [
-    "GROUP_SIZES",
     "LOSERS_FILE",
     "MAX_FILES",
     "NEAR_LOSER",
@@ -210,8 +212,6 @@ NEAR_LOSER = np.dtype(
     ]
 )
 
-GROUP_SIZES = (1, 2, 10, 100, 1000)  # upper ends of the classes that groups are counted in; then all larger
-
 _BOOKED = np.dtype([("number", "<u8"), ("kept", "<u8")])
 
 _GAINED = np.dtype([("number", "<u8"), ("copies", "<i8")])
@@ -230,7 +230,7 @@ def resolve(
     equal_files: Sequence[Artifact],
     memory_bytes: int,
 ) -> Resolved:
-    """Write the three files into `folder`.
+    """Write the four files into `folder`.
 
     `equal_files` hold LOSER_DTYPE rows of documents whose words another one has (split: the part; row: the
     row in the part).
@@ -249,8 +249,9 @@ def resolve(
             tally.edges += len(edges)
             booked.write(_fall(edges, removed))
         _follow(booked, equals)
-        _write_losers(population, booked, gained, folder, tally)
-        _write_winners(population, removed, gained, folder, tally)
+        with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 8) as decided:
+            _write_losers(population, booked, gained, folder, decided, tally)
+            _write_winners(population, removed, gained, folder, decided, tally)
     tally.sources = {source: tally.sources[source] for source in sorted(tally.sources, key=int)}
     return tally
 
@@ -406,7 +407,12 @@ def _follow(booked: _Ranges, equals: _Ranges) -> None:
 
 
 def _write_losers(
-    population: Population, booked: _Ranges, gained: _Ranges, folder: Path, tally: Resolved
+    population: Population,
+    booked: _Ranges,
+    gained: _Ranges,
+    folder: Path,
+    decided: RunWriter,
+    tally: Resolved,
 ) -> None:
     """losers.npy and planted.npy; tells each kept document's range what it gains."""
     indexed = np.uint64(population.indexed.start)
@@ -427,6 +433,8 @@ def _write_losers(
                     tally.planted += len(rows)
                 elif population.parts[part].kind == "input":
                     losers.write(rows)
+                    keys = document_keys(rows["split"], rows["row"])
+                    decided.write(outcomes(keys, bytes=rows["bytes"]))
                     tally.losers += len(rows)
                     tally.bytes += int(rows["bytes"].sum())
                     tally.copies += int(rows["copies"].sum(dtype=np.int64))
@@ -438,7 +446,12 @@ def _write_losers(
 
 
 def _write_winners(
-    population: Population, removed: UInt8s, gained: _Ranges, folder: Path, tally: Resolved
+    population: Population,
+    removed: UInt8s,
+    gained: _Ranges,
+    folder: Path,
+    decided: RunWriter,
+    tally: Resolved,
 ) -> None:
     """winners.npy, from what every document gains and its own copies."""
     with RowsWriter(folder / WINNERS_FILE, WINNER_DTYPE) as winners:
@@ -454,7 +467,10 @@ def _write_winners(
                 tally.largest_group = max(tally.largest_group, int(copies[kept[here]].max(initial=0)))
                 if kind == "input":
                     tally.add(documents, lost=False)
-                    winners.write(_winners_of(part, documents, copies, kept[here], tally))
+                    rows = _winners_of(part, documents, copies, kept[here], tally)
+                    winners.write(rows)
+                    keys = document_keys(rows["split"], rows["row"])
+                    decided.write(outcomes(keys, copies=rows["copies"]))
 
 
 def _documents_between(

@@ -3,7 +3,7 @@
 One task a split, named after its file and its start in the file, so that a new file costs only its own tasks.
 The folder of a task receives
   documents.arrow   kept documents in record order (Arrow IPC file, DOCUMENT_SCHEMA, lz4)
-  keys.npy          KEY_DTYPE, one row for each kept document: what exact dedup needs (KeyFile)
+  keys.run          KEYS, one row for each kept document: what exact dedup needs
   quarantine.jsonl  unreadable records; often empty
   languages.npy     with a language filter: the language of each kept document (languages.py)
   annotations.parquet  with `annotate`: the value of every filter for every document (annotations.py)
@@ -27,9 +27,10 @@ import pyarrow as pa
 from shardkit.errors import RecipeError
 from shardkit.hashing import digest_of, hash_file
 from shardkit.writers.annotations import ANNOTATIONS_FILE, AnnotationFile
-from shardkit.writers.dedup.exact import KEY_DTYPE, KeyFile
+from shardkit.writers.dedup.exact import KEYS
 from shardkit.writers.dedup.signatures import word_keys
 from shardkit.writers.documents import DOCUMENT_SCHEMA, content_ranks, text_digests
+from shardkit.writers.exchange import RunWriter
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.filters.chain import FilterChain, Filtered
@@ -45,7 +46,6 @@ from shardkit.writers.recipe import Recipe
 
 __all__ = [
     "DOCUMENTS_FILE",
-    "KEYS_FILE",
     "QUARANTINE_FILE",
     "Cleaned",
     "clean_split",
@@ -56,8 +56,9 @@ __all__ = [
 ]
 
 DOCUMENTS_FILE = "documents.arrow"
-KEYS_FILE = "keys.npy"
 QUARANTINE_FILE = "quarantine.jsonl"
+
+_KEYS_MEMORY_BYTES = 48 << 20  # to sort keys in; a third is a run
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -156,10 +157,11 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
     normalized = exact is not None and exact.text == "normalized"
     chain = FilterChain(recipe.filter_chain(), recipe.folder, annotate=recipe.annotate, seed=recipe.seed)
     counts = FilterCounts.of_chain(chain)
+    first_row = 0
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with (
         Quarantine(folder / QUARANTINE_FILE, max_bad_fraction=recipe.max_bad_fraction) as quarantine,
-        KeyFile(folder / KEYS_FILE) as keys,
+        RunWriter(folder / KEYS.file, KEYS, memory_bytes=_KEYS_MEMORY_BYTES) as keys,
         AnnotationFile(folder / ANNOTATIONS_FILE) if recipe.annotate else nullcontext() as annotations,
         LanguageFile(folder / LANGUAGES_FILE) if chain.has_languages else nullcontext() as languages,
         ExitStack() as stack,
@@ -186,7 +188,8 @@ def _clean(split: Split, recipe: Recipe, folder: Path, suspect: SuspectDataError
                 annotations.write(batch, filtered)
             if kept.num_rows:
                 documents.write_batch(kept)
-                keys.write(exact_keys(kept, normalized))
+                keys.write(exact_keys(kept, normalized, first_row=first_row))
+                first_row += kept.num_rows
                 if languages is not None:
                     assert filtered.languages is not None
                     languages.write(filtered.languages)
@@ -208,19 +211,24 @@ def _book(filtered: Filtered, ledger: Ledger) -> None:
     ledger.kept += Count(kept.num_rows, int(np.diff(text_offsets(kept.column("text"))).sum()))
 
 
-def exact_keys(batch: pa.RecordBatch, normalized: bool = False) -> npt.NDArray[np.void]:
-    """KEY_DTYPE[n]: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
+def exact_keys(
+    batch: pa.RecordBatch, normalized: bool = False, *, first_row: int = 0
+) -> npt.NDArray[np.void]:
+    """Rows of KEYS: xxh3-128 of each document's UTF-8 text, or a hash of its words if `normalized`.
 
-    Each row also has the source, the size and, as `id`, the content rank. A text without words equals only
-    the same text.
+    Each row also has the source, the size, the row in the split and, as `id`, the content rank. A text
+    without words equals only the same text.
     """
     texts = batch.column("text")
-    keys = np.empty(len(texts), KEY_DTYPE)
-    keys["key"] = digests = text_digests(texts)
+    keys = np.empty(len(texts), KEYS.dtype)
+    hashes = digests = text_digests(texts)
     if normalized:
         words, some = word_keys(texts)
-        keys["key"][some] = words[some]
-    keys["id"] = content_ranks(digests, batch.column("document_id"))
+        hashes = np.where(some[:, None], words, digests)
+    keys["key"], keys["low"] = hashes.view(">u8").T
+    keys["id"] = content_ranks(digests, batch.column("document_id")).view(">u8")
+    keys["row"] = np.arange(first_row, first_row + len(texts))
+    keys["split"] = -1  # its number, once the exchange reads it
     keys["source"] = batch.column("source").to_numpy()
     keys["bytes"] = np.diff(text_offsets(texts))
     return keys

@@ -13,9 +13,8 @@ from shardkit.card import Count, DedupFacts, GroupFacts, NearFacts, SourceLoss, 
 from shardkit.errors import BuildError
 from shardkit.writers.dedup.index import DedupIndex
 from shardkit.writers.dedup.near import NearResult
-from shardkit.writers.dedup.resolve import GROUP_SIZES
+from shardkit.writers.dedup.removals import GROUP_SIZES, SplitTable
 from shardkit.writers.dedup.signatures import bands_and_rows
-from shardkit.writers.execution.task import Commit
 from shardkit.writers.inputs.scan import Split
 from shardkit.writers.ledger import Ledger
 from shardkit.writers.recipe import Recipe
@@ -40,24 +39,17 @@ class DuplicateLosses:
         for split, ledger in zip(splits, cleaned, strict=True):
             self._compared[split.source] += ledger.kept
 
-    def add_exact(self, exact: Sequence[Commit]) -> None:
-        """Book what stage `exact` removed."""
-        lost = self._start(EXACT)
-        for commit in exact:
-            for split, count in ExactDuplicates.of(commit).by_split().items():
-                lost[self._splits[split].source] += count
+    def add(self, reason: str, removed: Sequence[SplitTable]) -> None:
+        """Book what stage `exact` or `near` removed from each split."""
+        lost = self._start(reason)
+        for split, table in zip(self._splits, removed, strict=True):
+            lost[split.source] += table.lost
 
     def add_lines(self, ledgers: Sequence[Ledger]) -> None:
         """Book what stage `lines` cut, one ledger a split."""
         lost = self._start(LINES)
         for split, ledger in zip(self._splits, ledgers, strict=True):
             lost[split.source] += ledger.dropped.get(LINES, Count())
-
-    def add_near(self, near: NearResult) -> None:
-        """Book what stage `near` removed."""
-        lost = self._start(NEAR)
-        for source, counts in near.decided.sources.items():
-            lost[int(source)] += Count(counts["losers"], counts["bytes"])
 
     def _start(self, reason: str) -> list[Count]:
         return self._lost.setdefault(reason, [Count()] * len(self._labels))
@@ -82,7 +74,7 @@ class DuplicateLosses:
     def card(
         self,
         recipe: Recipe,
-        exact: Sequence[Commit],
+        exact: Sequence[ExactDuplicates],
         near: NearResult | None,
         indexes: Sequence[DedupIndex],
     ) -> DedupFacts | None:
@@ -108,12 +100,12 @@ class DuplicateLosses:
             precision=None if measured is None else measured.precision,
         )
 
-    def _groups(self, exact: Sequence[Commit], near: NearResult | None) -> tuple[list[int], int]:
+    def _groups(self, exact: Sequence[ExactDuplicates], near: NearResult | None) -> tuple[list[int], int]:
         """Number of kept documents by class of how many they represent, and the most that one represents."""
         if near is not None:
             return list(near.decided.groups), near.decided.largest_group
         groups, largest = [0] * len(_CLASSES), 1
-        for found in map(ExactDuplicates.of, exact):
+        for found in exact:
             groups = [a + b for a, b in zip(groups, found.groups, strict=True)]
             largest = max(largest, found.largest_group)
         kept = sum(count.documents for count in self._compared) - self.total(EXACT).documents

@@ -1,74 +1,73 @@
 """Stage `exact`: removes all but one of the documents with the same key.
 
-Cleaning wrote a key for each document (`dedup/exact.py`). Each task takes one partition of the keys of all
-splits, and writes the removed documents (`losers.npy`) and the kept ones with their number of copies
-(`winners.npy`), both sorted by (split, row). The number of partitions follows from the number of documents
-and the memory of a task.
+Cleaning wrote a key for each document (`dedup/exact.py`). Each task takes a partition of the keys of all
+splits and decides; its outcomes go back to the splits (`dedup/removals.py`). The number of partitions follows
+from the number of documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from shardkit.hashing import digest_of
-from shardkit.writers.dedup.exact import find_losers, find_winners
-from shardkit.writers.dedup.removals import LOSERS_FILE, WINNERS_FILE, count_groups
-from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, PlainCounts, Task, partition_name
-from shardkit.writers.ledger import Count
-from shardkit.writers.stages.clean import KEYS_FILE
+from shardkit.writers.dedup.exact import KEYS, PARTITION_ROWS, find_outcomes, partition_bounds
+from shardkit.writers.dedup.removals import GROUP_SIZES, OUTCOMES, SplitTable, by_split, count_groups
+from shardkit.writers.exchange import Limits, RunWriter, Slice, exchange
+from shardkit.writers.execution.task import Commit, PlainCounts, RunTasks, Task, partition_name
+from shardkit.writers.runs import DEFAULT_LIMITS
 
-__all__ = ["ExactDuplicates", "find_exact", "tasks"]
+__all__ = ["ExactDuplicates", "find_exact", "remove_exact"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactDuplicates(PlainCounts):
-    """Losses of one partition: `splits` maps a split's number to (documents, bytes) that it lost.
-
-    `groups` counts the documents that represent 2, 3, … documents, in the classes of `count_groups`.
+    """What one partition removes. `groups` counts the documents that represent 2, 3, … documents, in the
+    classes of `count_groups`.
     """
 
     losers: int
     bytes: int
-    splits: Mapping[str, Sequence[int]]
     groups: Sequence[int]
     largest_group: int
 
-    def by_split(self) -> dict[int, Count]:
-        """What each split lost."""
-        return {int(split): Count(*lost) for split, lost in self.splits.items()}
 
+def remove_exact(
+    run: RunTasks,
+    cleaned: Sequence[Commit],
+    documents: int,
+    memory_bytes: int,
+    *,
+    partition_rows: int = PARTITION_ROWS,
+    limits: Limits = DEFAULT_LIMITS,
+) -> tuple[list[ExactDuplicates], list[SplitTable]]:
+    """Run the stage: what each partition removed, and the outcomes of each split.
 
-def tasks(cleaned: Sequence[Commit], partitions: int) -> list[Task]:
-    """One task a partition of keys."""
-    paths = tuple(commit.files / KEYS_FILE for commit in cleaned)
-    inputs = {"keys": digest_of([commit.outputs[KEYS_FILE].xxh3_128 for commit in cleaned])}
-    made = []
+    `documents` is the number of rows of KEYS that the tasks `cleaned` wrote, one task a split.
+    """
+    partitions = max(1, -(-documents // partition_rows))
+    keys = exchange(run, "exact", KEYS, cleaned, readers=partitions, limits=limits)
+    tasks = []
     for number in range(partitions):
-        config = {"partition": number, "partitions": partitions}
-        args = (paths, number, partitions)
-        made.append(
-            Task("exact", partition_name(number, partitions), config, find_exact, args, inputs=inputs)
-        )
-    return made
+        piece = keys.slice(*partition_bounds(number, partitions))
+        name, inputs = partition_name(number, partitions), {"keys": piece.digest}
+        tasks.append(Task("exact", name, {}, find_exact, (piece, memory_bytes), piece.bytes, inputs))
+    [commits] = run(tasks)
+    removed = by_split(run, "exact_removed", OUTCOMES, commits, len(cleaned), limits=limits)
+    return [ExactDuplicates.of(commit) for commit in commits], removed
 
 
-def find_exact(folder: Path, paths: Sequence[Artifact], partition: int, partitions: int) -> ExactDuplicates:
-    """Write the losers and winners among the keys of one partition into `folder`."""
-    losers = find_losers(paths, partition, partitions)
-    winners = find_winners(losers)
-    np.save(folder / LOSERS_FILE, losers, allow_pickle=False)
-    np.save(folder / WINNERS_FILE, winners, allow_pickle=False)
-    documents = np.bincount(losers["split"])
-    sizes = np.bincount(losers["split"], losers["bytes"]).astype(np.int64)
-    return ExactDuplicates(
-        losers=len(losers),
-        bytes=int(losers["bytes"].sum()),
-        splits={str(n): [int(documents[n]), int(sizes[n])] for n in np.flatnonzero(documents).tolist()},
-        groups=count_groups(winners["copies"]),
-        largest_group=int(winners["copies"].max(initial=1)),
-    )
+def find_exact(folder: Path, keys: Slice, memory_bytes: int) -> ExactDuplicates:
+    """Write the outcomes of one partition into `folder`."""
+    losers = size = 0
+    largest, groups = 1, np.zeros(len(GROUP_SIZES) + 1, np.int64)
+    with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 4) as writer:
+        for rows in find_outcomes(keys, memory_bytes):
+            writer.write(rows)
+            copies = rows["copies"][rows["copies"] > 0]
+            losers, size = losers + len(rows) - len(copies), size + int(rows["bytes"].sum())
+            groups += count_groups(copies)
+            largest = max(largest, int(copies.max(initial=1)))
+    return ExactDuplicates(losers, size, groups.tolist(), largest)

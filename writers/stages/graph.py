@@ -17,12 +17,11 @@ from typing import Any
 
 from shardkit.card import DedupFacts
 from shardkit.errors import BuildError, RecipeError, warn_user
-from shardkit.writers.dedup import exact as exact_dedup
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
 from shardkit.writers.dedup.population import SplitDocuments
-from shardkit.writers.dedup.removals import Removals
+from shardkit.writers.dedup.removals import NOTHING, SplitRemovals
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
 from shardkit.writers.inputs.fields import check_named_fields
@@ -31,7 +30,7 @@ from shardkit.writers.ledger import Count, Ledger, check_bad_fraction, first_of
 from shardkit.writers.recipe import Recipe
 from shardkit.writers.stages import clean, exact, pack, provenance, tokenize
 from shardkit.writers.stages.clean import Cleaned
-from shardkit.writers.stages.duplicate_losses import EXACT, NEAR, DuplicateLosses
+from shardkit.writers.stages.duplicate_losses import EXACT, LINES, NEAR, DuplicateLosses
 from shardkit.writers.stages.pack import Packed
 from shardkit.writers.stages.tokenize import Tokenized, TokenizerFacts, TokenizerFile
 from shardkit.writers.tokenizer import Engine, Parity
@@ -77,16 +76,16 @@ class Survivors:
     """The documents that are left after filters and duplicate removal.
 
     `cleaned` and `documents` have a commit for each split, and `counts` the counts of stage `clean`.
-    `documents` have documents.arrow, and are `cleaned` unless lines were cut. `removals` are its rows that
-    were removed, `removed` the counts by reason that stage `tokenize` will book for them, `lines_cut` the
-    ledgers of stage `lines`. `kept` is what the filters kept. `concurrent` are the commits of the tasks that
-    ran at the same time as stage `clean`.
+    `documents` have documents.arrow, and are `cleaned` unless lines were cut. `removals` are the rows of
+    each that were removed, `removed` the counts by reason that stage `tokenize` will book for them,
+    `lines_cut` the ledgers of stage `lines`. `kept` is what the filters kept. `concurrent` are the commits of
+    the tasks that ran at the same time as stage `clean`.
     """
 
     cleaned: Sequence[Commit]
     counts: Sequence[Cleaned]
     documents: Sequence[Commit]
-    removals: Removals
+    removals: Sequence[SplitRemovals]
     removed: Mapping[str, Count]
     lines_cut: Sequence[Ledger]
     near: NearResult | None
@@ -113,32 +112,31 @@ def find_survivors(inputs: BuildInputs, run: RunTasks, *, concurrent: Sequence[T
     counts = [Cleaned.of(commit) for commit in cleaned]
     kept = _check_cleaned(recipe, splits, cleaned, counts)
     losses = DuplicateLosses(recipe.sources, splits, [one.ledger for one in counts])
-    documents, removals, removed, lines_cut = cleaned, Removals({}), dict[str, Count](), list[Ledger]()
+    removals = [SplitRemovals() for _ in splits]
+    documents, removed, lines_cut = cleaned, dict[str, Count](), list[Ledger]()
 
-    duplicates: list[Commit] = []
+    tables = [NOTHING] * len(splits)
+    duplicates: list[exact.ExactDuplicates] = []
     if config.exact is not None:
-        partitions = exact_dedup.partitions_for(kept.documents, 2 * memory_bytes)
-        [duplicates] = run(exact.tasks(cleaned, partitions))
-        losses.add_exact(duplicates)
-        removals = Removals({EXACT: [commit.files for commit in duplicates]})
+        duplicates, tables = exact.remove_exact(run, cleaned, kept.documents, memory_bytes)
+        losses.add(EXACT, tables)
+        removals = [SplitRemovals({EXACT: table}) for table in tables]
         removed[EXACT] = losses.total(EXACT)
 
     if config.lines is not None:
         whole = _describe(cleaned)
-        [keys] = run(lines.key_tasks(whole, duplicates, config.lines))
-        [losers] = run(lines.loser_tasks(keys, config.lines, memory_bytes))
-        [documents] = run(lines.cut_tasks(whole, keys, losers, duplicates, config.lines))
+        documents = lines.remove_lines(run, whole, tables, config.lines, memory_bytes)
         lines_cut = [commit.ledger() for commit in documents]
         losses.add_lines(lines_cut)
-        removals = Removals({}, [commit.files for commit in documents])  # these files no longer contain them
+        removals = [SplitRemovals({LINES: lines.remaining(commit)}) for commit in documents]
         removed = {}
 
     near = None
     if config.near is not None:
         stages = NearStages(config.near, _describe(documents), removals, memory_bytes, recipe.seed)
         near = remove_near(run, stages, inputs.indexes)
-        losses.add_near(near)
-        removals = Removals({**removals.folders, NEAR: [near.resolved.files]}, removals.rewritten)
+        losses.add(NEAR, near.removed)
+        removals = [own.also(NEAR, table) for own, table in zip(removals, near.removed, strict=True)]
         removed[NEAR] = losses.total(NEAR)
 
     losses.check(config.max_removed_fraction)

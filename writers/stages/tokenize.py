@@ -33,7 +33,7 @@ from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError, MissingExtraError
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.lines import ROWS_FILE
-from shardkit.writers.dedup.removals import Removals, Removed
+from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.documents import keyed_hashes
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
@@ -235,7 +235,7 @@ def tasks(
     recipe: Recipe,
     splits: Sequence[Split],
     documents: Sequence[Commit],
-    removals: Removals,
+    removals: Sequence[SplitRemovals],
     *,
     cleaned: Sequence[Commit],
     tokenizer: TokenizerFile,
@@ -258,15 +258,15 @@ def tasks(
     }
     encoder = (tokenizer.file, tokenizer.eos, engine, unlike)
     made = []
-    for split, commit, first in zip(splits, documents, cleaned, strict=True):
+    for split, commit, removed, first in zip(splits, documents, removals, cleaned, strict=True):
         languages, named = _languages(first, commit)
         inputs = {
             "documents": commit.outputs[DOCUMENTS_FILE].xxh3_128,
-            "removed": removals.digest(split.index),
+            "removed": removed.digest,
             "tokenizer": tokenizer.digest,
         }
         args = (
-            *(commit.files / DOCUMENTS_FILE, removals, split.index),
+            *(commit.files / DOCUMENTS_FILE, removed),
             *(encoder, recipe.seed, partitions, run_tokens, languages),
         )
         weight = commit.ledger().kept.bytes
@@ -290,8 +290,7 @@ def _languages(cleaned: Commit, documents: Commit) -> tuple[LanguageLabels | Non
 def _tokenize(
     folder: Path,
     documents: Artifact,
-    removals: Removals,
-    split: int,
+    removed: SplitRemovals,
     encoder: tuple[Artifact, str, Engine, Ranges],
     seed: int,
     partitions: int,
@@ -302,7 +301,7 @@ def _tokenize(
     file, eos, engine, unlike = encoder
     return tokenize_split(
         documents,
-        removals.of_split(split),
+        removed.load(),
         load_encoder(file.local(), eos, engine, unlike),
         seed=seed,
         partitions=partitions,

@@ -1,0 +1,145 @@
+"""Exact duplicates: the outcomes are those of one dictionary over all documents."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.writers.dedup.exact import KEYS, rank_copies
+from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
+from shardkit.writers.exchange import Limits, RunWriter
+from shardkit.writers.execution.task import Commit
+from shardkit.writers.stages.exact import ExactDuplicates, remove_exact
+from support.task_folders import TaskFolders, commit_folder
+
+Row = tuple[bytes, bytes, int, int]  # key, id, bytes, source
+Place = tuple[int, int]  # split, row
+SMALL = Limits(fan_in=3, least_segments=4, block_bytes=200, read_bytes=400)
+
+
+def rows_of(seed: int, count: int, texts: int) -> list[Row]:
+    rng = random.Random(seed)
+    # Some keys agree in their first or last half only.
+    halves = [rng.randbytes(8) for _ in range(texts)]
+    keys = [halves[rng.randrange(texts)] + halves[rng.randrange(2)] for _ in range(count)]
+    return [(key, rng.randbytes(16), rng.randrange(99), rng.randrange(3)) for key in keys]
+
+
+def clean(folder: Path, rows: list[Row]) -> Commit:
+    """The commit of the split's task that wrote its keys."""
+    folder.mkdir(parents=True)
+    keys = np.zeros(len(rows), KEYS.dtype)
+    for at, (key, id, size, source) in enumerate(rows):
+        keys[at]["key"], keys[at]["low"] = (int.from_bytes(key[half : half + 8], "big") for half in (0, 8))
+        keys[at]["id"] = [int.from_bytes(id[half : half + 8], "big") for half in (0, 8)]
+        keys[at]["row"], keys[at]["bytes"], keys[at]["source"], keys[at]["split"] = at, size, source, -1
+    with RunWriter(folder / KEYS.file, KEYS, memory_bytes=1 << 20) as writer:
+        writer.write(keys)
+    return commit_folder(folder, "clean", folder.name)
+
+
+def remove(
+    run: TaskFolders,
+    cleaned: list[Commit],
+    documents: int,
+    *,
+    memory_bytes: int = 1 << 20,
+    partitions: int = 1,
+) -> tuple[list[ExactDuplicates], list[SplitTable]]:
+    rows = max(1, -(-documents // partitions))
+    return remove_exact(run, cleaned, documents, memory_bytes, partition_rows=rows, limits=SMALL)
+
+
+def brute_force(splits: list[list[Row]]) -> dict[Place, Place]:
+    """{loser: its winner} by one dictionary over everything."""
+    groups: dict[bytes, list[tuple[int, bytes, Place]]] = {}
+    for split, rows in enumerate(splits):
+        for at, (key, id, _, source) in enumerate(rows):
+            groups.setdefault(key, []).append((source, id, (split, at)))
+    return {rank[-1]: min(group)[-1] for group in groups.values() for rank in group if rank != min(group)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(0, 60),
+    texts=st.integers(2, 30),
+    splits=st.integers(1, 5),
+    partitions=st.integers(1, 9),
+    memory_bytes=st.sampled_from([100, 5000, 1 << 20]),
+)
+def test_outcomes_are_those_of_a_dictionary_for_any_splits_partitions_and_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    count: int,
+    texts: int,
+    splits: int,
+    partitions: int,
+    memory_bytes: int,
+) -> None:
+    rows = rows_of(seed, count, texts)
+    cut = [rows[at::splits] for at in range(splits)]
+    folder = tmp_path_factory.mktemp("exact")
+    cleaned = [clean(folder / f"clean-{at}", own) for at, own in enumerate(cut)]
+    found, tables = remove(
+        TaskFolders(folder), cleaned, count, memory_bytes=memory_bytes, partitions=partitions
+    )
+    expected = brute_force(cut)
+    lost: dict[int, list[int]] = {}
+    represent: dict[Place, int] = {}
+    for split, table in enumerate(tables):
+        removed = SplitRemovals({"exact": table}).load()
+        lost[split] = removed.rows["exact"].tolist()
+        represent |= {
+            (split, row): copies
+            for row, copies in zip(removed.copied.tolist(), removed.copies.tolist(), strict=True)
+        }
+        assert table.lost.documents == len(lost[split])
+        assert table.lost.bytes == sum(cut[split][row][2] for row in lost[split])
+    assert {(split, row) for split, own in lost.items() for row in own} == set(expected)
+    copies = Counter(expected.values())
+    assert represent == {place: number + 1 for place, number in copies.items()}
+    assert sum(one.losers for one in found) == len(expected)
+    assert sum(one.bytes for one in found) == sum(table.lost.bytes for table in tables)
+    assert max(one.largest_group for one in found) == max([1, *represent.values()])
+    assert np.sum([one.groups for one in found], axis=0).tolist()[1] == sum(
+        number == 2 for number in represent.values()
+    )
+
+
+def test_a_file_more_changes_the_removals_of_those_splits_only_that_lose_other_documents(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(5)
+    shared = rng.randbytes(16)
+    splits = [[(rng.randbytes(16), rng.randbytes(16), 5, 0) for _ in range(9)] for _ in range(4)]
+    splits[1].append((shared, b"\1" * 16, 7, 0))
+    splits[2][3] = (*splits[0][2][:1], b"\xff" * 16, 5, 0)
+    cleaned = [clean(tmp_path / f"clean-{at}", own) for at, own in enumerate(splits)]
+    run = TaskFolders(tmp_path)
+    _, before = remove(run, cleaned, 37)
+    added = clean(tmp_path / "clean-new", [(rng.randbytes(16), rng.randbytes(16), 5, 0)])
+    _, after = remove(run, [cleaned[0], added, *cleaned[1:]], 38)
+    assert [table.digest for table in before] == [after[at].digest for at in (0, 2, 3, 4)]
+    added = clean(tmp_path / "clean-better", [(shared, b"\0" * 16, 5, 0)])
+    _, after = remove(run, [cleaned[0], added, *cleaned[1:]], 38)
+    same = [table.digest == after[at].digest for table, at in zip(before, (0, 2, 3, 4), strict=True)]
+    assert same == [True, False, True, True]
+
+
+def test_the_first_source_wins_then_the_longest_text_if_so_wanted_then_the_lowest_id() -> None:
+    rows = np.zeros(5, KEYS.dtype)
+    rows["source"] = [1, 0, 0, 0, 0]
+    rows["bytes"] = [9, 5, 5, 6, 1]
+    rows["id"] = [(0, 0), (1, 2), (1, 1), (2, 0), (9, 9)]
+    rows["key"][4] = 1
+    chosen, winners = rank_copies(rows)
+    assert (chosen.tolist(), winners.tolist()) == ([2, 1, 3, 0], [0, 0, 0, 0])
+    chosen, winners = rank_copies(rows, longest_first=True)
+    assert (chosen.tolist(), winners.tolist()) == ([3, 2, 1, 0], [0, 0, 0, 0])

@@ -1,0 +1,52 @@
+"""Runs the tasks of stages at once in this process, and reuses those that ran, as a build does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkit.writers.exchange import Segment, Slice, Table
+from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.work import hash_output
+
+__all__ = ["TaskFolders", "commit_folder", "read_run"]
+
+
+class TaskFolders:
+    """`ran` are the tasks that were not found finished, in order, as `stage/name`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._finished: dict[str, Commit] = {}
+        self.ran: list[str] = []
+
+    def __call__(self, *groups: Sequence[Task]) -> list[list[Commit]]:
+        return [[self._run(task) for task in group] for group in groups]
+
+    def _run(self, task: Task) -> Commit:
+        if task.key not in self._finished:
+            self.ran.append(str(task))
+            folder = self._folder / task.key
+            folder.mkdir(parents=True)
+            counts = task.function(folder, *task.args)
+            plain = counts if isinstance(counts, dict) else counts.to_dict()  # type: ignore[union-attr]
+            self._finished[task.key] = commit_folder(folder, task.stage, task.name, plain)
+        return self._finished[task.key]
+
+
+def commit_folder(folder: Path, stage: str, name: str, counts: dict[str, Any] | None = None) -> Commit:
+    """The commit of a task that wrote the files of a folder; counts pass through JSON, as in a record."""
+    outputs = {path.name: hash_output(path) for path in sorted(folder.iterdir())}
+    return Commit(stage, name, folder, "", json.loads(json.dumps(counts or {})), outputs)
+
+
+def read_run(path: Path, table: Table) -> npt.NDArray[np.void]:
+    """All rows of a run."""
+    every = 1 << 64
+    return Slice(table, ((Segment(Artifact(path), path.stat().st_size, "", 0, every),),), 0, every).read()[0]
