@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.card import Count
+from shardkit.errors import BuildError
 from shardkit.writers.dedup.removals import (
     NOTHING,
     OUTCOME,
@@ -48,8 +50,9 @@ def divide(folder: Path, decisions: list[list[Decision]], splits: int) -> list[S
 
 def write_table(path: Path, rows: list[tuple[int, int]]) -> SplitTable:
     """A table of (row, copies) of one split, behind rows of another one."""
-    np.array([(9, 9), *rows], OUTCOME).tofile(path)
-    return SplitTable(Artifact(path), 1, len(rows), path.name)
+    table = np.array([(9, 9), *rows], OUTCOME)
+    table.tofile(path)
+    return SplitTable(Artifact(path), 1, len(rows), xxhash.xxh3_128_hexdigest(table[1:].data))
 
 
 @settings(max_examples=25, deadline=None)
@@ -126,6 +129,13 @@ def test_the_latest_stage_counts_the_copies(tmp_path: Path) -> None:
     loaded = nothing.load()
     assert (len(loaded.copied), [len(rows) for rows in loaded.rows.values()]) == (0, [0, 0])
     assert len({removals.digest, SplitRemovals({"exact": exact}).digest, nothing.digest}) == 3
+
+
+def test_damaged_rows_are_refused(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "exact", [(0, 2), (2, 0)])
+    (tmp_path / "exact").write_bytes((tmp_path / "exact").read_bytes()[:-1] + b"\1")
+    with pytest.raises(BuildError, match="exact: bytes 8 to 24 are missing or differ from their hash"):
+        table.read(OUTCOME)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 100])
