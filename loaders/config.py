@@ -193,9 +193,10 @@ class LoaderConfig:
     Or a schedule by position, [(0, 256), (2_000_000, 512)]: each size holds from the first step that starts
     there or behind."""
     lanes: int | None = None
-    """Lanes of the window shuffle; default: from the first run's batch size, kept in the state."""
+    """Lanes of the window shuffle; default: from the number of shards, kept in the state."""
     window: int | None = None
-    """Samples shuffled together in a lane; default: two of all lanes hold 4 GiB; kept in the state."""
+    """Samples shuffled together in a lane; default: those of two average shards, or of 64 shards in all lanes
+    together if that is more; kept in the state."""
     schedule: Sequence[tuple[int, Weights]] | None = None
     """A mixture's weights from given positions (in samples over all ranks) on, instead of the streams' own.
 

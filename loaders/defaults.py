@@ -2,112 +2,49 @@
 
 from __future__ import annotations
 
-from shardkit.datasets.dataset import MAX_RESIDENT_BYTES, Dataset
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardkit.datasets.dataset import Dataset
 from shardkit.errors import warn_user
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.streams import Streams
-from shardkit.order.order import default_lanes, default_window, rank_slice
-from shardkit.order.residency import lanes_of_part
-from shardkit.units import format_bytes, parse_bytes
+from shardkit.order.order import OrderSpec, default_lanes, default_window
+from shardkit.units import format_bytes
 
-__all__ = [
-    "find_eos_id",
-    "may_be_padded",
-    "shuffle_sizes",
-    "stream_sizes",
-    "warn_of_small_cache",
-    "windows_budget",
-]
+if TYPE_CHECKING:
+    from shardkit.loaders.streams import Streams
 
-DEFAULT_WINDOWS_BYTES = 4 << 30  # of two windows of all lanes: what they span stays open together
-
-MEMORY_WINDOWS_BYTES = 1 << 30  # the same where shards are kept in memory and no `cache_bytes` is given
+__all__ = ["find_eos_id", "may_be_padded", "shuffle_sizes", "warn_of_small_cache"]
 
 
-def stream_sizes(streams: Streams, plan: BatchPlan, config: LoaderConfig, row_bytes: int) -> tuple[int, int]:
-    """(lanes, window) for all streams: as configured, else what suits each of them and all together."""
-    found = [shuffle_sizes(dataset, plan, config, row_bytes) for dataset in streams.once.datasets]
-    lanes, window = (min(sizes) for sizes in zip(*found, strict=True))
-    # Streams of one dataset visit its shards in different orders, so with many of them all shards are in use
-    # whatever the window. It is divided among them only if the cache is smaller than the dataset.
-    parts = sum(
-        len(who) if _is_larger(dataset, config) else 1
-        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True)
-    )
-    return lanes, config.window or max(1, window // parts)
+def shuffle_sizes(dataset: Dataset, config: LoaderConfig) -> tuple[int, int]:
+    """(lanes, window): as configured, else what follows from the shards and samples of the dataset alone.
 
-
-def _is_larger(dataset: Dataset, config: LoaderConfig) -> bool:
-    """Whether a dataset is larger than the cache that was given for it."""
-    if dataset.shards is None or config.cache_bytes is None:
-        return False
-    return int(dataset.manifest.raw_bytes.clip(0).sum()) > parse_bytes(config.cache_bytes)
-
-
-def shuffle_sizes(dataset: Dataset, plan: BatchPlan, config: LoaderConfig, row_bytes: int) -> tuple[int, int]:
-    """(lanes, window): as configured, else from the batch over all ranks and what fits in memory.
-
-    How ranks are spread over machines decides neither: one cache is assumed to serve all lanes.
+    Neither batch nor ranks, machines or cache take part, so that a seed and a dataset have one order.
     """
-    lanes = config.lanes or default_lanes(plan.global_batch)
-    budget = DEFAULT_WINDOWS_BYTES
-    if dataset.shards is not None:
-        budget = _cache_budget(dataset, config, lanes)
-        if not dataset.shards.cache.is_shared or plan.world_size == 1:
-            part = rank_slice(plan.global_batch, plan.rank, plan.world_size)
-            warn_of_small_cache(dataset, config, lanes, len(lanes_of_part(plan.global_batch, lanes, part)))
-    if dataset.shards is None and any(kind.compression for kind in dataset.manifest.kinds):
-        # A lane keeps about three decompressed shards in memory, where a map would cost nothing.
-        budget = MAX_RESIDENT_BYTES
-        most = max(1, budget // (4 * max(1, int(dataset.manifest.raw_bytes.max()))))
-        if config.lanes is None and lanes > most:
-            lanes = default_lanes(_largest_divisor(plan.global_batch, most))
-    window = config.window or default_window(lanes, row_bytes, budget)
-    return lanes, window
+    manifest = dataset.manifest
+    shards = int(np.count_nonzero(manifest.shard_samples))
+    compressed = any(kind.compression for kind in manifest.kinds)
+    lanes = config.lanes or default_lanes(shards, compressed=compressed)
+    return lanes, config.window or default_window(len(dataset), shards, lanes)
 
 
-def _cache_budget(dataset: Dataset, config: LoaderConfig, lanes: int) -> int:
-    """Bytes for two windows of all lanes.
-
-    A capacity counts only if it was given: what is free differs from one machine and moment to the next, and
-    all ranks, and a run started again, must shuffle alike.
-    """
-    assert dataset.shards is not None
-    if config.cache_bytes is None:
-        return DEFAULT_WINDOWS_BYTES if dataset.shards.cache.is_shared else MEMORY_WINDOWS_BYTES
-    sizes, capacity = dataset.manifest.raw_bytes.clip(0), parse_bytes(config.cache_bytes)
-    if capacity >= int(sizes.sum()):
-        return DEFAULT_WINDOWS_BYTES
-    return windows_budget(capacity, lanes, int(sizes.max(initial=0)))
-
-
-def windows_budget(capacity: int, lanes: int, shard_bytes: int) -> int:
-    """Bytes for two windows of all lanes such that a cache of `capacity` bytes, less than the dataset has,
-    holds them and the shards at their edges; half a shard for each window at least.
-    """
-    return min(DEFAULT_WINDOWS_BYTES, max(capacity - 2 * lanes * shard_bytes, lanes * shard_bytes))
-
-
-def warn_of_small_cache(dataset: Dataset, config: LoaderConfig, lanes: int, served: int) -> None:
-    """Warn if a cache is too small for what `served` of the lanes, which read through it, have in use."""
+def warn_of_small_cache(dataset: Dataset, order: OrderSpec, served: int) -> None:
+    """Warn if a cache is too small for what `served` of the order's lanes, read through it, have in use."""
     assert dataset.shards is not None
     capacity = dataset.shards.cache.capacity
     sizes = dataset.manifest.raw_bytes.clip(0)
-    needed = 2 * served * int(sizes.max(initial=0))  # a window begins and ends inside of shards
-    if config.cache_bytes is None and config.window is None:
-        needed += _cache_budget(dataset, config, lanes) * served // lanes
-    needed = min(needed, int(sizes.sum()))
+    total, largest = int(sizes.sum()), int(sizes.max(initial=0))
+    # A window begins and ends inside of shards.
+    window_bytes = (order.window or len(dataset)) * total // max(1, len(dataset))
+    needed = min(served * (window_bytes + 2 * largest), total)
     if capacity < needed:
         warn_user(
-            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, what {served} "
-            "lanes have in use at a time: rows will be read one by one; give more, a smaller window, "
-            "fewer lanes, or smaller shards"
+            f"cache_bytes of {format_bytes(capacity)} is below {format_bytes(needed)}, what {served:,} "
+            f"lanes have in use at a time: about {100 * (1 - capacity / needed):.0f} % of rows will be read "
+            "one by one; give more, a smaller window, fewer lanes, or smaller shards"
         )
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 def find_eos_id(streams: Streams, config: LoaderConfig, token_key: str | None) -> int | None:

@@ -13,37 +13,14 @@ import json
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.defaults import stream_sizes
 from shardkit.loaders.plan import Arrangement, BatchPlan, Cursor
-from shardkit.loaders.sources import open_source
 from shardkit.loaders.state import LoaderState, resume
 from shardkit.loaders.streams import Opened
-from shardkit.order.order import OrderSpec, Shuffle
-from shardkit.order.run_settings import RunSettings, Tail
+from shardkit.order.run_settings import RunSettings
 
-__all__ = ["PlannedRun", "first_settings"]
+__all__ = ["PlannedRun"]
 
 _Ints = npt.NDArray[np.int64]
-
-
-def first_settings(
-    opened: Opened,
-    config: LoaderConfig,
-    batch_size: int,
-    world_size: int,
-    *,
-    seed: int = 17,
-    shuffle: Shuffle = "window",
-    tail: Tail = "carry",
-) -> RunSettings:
-    """The settings that a loader with these options begins with. ValueError says what cannot be."""
-    plan = BatchPlan(opened.epoch_samples(config), batch_size, 0, world_size, tail)
-    lanes, window = config.lanes or 1, config.window or 1
-    if shuffle == "window" and (config.lanes is None or config.window is None):
-        source = open_source(opened.streams, None, None, mixed_lengths=config.mixed_lengths)
-        lanes, window = stream_sizes(opened.streams, plan, config, source.stored_bytes)
-    return opened.settings(config, OrderSpec(seed, lanes, window, shuffle), tail)
 
 
 class PlannedRun:

@@ -30,7 +30,7 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
 from shardkit.loaders.config import LoaderConfig, LoaderOptions, Stream, Weights
-from shardkit.loaders.defaults import find_eos_id, may_be_padded, stream_sizes, warn_of_small_cache
+from shardkit.loaders.defaults import find_eos_id, may_be_padded, warn_of_small_cache
 from shardkit.loaders.metrics import LoaderStats, Telemetry
 from shardkit.loaders.peers import StopTogether
 from shardkit.loaders.placement import (
@@ -48,7 +48,7 @@ from shardkit.loaders.sources import TokenDtype, open_source
 from shardkit.loaders.state import LoaderState, OnMismatch, resume
 from shardkit.loaders.streams import Streams, named_weights, open_streams
 from shardkit.loaders.usage_log import UsageLog
-from shardkit.order.order import MAX_POSITION, OrderSpec, Shuffle
+from shardkit.order.order import MAX_POSITION, Shuffle
 from shardkit.order.residency import lanes_of_ranks
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.units import parse_bytes
@@ -106,14 +106,14 @@ class StreamingLoader:
             mixed_lengths=self.config.mixed_lengths,
             keep_stored=self.config.reads_tokens,
         )
-        lanes, window = stream_sizes(streams, self._plan, self.config, self._source.stored_bytes)
         self._cursor = (0, 0)
         self._step_sizes: StepSizes | None = None
         if (sizes := self.config.global_batch) is not None:
             if tail != "carry":
                 raise ValueError(f"global_batch needs tail='carry', not {tail!r}: steps run on across epochs")
             self._step_sizes = StepSizes.of(sizes)
-        self._arrange(self._opened.settings(self.config, OrderSpec(seed, lanes, window, shuffle), tail))
+        self._arrange(self._opened.settings(self.config, seed=seed, shuffle=shuffle, tail=tail))
+        self._warn_of_small_caches(is_starting=False)
         self._maker = BatchMaker(
             batch_size=self.batch_size,
             config=self.config,
@@ -243,19 +243,17 @@ class StreamingLoader:
         streams = self._opened.streams
         if not (remote := streams.remote):
             return
+        self._warn_of_small_caches(is_starting=True)
         positions, shares = self._arrangement.positions(self.position), self._arrangement.shares()
         for dataset, reader, who in zip(
             streams.once.datasets, streams.once.readers, streams.sharing, strict=True
         ):
             if reader is not None and dataset.shards is not None:
                 is_shared = dataset.shards.cache.is_shared
-                lanes = self._lanes_read(is_shared)
-                if is_shared and self.world_size > 1:
-                    warn_of_small_cache(dataset, self.config, self._settings.order.lanes, len(lanes))
                 reader.start(
                     self._arrangement.uses(who),
                     positions[who[0]] if len(who) == 1 else self.position,
-                    lanes,
+                    self._lanes_read(who, is_shared),
                     share=sum(shares[stream] for stream in who) if is_shared else 1.0,
                     siblings=[shards for shards in remote if shards is not dataset.shards],
                 )
@@ -273,11 +271,27 @@ class StreamingLoader:
         if any(shards.cache.is_shared for shards in remote):
             self.learn_machine_ranks()
 
-    def _lanes_read(self, is_shared: bool) -> list[int]:
-        """The lanes that this process, or all processes that share its cache, may read."""
+    def _warn_of_small_caches(self, *, is_starting: bool) -> None:
+        """When the loader is made; where ranks share a cache, when it starts and knows which ranks do."""
+        streams = self._opened.streams
+        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
+            if dataset.shards is not None and is_starting == (
+                dataset.shards.cache.is_shared and self.world_size > 1
+            ):
+                order = self._settings.order_of(who[0])
+                lanes = self._lanes_read(who, dataset.shards.cache.is_shared)
+                warn_of_small_cache(dataset, order, order.lanes if lanes is None else len(lanes))
+
+    def _lanes_read(self, streams: Sequence[int], is_shared: bool) -> list[int] | None:
+        """The lanes of a dataset that this process, or all processes that share its cache, may read.
+
+        None: all, because the `streams` that draw on the dataset have different lanes.
+        """
         ranks = self.learn_machine_ranks() if is_shared else (self.rank,)
-        plan, lanes = self._plan, self._settings.order.lanes
-        return lanes_of_ranks(plan.global_batch, lanes, ranks, plan.world_size)
+        orders = [self._settings.order_of(stream) for stream in streams]
+        if any(order.lanes != orders[0].lanes for order in orders):
+            return None
+        return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         try:

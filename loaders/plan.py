@@ -2,8 +2,8 @@
 
 With N samples, B sequences per rank and R ranks, the global batch is G = B * R. Position p is sample p % N of
 epoch p // N for every tail and batch size, so both may change between runs. A batch covers positions [p, p +
-G), sorted by lane, and rank r takes the r-th of R equal parts. `tail` says what happens at the end of an
-epoch:
+G), sorted by lane (`lane_keys`), and rank r takes the r-th of R equal parts. `tail` says what happens at the
+end of an epoch:
 
     carry  the batch continues into the next epoch; it belongs to the epoch in which it starts
     drop   a batch that would cross the edge is not delivered: the next batch starts with the next epoch
@@ -25,7 +25,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import Protocol, SupportsIndex, cast, get_args
@@ -40,7 +40,7 @@ from shardkit.order.mixture import Mixture
 from shardkit.order.order import MAX_POSITION, Located, Order, rank_slice
 from shardkit.order.residency import MixedUses
 from shardkit.order.run_settings import RunSettings, Tail
-from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
+from shardkit.order.streams import MixedOrder, StreamOrder
 from shardkit.units import whole_number
 
 __all__ = ["Arrangement", "BatchPlan", "Cursor", "Limit", "SampleOrder", "StepSizes", "Steps"]
@@ -293,9 +293,8 @@ class Arrangement:
         parts = []
         for number, (dataset, excluded) in enumerate(zip(streams.datasets, exclusions, strict=True)):
             sizes = dataset.manifest.shard_samples
-            seed = settings.order.seed if schedule is None else stream_seed(settings.order.seed, number)
             kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
-            order = Order(kept, replace(settings.order, seed=seed))
+            order = Order(kept, settings.order_of(number))
             self.stream_orders.append(order)
             parts.append(StreamOrder(order, excluded, sizes))
         self._mixture = None if schedule is None else Mixture(settings.order.seed, schedule)

@@ -188,7 +188,7 @@ def unchanged(batch: Batch) -> Batch:
 def checkpoint_state(checkpoint: str | os.PathLike[str], name: str = "loader") -> State:
     """Read the state of a loader that torch.distributed.checkpoint saved as {name: loader}, on its own.
 
-    Also of states before version 3, whose keys `load({name: loader})` misses ("Missing key"). For
+    Also of states before version 4, whose keys `load({name: loader})` misses ("Missing key"). For
     `load_state_dict` of any loader, with on_mismatch="fork" too. StateError if there is none.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a second to import

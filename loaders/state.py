@@ -3,8 +3,9 @@
 A state holds one moving number, `position` (samples delivered to the training loop, over all ranks and
 epochs), and the run's settings (`shardkit.order.run_settings`). Loading compares every setting and refuses a
 difference with a list of what differs; batch size, world size and prefetching are no settings, so they may
-change. The defaults of `lanes` and `window` depend on the first run's batch size: a loader that was not given
-any takes them from the state. `epoch_batches` (batches delivered in the epoch) only serves len().
+change. A loader that was not given `lanes` or `window` takes them from the state, and always its version of
+the order: a run goes on as it began, whatever the defaults are today. `epoch_batches` (batches delivered in
+the epoch) only serves len().
 
 A mixture's schedule of weights and the sizes of optimizer steps (`global_batch`) may change with the
 position. What lies before it must agree; what comes after it may be changed (what the loader is given wins
@@ -28,13 +29,14 @@ from shardkit.order.run_settings import Difference, RunSettings, StreamSettings,
 
 __all__ = ["STATE_VERSION", "LoaderState", "OnMismatch", "resume"]
 
-STATE_VERSION = 3  # 1 knew no mixtures, 2 no sizes of steps
+STATE_VERSION = 4  # 1 knew no mixtures, 2 no sizes of steps, 3 no lanes and windows of single streams
 OnMismatch = Literal["error", "fork"]
 
 _ORDER = ("seed", "shuffle", "lanes", "window")
-_STREAM = ("name", "fingerprint", "samples", "excluded")
+_STREAM = ("name", "fingerprint", "samples", "excluded", "lanes", "window")
 _COMMON = frozenset({"version", "position", "epoch_batches", "order_version", "tail", "streams", *_ORDER})
-_KEYS = {1: _COMMON, 2: _COMMON | {"mixture"}, 3: _COMMON | {"schedule", "epoch_samples", "global_batch"}}
+_SINCE_3 = _COMMON | {"schedule", "epoch_samples", "global_batch"}
+_KEYS = {1: _COMMON, 2: _COMMON | {"mixture"}, 3: _SINCE_3, 4: _SINCE_3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class LoaderState:
         data = _checked_keys(data)
         if data["version"] < 3:
             data = _from_version_1_or_2(data)
+        if data["version"] < 4 and isinstance(data["streams"], Mapping):
+            none = [0] * len(data["streams"].get("name", ()))
+            data["streams"] = {**data["streams"], "lanes": none, "window": none}
         streams = tuple(StreamSettings.from_dict(entry) for entry in _entries(data["streams"]))
         order = {"version": data["order_version"]} | {name: data[name] for name in _ORDER}
         schedule, sizes = data["schedule"], data["global_batch"]
@@ -105,10 +110,7 @@ def resume(
     """
     if on_mismatch not in get_args(OnMismatch):
         raise ValueError(f"on_mismatch must be one of {', '.join(get_args(OnMismatch))}, not {on_mismatch!r}")
-    order = saved.settings.order
-    if order.shuffle == current.order.shuffle:
-        kept = {name: getattr(order, name) for name in ("lanes", "window") if name not in fixed}
-        current = replace(current, order=replace(current.order, **kept))
+    current = _with_saved_shuffle(saved.settings, current, fixed)
     current = _with_saved_schedule(saved, current, fixed)
     differences = saved.settings.differences(current, saved.position)
     before = saved.step_sizes
@@ -127,6 +129,24 @@ def resume(
             "to continue from its position in another order"
         )
     return LoaderState(saved.position, 0, current, step_sizes)
+
+
+def _with_saved_shuffle(saved: RunSettings, current: RunSettings, fixed: frozenset[str]) -> RunSettings:
+    """`current` with the version of the order, lanes and windows of `saved`, but for what is `fixed`.
+
+    Streams that were added keep their own.
+    """
+    order = replace(current.order, version=saved.order.version)
+    if saved.order.shuffle != order.shuffle:
+        return replace(current, order=order)
+    kept = [name for name in ("lanes", "window") if name not in fixed]
+    streams = list(current.streams)
+    for number, stream in enumerate(streams):
+        known = saved.streams[number] if number < len(saved.streams) else None
+        own = current.order_of(number)
+        streams[number] = replace(stream, **{name: getattr(known or own, name) for name in kept})
+    order = replace(order, **{name: getattr(saved.order, name) for name in kept})
+    return replace(current, order=order, streams=tuple(streams))
 
 
 def _with_saved_schedule(saved: LoaderState, current: RunSettings, fixed: frozenset[str]) -> RunSettings:

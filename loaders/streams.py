@@ -30,10 +30,11 @@ from shardkit.cache.reader import CacheReader
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
+from shardkit.loaders.defaults import shuffle_sizes
 from shardkit.manifest import ShardInfo
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Schedule
-from shardkit.order.order import OrderSpec
+from shardkit.order.order import OrderSpec, Shuffle
 from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
 from shardkit.storage import StorageOptions
 from shardkit.units import parse_bytes
@@ -234,17 +235,22 @@ class Opened:
         """Samples that each stream may deliver in all."""
         return [spec.limit(kept) for spec, kept in zip(self.specs, self.kept, strict=True)]
 
-    def settings(self, config: LoaderConfig, order: OrderSpec, tail: Tail) -> RunSettings:
-        """The settings of a run over these streams. ValueError for impossible ones."""
-        streams = tuple(
-            StreamSettings(
-                dataset.fingerprint, kept, spec.name or "", excluded.digest if excluded is not None else ""
-            )
-            for dataset, kept, spec, excluded in zip(
-                self.streams.datasets, self.kept, self.specs, self.exclusions, strict=True
-            )
-        )
-        return RunSettings(order, tail, streams, self.schedule(config), self.epoch_samples(config))
+    def settings(
+        self, config: LoaderConfig, *, seed: int = 17, shuffle: Shuffle = "window", tail: Tail = "carry"
+    ) -> RunSettings:
+        """The settings that a run over these streams begins with. ValueError for impossible ones."""
+        sizes = [shuffle_sizes(dataset, config) for dataset in self.streams.datasets]
+        order = OrderSpec(seed, *sizes[0], shuffle)
+        streams = []
+        for number, (dataset, kept) in enumerate(zip(self.streams.datasets, self.kept, strict=True)):
+            name, excluded = self.specs[number].name or "", self.exclusions[number]
+            digest = "" if excluded is None else excluded.digest
+            own = OrderSpec(seed, *sizes[number], shuffle)
+            stream = StreamSettings(dataset.fingerprint, kept, name, digest)
+            if (own.lanes, own.window) != (order.lanes, order.window):
+                stream = replace(stream, lanes=own.lanes, window=own.window)
+            streams.append(stream)
+        return RunSettings(order, tail, tuple(streams), self.schedule(config), self.epoch_samples(config))
 
     def epoch_samples(self, config: LoaderConfig) -> int:
         """Samples of an epoch, as configured."""

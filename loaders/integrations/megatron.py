@@ -8,8 +8,8 @@
     pretrain(..., train_valid_test_datasets_provider, ...)  # with --dataloader-type external
 
 Megatron's checkpoints hold `consumed_train_samples`, and that number is the position of a shardkit loader: a
-run continues with the next sample at any data-parallel size and micro-batch size. The order follows from
-data, seed and `global_batch_size`, which must therefore stay as they are (or `lanes=` be given).
+run continues with the next sample at any data-parallel size and batch size. The order follows from data and
+seed, which must therefore stay as they are.
 
 A micro-batch has what Megatron's GPTDataset gives: `tokens`, `labels` (shifted), `position_ids` (int64) and
 `loss_mask` (float32), of shape [micro_batch_size, seq_length]. Rows of seq_length + 1 tokens have all labels;
@@ -34,7 +34,7 @@ from shardkit.loaders.batch import IGNORED_LABEL
 from shardkit.loaders.config import LoaderOptions, RunOptions, Stream
 from shardkit.loaders.loader import StreamingLoader
 from shardkit.loaders.pytorch import MapDataset
-from shardkit.order.order import Order, OrderSpec, default_lanes
+from shardkit.order.order import Order, OrderSpec
 
 with naming_extras(__name__):
     from megatron.core import mpu
@@ -75,15 +75,18 @@ class MegatronDataIterator:
         }
         if clash := sorted(layout.keys() & options.keys()):
             raise ValueError(f"Megatron's arguments decide {', '.join(clash)}: leave it out")
-        # By default lanes follow from a loader's batch, which Megatron may cut into other micro-batches.
-        order: RunOptions = {"lanes": default_lanes(global_batch_size)}
+        if global_batch_size % (micro_batch_size * data_parallel_size):
+            raise ValueError(
+                f"a global batch of {global_batch_size:,} does not divide into micro-batches of "
+                f"{micro_batch_size:,} on {data_parallel_size:,} ranks"
+            )
         self._seq_length = seq_length
         self.loader = StreamingLoader(
             dataset,
             batch_size=micro_batch_size,
             rank=data_parallel_rank,
             world_size=data_parallel_size,
-            **(order | options | layout),
+            **(options | layout),
         )
         _check_rows(self.loader.dataset, seq_length, bool(options.get("keep_length")))
         self.seek(consumed_samples)

@@ -302,10 +302,10 @@ SHARD_BYTES = Quantity(
 )
 SHUFFLE_SIZES = (
     Quantity("--lanes", "lanes", parse_count, str,
-             "lanes of the shuffle; default: the loader's, a divisor of the global batch up to 64", "N"),
+             "lanes of the shuffle; default: the loader's, a power of two that grows with the shards", "N"),
     Quantity("--window", "window", parse_count, "{:,}".format,
-             "samples that a lane shuffles together; default: the loader's, two windows of all lanes "
-             "hold 4 GiB", "N"),
+             "samples that a lane shuffles together; default: the loader's, those of two shards, or of 64 "
+             "in all lanes together", "N"),
 )  # fmt: skip
 NETWORK = (
     Quantity("--bandwidth", "node_bytes_per_second", parse_rate, format_rate,

@@ -312,7 +312,7 @@ def _train_tables(
         ["lanes", f"{max(plan.lanes_per_node)} of {plan.lanes}",
          f"{plan.nodes:,} nodes; a byte is fetched by {float(plan.fetch_factor):g} of them on average"],
         ["window", f"{plan.window:,}", f"samples, {format_bytes(plan.window_bytes)} of each lane"],
-        ["least cache", format_bytes(plan.cache_bytes), "lanes x (two windows + two shards)"],
+        ["least cache", format_bytes(plan.cache_bytes), "lanes x (a window + two shards)"],
         ["network used", _percent(plan.network_share), f"of {format_rate(needs.node_bytes_per_second)}"],
         ["fetch of a shard", format_seconds(plan.fetch_seconds),
          "latency + shard / bandwidth of a connection: prefetch at least this far ahead"],
@@ -339,9 +339,8 @@ def _train_tables(
 def _train_notes(needs: TrainNeeds, plan: TrainPlan) -> list[str]:
     notes = []
     if plan.fetch_factor > 1:
-        multiples = (n * plan.nodes for n in range(1, 65))
-        better = next((lanes for lanes in multiples if plan.global_batch % lanes == 0), None)
-        hint = f"; --lanes {better} gives each node lanes of its own" if better else ""
+        better = 1 << (plan.nodes - 1).bit_length()
+        hint = f"; --lanes {better} gives each node lanes of its own" if better > plan.lanes else ""
         notes.append(
             f"{plan.lanes} lanes for {plan.nodes:,} nodes: each byte of the dataset is fetched by "
             f"{_number(plan.fetch_factor)} nodes on average{hint}"

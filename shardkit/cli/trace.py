@@ -247,12 +247,7 @@ def find_run(arguments: argparse.Namespace, dataset: Dataset, opened: ExitStack)
     if len(exclusions) > 1:
         raise ShardkitError("one dataset has one exclusion list: give --without once")
     excluded = exclusions[0] if exclusions else None
-    sizes = {"world_size": arguments.world_size}
-    try:
-        return Run.from_options(dataset, excluded, **sizes, **given)
-    except ValueError as error:
-        arguments.misuse(str(error))
-        raise
+    return Run.from_options(dataset, excluded, world_size=arguments.world_size, **given)
 
 
 def _tracer(arguments: argparse.Namespace, dataset: Dataset) -> Tracer:

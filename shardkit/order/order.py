@@ -12,11 +12,18 @@ lane l is shorter, W - W * l // L samples, so that lanes enter their next window
 another and not all at once. `shuffle`: "window" as above; "global" is one lane and one window over all shards
 in manifest order; "none" is dataset order.
 
+Batches. A global batch is a set of consecutive positions, sorted by `lane_keys`: the lane's 16 bits in
+reverse order (positions that tie ascend). Ranks take equal consecutive parts of it, so that its set never
+depends on their number. Reversed bits spread every run of consecutive lanes evenly over all keys (van der
+Corput), so a rank's part covers the same keys, and with them the same lanes, in every batch: exactly if batch
+and ranks are powers of two, and up to a few lanes at its edges for any other batch, of fewer samples than
+lanes or of more. Version 1 of the order, which saved states may have, sorts by the lane itself: there, ranks
+keep to their lanes only if batches are multiples of the lanes.
+
 Guarantees. Every epoch holds each sample exactly once. The order is a function of the shards' sizes and the
 `OrderSpec` alone: not of batch size, world size, tail, machine, library version or what was asked before. It
-is invertible (`positions_of`). A global batch is a set of consecutive positions, sorted by lane; ranks take
-equal consecutive parts of it, so that its set never depends on their number. Everything is exact in 64 bits:
-N <= 2**60, L <= 2**16, W <= 2**44. Golden vectors and a plain-Python reference in the tests pin all of it.
+is invertible (`positions_of`). Everything is exact in 64 bits: N <= 2**60, L <= 2**16, W <= 2**44. Golden
+vectors and a plain-Python reference in the tests pin all of it.
 
 Costs. O(K) memory: 8 bytes a shard and 12 for each epoch kept (two at most): 14 MB for 450,000 shards. A new
 epoch costs about 70 ns a shard; a position costs 100-150 ns in calls for thousands, at any number of samples
@@ -28,7 +35,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -57,6 +64,7 @@ __all__ = [
     "default_lanes",
     "default_window",
     "groups",
+    "lane_keys",
     "rank_slice",
 ]
 
@@ -66,8 +74,15 @@ MAX_SHARDS = (1 << 31) - 1  # shard numbers fit int32
 MAX_LANES = 1 << 16  # lane numbers fit uint16, which NumPy sorts by radix
 MAX_WINDOW = 1 << 44  # window * lane stays below 2**60
 
-_VERSION = 1  # of the arithmetic; it is part of the state, so that no other version continues it
+VERSION = 2  # of the arithmetic; it is part of the state, so that a run continues in the version it began in
+_VERSIONS = (1, VERSION)
 _EPOCHS_KEPT = 2  # a batch may cross from one epoch into the next
+
+_NODES = 2048  # that are to have lanes of their own as soon as a dataset has shards enough
+_SHARDS_OF_LANE = 32  # at least: the two at its ends are fetched by two nodes
+_SHARDS_OF_LONG_LANES = 128
+_SHARDS_OF_WINDOW = 2
+_SHARDS_OF_WINDOWS = 64  # of all lanes: 4 GiB in shards of 64 MiB
 
 Shuffle = Literal["window", "global", "none"]
 LaneNumbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -135,21 +150,47 @@ def rank_slice(size: int, rank: int, world_size: int) -> slice:
     return slice(rank * part, (rank + 1) * part)
 
 
-def default_lanes(global_batch: int) -> int:
-    """The largest divisor of the global batch that is <= 64.
+def default_lanes(shards: int, *, compressed: bool = False) -> int:
+    """Lanes for a dataset of so many shards that have samples: a power of two that nothing else decides.
 
-    Then every batch takes equally many samples from each lane.
+    One for 32 shards, up to 2,048 of them (2,048 nodes then read lanes of their own); beyond, one for 128. A
+    lane begins and ends inside of shards that its neighbors read too, so an epoch fetches lanes / shards of
+    the dataset twice, 3 % at most. What lanes have in use, about three shards each, is 5 to 10 % of a small
+    dataset, and 1 to 2 % of the largest. Compressed shards that are read in place are held in memory: one
+    lane for 128 of them at any size.
     """
-    if global_batch < 1:
-        raise ValueError(f"global_batch must be at least 1, not {global_batch}")
-    return max(lanes for lanes in range(1, 65) if global_batch % lanes == 0)
+    if shards < 0:
+        raise ValueError(f"shards must not be negative: {shards}")
+    lanes = shards // _SHARDS_OF_LONG_LANES
+    if not compressed:
+        lanes = max(lanes, min(shards // _SHARDS_OF_LANE, _NODES))
+    return min(1 << max(0, lanes.bit_length() - 1), MAX_LANES)
 
 
-def default_window(lanes: int, row_bytes: int, budget_bytes: int = 4 << 30) -> int:
-    """Samples per window such that two windows of every lane fit in `budget_bytes`; at least 1."""
-    if lanes < 1 or row_bytes < 1:
-        raise ValueError(f"lanes and row_bytes must be at least 1, not {lanes} and {row_bytes}")
-    return max(1, min(budget_bytes // (2 * lanes * row_bytes), MAX_WINDOW))
+def default_window(samples: int, shards: int, lanes: int) -> int:
+    """Samples per window: what two average shards hold, or as much as lets all windows span 64 shards.
+
+    The first keeps batches diverse of data that was never shuffled: they draw on two or three shards of each
+    lane. The second does so for small datasets, which have few lanes. One window holds all of the smallest.
+    """
+    if lanes < 1 or shards < 0 or samples < 0:
+        raise ValueError(f"no dataset has {samples} samples in {shards} shards and {lanes} lanes")
+    spanned = max(_SHARDS_OF_WINDOW * lanes, _SHARDS_OF_WINDOWS)
+    return max(1, min(-(-samples * spanned // (max(1, shards) * lanes)), MAX_WINDOW))
+
+
+@lru_cache(maxsize=64)
+def lane_keys(lanes: int, version: int = VERSION) -> npt.NDArray[np.uint16]:
+    """uint16[lanes]: what a global batch is sorted by; a lane's place in [0, 2**16), whatever the lanes."""
+    keys = np.arange(lanes, dtype=np.int64)
+    if version == 1:
+        keys = (keys << 16) // lanes
+    else:
+        for shift, mask in ((1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF)):
+            keys = (keys >> shift & mask) | (keys & mask) << shift
+    found = keys.astype(np.uint16)
+    found.flags.writeable = False
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +205,11 @@ class OrderSpec:
     lanes: int
     window: int
     shuffle: Shuffle = "window"
+    version: int = VERSION
 
     def __post_init__(self) -> None:
+        if self.version not in _VERSIONS:
+            raise ValueError(f"version must be one of {_VERSIONS}, not {self.version!r}")
         for name in ("seed", "lanes", "window"):
             object.__setattr__(self, name, whole_number(getattr(self, name), name))
         if self.shuffle not in get_args(Shuffle):
@@ -182,21 +226,21 @@ class OrderSpec:
 
     def to_dict(self) -> dict[str, int | str]:
         """Plain data for a state; `from_dict` reads it back."""
-        return {"version": _VERSION} | {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, data: object) -> OrderSpec:
         """StateError when `data` is not what `to_dict` gives."""
-        names = {"version", *(field.name for field in fields(cls))}
+        names = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or data.keys() != names:
             raise StateError(f"an order has the keys {', '.join(sorted(names))}; this one: {data!r:.200}")
-        if data["version"] != _VERSION:
+        if isinstance(data["version"], bool) or data["version"] not in _VERSIONS:
             raise StateError(
-                f"this order is of version {data['version']!r}, this shardkit knows version {_VERSION}: "
-                f"continue with the shardkit that began the run"
+                f"this order is of version {data['version']!r}, this shardkit knows versions up to "
+                f"{VERSION}: continue with the shardkit that began the run"
             )
         try:
-            return cls(**{name: data[name] for name in names - {"version"}})
+            return cls(**data)
         except ValueError as error:
             raise StateError(f"not an order: {error}") from error
 
@@ -306,7 +350,7 @@ class Order:
         return positions.reshape(array.shape)
 
     def global_batch(self, position: int, size: int) -> Ints:
-        """int64[size]: the positions from `position` on, sorted by lane; within a lane they ascend."""
+        """int64[size]: the positions from `position` on, sorted by `lane_keys`; those that tie ascend."""
         batch: Ints = self._batches(position, size, 1)[0]
         return batch
 
@@ -318,26 +362,28 @@ class Order:
         Row i is `global_batch(position + i * every * size, size)`. `part`, as `rank_slice` gives it, cuts
         each row before the samples are located, so that a rank pays for its own samples only.
         """
-        return self.locate(self._batches(position, size, count, every)[:, part])
+        return self.locate(self._batches(position, size, count, every, part))
 
-    def _batches(self, position: int, size: int, count: int, every: int = 1) -> Ints:
+    def _batches(
+        self, position: int, size: int, count: int, every: int = 1, part: slice = slice(None)
+    ) -> Ints:
         starts, span = batch_starts(position, size, count, every)
         self._check_range(position, span)
-        positions = starts[:, None] + np.arange(size, dtype=np.int64)
-        if self.spec.lanes == 1 or not positions.size:
-            return positions
-        # Inside an epoch, batches of whole rows of lanes are all sorted alike.
-        within = position % self._samples
-        alike = size % self.spec.lanes == 0 and within + span <= self._samples
-        lanes = positions[:1] if alike else positions
-        # uint16 is what NumPy sorts stably by radix, in linear time.
-        lanes = (lanes % self._samples % self.spec.lanes).astype(np.uint16)
-        by_lane = np.argsort(lanes, axis=1, kind="stable")
-        batches: Ints
-        if alike:
-            batches = np.take(positions, by_lane[0], axis=1)
+        within = np.arange(size, dtype=np.int64)
+        if self.spec.lanes == 1 or not span:
+            return starts[:, None] + within[part]
+        keys = lane_keys(self.spec.lanes, self.spec.version)
+        begins = starts % self._samples
+        if bool((begins + size <= self._samples).all()):
+            # Inside an epoch, batches that begin in the same lane are sorted alike.
+            lanes, alike = np.unique(begins % self.spec.lanes, return_inverse=True)
+            batch_keys = keys[(lanes[:, None] + within) % self.spec.lanes]
         else:
-            batches = np.take_along_axis(positions, by_lane, axis=1)
+            alike = np.arange(count)
+            batch_keys = keys[(starts[:, None] + within) % self._samples % self.spec.lanes]
+        # uint16 is what NumPy sorts stably by radix, in linear time.
+        by_lane = np.argsort(batch_keys, axis=1, kind="stable")[:, part]
+        batches: Ints = starts[:, None] + by_lane[alike]
         return batches
 
     def _locate_within(self, number: int, piece: Located, which: slice | npt.NDArray[np.intp]) -> None:

@@ -24,6 +24,7 @@ Costs: no more intervals than shards + lanes, 20 bytes each, whatever the window
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,14 @@ import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
-from shardkit.order.order import Lanes, Order, rank_slice
+from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-__all__ = ["MixedUses", "ShardUses", "lanes_of_part", "lanes_of_ranks", "shard_uses"]
+__all__ = ["BatchLanes", "MixedUses", "ShardUses", "lanes_of_ranks", "shard_uses"]
 
 _MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
 _MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
+_MOST_BEGINS = 256  # of batches whose parts are compared: what others add is a lane here and there
+_MOST_KEYS = 1 << 21  # sorted for that: a few tens of milliseconds
 _SLACK = 1024  # positions: a block of the mixture, within which the streams come in any order
 
 
@@ -98,31 +101,53 @@ def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> 
     return ShardUses(shards, base + first, base + last + 1).sorted()
 
 
-def lanes_of_part(global_batch: int, lanes: int, part: slice) -> range:
-    """The lanes that a part of each global batch (`rank_slice`, or a node's ranks together) draws from.
+class BatchLanes:
+    """The lanes from which each part of the global batches of one size draws."""
 
-    All lanes if the batch does not divide into them, since batches then begin in different lanes. For the
-    batch at an epoch's edge, alone, the answer may fall short: with a number of samples that is no multiple
-    of the lanes, or tail "pad", it takes a different number from each lane, and the parts shift by a few
-    lanes. What a part reads there of other lanes' shards is not foreseen: it is fetched when read.
-    """
-    if global_batch < 1 or lanes < 1:
-        raise ValueError(f"global_batch and lanes must be at least 1, not {global_batch} and {lanes}")
-    start, stop, step = part.indices(global_batch)
-    if step != 1:
-        raise ValueError(f"a part is a run of the batch, not {part}")
-    if start >= stop:
-        return range(0)
-    if global_batch % lanes:
-        return range(lanes)
-    from_each = global_batch // lanes
-    return range(start // from_each, (stop - 1) // from_each + 1)
+    def __init__(self, spec: OrderSpec, global_batch: int) -> None:
+        if global_batch < 1:
+            raise ValueError(f"global_batch must be at least 1, not {global_batch}")
+        lanes, keys = spec.lanes, lane_keys(spec.lanes, spec.version)
+        self._batch, self._lanes = global_batch, np.argsort(keys, kind="stable")
+        self._keys = keys[self._lanes]
+        # Batches begin in as many lanes as this; the first and the last of them give the extremes of the keys
+        # where parts are powers of two.
+        step = math.gcd(global_batch, lanes)
+        begins = lanes // step
+        most = max(2, min(_MOST_BEGINS, _MOST_KEYS // global_batch))
+        some = range(begins) if begins <= most else [*range(0, begins, -(-begins // most)), begins - 1]
+        within = np.arange(global_batch, dtype=np.int64)
+        self._low = np.full(global_batch, 1 << 16, dtype=np.int64)
+        self._high = np.zeros(global_batch, dtype=np.int64)
+        for begin in some:
+            found = np.sort(keys[(begin * step + within) % lanes], kind="stable")
+            np.minimum(self._low, found, out=self._low)
+            np.maximum(self._high, found, out=self._high)
+
+    def of_part(self, part: slice) -> list[int]:
+        """The lanes, ascending, that a part of each batch draws from: a `rank_slice`, or a node's ranks.
+
+        Exact for powers of two, and where batches are multiples of the lanes. Else lanes at the edges are of
+        the neighboring parts too, and a batch that was not looked at may reach a lane farther, as batches at
+        an epoch's edge may (with tail "pad" by more). What is read there is not foreseen: it is fetched when
+        read.
+        """
+        start, stop, step = part.indices(self._batch)
+        if step != 1:
+            raise ValueError(f"a part is a run of the batch, not {part}")
+        if start >= stop:
+            return []
+        low = np.searchsorted(self._keys, self._low[start], side="left")
+        high = np.searchsorted(self._keys, self._high[stop - 1], side="right")
+        found: list[int] = np.sort(self._lanes[low:high]).tolist()
+        return found
 
 
-def lanes_of_ranks(global_batch: int, lanes: int, ranks: Iterable[int], world_size: int) -> list[int]:
-    """The lanes that any of `ranks` draws from, in order: those of each rank by `lanes_of_part`."""
+def lanes_of_ranks(spec: OrderSpec, global_batch: int, ranks: Iterable[int], world_size: int) -> list[int]:
+    """The lanes that any of `ranks` draws from, in order."""
+    lanes = BatchLanes(spec, global_batch)
     parts = (rank_slice(global_batch, rank, world_size) for rank in ranks)
-    return sorted({lane for part in parts for lane in lanes_of_part(global_batch, lanes, part)})
+    return sorted({lane for part in parts for lane in lanes.of_part(part)})
 
 
 def _positions(geometry: Lanes, places: Ints, sizes: Ints) -> tuple[Ints, Ints]:

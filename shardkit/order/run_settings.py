@@ -18,13 +18,14 @@ from typing import Any, Literal, get_args
 from shardkit.errors import StateError
 from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec
+from shardkit.order.streams import stream_seed
 
 __all__ = ["Difference", "RunSettings", "StreamSettings", "Tail", "checked_count"]
 
 Tail = Literal["carry", "drop", "pad"]
 
-_ORDER = ("seed", "shuffle", "lanes", "window")
 _STREAM_KEYS = frozenset({"name", "fingerprint", "samples", "excluded"})
+_SHUFFLE_KEYS = frozenset({"lanes", "window"})  # of streams since state version 4
 _MAX_COUNT = 1 << 62
 
 
@@ -33,12 +34,15 @@ class StreamSettings:
     """Which data a stream delivers: `samples`, without those `excluded` (a digest; "": none).
 
     `name` is what the user called it, for messages; streams are told apart by their place in the list.
+    `lanes` and `window`: of this stream in a mixture; 0: those of the run's order.
     """
 
     fingerprint: str
     samples: int
     name: str = ""
     excluded: str = ""
+    lanes: int = 0
+    window: int = 0
 
     @property
     def data(self) -> tuple[str, int, str]:
@@ -53,18 +57,23 @@ class StreamSettings:
             "fingerprint": self.fingerprint,
             "samples": self.samples,
             "excluded": self.excluded,
+            "lanes": self.lanes,
+            "window": self.window,
         }
 
     @classmethod
     def from_dict(cls, data: object) -> StreamSettings:
         """StateError when `data` is not what `to_dict` gives."""
-        if not isinstance(data, Mapping) or data.keys() != _STREAM_KEYS:
-            keys = ", ".join(sorted(_STREAM_KEYS))
+        if not isinstance(data, Mapping) or data.keys() - _SHUFFLE_KEYS != _STREAM_KEYS:
+            keys = ", ".join(sorted(_STREAM_KEYS | _SHUFFLE_KEYS))
             raise StateError(f"a stream's settings are {keys}; these are {data!r:.200}")
         for name in ("name", "fingerprint", "excluded"):
             if not isinstance(data[name], str):
                 raise StateError(f"a stream's {name} must be text, not {data[name]!r:.80}")
-        return cls(data["fingerprint"], checked_count(data, "samples"), data["name"], data["excluded"])
+        shuffled = {name: checked_count(data, name) for name in sorted(_SHUFFLE_KEYS & data.keys())}
+        return cls(
+            data["fingerprint"], checked_count(data, "samples"), data["name"], data["excluded"], **shuffled
+        )
 
     def __str__(self) -> str:
         without = f", without those of exclusion list {self.excluded}" if self.excluded else ""
@@ -103,8 +112,24 @@ class RunSettings:
             raise StateError(
                 f"the schedule has weights of {self.schedule.streams} streams, not of {len(self.streams)}"
             )
+        try:
+            for number, stream in enumerate(self.streams):
+                if stream.lanes or stream.window:
+                    self.order_of(number)
+        except ValueError as error:
+            raise StateError(f"stream {number}: {error}") from error
         if not self.epoch_samples and self.schedule is None:
             object.__setattr__(self, "epoch_samples", self.streams[0].samples)
+
+    def order_of(self, stream: int) -> OrderSpec:
+        """The order of a stream's own samples. ValueError if there can be none."""
+        own, seed = self.streams[stream], self.order.seed
+        return replace(
+            self.order,
+            seed=seed if self.schedule is None else stream_seed(seed, stream),
+            lanes=own.lanes or self.order.lanes,
+            window=own.window or self.order.window,
+        )
 
     def named(self, names: Sequence[str]) -> RunSettings:
         """The same, where streams that the user did not name have these names."""
@@ -142,10 +167,11 @@ class RunSettings:
     def differences(self, later: RunSettings, position: int) -> list[Difference]:
         """What forbids a run of settings `later` to continue this one at `position`: nothing, if empty."""
         lines = []
-        for name in _ORDER:
+        for name in ("version", "seed", "shuffle"):
             before, now = getattr(self.order, name), getattr(later.order, name)
             if before != now:
-                lines.append(Difference(name, repr(before), repr(now)))
+                what = "version of the order" if name == "version" else name
+                lines.append(Difference(what, repr(before), repr(now)))
         if self.tail != later.tail:
             lines.append(Difference("tail", repr(self.tail), repr(later.tail)))
         for number, (old, new) in enumerate(zip_longest(self.streams, later.streams)):
@@ -155,6 +181,7 @@ class RunSettings:
                 name = new.name if new is not None and len(later.streams) > 1 else ""
                 what = f"dataset of stream {number}" + (f" ({name})" if name else "")
                 lines.append(Difference(what, str(old or "none"), str(new or "none")))
+        lines += self._shuffle_differences(later)
         if self.epoch_samples != later.epoch_samples:
             lines.append(Difference("epoch_samples", f"{self.epoch_samples:,}", f"{later.epoch_samples:,}"))
         before, after = self.schedule, later.schedule
@@ -162,6 +189,18 @@ class RunSettings:
             streams = max(before.streams, after.streams)
             schedules = (str(one.padded(streams).to_list()) for one in (before, after))
             lines.append(Difference(f"weights before position {position:,}", *schedules))
+        return lines
+
+    def _shuffle_differences(self, later: RunSettings) -> list[Difference]:
+        """Lanes and windows of streams that are in both; once where they are the same for all."""
+        lines: list[Difference] = []
+        for number in range(min(len(self.streams), len(later.streams))):
+            old, new = self.order_of(number), later.order_of(number)
+            for name in ("lanes", "window"):
+                before, now = getattr(old, name), getattr(new, name)
+                line = Difference(name, repr(before), repr(now))
+                if before != now and line not in lines:
+                    lines.append(line)
         return lines
 
 

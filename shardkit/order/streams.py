@@ -10,10 +10,9 @@ the order itself. A `MixedOrder` gives the loader what an `Order` gives.
 
 Guarantees. Each stream is delivered in its own order: every kept sample once in each of its own epochs,
 whatever the other streams, weights and schedule. A global batch is a set of consecutive positions, the same
-for any number of ranks. It is sorted by where in its stream's lanes a sample lies, floor(2**16 * lane / L) of
-the stream's L lanes, so that each rank keeps to the same part of every stream's lanes from batch to batch,
-as nearly as the mixture allows; with one lane in all streams it is sorted by position. A mixture of one
-stream is that stream's order.
+for any number of ranks. It is sorted by `lane_keys`, a sample's place among its stream's lanes, so that each
+rank keeps to the same part of every stream's lanes from batch to batch, as nearly as the mixture allows;
+streams may have different numbers of lanes. A mixture of one stream is that stream's order.
 
 Costs. Of all of a global batch's positions a rank works out stream, index and lane, at 40-60 ns each; it
 locates only its own part. One rank plans a mixture of five streams at about twice the price of one stream,
@@ -33,11 +32,19 @@ import numpy.typing as npt
 from shardkit.arrays import Ints
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
-from shardkit.order.order import MAX_SAMPLES, MAX_SHARDS, Located, Order, as_int64, batch_starts, groups
+from shardkit.order.order import (
+    MAX_SAMPLES,
+    MAX_SHARDS,
+    Located,
+    Order,
+    as_int64,
+    batch_starts,
+    groups,
+    lane_keys,
+)
 
 __all__ = ["MixedOrder", "StreamOrder", "stream_seed"]
 
-_LANE_BITS = 16  # of a lane's place among its stream's
 _CHUNK = 1 << 15  # positions sorted at once: larger sorts, and their temporaries, leave the caches
 
 _Streams = npt.NDArray[np.int16]
@@ -138,7 +145,10 @@ class MixedOrder:
             )
         self.first_shards = _starts([stream.shards for stream in streams])
         self.first_samples = _starts([stream.dataset_samples for stream in streams])
-        self._lanes = np.array([stream.order.spec.lanes for stream in streams], dtype=np.int64)
+        specs = [stream.order.spec for stream in streams]
+        self._lanes = np.array([spec.lanes for spec in specs], dtype=np.int64)
+        self._keys = np.concatenate([lane_keys(spec.lanes, spec.version) for spec in specs])
+        self._first_keys = _starts(self._lanes)[:-1]
         self._sizes = np.array([max(stream.samples, 1) for stream in streams], dtype=np.int64)
 
     @property
@@ -209,18 +219,12 @@ class MixedOrder:
         return positions, streams, indices
 
     def _by_lane(self, stream: _Streams, index: Ints) -> npt.NDArray[np.intp]:
-        """How to sort each row of samples: by lane over lanes of the stream, equals as they are."""
-        lanes = self._lanes
-        if (lanes == 1).all() or not index.size:
+        """How to sort each row of samples: by the keys of their lanes, equals as they are."""
+        if (self._lanes == 1).all() or not index.size:
             return np.broadcast_to(np.arange(index.shape[1]), index.shape)
-        keys = index % self._sizes[stream]
-        if (lanes == lanes[0]).all():
-            keys %= lanes[0]  # which sorts alike
-        else:
-            lanes = lanes[stream]
-            keys = (keys % lanes << _LANE_BITS) // lanes
+        lanes = index % self._sizes[stream] % self._lanes[stream]
         # uint16 is what NumPy sorts stably by radix, in linear time.
-        return np.argsort(keys.astype(np.uint16), axis=1, kind="stable")
+        return np.argsort(self._keys[self._first_keys[stream] + lanes], axis=1, kind="stable")
 
     def _located(self, positions: Ints, stream: _Streams, index: Ints) -> Located:
         """All of a mixture's `Located`, in the shape of these arrays."""

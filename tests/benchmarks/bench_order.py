@@ -21,7 +21,7 @@ from shardkit.order.order import Order, OrderSpec, rank_slice
 from shardkit.order.permutation import Domains, Permutation, mix64, permute
 
 SAMPLES_PER_SHARD = 8222
-LANES, WINDOW = 64, 8192
+LANES, WINDOW = 2048, 2 * SAMPLES_PER_SHARD
 
 
 def shard_samples(shards: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -24,6 +24,9 @@ def test_a_run_s_plan_shows_rates_in_total_per_node_and_per_gpu(capfd: pytest.Ca
     assert re.search(r"bytes/s used +12\.7 MB/s +49\.6 KB/s +6\.2 KB/s\n", out)
     assert re.search(r"given +--bytes-per-token +4 ", out)
     assert re.search(r"assumed +--latency +50 ms ", out)
+    assert "lanes for" not in err
+    assert main([*EXAMPLE, "--lanes", "64"]) == 0
+    _, err = capfd.readouterr()
     assert "64 lanes for 256 nodes: each byte of the dataset is fetched by 4 nodes" in err
     assert "--lanes 256 gives each node lanes of its own" in err
 

@@ -318,7 +318,7 @@ def test_a_workers_error_comes_where_its_batch_was_due(data: dict[str, Path]) ->
 
 
 def test_another_order_reaches_workers_only_with_new_ones(data: dict[str, Path]) -> None:
-    with StreamingLoader(data["mds"], **arguments(window=None, batch_size=12)) as saver:
+    with StreamingLoader(data["mds"], **arguments(window=None, batch_size=12, lanes=3)) as saver:
         next(iter(saver))
         state = saver.state_dict()
     with StreamingLoader(data["mds"], **arguments(window=None)) as loader:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
 from shardkit.cache import contract as options
@@ -18,15 +18,15 @@ from shardkit.card import DatasetCard
 from shardkit.datasets.dataset import Dataset, open_dataset
 from shardkit.datasets.locate import Found, LocalFiles
 from shardkit.loaders import StreamingLoader
-from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.defaults import find_eos_id, shuffle_sizes
-from shardkit.loaders.plan import BatchPlan
-from shardkit.loaders.streams import Streams
+from shardkit.loaders.config import LoaderConfig, Stream
+from shardkit.loaders.defaults import find_eos_id, shuffle_sizes, warn_of_small_cache
+from shardkit.loaders.dry_run import PlannedRun
+from shardkit.loaders.streams import Streams, open_streams
+from shardkit.order.order import OrderSpec
 from shardkit.storage.memory import MemoryStore
 from support.loader_data import parts, token_rows, write_card
 from support.remote_harness import fresh_url, put_folder, write_hashed
 
-ROW_BYTES = 16
 SHARD_BYTES = 1_000_000  # as far as the index tells
 
 
@@ -61,76 +61,47 @@ def large(url: str, capacity: int, shards: int = 1000) -> Dataset:
     return Dataset(None, manifest, shards=dataset.shards)
 
 
-def sizes(dataset: Dataset, *, ranks: int = 1, batch_size: int = 16, **config: Any) -> tuple[int, int]:
-    """(lanes, window) of the last rank."""
-    plan = BatchPlan(len(dataset), batch_size, ranks - 1, ranks, "carry")
-    return shuffle_sizes(dataset, plan, LoaderConfig(**config), ROW_BYTES)
-
-
-def window_of(budget: int, lanes: int) -> int:
-    return budget // (2 * lanes * ROW_BYTES)
-
-
 # What is shuffled together.
 
 
-def test_a_given_capacity_holds_two_windows_and_the_shards_at_their_edges(url: str) -> None:
-    capacity = 100 * SHARD_BYTES
-    lanes, window = sizes(large(url, capacity), cache_bytes=capacity)
-    assert lanes == 16
-    assert window == window_of(capacity - 2 * 16 * SHARD_BYTES, 16)
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_one_cache_is_assumed_to_serve_all_lanes_however_ranks_are_spread_over_machines(
-    url: str, tmp_path: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("shards", "lanes", "window"), [(20, 1, 12_800), (1000, 16, 800), (3200, 64, 400)])
+def test_lanes_and_window_follow_from_the_shards_and_samples_alone(
+    url: str, shards: int, lanes: int, window: int
 ) -> None:
-    capacity = 100 * SHARD_BYTES
-    dataset = large(url, capacity)
-    if is_shared:
-        shared = open_dataset(url, cache=CacheOptions(folder=tmp_path, capacity=capacity))
-        dataset = Dataset(None, dataset.manifest, shards=shared.shards)
-    for local_world_size in ("1", "3"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
-        assert sizes(dataset, ranks=3, cache_bytes=capacity) == (
-            48,
-            window_of(48 * SHARD_BYTES, 48),  # half a shard for each window, at least
-        )
-        assert sizes(dataset, ranks=3, lanes=24, cache_bytes=capacity) == (
-            24,
-            window_of(capacity - 2 * 24 * SHARD_BYTES, 24),
-        )
+    """Not from cache, batch or ranks, of which nothing is known here; nor from the size of a sample."""
+    dataset = large(url, 50 * SHARD_BYTES, shards=shards)
+    assert shuffle_sizes(dataset, LoaderConfig()) == (lanes, window)
+    assert shuffle_sizes(dataset, LoaderConfig(cache_bytes=1)) == (lanes, window)
+    assert shuffle_sizes(dataset, LoaderConfig(lanes=5, window=77)) == (5, 77)
+    assert shuffle_sizes(dataset, LoaderConfig(lanes=1))[1] == max(400, 64 * 200)
 
 
-def test_a_cache_for_the_whole_dataset_and_large_ones_limit_nothing(url: str) -> None:
-    small = large(url, 50 * SHARD_BYTES, shards=50)
-    assert sizes(small, cache_bytes="50MB") == (16, window_of(4 << 30, 16))
-    vast = large(url, 1 << 50)
-    assert sizes(vast, cache_bytes=1 << 50) == (16, window_of(4 << 30, 16))
-
-
-def test_lanes_and_window_may_be_given_instead(url: str) -> None:
-    dataset = large(url, 100 * SHARD_BYTES)
-    assert sizes(dataset, lanes=5, window=77, cache_bytes="100MB") == (5, 77)
+def test_compressed_shards_make_fewer_lanes_wherever_they_are(url: str, tmp_path: Path) -> None:
+    write_hashed(tmp_path / "d", "mds_zstd", token_rows(40), parts(40, 4))
+    dataset = open_dataset(tmp_path / "d")
+    manifest = replace(dataset.manifest, shards=[dataset.manifest.shards[0]] * 512)
+    local = Dataset(LocalFiles(Found(tmp_path / "d", manifest)), manifest)
+    remote = Dataset(None, manifest, shards=large(url, 1 << 30).shards)
+    for made in (local, remote):
+        assert shuffle_sizes(made, LoaderConfig())[0] == 4
 
 
 @pytest.mark.parametrize(
-    ("capacity", "told", "needed"),
-    [
-        (31 * SHARD_BYTES, True, "32 MB"),  # two shards for each of 16 lanes
-        (100 * SHARD_BYTES, False, "1 GB"),  # all that there is
-    ],
+    ("capacity", "lanes", "needed"), [(100, 16, "64 MB"), (31, 16, "64 MB"), (31, 64, "256 MB")]
 )
-def test_a_cache_that_is_too_small_is_warned_of_where_the_loader_is_made(
-    url: str, capacity: int, told: bool, needed: str
+def test_a_cache_that_is_too_small_is_warned_of_by_how_much(
+    url: str, capacity: int, lanes: int, needed: str
 ) -> None:
-    dataset = large(url, capacity)
-    config = {"cache_bytes": capacity} if told else {}
+    """A lane's window of two shards, and the two that it begins and ends in."""
+    dataset = large(url, capacity * SHARD_BYTES)
+    order = OrderSpec(1, lanes, 400)
+    if capacity == 100:
+        warn_of_small_cache(dataset, order, lanes)  # an error if it warned
+        return
     with pytest.warns(RuntimeWarning, match="rows will be read one by one; give more") as caught:
-        _, window = sizes(dataset, **config)
+        warn_of_small_cache(dataset, order, lanes)
     assert needed in str(caught[0].message)
-    if told:
-        assert window == window_of(16 * SHARD_BYTES, 16), "a lane's window is half a shard at least"
+    assert f"about {100 - 3100 / (4 * lanes):.0f} % of rows" in str(caught[0].message)
 
 
 def test_the_warning_points_to_the_line_that_makes_the_loader(url: str) -> None:
@@ -144,7 +115,7 @@ def test_a_shared_cache_is_measured_by_the_lanes_of_all_ranks_on_the_machine(
 ) -> None:
     for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    with StreamingLoader(url, batch_size=4, cache_dir=tmp_path, cache_bytes=1) as loader:
+    with StreamingLoader(url, batch_size=4, cache_dir=tmp_path, cache_bytes=1, lanes=16) as loader:
         with pytest.warns(RuntimeWarning, match="what 8 lanes have in use"):
             iter(loader)
         assert loader.machine_ranks == (0, 1)
@@ -153,7 +124,7 @@ def test_a_shared_cache_is_measured_by_the_lanes_of_all_ranks_on_the_machine(
 def test_what_is_free_on_a_machine_changes_nothing_but_a_warning(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks on machines with different memory, sixty-four lanes between three: each row once an epoch."""
+    """Ranks on machines with different memory: each row once an epoch."""
     seen: Counter[int] = Counter()
     states = []
     for rank, free in enumerate((1 << 20, 1 << 21, 1 << 30)):
@@ -171,23 +142,28 @@ def test_what_is_free_on_a_machine_changes_nothing_but_a_warning(
     assert set(seen.values()) == {1}
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_local_datasets_are_limited_by_memory_only_if_they_are_compressed(
-    tmp_path: Path, compression: str | None
+@pytest.mark.parametrize("mixed", [False, True])
+def test_seed_and_data_are_the_order_for_any_batch_ranks_and_cache(
+    url: str, tmp_path: Path, mixed: bool
 ) -> None:
-    kind = "mds_zstd" if compression else "mds"
-    write_hashed(tmp_path / "d", kind, token_rows(40), parts(40, 4))
-    dataset = open_dataset(tmp_path / "d")
-    if compression:
-        info = dataset.manifest.shards[0]
-        info = replace(info, raw=replace(info.raw, bytes=100 << 20))
-        manifest = replace(dataset.manifest, shards=[info] * 4)
-        dataset = Dataset(LocalFiles(Found(tmp_path / "d", manifest)), manifest)
-        # Four times 100 MiB for each of four lanes is within 2 GiB, for five it is no longer.
-        assert sizes(dataset) == (4, window_of(2 << 30, 4))
-        assert sizes(dataset, lanes=16) == (16, window_of(2 << 30, 16))
-    else:
-        assert sizes(dataset, cache_bytes=1) == (16, window_of(4 << 30, 16))
+    """The samples up to a position are the same, in several epochs; streams of a mixture have other lanes."""
+    write_hashed(tmp_path / "many", "mds", token_rows(5300), parts(5300, 640))
+    runs = [(4, 1), (8, 1), (12, 3), (96, 3), (480, 8), (1000, 8), (96, 1), (8, 8)]
+    one_by_one = np.empty(0)
+    for number, (global_batch, world_size) in enumerate(runs):
+        streams = [Stream(tmp_path / "many", weight=2), *([Stream(url)] if mixed else [])]
+        config = LoaderConfig(cache_bytes=(1, 1 << 30)[number % 2])
+        opened = open_streams(streams, config, 1)
+        settings = opened.settings(config, seed=5)
+        assert [settings.order_of(n).lanes for n in range(len(streams))] == [16, 1][: len(streams)]
+        run = PlannedRun(opened, settings, batch_size=global_batch // world_size, world_size=world_size)
+        steps = [run.steps(1).ravel() for _ in range(12_000 // global_batch)]
+        opened.streams.close()
+        if not number:
+            one_by_one = np.concatenate(steps)
+        for at, step in enumerate(steps):
+            alike = one_by_one[at * global_batch : (at + 1) * global_batch]
+            np.testing.assert_array_equal(np.sort(step), np.sort(alike))
 
 
 def test_the_id_that_ends_documents_is_the_given_one_or_the_cards(folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from shardkit.loaders.placement import (
     usage_log_role,
 )
 from shardkit.loaders.pytorch import StreamingDataLoader, StreamingDataset
-from shardkit.order.order import default_lanes
+from shardkit.order.order import Order, OrderSpec, rank_slice
 from shardkit.order.residency import lanes_of_ranks
 from shardkit.storage.memory import MemoryStore
 from support import mesh_ranks
@@ -251,14 +251,20 @@ class Topology:
         return self.places[0].world_size * self.batch_size
 
     @property
-    def lanes(self) -> int:
-        return default_lanes(self.global_batch)
+    def order(self) -> OrderSpec:
+        return OrderSpec(1, 64, 100)
 
     def fair_share(self, machine: int) -> list[int]:
-        """The lanes of the rows that the ranks of a machine take of a global batch, which lies by lane."""
-        batch, lanes = self.global_batch, self.lanes
-        ranks = {p.rank for p, m in zip(self.places, self.machines, strict=True) if m == machine}
-        return sorted({row * lanes // batch for row in range(batch) if row // self.batch_size in ranks})
+        """The lanes of the rows that the ranks of a machine take of global batches, which lie by lane."""
+        order, size = Order([1000] * 100, self.order), self.global_batch
+        parts = (
+            rank_slice(size, p.rank, p.world_size)
+            for p, m in zip(self.places, self.machines, strict=True)
+            if m == machine
+        )
+        read = [order.global_batches(0, size, 64, part=part).lane for part in parts]
+        lanes: list[int] = np.unique(read).tolist()
+        return lanes
 
     @cached_property
     def lanes_followed(self) -> list[list[int]]:
@@ -269,7 +275,7 @@ class Topology:
         world_size = self.places[0].world_size
         return [
             lanes_of_ranks(
-                self.global_batch, self.lanes, await_ranks(store, place, wait_seconds=5), world_size
+                self.order, self.global_batch, await_ranks(store, place, wait_seconds=5), world_size
             )
             for place in self.places
         ]
@@ -330,7 +336,7 @@ def table() -> str:
         rows.append(
             f"| {topology.name} | {len(machines)} | {span([len(ranks) for ranks in of.values()])} | "
             f"{topology.places[0].world_size} | {span([len(set(ranks)) for ranks in of.values()])} | "
-            f"{span([len(lanes) for lanes in followed.values()])} of {topology.lanes} |"
+            f"{span([len(lanes) for lanes in followed.values()])} of {topology.order.lanes} |"
         )
     return "\n".join(rows)
 
@@ -533,9 +539,10 @@ def test_processes_follow_the_lanes_of_their_machine(seen: dict[str, Seen], name
     for number, each in loaders.items():
         beside = {other["rank"] for at, other in loaders.items() if machines[at] == machines[number]}
         assert each["ranks_of_machine"] == sorted(beside)
-        # Lanes by the default are as many as the global batch has rows: each rank reads four of its own.
-        lanes = [lane for rank in sorted(beside) for lane in range(4 * rank, 4 * rank + 4)]
-        assert each["lanes"] == lanes
+        order, size = Order([1000], OrderSpec(1, mesh_ranks.LANES, 1)), 4 * each["world_size"]
+        parts = (rank_slice(size, rank, each["world_size"]) for rank in beside)
+        read = [order.global_batches(0, size, mesh_ranks.LANES, part=part).lane for part in parts]
+        assert each["lanes"] == np.unique(read).tolist()
 
 
 @pytest.mark.parametrize("name", mesh_ranks.TOPOLOGIES)

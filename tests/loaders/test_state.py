@@ -20,7 +20,10 @@ SETTINGS = RunSettings(
     order=OrderSpec(seed=17, lanes=8, window=100), tail="carry", streams=(StreamSettings("aa", 50),)
 )
 STATE = LoaderState(position=120, epoch_batches=3, settings=SETTINGS)
-TWO = {"name": ["", ""], "fingerprint": ["aa", "aa"], "samples": [50, 50], "excluded": ["", ""]}
+TWO = {
+    "name": ["", ""], "fingerprint": ["aa", "aa"], "samples": [50, 50], "excluded": ["", ""],
+    "lanes": [0, 0], "window": [0, 0],
+}  # fmt: skip
 SCHEDULE = Schedule(((0, (3, 1)), (100, (1, 1)), (200, (1, 3))))
 GOLDEN = Path(__file__).parents[1] / "golden"
 MIXED_SETTINGS = replace(
@@ -41,10 +44,23 @@ def test_a_state_survives_json(state: LoaderState) -> None:
     assert LoaderState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
-@pytest.mark.parametrize(("number", "state"), [(0, STATE), (1, STATE), (2, MIXED)])
-def test_states_of_earlier_versions_are_read(number: int, state: LoaderState) -> None:
-    """As version 1 (the first of them) and version 2 saved them."""
-    assert LoaderState.from_dict(json.loads((GOLDEN / "loader_states.json").read_text())[number]) == state
+def in_first_order(state: LoaderState) -> LoaderState:
+    settings = state.settings
+    return replace(state, settings=replace(settings, order=replace(settings.order, version=1)))
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(0, STATE), (1, STATE), (2, MIXED), (3, replace(MIXED, step_sizes=STEPS.step_sizes))],
+)
+def test_states_of_earlier_versions_go_on_in_their_order(number: int, state: LoaderState) -> None:
+    """As version 1 (the first of them), version 2 and version 3 saved them."""
+    saved = LoaderState.from_dict(json.loads((GOLDEN / "loader_states.json").read_text())[number])
+    assert saved == in_first_order(state)
+    own = (replace(stream, lanes=64, window=9) for stream in state.settings.streams[1:])
+    streams = (*state.settings.streams[:1], *own)
+    now = replace(state.settings, order=OrderSpec(seed=17, lanes=1024, window=7), streams=streams)
+    assert resume(saved, now, fixed=NOTHING_FIXED, on_mismatch="error") == saved
 
 
 def test_all_states_have_the_same_keys_and_no_dicts_in_lists() -> None:
@@ -70,7 +86,7 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 4}, "version 4"),
+        ({"version": 5}, "version 5"),
         ({"version": None}, "version None"),
         ({"order_version": 9}, "version 9"),
         ({"position": -1}, "position"),
@@ -84,6 +100,8 @@ def test_a_state_is_flat_plain_data_with_the_names_users_set() -> None:
         ({"streams": TWO | {"name": [""]}}, "of one length"),
         ({"streams": {"fingerprint": ["aa"], "samples": [5]}}, "lists of name, fingerprint, samples"),
         ({"streams": {name: [5] for name in TWO} | {"name": [""]}}, "fingerprint must be text"),
+        ({"streams": TWO | {"lanes": [0, "8"]}}, "lanes must be a whole number"),
+        ({"streams": TWO | {"lanes": [0, 1 << 17]}, "schedule": [[0, [1, 1]]]}, "stream 1: lanes must be"),
         ({"streams": TWO}, "schedule of weights if it has several streams"),
         ({"schedule": [[0, [1]]]}, "schedule of weights if it has several streams"),
         ({"schedule": 5}, "list of .start"),
@@ -132,6 +150,19 @@ def test_lanes_and_window_come_from_the_state_unless_they_were_set() -> None:
     with pytest.raises(StateError, match="lanes: saved 8, loader has 4") as caught:
         resume(STATE, current, fixed=frozenset({"lanes"}), on_mismatch="error")
     assert "window" not in str(caught.value).split("use the settings")[0]
+
+
+def test_each_stream_goes_on_with_its_lanes_and_window() -> None:
+    streams = (MIXED_SETTINGS.streams[0], replace(MIXED_SETTINGS.streams[1], lanes=2, window=5))
+    saved = replace(MIXED, settings=replace(MIXED_SETTINGS, streams=streams))
+    assert LoaderState.from_dict(json.loads(json.dumps(saved.to_dict()))) == saved
+    assert [(o.lanes, o.window) for o in map(saved.settings.order_of, range(2))] == [(8, 100), (2, 5)]
+    current = replace(with_schedule((0, (3, 1, 0)), streams=3), order=OrderSpec(17, 4, 7))
+    resumed = resume(saved, current, fixed=NOTHING_FIXED, on_mismatch="error").settings
+    assert [resumed.order_of(n).lanes for n in range(3)] == [8, 2, 4], "what is added has its own"
+    given = with_schedule((0, (3, 1)))
+    with pytest.raises(StateError, match="lanes: saved 2, loader has 8"):
+        resume(saved, given, fixed=frozenset({"lanes"}), on_mismatch="error")
 
 
 def test_every_constant_is_compared_and_all_differences_are_listed() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.order.order import Order, OrderSpec, rank_slice
-from shardkit.order.residency import ShardUses, lanes_of_part, lanes_of_ranks, shard_uses
+from shardkit.order.residency import BatchLanes, ShardUses, lanes_of_ranks, shard_uses
 from support.orders import SIZES, order_specs
 
 SPECS = order_specs()
@@ -110,7 +110,7 @@ def test_a_rank_reads_only_what_its_lanes_use(
     first = epoch * order.samples + order.samples % size
     for rank in range(world):
         part = rank_slice(size, rank, world)
-        drawn = lanes_of_part(size, lanes, part)
+        drawn = BatchLanes(order.spec, size).of_part(part)
         uses = intervals_of(shard_uses(order, epoch, drawn))
         read = order.global_batches(first, size, order.samples // size, part=part)
         assert set(read.lane.ravel().tolist()) == (set(drawn) if order.samples >= size else set())
@@ -132,16 +132,43 @@ def test_windows_smaller_than_shards_do_not_multiply_the_intervals() -> None:
 
 
 def test_lanes_of_a_part_follow_the_order_inside_a_batch() -> None:
-    assert [lanes_of_part(512, 64, rank_slice(512, rank, 8)) for rank in (0, 1, 7)] == [
-        range(8),
-        range(8, 16),
-        range(56, 64),
+    first = BatchLanes(OrderSpec(1, 64, 9, version=1), 512)
+    assert [first.of_part(rank_slice(512, rank, 8)) for rank in (0, 7)] == [
+        list(range(8)),
+        list(range(56, 64)),
     ]
-    assert lanes_of_part(24, 4, slice(8, 16)) == range(1, 3)  # lanes 1 and 2 are shared with the neighbours
-    assert lanes_of_part(24, 4, slice(None)) == range(4)
-    assert lanes_of_part(24, 4, slice(6, 6)) == range(0)
-    assert lanes_of_part(25, 4, slice(0, 5)) == range(4)  # the batches do not begin in the same lane
-    assert lanes_of_ranks(24, 8, [5, 0], 6) == [0, 1, 6, 7]
+    assert BatchLanes(OrderSpec(1, 4, 9, version=1), 25).of_part(slice(0, 5)) == [0]
+    bits = BatchLanes(OrderSpec(1, 8, 9), 24)
+    assert [bits.of_part(slice(rank * 3, rank * 3 + 3)) for rank in range(8)] == [
+        [0], [4], [2], [6], [1], [5], [3], [7]
+    ]  # fmt: skip
+    assert bits.of_part(slice(2, 4)) == [0, 4]
+    assert bits.of_part(slice(None)) == list(range(8))
+    assert bits.of_part(slice(6, 6)) == []
+    assert lanes_of_ranks(OrderSpec(1, 8, 9), 24, [5, 0], 8) == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "size", "nodes", "most"),
+    [
+        (2048, 4096, 2048, 1.0), (2048, 8192, 1024, 1.0), (2048, 512, 64, 1.0), (256, 16, 8, 1.0),
+        (64, 12, 3, 1.2), (2048, 480, 60, 1.12), (2048, 1000, 125, 1.2), (4096, 3200, 100, 1.05),
+    ],
+)  # fmt: skip
+def test_nodes_keep_to_their_lanes_for_any_batch_and_in_all_epochs(
+    lanes: int, size: int, nodes: int, most: float
+) -> None:
+    """Fewer samples than lanes, more, batches that divide nothing; epochs that begin inside of batches."""
+    order = Order([1013] * 307, OrderSpec(3, lanes, 50))
+    parts = [rank_slice(size, node, nodes) for node in range(nodes)]
+    foreseen = [set(BatchLanes(order.spec, size).of_part(part)) for part in parts[:: max(1, nodes // 4)]]
+    assert sum(map(len, foreseen)) <= most * lanes * len(foreseen) / nodes + len(foreseen) * (most > 1)
+    count = order.samples // size - 1
+    for epoch in (0, 2):
+        first = -(-epoch * order.samples // size) * size
+        for part, own in zip(parts[:: max(1, nodes // 4)], foreseen, strict=True):
+            read = order.global_batches(first, size, min(count, 64), part=part).lane
+            assert np.isin(read, sorted(own)).mean() >= (1 if most == 1 else 0.99)
 
 
 def test_nonsense_is_refused() -> None:
@@ -152,9 +179,9 @@ def test_nonsense_is_refused() -> None:
         with pytest.raises(ValueError, match="ascend"):
             shard_uses(order, 0, lanes)
     with pytest.raises(ValueError, match="at least 1"):
-        lanes_of_part(0, 4, slice(None))
+        BatchLanes(order.spec, 0)
     with pytest.raises(ValueError, match="a run of the batch"):
-        lanes_of_part(8, 4, slice(0, 8, 2))
+        BatchLanes(order.spec, 8).of_part(slice(0, 8, 2))
 
 
 def test_many_shards_take_a_moment() -> None:

@@ -30,6 +30,7 @@ from support.stop_ranks import free_port
 
 STEPS = 6
 BATCH_SIZE = 4
+LANES = 16
 SAMPLES = 120
 
 
@@ -75,6 +76,7 @@ def read(topology: Topology, rank: int, url: str, folder: Path) -> dict[str, Any
     with StreamingLoader(
         url,
         batch_size=BATCH_SIZE,
+        lanes=LANES,
         endless=True,
         return_ids=True,
         cache_dir=folder / f"machine-{machine}",
@@ -86,8 +88,9 @@ def read(topology: Topology, rank: int, url: str, folder: Path) -> dict[str, Any
         seen = {
             "ids": [batch["sample_id"].tolist() for batch in islice(batches, STEPS)],
             "rank": loader.rank,
+            "world_size": loader.world_size,
             "ranks_of_machine": loader.machine_ranks,
-            "lanes": loader._lanes_read(is_shared=True),
+            "lanes": loader._lanes_read((0,), is_shared=True),
             "logs": loader.usage is not None,
             "error": None,
         }

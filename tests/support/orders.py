@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardkit.order.order import Located, OrderSpec, Shuffle
 
-__all__ = ["FIELDS", "SIZES", "order_specs", "same"]
+__all__ = ["FIELDS", "SIZES", "lane_key", "order_specs", "same"]
 
 FIELDS = tuple(field.name for field in fields(Located))
 
@@ -28,7 +28,19 @@ def order_specs(
     lanes: st.SearchStrategy[int] = _LANES, window: st.SearchStrategy[int] = _WINDOWS
 ) -> st.SearchStrategy[OrderSpec]:
     """Any spec; most shuffle windows."""
-    return st.builds(OrderSpec, seed=st.integers(0, 2**64 - 1), lanes=lanes, window=window, shuffle=_SHUFFLES)
+    return st.builds(
+        OrderSpec,
+        seed=st.integers(0, 2**64 - 1),
+        lanes=lanes,
+        window=window,
+        shuffle=_SHUFFLES,
+        version=st.sampled_from([1, 2, 2]),
+    )
+
+
+def lane_key(lane: int, spec: OrderSpec) -> int:
+    """What global batches are sorted by, in plain Python."""
+    return (lane << 16) // spec.lanes if spec.version == 1 else int(f"{lane:016b}"[::-1], 2)
 
 
 def same(one: Located, other: Located, names: Sequence[str] = FIELDS) -> bool:

@@ -31,7 +31,7 @@ runs = st.fixed_dictionaries(
         "resumes": st.lists(st.integers(1, 40), max_size=3),
         "workers": st.integers(0, 3),
         "seed": st.integers(0, 2**64 - 1),
-        "lanes": st.integers(1, 12),
+        "lanes": st.integers(1, 12) | st.sampled_from([32, 64, 100]),
         "window": st.integers(1, 60),
     }
 )

@@ -60,8 +60,9 @@ def test_a_run_of_14_8_trillion_tokens_in_54_days_on_2048_gpus() -> None:
     assert (plan.nodes, plan.global_batch) == (256, 16384)
     assert plan.steps == ceil(Fraction(TOKENS, 16384 * 4096)) == 220_538
     assert plan.dataset_bytes == 59_200_000_000_000
-    assert plan.fetch_factor == 4  # 64 lanes for 256 nodes
-    assert plan.gets == ceil(Fraction(59_200_000_000_000, 1 << 26)) * 4
+    assert plan.lanes == 4096
+    assert plan.fetch_factor == 1
+    assert plan.gets == ceil(Fraction(59_200_000_000_000, 1 << 26))
 
 
 def test_a_funnel_that_keeps_0_95_percent_needs_6_2_petabytes_and_516_cores() -> None:
@@ -130,8 +131,8 @@ def test_a_run_s_rates_and_requests_agree_with_its_totals(
     assert plan.bytes_per_second_per_node * plan.nodes == plan.bytes_per_second
     assert (plan.steps - 1) * plan.step_seconds < seconds <= plan.steps * plan.step_seconds
     assert 1 <= plan.fetch_factor <= plan.nodes
-    assert plan.lanes == default_lanes(plan.global_batch)
-    assert plan.window == default_window(plan.lanes, plan.sample_bytes)
+    assert plan.lanes == default_lanes(plan.shards)
+    assert plan.window == default_window(-(-tokens // length), plan.shards, plan.lanes)
     # Every lane is read by somebody, by as many as the factor says.
     assert sum(plan.lanes_per_node) == plan.fetch_factor * plan.lanes
     assert plan.prefetch_bytes == plan.fetches_in_flight * needs.shard_bytes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,6 @@ from hypothesis import strategies as st
 
 from reference.belady import min_fetched_bytes
 from shardkit.cache.folder import sealed_size
-from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.defaults import shuffle_sizes
-from shardkit.loaders.plan import BatchPlan
 from shardkit.order.order import Order, OrderSpec
 from shardkit.order.residency import shard_uses
 from shardkit.tools.simulate.fetching import Link
@@ -247,19 +243,13 @@ def test_networks_that_cannot_be_are_refused(changes: dict[str, float]) -> None:
         Network(**changes)
 
 
-@pytest.mark.parametrize("cache_bytes", [10_000_000_000, 50_000_000_000, 1_000_000_000_000])
-def test_lanes_and_window_are_chosen_as_a_loader_with_that_cache_does(cache_bytes: int) -> None:
-    sizes, row_bytes, nodes = np.full(10_000, 1 << 26), 1 << 14, 8
-    shards = Shards(sizes // row_bytes, sizes, row_bytes)
-    run = scenario(nodes=nodes, gpus_per_node=8, batch_size=8, cache_bytes=cache_bytes)
-    run = replace(run, shards=shards, lanes=0, window=0)
-    cache = SimpleNamespace(is_shared=True, capacity=cache_bytes)
-    manifest = SimpleNamespace(raw_bytes=sizes, kinds=[])
-    dataset: Any = SimpleNamespace(manifest=manifest, shards=SimpleNamespace(cache=cache))
-    plan, config = BatchPlan(10**9, 8, 0, 8 * nodes, "carry"), LoaderConfig(cache_bytes=cache_bytes)
-    assert (run.lanes, run.window) == shuffle_sizes(dataset, plan, config, row_bytes)
+def test_lanes_and_window_are_the_loaders_defaults_for_these_shards() -> None:
+    sizes, row_bytes = np.full(10_000, 1 << 26), 1 << 14
+    run = scenario(nodes=8, gpus_per_node=8, batch_size=8)
+    run = replace(run, shards=Shards(sizes // row_bytes, sizes, row_bytes), lanes=0, window=0)
+    assert (run.lanes, run.window) == (256, 8192)
     given = replace(run, lanes=0, window=9)
-    assert (given.lanes, given.window) == (run.lanes, 9)
+    assert (given.lanes, given.window) == (256, 9)
 
 
 @pytest.fixture(scope="module")

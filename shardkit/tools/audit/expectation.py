@@ -16,7 +16,7 @@ ranks, a step at position p has left = N - p % N samples of the epoch before it:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -29,7 +29,7 @@ from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Order
 from shardkit.order.run_settings import RunSettings
-from shardkit.order.streams import MixedOrder, StreamOrder, stream_seed
+from shardkit.order.streams import MixedOrder, StreamOrder
 
 __all__ = ["Expectation", "Steps", "Tiling"]
 
@@ -95,11 +95,8 @@ class Expectation:
         self.streams: list[StreamOrder] = []
         for number, (dataset, excluded) in enumerate(zip(datasets, exclusions, strict=True)):
             sizes = dataset.manifest.shard_samples
-            seed = settings.order.seed
-            if settings.schedule is not None:
-                seed = stream_seed(seed, number)
             kept = sizes if excluded is None else excluded.kept_of_shards(sizes)
-            order = Order(kept, replace(settings.order, seed=seed))
+            order = Order(kept, settings.order_of(number))
             self.streams.append(StreamOrder(order, excluded, sizes))
         self.mixture: Mixture | None = None
         self.order: StreamOrder | MixedOrder = self.streams[0]

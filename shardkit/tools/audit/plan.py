@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.dry_run import PlannedRun, first_settings
+from shardkit.loaders.dry_run import PlannedRun
+from shardkit.loaders.plan import BatchPlan
 from shardkit.loaders.streams import Opened
 from shardkit.order.order import Shuffle
 from shardkit.order.run_settings import Tail
@@ -67,11 +68,10 @@ def audit_plan(
     `resume_at`: one more walk stops after each of these steps and resumes with the next leg. `workers` of a
     DataLoader in each rank. `key`: of the sums, random by default. `start` begins a run as `PlannedRun` does.
     """
-    # All legs are checked before the first one walks; the run begins with the settings of the first.
-    settings, *_ = [
-        first_settings(opened, config, leg.batch_size, leg.world_size, seed=seed, shuffle=shuffle, tail=tail)
-        for leg in legs
-    ]
+    # All legs are checked before the first one walks.
+    settings = opened.settings(config, seed=seed, shuffle=shuffle, tail=tail)
+    for leg in legs:
+        BatchPlan(settings.epoch_samples, leg.batch_size, 0, leg.world_size, tail)
     expected = Expectation(settings.named(opened.streams.names), opened.streams.datasets, opened.exclusions)
     location = ", ".join(dataset.location for dataset in opened.streams.datasets)
     report = AuditReport("plan", location, expected.settings.to_dict(), Findings())

@@ -3,7 +3,7 @@
     tokens/s   = tokens / seconds                     bytes/s = tokens/s * bytes_per_token
     in flight  = shards/s * seconds of one fetch      (Little's law: concurrent fetches that keep up)
     lead       = seconds of one fetch                 (a fetch that begins later comes too late)
-    cache      = lanes of a node * (two windows + two shards)      as in shardkit.loaders.defaults
+    cache      = lanes of a node * (a window + two shards)         as in shardkit.loaders.defaults
 
 A node fetches whole shards of the lanes that its ranks read. If there are fewer lanes than nodes, several
 nodes read the same lane, and each fetches its shards: `fetch_factor` is how often each byte of the dataset is
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 
-from shardkit.order.order import default_lanes, default_window, rank_slice
-from shardkit.order.residency import lanes_of_part
+from shardkit.order.order import OrderSpec, default_lanes, default_window, rank_slice
+from shardkit.order.residency import BatchLanes
 from shardkit.tools.plan.quantities import Prices
 
 __all__ = ["TrainNeeds", "TrainPlan", "plan_train"]
@@ -96,7 +96,7 @@ class TrainPlan:
     """Samples that a lane shuffles together."""
     window_bytes: int
     cache_bytes: int
-    """At least, on a node: two windows of each lane, and the shards that those begin and end in."""
+    """At least, on a node: a window of each lane, and the shards that it begins and ends in."""
     network_share: Fraction
     """Part of a node's bandwidth in use; above 1, no cache and no window helps."""
     fetch_seconds: Fraction
@@ -126,10 +126,12 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
     dataset_bytes = needs.tokens / needs.epochs * needs.bytes_per_token
     shards = ceil(dataset_bytes / needs.shard_bytes)
 
-    lanes = needs.lanes or default_lanes(global_batch)
-    window = needs.window or default_window(lanes, sample_bytes)
+    samples = ceil(needs.tokens / needs.epochs / needs.sequence_length)
+    lanes = needs.lanes or default_lanes(shards)
+    window = needs.window or default_window(samples, shards, lanes)
+    batch_lanes = BatchLanes(OrderSpec(0, lanes, window), global_batch)
     parts = (rank_slice(global_batch, node, nodes) for node in range(nodes))
-    lanes_per_node = tuple(len(lanes_of_part(global_batch, lanes, part)) for part in parts)
+    lanes_per_node = tuple(len(batch_lanes.of_part(part)) for part in parts)
     most_lanes = max(lanes_per_node)
     fetch_factor = Fraction(sum(lanes_per_node), lanes)
     fetched_per_second = bytes_per_second * most_lanes / lanes
@@ -154,7 +156,7 @@ def plan_train(needs: TrainNeeds) -> TrainPlan:
         lanes_per_node=lanes_per_node,
         window=window,
         window_bytes=window * sample_bytes,
-        cache_bytes=most_lanes * 2 * (window * sample_bytes + needs.shard_bytes),
+        cache_bytes=most_lanes * (window * sample_bytes + 2 * needs.shard_bytes),
         network_share=fetched_per_second / needs.node_bytes_per_second,
         fetch_seconds=fetch_seconds,
         fetches_in_flight=fetched_per_second / needs.shard_bytes * fetch_seconds,

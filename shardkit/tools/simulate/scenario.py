@@ -18,9 +18,8 @@ from shardkit.arrays import Ints
 from shardkit.cache.folder import SEAL_BYTES
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import LoaderConfig
-from shardkit.loaders.defaults import DEFAULT_WINDOWS_BYTES, windows_budget
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
-from shardkit.order.residency import ShardUses, lanes_of_part, shard_uses
+from shardkit.order.residency import BatchLanes, ShardUses, shard_uses
 from shardkit.units import parse_bytes
 
 __all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "Shards", "spread_nodes"]
@@ -118,9 +117,9 @@ class Scenario:
     batch_size: int = 8
     """Sequences of each rank in a step."""
     lanes: int = 0
-    """0: as a loader with this cache chooses."""
+    """0: the loader's default for these shards."""
     window: int = 0
-    """0: as a loader with this cache chooses."""
+    """0: the loader's default for these shards."""
     cache_bytes: int
     """Of each node."""
     seed: int = 17
@@ -145,18 +144,11 @@ class Scenario:
             raise ValueError("cache_bytes, step_seconds and prefetch_batches must not be negative")
         if any(not 0 <= node < self.nodes for node in self.simulated):
             raise ValueError(f"the nodes to simulate are numbered from 0 to {self.nodes - 1}")
-        if not self.lanes or not self.window:
-            lanes, window = self._shuffle_sizes()
-            object.__setattr__(self, "lanes", lanes)
-            object.__setattr__(self, "window", self.window or window)
-
-    def _shuffle_sizes(self) -> tuple[int, int]:
-        """(lanes, window) of a loader with this cache, as its `shuffle_sizes` chooses them for a dataset."""
-        lanes = self.lanes or default_lanes(self.global_batch)
-        budget = DEFAULT_WINDOWS_BYTES
-        if self.cache_bytes < int(self.shards.bytes.sum()):
-            budget = windows_budget(self.cache_bytes, lanes, int(self.shards.bytes.max()))
-        return lanes, default_window(lanes, self.shards.sample_bytes, budget)
+        samples = self.shards.samples
+        shards = int(np.count_nonzero(samples))
+        object.__setattr__(self, "lanes", self.lanes or default_lanes(shards))
+        window = self.window or default_window(int(samples.sum()), shards, self.lanes)
+        object.__setattr__(self, "window", window)
 
     @property
     def world_size(self) -> int:
@@ -175,16 +167,20 @@ class Scenario:
         """int64[K]: what each shard takes in a cache."""
         return self.shards.bytes + SEAL_BYTES
 
+    @property
+    def spec(self) -> OrderSpec:
+        return OrderSpec(self.seed, self.lanes, self.window)
+
     def order(self) -> Order:
-        return Order(self.shards.samples, OrderSpec(self.seed, self.lanes, self.window))
+        return Order(self.shards.samples, self.spec)
 
     def part(self, node: int) -> slice:
         """What a node's ranks take of each global batch."""
         return rank_slice(self.global_batch, node, self.nodes)
 
-    def lanes_of(self, node: int) -> range:
+    def lanes_of(self, node: int) -> list[int]:
         """The lanes that a node's ranks read."""
-        return lanes_of_part(self.global_batch, self.lanes, self.part(node))
+        return BatchLanes(self.spec, self.global_batch).of_part(self.part(node))
 
 
 class Demand:
@@ -243,7 +239,7 @@ class AllUses:
         self.order = order
         self._epochs: OrderedDict[int, tuple[ShardUses, Ints]] = OrderedDict()
 
-    def of_lanes(self, epoch: int, lanes: range) -> ShardUses:
+    def of_lanes(self, epoch: int, lanes: Sequence[int]) -> ShardUses:
         """As `shard_uses(order, epoch, lanes)`."""
         if epoch not in self._epochs:
             uses = shard_uses(self.order, epoch)
@@ -255,13 +251,13 @@ class AllUses:
         uses, lane = self._epochs[epoch]
         if len(lanes) == self.order.spec.lanes:
             return uses
-        return uses.take(np.flatnonzero((lane >= lanes.start) & (lane < lanes.stop)))
+        return uses.take(np.flatnonzero(np.isin(lane, lanes)))
 
 
 class NodeUses:
     """What `shardkit.cache.belady.Future` plans from: the uses of one node's lanes, its shards numbered."""
 
-    def __init__(self, every: AllUses, lanes: range, last_epoch: int) -> None:
+    def __init__(self, every: AllUses, lanes: Sequence[int], last_epoch: int) -> None:
         """Of runs that end in `last_epoch`."""
         self._every, self._lanes = every, lanes
         self.samples = every.order.samples

@@ -23,7 +23,6 @@ from shardkit.datasets.dataset import Dataset
 from shardkit.errors import ShardkitError, StateError, naming_extras
 from shardkit.files import load_json
 from shardkit.loaders.config import LoaderConfig, Stream
-from shardkit.loaders.dry_run import first_settings
 from shardkit.loaders.plan import Arrangement, BatchPlan
 from shardkit.loaders.state import LoaderState
 from shardkit.loaders.streams import Streams, open_streams
@@ -193,30 +192,12 @@ class Run:
     ) -> Self:
         """The run of a loader with these options over one dataset, lanes and window by default as there.
 
-        ValueError if these defaults do not follow from what is given; ShardkitError if no loader takes it.
+        ShardkitError if no loader takes it.
         """
-        if shuffle == "window" and (lanes is None or window is None):
-            if batch_size is None:
-                raise ValueError(
-                    "lanes and window follow from the batch size: give --batch-size, or both of them"
-                )
-            if dataset.shards is not None and window is None:
-                raise ValueError(
-                    "the default window of a remote dataset depends on the loader's cache: give --window, as "
-                    "in its state or repr, or --state"
-                )
         try:
             config = LoaderConfig(lanes=lanes, window=window)
             opened = open_streams([Stream(dataset, exclude=excluded)], config, 1)
-            settings = first_settings(
-                opened,
-                config,
-                batch_size or 1,
-                world_size,
-                seed=seed,
-                shuffle=shuffle,
-                tail=tail,
-            )
+            settings = opened.settings(config, seed=seed, shuffle=shuffle, tail=tail)
         except ValueError as error:
             raise ShardkitError(str(error)) from error
         return cls(settings, [dataset], opened.exclusions, batch_size=batch_size, world_size=world_size)
