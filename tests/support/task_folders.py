@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkit.writers.exchange import Segment, Slice, Table
+from shardkit.writers.exchange import Limits, Segment, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import hash_output
+from shardkit.writers.runs import DEFAULT_LIMITS
 
-__all__ = ["TaskFolders", "commit_folder", "read_run"]
+__all__ = ["TaskFolders", "commit_folder", "read_run", "slice_of"]
 
 
 class TaskFolders:
@@ -48,5 +49,10 @@ def commit_folder(folder: Path, stage: str, name: str, counts: dict[str, Any] | 
 
 def read_run(path: Path, table: Table) -> npt.NDArray[np.void]:
     """All rows of a run."""
+    return slice_of(path, table).read()[0]
+
+
+def slice_of(path: Path, table: Table, limits: Limits = DEFAULT_LIMITS) -> Slice:
+    """A run, whole."""
     every = 1 << 64
-    return Slice(table, ((Segment(Artifact(path), path.stat().st_size, "", 0, every),),), 0, every).read()[0]
+    return Slice(table, ((Segment(Artifact(path), path.stat().st_size, "", 0, every),),), 0, every, limits)

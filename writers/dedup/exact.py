@@ -49,6 +49,7 @@ __all__ = [
     "read_key_runs",
     "read_range",
     "repeated",
+    "row_batches",
 ]
 
 KEYS = Table(
@@ -69,7 +70,7 @@ KEYS = Table(
 
 PARTITION_ROWS = 1 << 21  # about: 100 MB of keys, so that several workers have tasks, and tasks are few
 
-_BATCH_PARTS = 2  # of the memory of a task: a batch is also copied and ranked, and outcomes are collected
+_PEAK_BYTES_PER_ROW_RANKED = 250  # measured where all rows are copies: rows, their order, what is lost
 
 
 def partition_bounds(partition: int, partitions: int) -> tuple[int, int]:
@@ -97,11 +98,22 @@ def rank_copies(
     return chosen, winners
 
 
+def row_batches(keys: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
+    """The rows of a partition in order, in batches that take a quarter of the memory while they are ranked.
+
+    A third is for what is read ahead. A batch may end anywhere, also within a key.
+    """
+    most = max(1, memory_bytes // 4 // _PEAK_BYTES_PER_ROW_RANKED)
+    for rows, _ in keys.stream(memory_bytes // 3):
+        for start in range(0, len(rows), most):
+            yield rows[start : start + most]
+
+
 def find_outcomes(keys: Slice, memory_bytes: int) -> Iterator[npt.NDArray[np.void]]:
     """Rows of removals.OUTCOMES, in any order: the losers of a partition, and its winners with copies."""
     carried = np.empty(0, KEYS.dtype)
     represents = np.empty(0, np.int64)  # documents, by each of the carried rows
-    for batch, _ in keys.stream(memory_bytes // _BATCH_PARTS):
+    for batch in row_batches(keys, memory_bytes):
         rows = np.concatenate([carried, batch])
         copies = np.ones(len(rows), np.int64)
         copies[: len(carried)] = represents

@@ -36,7 +36,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.writers.dedup.config import LinesDedupConfig
-from shardkit.writers.dedup.exact import partition_bounds, repeated
+from shardkit.writers.dedup.exact import partition_bounds, repeated, row_batches
 from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import OUTCOME, SplitRows, SplitTable, by_split, document_keys
 from shardkit.writers.dedup.tables import Rows, RowsWriter
@@ -89,8 +89,6 @@ CUT_LINE = np.dtype([("row", "<u4"), ("unit", "<u4")])  # what a split's tasks r
 _OWN_LOSERS_FILE = "line_losers.bin"
 
 _KEYS_MEMORY_BYTES = 64 << 20  # to sort keys in; a third is a run
-
-_BATCH_PARTS = 2  # of the memory of a task: a batch is also copied and ranked, and losers are collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +151,9 @@ def find_line_losers(folder: Path, keys: Slice, keep: int, memory_bytes: int) ->
     """Step 2, a task a partition: which documents lose which lines."""
     read = losers = 0
     carried = np.empty(0, LINE_KEYS.dtype)
-    with RunWriter(folder / LINE_LOSERS.file, LINE_LOSERS, memory_bytes=memory_bytes // 4) as writer:
-        for batch, _ in keys.stream(memory_bytes // _BATCH_PARTS):
+    file, limits = folder / LINE_LOSERS.file, keys.limits
+    with RunWriter(file, LINE_LOSERS, memory_bytes=memory_bytes // 4, limits=limits) as writer:
+        for batch in row_batches(keys, memory_bytes):
             rows = np.concatenate([carried, batch])
             is_lost = np.zeros(len(rows), np.bool_)
             is_lost[_lost(rows, keep)] = True

@@ -63,7 +63,8 @@ def find_exact(folder: Path, keys: Slice, memory_bytes: int) -> ExactDuplicates:
     """Write the outcomes of one partition into `folder`."""
     losers = size = 0
     largest, groups = 1, np.zeros(len(GROUP_SIZES) + 1, np.int64)
-    with RunWriter(folder / OUTCOMES.file, OUTCOMES, memory_bytes=memory_bytes // 4) as writer:
+    file, limits = folder / OUTCOMES.file, keys.limits
+    with RunWriter(file, OUTCOMES, memory_bytes=memory_bytes // 4, limits=limits) as writer:
         for rows in find_outcomes(keys, memory_bytes):
             writer.write(rows)
             copies = rows["copies"][rows["copies"] > 0]
