@@ -37,7 +37,7 @@ from shardkit.hashing import digest_of
 from shardkit.storage.threads import Workers
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
-from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
+from shardkit.writers.kernels.text_arrays import copy_texts
 from shardkit.writers.runs import (
     DEFAULT_LIMITS,
     EMPTY_BYTES,
@@ -65,7 +65,7 @@ class RunWriter:
     """Writes one run of rows that come in any order; equal keys keep the order of writing.
 
     Rows are collected up to a third of `memory_bytes`, sorted, and spilled next to `path`; at the end the
-    spills are merged. What fits into memory is written once.
+    spills are merged. What fits into memory is written once. The bytes of the run do not depend on memory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunWriter:
         self._path, self._table, self._limits = path, table, limits
         self._memory_bytes = memory_bytes
         self._pending: list[Batch] = []
-        self._pending_bytes = 0
+        self._pending_bytes = self._bytes = 0
         self._spills: list[Path] = []
 
     def __enter__(self) -> Self:
@@ -88,6 +88,7 @@ class RunWriter:
         assert not self._table.payload or int(rows["size"].sum()) == len(payload)
         self._pending.append((rows.view(self._table.void).copy().view(rows.dtype), payload.copy()))
         self._pending_bytes += rows.nbytes + payload.nbytes
+        self._bytes += rows.nbytes + payload.nbytes
         if self._pending_bytes > self._memory_bytes // 3:
             self._spill()
 
@@ -112,7 +113,7 @@ class RunWriter:
         self._spills.append(path)
 
     def _write_pending(self, path: Path) -> None:
-        with BlockWriter(path, self._table, self._pending_bytes, self._limits) as file:
+        with BlockWriter(path, self._table, self._bytes, self._limits) as file:
             if self._pending:
                 batch = _sorted(self._pending, self._table)
                 self._pending, self._pending_bytes = [], 0
@@ -121,7 +122,7 @@ class RunWriter:
     def _merge_spills(self, target: Path) -> None:
         runs = [(Segment(Artifact(path), path.stat().st_size, "", 0, _KEYS),) for path in self._spills]
         spilled = Slice(self._table, tuple(runs), 0, _KEYS, self._limits)
-        with BlockWriter(target, self._table, spilled.bytes, self._limits) as file:
+        with BlockWriter(target, self._table, self._bytes, self._limits) as file:
             for rows, payload in spilled.stream(self._memory_bytes):
                 file.write(rows, payload)
         for path in self._spills:
@@ -365,7 +366,8 @@ def _sorted(pieces: Sequence[Batch], table: Table) -> Batch:
     texts = np.empty(starts[-1], np.uint8)
     for part, payload in pieces:
         here = to[at : at + len(part)]
-        _scatter(payload, np.ascontiguousarray(part["size"]), starts[here], texts)
+        sizes = np.ascontiguousarray(part["size"])
+        copy_texts(payload, np.cumsum(sizes) - sizes, sizes, texts, starts[here])
         at += len(part)
     return found, texts
 
@@ -379,14 +381,3 @@ def _stable_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         equal = np.flatnonzero(np.append(same, False) | np.append(False, same))
         order[equal] = order[equal][np.lexsort((order[equal], found[equal]))]
     return order
-
-
-@kernel
-def _scatter(payload: UInt8s, sizes: Int64s, to: Int64s, found: UInt8s) -> None:
-    """Copy the texts that lie in a row in `payload` to their places."""
-    at = 0
-    for number in range(len(sizes)):
-        start = to[number]
-        for byte in range(sizes[number]):
-            found[start + byte] = payload[at + byte]
-        at += sizes[number]

@@ -120,7 +120,7 @@ def test_a_changed_file_is_told_from_an_added_one(recipe: Path) -> None:
 
 
 def test_a_lost_output_is_named(recipe: Path) -> None:
-    next((recipe.parent / "work" / "tokenize").glob("some.parquet*/tokens.bin")).unlink()
+    next((recipe.parent / "work" / "tokenize").glob("some.parquet*/tokens.run")).unlink()
     assert to_run(explain(recipe)) == {"tokenize": (1, [LOST])}
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,13 @@ from shardkit.errors import BuildError
 from shardkit.formats import mds, tar
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import document_ids
+from shardkit.writers.exchange import Exchanged, Limits, Segment, Slice
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.recipe import OutputConfig, PackConfig
+from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages.pack import Packed, pack_partition
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
-from shardkit.writers.stages.tokenize import tokenize_split
+from shardkit.writers.stages.tokenize import TOKENS, partition_start, tokenize_split
 from shardkit.writers.tokenizer import Encoder
 from support.default_cases import cases
 from support.documents import write_documents
@@ -64,7 +66,7 @@ class Split:
     texts: Sequence[str]
 
 
-def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tokens: int = 1 << 20) -> Path:
+def spill(folder: Path, split: Split, encoder: Encoder, memory_bytes: int = 1 << 20) -> Path:
     """Tokenize one split as a build does."""
     folder.mkdir(parents=True)
     records = range(split.start, split.start + len(split.texts))
@@ -74,11 +76,20 @@ def spill(folder: Path, split: Split, encoder: Encoder, partitions: int, run_tok
         Removed(),
         encoder,
         seed=SEED,
-        partitions=partitions,
         folder=folder,
-        run_tokens=run_tokens,
+        memory_bytes=memory_bytes,
     )
     return folder
+
+
+def documents(
+    spills: Sequence[Path], partition: int, partitions: int, limits: Limits = DEFAULT_LIMITS
+) -> Slice:
+    """The documents of one partition."""
+    files = [folder / TOKENS.file for folder in spills]
+    runs = [(Segment(Artifact(file), file.stat().st_size, file.parent.name, 0, 1 << 64),) for file in files]
+    edges = (partition_start(number, partitions) for number in (partition, partition + 1))
+    return Exchanged(TOKENS, runs, limits).slice(*edges)
 
 
 def pack_all(
@@ -98,7 +109,7 @@ def pack_all(
         results.append(
             pack_partition(
                 folder / str(partition),
-                [Artifact(path) for path in spills],
+                documents(spills, partition, partitions),
                 partition,
                 pack=PackConfig(sequence_length=LENGTH, strategy=strategy),
                 output=settings,
@@ -134,7 +145,7 @@ def test_documents_come_back_as_they_were_encoded(
     made = texts(100)
     cuts = (0, 40, 41, len(made))
     splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
-    spills = [spill(tmp_path / f"s{k}", s, encoder, partitions, 3000) for k, s in enumerate(splits)]
+    spills = [spill(tmp_path / f"s{k}", s, encoder, 30_000) for k, s in enumerate(splits)]
     results = pack_all(tmp_path / "out", spills, encoder, partitions, strategy=strategy, format=form)
 
     ids = document_ids("a.jsonl", range(len(made)))
@@ -201,22 +212,22 @@ def test_bytes_do_not_depend_on_splits_runs_or_their_order(
     encoder: Encoder, tmp_path: Path, form: Any
 ) -> None:
     made = texts(80)
-    whole = spill(tmp_path / "whole", Split("a.jsonl", 0, made), encoder, 3)
+    whole = spill(tmp_path / "whole", Split("a.jsonl", 0, made), encoder)
     pack_all(tmp_path / "out0", [whole], encoder, 3, format=form)
     expected = digests(tmp_path / "out0")
     assert len(expected) > 10
-    for trial, run_tokens in ((1, 1), (2, 900), (3, 1 << 20)):
+    for trial, memory_bytes in ((1, 1), (2, 4000), (3, 1 << 20)):
         rng = np.random.default_rng(trial)
         cuts = sorted({0, len(made), *rng.integers(0, len(made), 4).tolist()})
         splits = [Split("a.jsonl", a, made[a:b]) for a, b in pairwise(cuts)]
-        named = [spill(tmp_path / f"{trial}-{k}", s, encoder, 3, run_tokens) for k, s in enumerate(splits)]
+        named = [spill(tmp_path / f"{trial}-{k}", s, encoder, memory_bytes) for k, s in enumerate(splits)]
         rng.shuffle(named)  # type: ignore[arg-type]
         pack_all(tmp_path / f"out{trial}", named, encoder, 3, format=form)
         assert digests(tmp_path / f"out{trial}") == expected
 
 
 def test_rows_are_spread_evenly_over_shards_of_the_wanted_size(encoder: Encoder, tmp_path: Path) -> None:
-    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(150)), encoder, 1)
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(150)), encoder)
     for form in ("mds", "wds"):
         [result] = pack_all(tmp_path / form, [folder], encoder, 1, format=form, shard_bytes=16_384)
         sizes = [info.samples for info in result.shards]
@@ -233,11 +244,11 @@ def test_rows_are_spread_evenly_over_shards_of_the_wanted_size(encoder: Encoder,
 
 def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp_path: Path) -> None:
     folder = spill(
-        tmp_path / "s", Split("a.jsonl", 0, ["hello " * 300] * 2), widened(encoder, tmp_path / "t"), 1
+        tmp_path / "s", Split("a.jsonl", 0, ["hello " * 300] * 2), widened(encoder, tmp_path / "t")
     )
     result = pack_partition(
         folder,
-        [Artifact(folder)],
+        documents([folder], 0, 1),
         0,
         pack=PackConfig(sequence_length=512, strategy="concat"),
         output=OutputConfig(path="out", shard_bytes=1024),
@@ -252,7 +263,7 @@ def test_a_row_larger_than_a_shard_gets_a_shard_of_its_own(encoder: Encoder, tmp
 def test_rows_are_shuffled_after_packing(encoder: Encoder, tmp_path: Path) -> None:
     # Unshuffled, the rows of the long documents come first: one after the other, in the order of their text.
     made = [("\u0001" * LENGTH * 4) + str(i) for i in range(50)] + ["short"] * 50
-    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder, 1)
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder)
     [result] = pack_all(tmp_path / "out", [folder], encoder, 1)
     rows = np.concatenate(read_rows(tmp_path / "out" / "0", result))
     full = ~(rows == encoder.eos_id).any(axis=1)
@@ -263,7 +274,7 @@ def test_rows_are_shuffled_after_packing(encoder: Encoder, tmp_path: Path) -> No
 
 
 def test_tar_keys_are_unique_over_all_partitions(encoder: Encoder, tmp_path: Path) -> None:
-    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder, 2)
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder)
     results = pack_all(tmp_path / "out", [folder], encoder, 2, format="wds")
     keys = []
     for partition, result in enumerate(results):
@@ -278,9 +289,7 @@ def test_tar_keys_are_unique_over_all_partitions(encoder: Encoder, tmp_path: Pat
 def test_a_partition_without_documents_has_no_shards(
     encoder: Encoder, tmp_path: Path, partitions: int
 ) -> None:
-    folder = spill(
-        tmp_path / "s", Split("a.jsonl", 0, [] if partitions == 1 else ["one"]), encoder, partitions
-    )
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, [] if partitions == 1 else ["one"]), encoder)
     results = pack_all(tmp_path / "out", [folder], encoder, partitions)
     assert sum(r.documents for r in results) == partitions // 4
     empty = [k for k, r in enumerate(results) if not r.documents]
@@ -291,7 +300,7 @@ def test_a_partition_without_documents_has_no_shards(
 
 
 def test_compressed_shards_hold_the_same_rows(encoder: Encoder, tmp_path: Path) -> None:
-    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder, 1)
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(60)), encoder)
     [plain] = pack_all(tmp_path / "plain", [folder], encoder, 1)
     [packed] = pack_all(tmp_path / "zstd", [folder], encoder, 1, compression="zstd", hashes=["sha256"])
     assert all(info.zip is not None and "sha256" in info.stored.hashes for info in packed.shards)
@@ -300,22 +309,21 @@ def test_compressed_shards_hold_the_same_rows(encoder: Encoder, tmp_path: Path) 
 
 
 def test_damaged_or_repeated_spills_stop_the_build(encoder: Encoder, tmp_path: Path) -> None:
-    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(30)), encoder, 1)
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, texts(30)), encoder)
     with pytest.raises(BuildError, match="was tokenized twice"):
         pack_all(tmp_path / "twice", [folder, folder], encoder, 1)
-    tokens = (folder / "tokens.bin").read_bytes()
-    (folder / "tokens.bin").write_bytes(tokens[:-1])
-    with pytest.raises(BuildError, match=r"tokens\.bin: ends too early"):
-        pack_all(tmp_path / "short", [folder], encoder, 1)
-    (folder / "segments.npy").write_bytes(b"not numpy")
-    with pytest.raises(BuildError, match=r"segments\.npy"):
-        pack_all(tmp_path / "garbage", [folder], encoder, 1)
+    run = (folder / TOKENS.file).read_bytes()
+    for damaged in (run[:-1], b"no run"):
+        (folder / TOKENS.file).write_bytes(damaged)
+        with pytest.raises(BuildError, match=r"tokens\.run: bytes .* differ from their hash"):
+            pack_all(tmp_path / str(len(damaged)), [folder], encoder, 1)
 
 
 def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tmp_path: Path) -> None:
     made = [f"{i} " + "\u0001" * 4000 for i in range(3000)]
-    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder, 1)
-    size = (folder / "tokens.bin").stat().st_size
+    folder = spill(tmp_path / "s", Split("a.jsonl", 0, made), encoder)
+    size = (folder / TOKENS.file).stat().st_size
+    limits = replace(DEFAULT_LIMITS, read_memory_bytes=3 << 20)
     assert size > 20_000_000
     (tmp_path / "out").mkdir()
     pack = PackConfig(sequence_length=2048)
@@ -323,7 +331,7 @@ def test_memory_is_the_partitions_tokens_once_and_one_shard(encoder: Encoder, tm
     try:
         pack_partition(
             tmp_path / "out",
-            [Artifact(folder)],
+            documents([folder], 0, 1, limits),
             0,
             pack=pack,
             output=OutputConfig(path="out", shard_bytes="1MiB"),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A spill holds every kept document's tokens once, by partition, whatever the run size."""
+"""A run holds every kept document's tokens once, by hash, whatever the memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from shardkit.errors import BuildError
+from shardkit.errors import BuildError, RecipeError
 from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import document_ids, keyed_hashes
+from shardkit.writers.exchange import Exchanged, Segment
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.ledger import Count
+from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages import tokenize as module
 from shardkit.writers.stages.tokenize import (
-    RUN_TOKENS,
+    TOKENS,
     Tokenized,
     choose_partitions,
+    documents_of,
     partition_of,
-    run_tokens_for,
+    partition_start,
     tokenize_split,
 )
 from shardkit.writers.tokenizer import Encoder
@@ -49,8 +51,6 @@ def spilled(
     texts: Sequence[str],
     encoder: Encoder,
     removed: Removed | None = None,
-    *,
-    partitions: int = 1,
     **settings: Any,
 ) -> tuple[Tokenized, Path]:
     """Tokenize a split of these texts; returns the counts and the folder of the spill."""
@@ -59,68 +59,50 @@ def spilled(
     documents = write_documents(folder / "in.arrow", texts, batch_rows=11, id=ids, metadata=metadata)
     spill = folder / f"spill-{len(list(folder.iterdir()))}"
     spill.mkdir()
-    options = {"seed": 1} | settings
+    options = {"seed": 1, "memory_bytes": 1 << 20} | settings
     removed = removed or Removed()
     return (
-        tokenize_split(Artifact(documents), removed, encoder, partitions=partitions, folder=spill, **options),
+        tokenize_split(Artifact(documents), removed, encoder, folder=spill, **options),
         spill,
     )
 
 
 def contents(folder: Path, dtype: Any) -> dict[bytes, tuple[int, list[int], dict[str, Any]]]:
-    """{document id: (partition, tokens, its table line)}, checking that segments, table and tokens agree."""
-    segments = np.load(folder / "segments.npy")
-    tokens = np.fromfile(folder / "tokens.bin", dtype)
-    found: dict[bytes, tuple[int, list[int], dict[str, Any]]] = {}
-    with pa.memory_map(str(folder / "documents.arrow")) as source:
-        reader = pa.ipc.open_file(source)
-        assert sorted(segments["batch"]) == list(range(reader.num_record_batches))
-        for segment in segments:
-            place = int(segment["token_start"])
-            lines = reader.get_batch(int(segment["batch"])).to_pylist()
-            assert len(lines) == segment["documents"]
-            assert [(x["hash"], x["document_id"]) for x in lines] == sorted(
-                (x["hash"], x["document_id"]) for x in lines
-            )
-            for line in lines:
-                assert line["document_id"] not in found
-                document = tokens[place : place + line["tokens"]].tolist()
-                found[line["document_id"]] = (int(segment["partition"]), document, line)
-                place += line["tokens"]
-            assert place == segment["token_start"] + segment["tokens"]
-    assert int(segments["tokens"].sum()) == len(tokens)
-    assert (np.diff(segments["partition"]) >= 0).all()
+    """{document id: (hash, tokens, its table line)} of the run."""
+    file = folder / TOKENS.file
+    assert [path.name for path in folder.iterdir()] == [file.name]
+    segment = Segment(Artifact(file), file.stat().st_size, "", 0, 1 << 64)
+    rows, payload = Exchanged(TOKENS, [(segment,)], DEFAULT_LIMITS).slice(0, 1 << 64).read()
+    assert (np.diff(rows["key"].astype(object)) >= 0).all()
+    starts = np.cumsum(rows["size"]) - rows["size"]
+    lines = documents_of(rows, payload, starts, np.dtype(dtype).itemsize).to_pylist()
+    tokens = payload.view(dtype)
+    found = {}
+    for line, start in zip(lines, (starts // tokens.itemsize).tolist(), strict=True):
+        assert line["document_id"] not in found
+        found[line["document_id"]] = (line["hash"], tokens[start : start + line["tokens"]].tolist(), line)
     return found
 
 
-@pytest.mark.parametrize("run_tokens", [1, 100, 1 << 20])
-@pytest.mark.parametrize("partitions", [1, 7])
-def test_every_document_is_spilled_once_to_its_own_partition(
-    encoder: Encoder, tmp_path: Path, run_tokens: int, partitions: int
+@pytest.mark.parametrize("memory_bytes", [1, 20_000, 1 << 20])
+def test_every_document_is_written_once_under_its_hash(
+    encoder: Encoder, tmp_path: Path, memory_bytes: int
 ) -> None:
-    result, folder = spilled(tmp_path, TEXTS, encoder, partitions=partitions, seed=5, run_tokens=run_tokens)
+    result, folder = spilled(tmp_path, TEXTS, encoder, seed=5, memory_bytes=memory_bytes)
     found = contents(folder, np.uint16)
     ids = document_ids("a.jsonl", range(len(TEXTS)))
-    expected = partition_of(keyed_hashes(ids, 5, "shuffle"), partitions)
+    hashes = keyed_hashes(ids, 5, "shuffle").tolist()
+    total = 0
     for i, document_id in enumerate(ids):
-        partition, tokens, line = found.pop(document_id)
-        assert partition == expected[i]
+        key, tokens, line = found.pop(document_id)
+        assert key == hashes[i]
         assert tokens == [*encoder.encode([TEXTS[i]])[0].tolist(), encoder.eos_id]
         assert (line["record"], line["file"], line["metadata"]) == (i, "a.jsonl", f'{{"n":{i}}}')
-        assert line["id"] == (f"id-{i}" if i % 2 else None)
+        assert (line["id"], line["url"]) == (f"id-{i}" if i % 2 else None, None)
+        total += len(tokens)
     assert not found
-    assert result.tokens == sum(result.partition_tokens)
-    assert result.partition_documents == np.bincount(expected, minlength=partitions).tolist()
+    assert result.tokens == total
     assert result.to_dict()["ledger"]["kept"]["documents"] == len(TEXTS)
-
-
-def test_a_run_is_bounded_in_documents_too(
-    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RUN_DOCUMENTS", 20)
-    _, folder = spilled(tmp_path, TEXTS, encoder)
-    # Batches hold 11 documents, and a run closes after the batch that crosses its limit.
-    assert np.load(folder / "segments.npy")["documents"].tolist() == [22, 22, 16]
 
 
 def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tmp_path: Path) -> None:
@@ -129,7 +111,7 @@ def test_losers_and_empty_documents_are_booked_and_left_out(encoder: Encoder, tm
     exact, near = losers[losers != 16], losers[losers == 16]
     copied = np.array([0, 9, 15, 16])
     removed = Removed({"exact_duplicate": exact, "near_duplicate": near}, copied, np.array([3, 4, 5, 6]))
-    result, folder = spilled(tmp_path, texts * 5, encoder, removed, partitions=2)  # over several batches
+    result, folder = spilled(tmp_path, texts * 5, encoder, removed)  # over several batches
     assert result.ledger.read == Count(30, 5 * (7 + 4 + 8 + 9))
     assert result.ledger.kept == Count(10, 5 * (7 + 8))
     dropped = {"exact_duplicate": Count(9, 5 * 13 - 9), "near_duplicate": Count(1, 9), "empty": Count(10, 0)}
@@ -154,9 +136,9 @@ def test_a_split_that_keeps_nothing_leaves_an_empty_spill(
     encoder: Encoder, tmp_path: Path, texts: list[str]
 ) -> None:
     losers = np.arange(len(texts)) if len(texts) == 2 else np.zeros(0, np.int64)
-    result, folder = spilled(tmp_path, texts, encoder, Removed({"exact_duplicate": losers}), partitions=3)
+    result, folder = spilled(tmp_path, texts, encoder, Removed({"exact_duplicate": losers}))
     assert contents(folder, np.uint16) == {}
-    assert (result.tokens, result.partition_tokens) == (0, [0, 0, 0])
+    assert result.tokens == 0
 
 
 def test_the_removed_rows_of_a_batch_are_found_without_a_scan_of_the_splits() -> None:
@@ -185,6 +167,8 @@ def test_partitions_follow_the_order_of_hashes(hashes: list[int], partitions: in
     assert parts.tolist() == [(h >> 32) * partitions >> 32 for h in sorted(hashes)]
     assert (np.diff(parts) >= 0).all()
     assert 0 <= parts[0] <= parts[-1] < partitions
+    for key, part in zip(sorted(hashes), parts.tolist(), strict=True):
+        assert partition_start(part, partitions) <= key < partition_start(part + 1, partitions)
 
 
 def test_partitions_are_as_many_as_the_memory_needs() -> None:
@@ -192,12 +176,15 @@ def test_partitions_are_as_many_as_the_memory_needs() -> None:
     assert choose_partitions(1 << 20, 100, 1 << 30) == 1
     assert choose_partitions(10**12, 10**9, 10**9) == 3200
     assert choose_partitions(10**12, 10**9, 10**9, token_bytes=2) < 3200
-    assert choose_partitions(10**18, 10**9, 10**9) == module.MAX_PARTITIONS
+    assert choose_partitions(60 * 10**12, 10**10, 2 * 10**9) > 80_000
+    with pytest.raises(
+        RecipeError,
+        match=r"memory: .* at most 1,000,000 are possible: set `memory` to 2,666,667,200,000 or more",
+    ):
+        choose_partitions(10**18, 10**9, 10**9)
 
 
-def test_a_run_and_a_partition_are_as_small_as_little_memory_needs() -> None:
-    assert run_tokens_for(2_000_000_000) == RUN_TOKENS
-    assert run_tokens_for(512_000_000) * 4 * 2 == 512_000_000 // 4  # held twice, in four bytes each
+def test_a_partition_is_as_small_as_little_memory_needs() -> None:
     text, documents, shard = 10**9, 10**6, 1 << 26
     for memory in (1 << 29, 1 << 30):
         partitions = choose_partitions(text, documents, memory, shard_bytes=shard)

@@ -266,7 +266,7 @@ def test_a_rare_script_behind_the_sample_gets_the_ids_of_tokenizers(
     odd = "plain words " * 1000 + f" and x{YOUNG_MARKS[:2]}y"
     (tmp_path / "plain-9.jsonl").write_text(json.dumps({"text": odd, "number": 1}) + "\n")
     build(recipe, overrides=["work=work"], progress=False)
-    spilled = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("work/tokenize/*/tokens.bin")))
+    spilled = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("work/tokenize/*/tokens.run")))
     assert right.encode([odd])[0].tobytes() in spilled
 
 

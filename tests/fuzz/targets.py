@@ -235,7 +235,7 @@ def _exclusions() -> Target:
 
 
 def _commit() -> Target:
-    record = record_of(Task("pack", "a", {}, dict), "0", {}, {"tokens.bin": Output(7, "0" * 32)})
+    record = record_of(Task("pack", "a", {}, dict), "0", {}, {"tokens.run": Output(7, "0" * 32)})
 
     def read(folder: Path) -> None:
         if parse_record((folder / "commit.json").read_bytes(), folder) is None:

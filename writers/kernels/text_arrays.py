@@ -1,4 +1,4 @@
-"""Arrow string arrays as kernels need them: the UTF-8 buffer, its offsets, and replacing single texts.
+"""Arrow string arrays as kernels need them: the UTF-8 buffer, its offsets, replacing and copying texts.
 
 All arrays are large_string without nulls. `text_offsets` and `text_bytes` are views and copy nothing.
 """
@@ -12,7 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["replace_texts", "text_bytes", "text_offsets"]
+from shardkit.writers.kernels.numba_support import Int64s, UInt8s, kernel
+
+__all__ = ["copy_texts", "replace_texts", "text_bytes", "text_offsets"]
 
 
 def text_offsets(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
@@ -36,3 +38,12 @@ def replace_texts(texts: pa.LargeStringArray, replacements: Mapping[int, str]) -
     mask[list(replacements)] = True
     changed = pa.array(list(replacements.values()), pa.large_string())
     return pc.replace_with_mask(texts, pa.array(mask), changed)
+
+
+@kernel
+def copy_texts(source: UInt8s, starts: Int64s, sizes: Int64s, target: UInt8s, places: Int64s) -> None:
+    """Copy the texts of `sizes` bytes that start at `starts` in `source` to `places` in `target`."""
+    for number in range(len(sizes)):
+        start, place = starts[number], places[number]
+        for byte in range(sizes[number]):
+            target[place + byte] = source[start + byte]

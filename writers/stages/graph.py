@@ -22,6 +22,7 @@ from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
 from shardkit.writers.dedup.population import SplitDocuments
 from shardkit.writers.dedup.removals import NOTHING, SplitRemovals
+from shardkit.writers.exchange import exchange
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, RunTasks, Task
 from shardkit.writers.inputs.fields import check_named_fields
@@ -166,9 +167,10 @@ def run_stages(inputs: BuildInputs, tokenizer: TokenizerFile, run: RunTasks) -> 
     survivors = find_survivors(inputs, run, concurrent=[check])
     [checked] = survivors.concurrent
     facts = TokenizerFacts.of(checked)
+    spilled, engine = _tokenize(inputs, survivors, tokenizer, facts, run)
     partitions = _count_partitions(recipe, survivors.kept)
-    spilled, engine = _tokenize(inputs, survivors, tokenizer, facts, partitions, run)
-    [packed] = run(pack.tasks(recipe, spilled, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
+    tokens = exchange(run, "tokens", tokenize.TOKENS, spilled, readers=partitions)
+    [packed] = run(pack.tasks(recipe, tokens, partitions, eos_id=facts.eos_id, dtype=facts.dtype))
     parts = [Packed.of(commit) for commit in packed]
     [numbered] = run(provenance.tasks(packed, [len(part.shards) for part in parts]))
     entry = {
@@ -230,7 +232,6 @@ def _tokenize(
     survivors: Survivors,
     tokenizer: TokenizerFile,
     facts: TokenizerFacts,
-    partitions: int,
     run: RunTasks,
 ) -> tuple[list[Commit], Engine]:
     """Tokenize with the fast engine while one task compares it with the reference.
@@ -248,7 +249,6 @@ def _tokenize(
             tokenizer=tokenizer,
             engine=engine,
             unlike=facts.unlike,
-            partitions=partitions,
         )
 
     parity_task = tokenize.parity_task(survivors.documents, tokenizer, facts.unlike)

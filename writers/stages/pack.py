@@ -1,18 +1,18 @@
 """Stage `pack`: turns one partition of tokens into finished shards and their provenance.
 
 One task a partition; a new sequence length repeats this stage and nothing before it. The documents of a
-partition come from the spills of all splits; sorted by (hash, document id) they are the same list for any
-order or names of the spills. They are packed into rows, the rows are shuffled by a second key and dealt
-evenly to shards of about `shard_bytes`: the same bytes on any machine.
+partition are a range of the exchanged runs of all splits; sorted by (hash, document id) they are the same
+list for any order or names of the splits. They are packed into rows, the rows are shuffled by a second key
+and dealt evenly to shards of about `shard_bytes`: the same bytes on any machine.
 
-Memory: the partition's tokens once, as they are in the spills (only positions are sorted), its table of
-documents, and one shard of rows. Shards are named `part-PPPPP.KKKKK` from 0 within the partition; publication
+Memory: the partition's tokens once, with the strings of its documents between them, its table of documents,
+and one shard of rows. Shards are named `part-PPPPP.KKKKK` from 0 within the partition; publication
 renames them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.order.permutation import Permutation
-from shardkit.writers.execution.artifacts import Artifact, read_into
-from shardkit.writers.execution.task import Commit, Task, contents, partition_name
+from shardkit.writers.exchange import Exchanged, Slice
+from shardkit.writers.execution.task import Commit, Task, partition_name
 from shardkit.writers.recipe import OutputConfig, PackConfig, Recipe
 from shardkit.writers.stages.packing import Placement, fill_rows, pack_best_fit, pack_concat
 from shardkit.writers.stages.provenance import PROVENANCE_NAME, write_provenance
-from shardkit.writers.stages.tokenize import SPILL_SCHEMA, id_words, shuffled_order
+from shardkit.writers.stages.tokenize import documents_of, partition_start
 from shardkit.writers.tokenizer import Tokens
 
 __all__ = ["Packed", "pack_partition", "tasks"]
@@ -89,12 +89,8 @@ def _shard_from_dict(entry: Mapping[str, Any]) -> ShardInfo:
     return ShardInfo(FileInfo(**entry["raw"]), columns=columns, zip=zipped, **rest)
 
 
-def tasks(
-    recipe: Recipe, spilled: Sequence[Commit], partitions: int, *, eos_id: int, dtype: str
-) -> list[Task]:
-    """One task a partition of the spills of stage `tokenize`."""
-    spills = tuple(commit.files for commit in spilled)
-    inputs = {"spills": contents(spilled)}
+def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dtype: str) -> list[Task]:
+    """One task a partition of the exchanged runs of stage `tokenize`."""
     shared = {
         "pack": recipe.pack.model_dump(mode="json"),
         "output": recipe.output.model_dump(mode="json", exclude={"path"}),
@@ -105,15 +101,17 @@ def tasks(
     }
     made = []
     for number in range(partitions):
-        args = (spills, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
+        mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
+        args = (mine, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
         name, config = partition_name(number, partitions), shared | {"partition": number}
+        inputs = {"tokens": mine.digest}
         made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
     return made
 
 
 def pack_partition(
     folder: Path,
-    spills: Sequence[Artifact],
+    documents: Slice,
     partition: int,
     pack: PackConfig,
     output: OutputConfig,
@@ -121,16 +119,16 @@ def pack_partition(
     eos_id: int,
     dtype: npt.DTypeLike,
 ) -> Packed:
-    """Pack the segments of `partition` in all `spills`; write its shards and provenance into `folder`."""
-    part = _read_partition(spills, partition, np.dtype(dtype))
+    """Pack the documents of `partition`; write its shards and provenance into `folder`."""
+    part = _read_partition(documents, np.dtype(dtype))
     packer = pack_best_fit if pack.strategy == "best_fit" else pack_concat
     placement = packer(part.lengths, pack.sequence_length)
     shuffle = Permutation(placement.rows, f"{seed}\0rows\0{partition}".encode())
     placement = placement.moved(shuffle(np.arange(placement.rows)))
     result = _count(placement, part.lengths)
-    if result.tokens != len(part.tokens) or result.documents != part.table.num_rows:
+    if result.tokens != int(part.lengths.sum()) or result.documents != part.table.num_rows:
         raise ConservationError(
-            f"{folder}: partition {partition} has {len(part.tokens):,} tokens, {result.tokens:,} were "
+            f"{folder}: partition {partition} has {int(part.lengths.sum()):,} tokens, {result.tokens:,} were "
             f"packed; this is a bug in shardkit, please report it"
         )
     starts = _shard_starts(
@@ -155,7 +153,7 @@ def pack_partition(
 
 @dataclass(frozen=True, slots=True)
 class _Partition:
-    """Tokens as they lie in the spills; `starts` and `lengths` of its documents in shuffled order."""
+    """`tokens` are all payloads, seen as ids; `starts` and `lengths` follow the shuffled order."""
 
     tokens: Tokens
     starts: _Ints
@@ -163,54 +161,18 @@ class _Partition:
     table: pa.Table
 
 
-def _read_partition(spills: Sequence[Artifact], partition: int, dtype: np.dtype[Any]) -> _Partition:
-    segments = [_segments(spill, partition) for spill in spills]
-    tokens: Tokens = np.empty(sum(int(s["tokens"].sum()) for s in segments), dtype)
-    batches: list[pa.RecordBatch] = []
-    filled = 0
-    for spill, mine in zip(spills, segments, strict=True):
-        if not len(mine):
-            continue
-        with (
-            (spill / "documents.arrow").open_arrow(mapped=True) as source,
-            (spill / "tokens.bin").open() as file,
-        ):
-            reader = pa.ipc.open_file(source)
-            for segment in mine:
-                count = int(segment["tokens"])
-                file.seek(int(segment["token_start"]) * dtype.itemsize)
-                target = tokens[filled : filled + count]
-                if read_into(file, target.view(np.uint8).data) != count * dtype.itemsize:
-                    raise BuildError(
-                        f"{spill / 'tokens.bin'}: ends too early; remove {spill} and build again"
-                    )
-                batch = reader.get_batch(int(segment["batch"]))
-                if int(batch.column("tokens").to_numpy().sum()) != count:
-                    raise BuildError(
-                        f"{spill}: tokens and documents differ; remove this folder and build again"
-                    )
-                batches.append(batch)
-                filled += count
-    table = pa.Table.from_batches(batches, SPILL_SCHEMA)
-    lengths = table.column("tokens").to_numpy()
-    ids = id_words(table.column("document_id"))
-    order = shuffled_order(table.column("hash").to_numpy(), ids)
-    ids = ids[order]
+def _read_partition(documents: Slice, dtype: np.dtype[Any]) -> _Partition:
+    rows, payload = documents.read()
+    starts = np.cumsum(rows["size"]) - rows["size"]
+    ids = np.ascontiguousarray(rows["document_id"]).view(">u8").astype(np.uint64).reshape(-1, 2)
+    order = np.lexsort((ids[:, 1], ids[:, 0], rows["key"]))
+    rows, starts, ids = rows[order], starts[order], ids[order]
     if (repeated := (ids[1:] == ids[:-1]).all(axis=1)).any():
         first = ids[int(repeated.argmax())].astype(">u8").tobytes().hex()
         raise BuildError(f"document {first} was tokenized twice; remove the work folder and build again")
-    return _Partition(
-        tokens, (np.cumsum(lengths) - lengths)[order], lengths[order], table.take(pa.array(order))
-    )
-
-
-def _segments(spill: Artifact, partition: int) -> npt.NDArray[np.void]:
-    try:
-        segments: npt.NDArray[np.void] = np.load((spill / "segments.npy").local(), allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise BuildError(f"{spill / 'segments.npy'}: {error}; remove {spill} and build again") from error
-    first, last = np.searchsorted(segments["partition"], [partition, partition + 1])
-    return segments[int(first) : int(last)]
+    table = documents_of(rows, payload, starts, dtype.itemsize)
+    tokens: Tokens = payload.view(dtype.newbyteorder("<"))
+    return _Partition(tokens, starts // dtype.itemsize, np.ascontiguousarray(rows["tokens"]), table)
 
 
 def _count(placement: Placement, lengths: _Ints) -> Packed:

@@ -1,19 +1,13 @@
-"""Stage `tokenize`: encodes the remaining documents of a split, grouped by the partition that packs them.
+"""Stage `tokenize`: encodes the remaining documents of a split, in the order of training.
 
 Two small tasks belong to it. `tokenizer` runs with stage `clean`: it loads the tokenizer, so that a wrong
 file or eos token fails at once, and picks the engine to start with. `parity` runs with `tokenize` and
 compares that engine with the reference on a sample of the documents; its result decides which engine is used.
 
-A document's partition and its position in the training order come from hash(seed, document id) alone, so
-neither depends on the task that read it. The spill of a split is a folder of three files:
-
-    tokens.bin       ids, little endian: runs, each sorted by (partition, hash, document id)
-    documents.arrow  one row a document in the same order (SPILL_SCHEMA), one batch a segment
-    segments.npy     SEGMENT: where each (run, partition) is in these; sorted by (partition, run)
-
-A run holds up to `RUN_TOKENS` tokens and `RUN_DOCUMENTS` documents, which bounds memory; a segment is the
-part of a run that belongs to one partition. Stage `pack` reads only the segments of its partition. The tokens
-of each document end with the eos id.
+A document's position in the training order, and the partition that packs it, come from its hash(seed,
+document id) alone, so neither depends on the task that read it. A split writes one run of the exchange: a row
+for each document (TOKENS), keyed by that hash, whose payload is its token ids, ended by the eos id, and its
+strings. A partition is a range of hashes. `document_rows` and `documents_of` translate.
 """
 
 from __future__ import annotations
@@ -21,24 +15,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from shardkit.card import Histogram
-from shardkit.errors import BuildError, ConservationError, MissingExtraError
+from shardkit.errors import BuildError, MissingExtraError, RecipeError
 from shardkit.hashing import digest_of
 from shardkit.writers.dedup.lines import ROWS_FILE
 from shardkit.writers.dedup.removals import Removed, SplitRemovals
 from shardkit.writers.documents import keyed_hashes
+from shardkit.writers.exchange import RunWriter, Table
 from shardkit.writers.execution.artifacts import Artifact
 from shardkit.writers.execution.task import Commit, PlainCounts, Task
 from shardkit.writers.inputs.scan import Split
-from shardkit.writers.kernels.text_arrays import text_offsets
+from shardkit.writers.kernels.text_arrays import copy_texts, text_bytes, text_offsets
 from shardkit.writers.languages import LANGUAGES_FILE, LanguageLabels
 from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.recipe import Recipe
@@ -57,15 +51,17 @@ from shardkit.writers.tokenizer import (
 )
 
 __all__ = [
-    "SEGMENT",
     "SPILL_SCHEMA",
+    "TOKENS",
     "Tokenized",
     "TokenizerFacts",
     "TokenizerFile",
     "choose_partitions",
+    "document_rows",
+    "documents_of",
     "parity_task",
     "partition_of",
-    "run_tokens_for",
+    "partition_start",
     "tasks",
     "tokenize_split",
     "tokenizer_task",
@@ -73,24 +69,35 @@ __all__ = [
 
 _FIRST = 1 << 60  # a weight that is scheduled before all others
 
-RUN_TOKENS = 32 << 20  # a run is held twice while it is sorted: 128 to 256 MB, less where `memory` is less
-
-RUN_DOCUMENTS = 1 << 18
-
-MAX_PARTITIONS = 10_000  # keys of tar samples have 12 digits, 8 of them for the row within a partition
+MAX_PARTITIONS = 1_000_000
 
 DOCUMENT_OVERHEAD_BYTES = 400  # what the packer holds for one document beside its tokens
 
-SEGMENT = np.dtype(
-    [("partition", "<i4"), ("batch", "<i4"), ("documents", "<i8"), ("token_start", "<i8"), ("tokens", "<i8")]
+_STRINGS = ("file", "id", "url", "metadata")
+
+TOKENS = Table(
+    "tokens.run",
+    np.dtype(
+        [
+            ("key", "<u8"),  # hash(seed, document id)
+            ("size", "<i8"),
+            ("document_id", "u1", (16,)),
+            ("tokens", "<i8"),  # with eos; the payload begins with them
+            ("record", "<i8"),
+            ("copies", "<i4"),  # documents it stands for, itself included
+            ("source", "<i4"),
+            *((name, "<i4") for name in _STRINGS),  # bytes of each in the payload; -1: null
+        ]
+    ),
+    payload=True,
 )
 
 SPILL_SCHEMA = pa.schema(
     [
         pa.field("hash", pa.uint64(), nullable=False),
         pa.field("document_id", pa.binary(16), nullable=False),
-        pa.field("tokens", pa.int64(), nullable=False),  # with eos
-        pa.field("copies", pa.int32(), nullable=False),  # documents it stands for, itself included
+        pa.field("tokens", pa.int64(), nullable=False),
+        pa.field("copies", pa.int32(), nullable=False),
         pa.field("source", pa.int32(), nullable=False),
         pa.field("file", pa.string(), nullable=False),
         pa.field("record", pa.int64(), nullable=False),
@@ -100,25 +107,21 @@ SPILL_SCHEMA = pa.schema(
     ]
 )
 
-_CARRIED = ("source", "file", "record", "id", "url", "metadata")
-
 
 @dataclass(slots=True)
 class Tokenized:
-    """Result of a split: the ledger, tokens with eos, and documents and tokens of each partition.
+    """Result of a split: the ledger, and tokens with eos.
 
     `lengths` are the documents' tokens, eos included; `languages` are LanguageCounts as plain data.
     """
 
     ledger: Ledger
     tokens: int
-    partition_documents: list[int] = field(default_factory=list)
-    partition_tokens: list[int] = field(default_factory=list)
     lengths: Histogram = field(default_factory=Histogram)
     languages: dict[str, dict[str, int]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a commit; partitions are described by the spill itself."""
+        """Plain data for a commit."""
         return {
             "ledger": self.ledger.to_dict(),
             "tokens": self.tokens,
@@ -131,13 +134,18 @@ class Tokenized:
         """What a task of this stage committed."""
         counts = commit.counts
         lengths = Histogram.from_dict(counts["lengths"])
-        return cls(commit.ledger(), counts["tokens"], lengths=lengths, languages=counts["languages"])
+        return cls(commit.ledger(), counts["tokens"], lengths, counts["languages"])
 
 
 def partition_of(hashes: npt.NDArray[np.uint64], partitions: int) -> npt.NDArray[np.int64]:
     """int64[n]: the partition of each hash: its upper 32 bits scaled to [0, partitions)."""
     scaled = (hashes >> np.uint64(32)) * np.uint64(partitions)
     return (scaled >> np.uint64(32)).astype(np.int64)
+
+
+def partition_start(partition: int, partitions: int) -> int:
+    """The first hash of a partition, as `partition_of` divides them; 2^64 at the end."""
+    return -(-(partition << 32) // partitions) << 32
 
 
 def choose_partitions(
@@ -150,12 +158,14 @@ def choose_partitions(
     """
     needed = text_bytes * token_bytes // 2 + documents * DOCUMENT_OVERHEAD_BYTES
     for_partition = max(1, memory_bytes // 8, memory_bytes * 3 // 4 - 2 * shard_bytes)
-    return min(max(1, -(-needed // for_partition)), MAX_PARTITIONS)
-
-
-def run_tokens_for(memory_bytes: int) -> int:
-    """Tokens of a run that take a quarter of `memory_bytes` while they are sorted, at four bytes each."""
-    return min(RUN_TOKENS, memory_bytes // 32)
+    partitions = max(1, -(-needed // for_partition))
+    if partitions > MAX_PARTITIONS:
+        enough = -(-memory_bytes * partitions // MAX_PARTITIONS)
+        raise RecipeError(
+            f"memory: to pack {text_bytes:,} bytes of text takes {partitions:,} tasks of that size; "
+            f"at most {MAX_PARTITIONS:,} are possible: set `memory` to {enough:,} or more"
+        )
+    return partitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,20 +251,16 @@ def tasks(
     tokenizer: TokenizerFile,
     engine: Engine,
     unlike: Ranges,
-    partitions: int,
 ) -> list[Task]:
-    """One task a split: its remaining documents, tokenized and divided among `partitions`.
+    """One task a split: its remaining documents, tokenized.
 
     `documents` are the commits with each split's documents.arrow: `cleaned`, or those that cut lines out.
     """
-    run_tokens = run_tokens_for(recipe.memory)
     config = {
         "tokenizer.eos": recipe.tokenizer.eos,
         "engine": engine,
         "unlike": digest_of(unlike),
         "seed": recipe.seed,
-        "partitions": partitions,
-        "run_tokens": run_tokens,
     }
     encoder = (tokenizer.file, tokenizer.eos, engine, unlike)
     made = []
@@ -267,7 +273,7 @@ def tasks(
         }
         args = (
             *(commit.files / DOCUMENTS_FILE, removed),
-            *(encoder, recipe.seed, partitions, run_tokens, languages),
+            *(encoder, recipe.seed, recipe.memory // 2, languages),
         )
         weight = commit.ledger().kept.bytes
         made.append(Task("tokenize", split_name(split), config, _tokenize, args, weight, inputs | named))
@@ -293,8 +299,7 @@ def _tokenize(
     removed: SplitRemovals,
     encoder: tuple[Artifact, str, Engine, Ranges],
     seed: int,
-    partitions: int,
-    run_tokens: int,
+    memory_bytes: int,
     languages: LanguageLabels | None,
 ) -> Tokenized:
     """Load the encoder, which the process caches, and the removed rows; then `tokenize_split`."""
@@ -304,9 +309,8 @@ def _tokenize(
         removed.load(),
         load_encoder(file.local(), eos, engine, unlike),
         seed=seed,
-        partitions=partitions,
         folder=folder,
-        run_tokens=run_tokens,
+        memory_bytes=memory_bytes,
         languages=languages,
     )
 
@@ -317,23 +321,19 @@ def tokenize_split(
     encoder: Encoder,
     *,
     seed: int,
-    partitions: int,
     folder: Path,
-    run_tokens: int = RUN_TOKENS,
+    memory_bytes: int,
     languages: LanguageLabels | None = None,
 ) -> Tokenized:
-    """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; spill into `folder`.
+    """Encode the documents of an Arrow file (DOCUMENT_SCHEMA) except removed ones; write them as a run.
 
     Documents without any token are booked as dropped under "empty".
     """
-    if not 1 <= partitions <= MAX_PARTITIONS:
-        raise BuildError(f"{folder}: {partitions} partitions; between 1 and {MAX_PARTITIONS:,} are possible")
-    ledger = Ledger()
-    lengths = Histogram()
+    ledger, lengths, spilled = Ledger(), Histogram(), 0
     counts = None if languages is None else languages.open()
     with (
         documents.open_arrow(mapped=True) as source,
-        _SpillWriter(folder, encoder, partitions, run_tokens) as spill,
+        RunWriter(folder / TOKENS.file, TOKENS, memory_bytes=memory_bytes) as run,
     ):
         reader = pa.ipc.open_file(source)
         start = 0
@@ -343,42 +343,33 @@ def tokenize_split(
                 batch = counts.beside(batch, start)
             part = removed.part(start, batch.num_rows)
             start += batch.num_rows
-            kept, tokens = _tokenize_batch(batch, part, encoder, seed, spill, ledger)
-            lengths.add(Histogram.of(tokens))
+            kept, copies, ids, tokens = _tokenize_batch(batch, part, encoder, ledger)
+            if kept.num_rows:
+                hashes = keyed_hashes(kept.column("document_id").to_pylist(), seed, "shuffle")
+                rows, payload = document_rows(
+                    kept, hashes, copies, _with_eos(ids, tokens, encoder), tokens + 1
+                )
+                run.write(rows, payload)
+            lengths.add(Histogram.of(tokens + 1))
+            spilled += len(ids) + len(tokens)
             if counts is not None:
-                counts.count(kept, tokens)
+                counts.count(kept, tokens + 1)
         for lost in removed.rows.values():
             if len(lost) and not 0 <= lost.min() <= lost.max() < start:
                 raise BuildError(
                     f"{documents}: duplicate row {lost.max()} does not exist; the file has {start} rows"
                 )
-        segments = spill.finish()
     ledger.check(str(folder))
-    result = Tokenized(
-        ledger,
-        int(segments["tokens"].sum()),
-        np.bincount(segments["partition"], segments["documents"], partitions).astype(np.int64).tolist(),
-        np.bincount(segments["partition"], segments["tokens"], partitions).astype(np.int64).tolist(),
-        lengths,
-        None if counts is None else counts.to_dict(),
-    )
-    if result.tokens != spill.tokens or sum(result.partition_documents) != ledger.kept.documents:
-        raise ConservationError(
-            f"{folder}: {spill.tokens:,} tokens of {ledger.kept.documents:,} documents were encoded, "
-            f"{result.tokens:,} of {sum(result.partition_documents):,} spilled; this is a bug in shardkit"
-        )
-    return result
+    return Tokenized(ledger, spilled, lengths, None if counts is None else counts.to_dict())
 
 
 def _tokenize_batch(
     batch: pa.RecordBatch,
     removed: Removed,
     encoder: Encoder,
-    seed: int,
-    spill: _SpillWriter,
     ledger: Ledger,
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]]:
-    """Encode one batch, append eos, and book it; returns the encoded documents and their lengths."""
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int32], Tokens, npt.NDArray[np.int64]]:
+    """Encode one batch and book it; returns the encoded documents, their copies, ids and numbers of ids."""
     sizes = np.diff(text_offsets(batch.column("text")))
     ledger.read += Count(batch.num_rows, int(sizes.sum()))
     copies = np.ones(batch.num_rows, np.int32)
@@ -400,10 +391,7 @@ def _tokenize_batch(
         batch, copies = batch.filter(pa.array(~empty)), copies[~empty]
         sizes, lengths = sizes[~empty], lengths[~empty]
     ledger.kept += Count(batch.num_rows, int(sizes.sum()))
-    if batch.num_rows:
-        hashes = keyed_hashes(batch.column("document_id").to_pylist(), seed, "shuffle")
-        spill.add(batch, hashes, _with_eos(ids, lengths, encoder), lengths + 1, copies)
-    return batch, lengths + 1
+    return batch, copies, ids, lengths
 
 
 def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> Tokens:
@@ -414,101 +402,57 @@ def _with_eos(ids: Tokens, lengths: npt.NDArray[np.int64], encoder: Encoder) -> 
     return ended
 
 
-class _SpillWriter:
-    """Collects documents up to a run, sorts them and appends the run to the files."""
-
-    def __init__(self, folder: Path, encoder: Encoder, partitions: int, run_tokens: int) -> None:
-        self.tokens = 0
-        self._folder = folder
-        self._partitions = partitions
-        self._run_tokens = run_tokens
-        self._dtype = encoder.dtype
-        self._pending: list[tuple[pa.RecordBatch, Tokens]] = []
-        self._pending_tokens = 0
-        self._pending_documents = 0
-        self._segments: list[npt.NDArray[np.void]] = []
-        self._written = 0
-        self._batches = 0
-        self._file: BinaryIO
-        self._table: Any
-
-    def __enter__(self) -> _SpillWriter:
-        self._file = (self._folder / "tokens.bin").open("wb")
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        self._table = pa.ipc.new_file(self._folder / "documents.arrow", SPILL_SCHEMA, options=options)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._table.close()
-
-    def add(
-        self,
-        batch: pa.RecordBatch,
-        hashes: npt.NDArray[np.uint64],
-        tokens: Tokens,
-        lengths: npt.NDArray[np.int64],
-        copies: npt.NDArray[np.int32],
-    ) -> None:
-        columns = [pa.array(hashes), batch.column("document_id"), pa.array(lengths), pa.array(copies)]
-        columns += [batch.column(name) for name in _CARRIED]
-        self._pending.append((pa.RecordBatch.from_arrays(columns, schema=SPILL_SCHEMA), tokens))
-        self._pending_tokens += len(tokens)
-        self._pending_documents += len(lengths)
-        self.tokens += len(tokens)
-        if self._pending_tokens >= self._run_tokens or self._pending_documents >= RUN_DOCUMENTS:
-            self._write_run()
-
-    def finish(self) -> npt.NDArray[np.void]:
-        """Write the last run and the segments; returns the segments."""
-        if self._pending:
-            self._write_run()
-        segments: npt.NDArray[np.void] = np.concatenate([np.zeros(0, SEGMENT), *self._segments])
-        segments = segments[np.lexsort((segments["batch"], segments["partition"]))]
-        np.save(self._folder / "segments.npy", segments, allow_pickle=False)
-        return segments
-
-    def _write_run(self) -> None:
-        table = pa.Table.from_batches([batch for batch, _ in self._pending])
-        tokens = np.concatenate([tokens for _, tokens in self._pending])
-        self._pending, self._pending_tokens, self._pending_documents = [], 0, 0
-        hashes = table.column("hash").to_numpy()
-        lengths = table.column("tokens").to_numpy()
-        order = shuffled_order(hashes, id_words(table.column("document_id")))
-        ends = np.cumsum(lengths)
-        parts = partition_of(hashes, self._partitions)[
-            order
-        ]  # sorted: the hash's upper bits are the partition
-        cuts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
-        segments = np.zeros(len(cuts) - 1, SEGMENT)
-        for i, (start, stop) in enumerate(pairwise(cuts)):
-            rows = order[start:stop]
-            count = self._write_tokens(tokens, ends[rows] - lengths[rows], lengths[rows])
-            segments[i] = (parts[start], self._batches, stop - start, self._written, count)
-            self._table.write_batch(table.take(pa.array(rows)).combine_chunks().to_batches()[0])
-            self._written += count
-            self._batches += 1
-        self._segments.append(segments)
-
-    def _write_tokens(
-        self, tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-    ) -> int:
-        pieces = [tokens[a : a + n] for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-        joined = np.concatenate(pieces)
-        self._file.write(joined.astype(self._dtype.newbyteorder("<"), copy=False).data)
-        return len(joined)
+def document_rows(
+    documents: pa.RecordBatch,
+    hashes: npt.NDArray[np.uint64],
+    copies: npt.NDArray[np.int32],
+    tokens: Tokens,
+    lengths: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint8]]:
+    """Rows of TOKENS and their payloads; `tokens` are those of all documents, one after the other."""
+    width = tokens.itemsize
+    rows = np.zeros(len(hashes), TOKENS.dtype)
+    rows["key"], rows["copies"], rows["tokens"] = hashes, copies, lengths
+    rows["document_id"] = np.frombuffer(
+        b"".join(documents.column("document_id").to_pylist()), np.uint8
+    ).reshape(-1, 16)
+    rows["source"], rows["record"] = (documents.column(name).to_numpy() for name in ("source", "record"))
+    pieces = [(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).view(np.uint8), lengths * width)]
+    for name in _STRINGS:
+        column = documents.column(name)
+        texts = column.fill_null("").cast(pa.large_string())
+        sizes = np.diff(text_offsets(texts))
+        rows[name] = np.where(column.is_valid().to_numpy(zero_copy_only=False), sizes, -1)
+        pieces.append((text_bytes(texts)[text_offsets(texts)[0] :], sizes))
+    rows["size"] = -(-sum(sizes for _, sizes in pieces) // width) * width  # so that all tokens are aligned
+    ends = np.cumsum(rows["size"])
+    payload, places = np.zeros(int(ends[-1]), np.uint8), ends - rows["size"]
+    for source, sizes in pieces:
+        copy_texts(source, np.cumsum(sizes) - sizes, sizes, payload, places)
+        places = places + sizes
+    return rows, payload
 
 
-def shuffled_order(hashes: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """int64[n]: the order by (hash, document id); `ids` are `id_words`."""
-    order: npt.NDArray[np.int64] = np.lexsort((ids[:, 1], ids[:, 0], hashes))
-    return order
-
-
-def id_words(ids: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
-    """uint64[n, 2]: 16-byte ids as two big-endian words each, which sort as the bytes do."""
-    array = pa.concat_arrays(ids.chunks or [pa.array([], pa.binary(16))])
-    data = np.frombuffer(array.buffers()[1] or b"", np.uint8)[
-        array.offset * 16 : (array.offset + len(array)) * 16
-    ]
-    return data.view(">u8").astype(np.uint64).reshape(-1, 2)
+def documents_of(
+    rows: npt.NDArray[np.void], payload: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], width: int
+) -> pa.Table:
+    """The table (SPILL_SCHEMA) of rows of TOKENS with payloads at `starts`; tokens have `width` bytes."""
+    ids = np.ascontiguousarray(rows["document_id"]).reshape(-1)
+    columns = {
+        "hash": pa.array(rows["key"]),
+        "document_id": pa.FixedSizeBinaryArray.from_buffers(
+            pa.binary(16), len(rows), [None, pa.py_buffer(ids)]
+        ),
+        **{name: pa.array(rows[name]) for name in ("tokens", "copies", "source", "record")},
+    }
+    places = starts + rows["tokens"] * width
+    for name in _STRINGS:
+        sizes = np.maximum(rows[name], 0).astype(np.int64)
+        ends = np.cumsum(sizes)
+        texts = np.empty(int(sizes.sum()), np.uint8)
+        copy_texts(payload, places, sizes, texts, ends - sizes)
+        offsets, valid = np.append(0, ends), np.packbits(rows[name] >= 0, bitorder="little")
+        buffers = [pa.py_buffer(valid), pa.py_buffer(offsets), pa.py_buffer(texts)]
+        columns[name] = pa.Array.from_buffers(pa.large_string(), len(rows), buffers).cast(pa.string())
+        places = places + sizes
+    return pa.table(columns, schema=SPILL_SCHEMA)
