@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from shardkit.writers.exchange import Limits, Segment, Slice, Table
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task import Commit, Task, facts_of
 from shardkit.writers.execution.work import hash_output
 from shardkit.writers.runs import DEFAULT_LIMITS
 
@@ -44,7 +43,7 @@ class TaskFolders:
 def commit_folder(folder: Path, stage: str, name: str, counts: dict[str, Any] | None = None) -> Commit:
     """The commit of a task that wrote the files of a folder; counts pass through JSON, as in a record."""
     outputs = {path.name: hash_output(path) for path in sorted(folder.iterdir())}
-    return Commit(stage, name, folder, "", json.loads(json.dumps(counts or {})), outputs)
+    return Commit(stage, name, folder, "", facts_of(counts or {}, outputs))
 
 
 def read_run(path: Path, table: Table) -> npt.NDArray[np.void]:
