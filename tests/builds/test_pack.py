@@ -22,15 +22,15 @@ from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import document_ids
 from shardkit.writers.exchange import Exchanged, Limits, Segment, Slice
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.recipe import OutputConfig, PackConfig
+from shardkit.writers.recipe import OutputConfig, PackConfig, load_recipe
 from shardkit.writers.runs import DEFAULT_LIMITS
-from shardkit.writers.stages.pack import Packed, pack_partition
+from shardkit.writers.stages.pack import TAR_KEY_STEP, Packed, pack_partition, tasks
 from shardkit.writers.stages.provenance import PROVENANCE_NAME
 from shardkit.writers.stages.tokenize import TOKENS, partition_start, tokenize_split
 from shardkit.writers.tokenizer import Encoder
 from support.default_cases import cases
 from support.documents import write_documents
-from support.small_build import EOS, train_bpe
+from support.small_build import EOS, make_corpus, train_bpe
 
 SEED = 3
 LENGTH = 64
@@ -283,6 +283,18 @@ def test_tar_keys_are_unique_over_all_partitions(encoder: Encoder, tmp_path: Pat
             keys += [shard.key(row) for row in range(len(shard))]
     first = results[0].rows
     assert keys == [f"{r:012d}" for r in range(first)] + [f"{10**8 + r:012d}" for r in range(results[1].rows)]
+
+
+@pytest.mark.parametrize(("partitions", "digits"), [(10_000, 12), (10_001, 14)])
+def test_the_last_partition_of_many_has_room_for_its_keys(
+    encoder: Encoder, tmp_path: Path, partitions: int, digits: int
+) -> None:
+    recipe = load_recipe(make_corpus(tmp_path, documents=1), overrides=["output.format=wds"])
+    tokens = Exchanged(TOKENS, [], DEFAULT_LIMITS)
+    last = tasks(recipe, tokens, partitions, eos_id=encoder.eos_id, dtype="uint16")[-1]
+    assert last.name == f"{partitions - 1:05d}-of-{partitions:05d}"
+    assert last.args[-1] == digits
+    assert (partitions - 1) * TAR_KEY_STEP + 10**8 <= 10**digits
 
 
 @pytest.mark.parametrize("partitions", [1, 4])

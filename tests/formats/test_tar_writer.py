@@ -31,6 +31,13 @@ def test_the_bytes_of_a_shard_are_pinned(tmp_path: Path) -> None:
     assert info.raw.bytes == len(data) == 10_240
 
 
+def test_keys_of_many_partitions_have_more_digits(tmp_path: Path) -> None:
+    tar.write_rows_shard(tmp_path, "s.tar", make_rows(3, 8), key_start=10**14 - 3, key_digits=14)
+    with tarfile.open(tmp_path / "s.tar") as archive:
+        names = [member.name for member in archive]
+    assert names == [f"{10**14 - 3 + number}.tokens.npy" for number in range(3)]
+
+
 @pytest.mark.parametrize(
     ("count", "length", "dtype"), [(1, 1, "uint16"), (9, 64, "uint32"), (300, 2048, "uint16")]
 )
@@ -112,6 +119,7 @@ def test_no_rows_make_an_empty_tar(tmp_path: Path) -> None:
         (np.zeros((2, 2), dtype=np.uint16), {"column": "Tokens"}, "lower-case"),
         (np.zeros((2, 2), dtype=np.uint16), {"column": "a/b"}, "lower-case"),
         (np.zeros((2, 2), dtype=np.uint16), {"key_start": 10**12 - 1}, "12 digits"),
+        (np.zeros((2, 2), dtype=np.uint16), {"key_start": 10**14 - 1, "key_digits": 14}, "14 digits"),
         (np.zeros((2, 2), dtype=np.uint16), {"key_start": -1}, "12 digits"),
         (np.zeros((2, 2), dtype=np.uint16), {"hashes": ["xxh65"]}, "unknown hash"),
     ],

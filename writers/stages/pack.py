@@ -24,6 +24,7 @@ import pyarrow as pa
 from shardkit.card import Histogram
 from shardkit.errors import BuildError, ConservationError
 from shardkit.formats import mds, tar
+from shardkit.formats.tar.writer import KEY_DIGITS
 from shardkit.manifest import Column, FileInfo, ShardInfo
 from shardkit.order.permutation import Permutation
 from shardkit.writers.exchange import Exchanged, Slice
@@ -37,6 +38,8 @@ from shardkit.writers.tokenizer import Tokens
 __all__ = ["Packed", "pack_partition", "tasks"]
 
 TAR_KEY_STEP = 10**8  # keys of a partition's rows begin at partition * this: unique over the dataset
+
+_WIDE_KEY_DIGITS = 14  # of datasets of more partitions than 12 digits have room for
 
 _SUMS = ("documents", "rows", "tokens", "padding", "cut_documents", "needless_cuts", "pieces")
 
@@ -99,10 +102,11 @@ def tasks(recipe: Recipe, tokens: Exchanged, partitions: int, *, eos_id: int, dt
         "dtype": dtype,
         "partitions": partitions,
     }
+    key_digits = KEY_DIGITS if partitions * TAR_KEY_STEP <= 10**KEY_DIGITS else _WIDE_KEY_DIGITS
     made = []
     for number in range(partitions):
         mine = tokens.slice(partition_start(number, partitions), partition_start(number + 1, partitions))
-        args = (mine, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype)
+        args = (mine, number, recipe.pack, recipe.output, recipe.seed, eos_id, dtype, key_digits)
         name, config = partition_name(number, partitions), shared | {"partition": number}
         inputs = {"tokens": mine.digest}
         made.append(Task("pack", name, config, pack_partition, args, inputs=inputs))
@@ -118,6 +122,7 @@ def pack_partition(
     seed: int,
     eos_id: int,
     dtype: npt.DTypeLike,
+    key_digits: int = KEY_DIGITS,
 ) -> Packed:
     """Pack the documents of `partition`; write its shards and provenance into `folder`."""
     part = _read_partition(documents, np.dtype(dtype))
@@ -144,9 +149,8 @@ def pack_partition(
             part.tokens, sources[here], placement.length[here], in_shard, placement.column[here], rows, eos_id
         )
         first_key = partition * TAR_KEY_STEP + int(starts[number])
-        result.shards.append(
-            _write_shard(folder, f"part-{partition:05d}.{number:05d}", rows, output, first_key)
-        )
+        keys = first_key, key_digits
+        result.shards.append(_write_shard(folder, f"part-{partition:05d}.{number:05d}", rows, output, keys))
     write_provenance(folder / PROVENANCE_NAME, placement, starts, part.table, seed=seed)
     return result
 
@@ -205,10 +209,16 @@ def _shard_starts(rows: int, row_bytes: int, output: OutputConfig) -> _Ints:
     return np.array([rows * k // shards for k in range(shards + 1)] if shards else [0], np.int64)
 
 
-def _write_shard(folder: Path, name: str, block: Tokens, output: OutputConfig, first_key: int) -> ShardInfo:
+def _write_shard(
+    folder: Path, name: str, block: Tokens, output: OutputConfig, keys: tuple[int, int]
+) -> ShardInfo:
+    """`keys` are the first key of a tar's rows, and the digits of each."""
     rows = block.view(np.uint16) if block.dtype.itemsize == 2 else block.view(np.uint32)
     if output.format == "wds":
-        return tar.write_rows_shard(folder, f"{name}.tar", rows, key_start=first_key, hashes=output.hashes)
+        first, digits = keys
+        return tar.write_rows_shard(
+            folder, f"{name}.tar", rows, key_start=first, key_digits=digits, hashes=output.hashes
+        )
     return mds.write_rows_shard(
         folder,
         f"{name}.mds",

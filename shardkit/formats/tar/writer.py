@@ -24,7 +24,9 @@ __all__ = ["COLUMN_NAME", "KEY_DIGITS", "write_rows_shard"]
 
 CHUNK_BYTES = 1 << 23
 
-KEY_DIGITS = 12
+KEY_DIGITS = 12  # unless more are needed
+
+MOST_KEY_DIGITS = 18
 
 RECORD_BYTES = 10_240  # tars end at a multiple of 20 blocks
 
@@ -44,9 +46,10 @@ def write_rows_shard(
     *,
     column: str = "tokens",
     key_start: int,
+    key_digits: int = KEY_DIGITS,
     hashes: Sequence[str] = (),
 ) -> ShardInfo:
-    """Write `rows` (n, L) as one tar; keys are `key_start`, `key_start + 1`, … with 12 digits.
+    """Write `rows` (n, L) as one tar; keys are `key_start`, `key_start + 1`, … with so many digits.
 
     ValueError for rows, columns or keys that the format has no room for. An existing file is replaced; a
     crash leaves a file whose name ends in `.tmp`.
@@ -56,10 +59,10 @@ def write_rows_shard(
         raise ValueError(f"rows must be a matrix of uint16 or uint32, not {rows.ndim}-D {rows.dtype}")
     if COLUMN_NAME.fullmatch(column) is None:
         raise ValueError(f"column {column!r}: use up to 64 lower-case letters, digits, _ and -")
-    if key_start < 0 or key_start + len(rows) > 10**KEY_DIGITS:
-        raise ValueError(f"keys from {key_start} on for {len(rows)} rows do not fit {KEY_DIGITS} digits")
+    if not 1 <= key_digits <= MOST_KEY_DIGITS or key_start < 0 or key_start + len(rows) > 10**key_digits:
+        raise ValueError(f"keys from {key_start} on for {len(rows)} rows do not fit {key_digits} digits")
     extension = f"{column}.npy"
-    pattern, payload = _pattern(extension, dtype, rows.shape[1])
+    pattern, payload = _pattern(b"0" * key_digits + b"." + extension.encode("ascii"), dtype, rows.shape[1])
     hashers = {name: new_hash(name) for name in hashes}
     path = folder / basename
     temporary = path.with_name(path.name + ".tmp")
@@ -78,7 +81,7 @@ def write_rows_shard(
     )
 
 
-def _pattern(extension: str, dtype: np.dtype[np.generic], length: int) -> tuple[npt.NDArray[np.uint8], slice]:
+def _pattern(name: bytes, dtype: np.dtype[np.generic], length: int) -> tuple[npt.NDArray[np.uint8], slice]:
     """One sample with a key of zeros and no row, and where the row goes."""
     npy = make_npy_header(dtype, length)
     payload = BLOCK + len(npy)
@@ -90,7 +93,7 @@ def _pattern(extension: str, dtype: np.dtype[np.generic], length: int) -> tuple[
     def put(at: slice, text: bytes) -> None:
         pattern[at.start : at.start + len(text)] = np.frombuffer(text, dtype=np.uint8)
 
-    put(slice(0, 100), b"0" * KEY_DIGITS + b"." + extension.encode("ascii"))
+    put(slice(0, 100), name)
     put(_MODE, b"0000644\x000000000\x000000000\x00")  # mode, owner, group
     put(_SIZE, b"%011o\x00" % size)
     put(_TIME, b"%011o\x00" % 0)
@@ -124,8 +127,9 @@ def _number(
     block: npt.NDArray[np.uint8], keys: npt.NDArray[np.int64], pattern: npt.NDArray[np.uint8]
 ) -> None:
     """Write the keys' digits and the checksums that follow from them into every header."""
-    digits = keys[:, None] // 10 ** np.arange(KEY_DIGITS - 1, -1, -1, dtype=np.int64) % 10
-    block[:, :KEY_DIGITS] = digits + ord("0")
+    count = bytes(pattern[:BLOCK]).index(b".")
+    digits = keys[:, None] // 10 ** np.arange(count - 1, -1, -1, dtype=np.int64) % 10
+    block[:, :count] = digits + ord("0")
     base = int(bytes(pattern[_CHECKSUM])[:_CHECKSUM_DIGITS], 8)  # of the key of zeros
     sums = base + digits.sum(axis=1)
     octal = sums[:, None] // 8 ** np.arange(_CHECKSUM_DIGITS - 1, -1, -1, dtype=np.int64) % 8
