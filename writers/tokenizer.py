@@ -63,7 +63,6 @@ ENCODE_BYTES = 16 << 20  # text per call of an engine; its ids take up to four t
 CACHE_BYTES = 256 << 20  # gigatoken is loaded anew when its cache of words has grown by this
 PARITY_BYTES = 2 << 20  # `tokenizers` encodes one to three MB/s: about a second or two per build
 PARITY_CHARACTERS = 1 << 13  # of one document, so that a book does not stand for all others
-PARITY_SPLITS = 256  # at most so many splits give documents to the sample
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest published tokenizer.json is about 40 MB
 _BEYOND_ASCII = np.uint64(0x8080808080808080)
 _PICTOGRAPHS = range(0x1F000, 0x1FB00)  # reserved for symbols, which never combine; emoji come every year
@@ -399,11 +398,10 @@ def _fall_back(path: Path, parity: Parity) -> Parity:
 
 
 def sample_texts(documents: Sequence[Artifact], sample_bytes: int) -> Iterator[str]:
-    """The beginnings of up to `PARITY_SPLITS` evenly spread files, each with its share of `sample_bytes`."""
-    count = min(len(documents), PARITY_SPLITS)
-    for i in range(count):
-        left = sample_bytes // count
-        with documents[i * len(documents) // count].open_arrow(mapped=True) as source:
+    """The beginnings of all files, each with its share of `sample_bytes`."""
+    for file in documents:
+        left = sample_bytes // len(documents)
+        with file.open_arrow(mapped=True) as source:
             reader = pa.ipc.open_file(source)
             for batch in range(reader.num_record_batches):
                 for text in reader.get_batch(batch).column("text"):

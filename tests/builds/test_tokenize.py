@@ -19,14 +19,18 @@ from shardkit.writers.dedup.removals import Removed
 from shardkit.writers.documents import document_ids, keyed_hashes
 from shardkit.writers.exchange import Exchanged, Segment
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.execution.task import Commit, Output, facts_of
 from shardkit.writers.ledger import Count
 from shardkit.writers.runs import DEFAULT_LIMITS
 from shardkit.writers.stages import tokenize as module
+from shardkit.writers.stages.clean import DOCUMENTS_FILE
 from shardkit.writers.stages.tokenize import (
     TOKENS,
     Tokenized,
+    TokenizerFile,
     choose_partitions,
     documents_of,
+    parity_task,
     partition_of,
     partition_start,
     tokenize_split,
@@ -191,3 +195,15 @@ def test_a_partition_is_as_small_as_little_memory_needs() -> None:
         held = (text * 2 + documents * 400) / partitions + 2 * shard
         assert 0.5 * memory < held <= 0.75 * memory
     assert choose_partitions(text, documents, 1 << 28, shard_bytes=1 << 28) < 100  # shards that cannot fit
+
+
+def test_the_parity_task_reads_a_bounded_number_of_splits(tmp_path: Path) -> None:
+    facts = facts_of({}, {DOCUMENTS_FILE: Output(1, "0" * 32)})
+    splits = [Commit("clean", str(n), tmp_path / str(n), "", facts) for n in range(1000)]
+    tokenizer = TokenizerFile(Artifact(tmp_path / "tokenizer.json"), "0" * 32, EOS)
+    files = parity_task(splits, tokenizer, ()).args[0]
+    numbers = [int(file.path.parent.name) for file in files]
+    assert len(numbers) == 256
+    assert sorted(set(numbers)) == numbers
+    assert (numbers[0], numbers[-1]) == (0, 996)
+    assert len(parity_task(splits[:3], tokenizer, ()).args[0]) == 3

@@ -71,6 +71,8 @@ _FIRST = 1 << 60  # a weight that is scheduled before all others
 
 MAX_PARTITIONS = 1_000_000
 
+PARITY_SPLITS = 256  # at most so many splits give documents to the sample
+
 DOCUMENT_OVERHEAD_BYTES = 400  # what the packer holds for one document beside its tokens
 
 _STRINGS = ("file", "id", "url", "metadata")
@@ -223,7 +225,9 @@ def check_tokenizer(folder: Path, file: Artifact, eos: str) -> TokenizerFacts:
 
 
 def parity_task(documents: Sequence[Commit], tokenizer: TokenizerFile, unlike: Ranges) -> Task:
-    """Compare the fast tokenizer with the reference on a sample of the documents."""
+    """Compare the fast tokenizer with the reference on documents of up to `PARITY_SPLITS` spread splits."""
+    count = min(len(documents), PARITY_SPLITS)
+    documents = [documents[number * len(documents) // count] for number in range(count)]
     paths = tuple(commit.files / DOCUMENTS_FILE for commit in documents)
     contents = digest_of([commit.outputs[DOCUMENTS_FILE].xxh3_128 for commit in documents])
     inputs = {"documents": contents, "tokenizer": tokenizer.digest}
