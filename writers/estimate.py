@@ -68,6 +68,7 @@ __all__ = [
     "choose_pieces",
     "copy_start",
     "disk_needs",
+    "existing_folder",
     "finished_stages",
     "put_pieces",
     "rehearse",
@@ -458,15 +459,16 @@ def finished_stages(inputs: BuildInputs, tokenizer: TokenizerFile, work: Work) -
     return held
 
 
-def _existing(folder: Path) -> Path:
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
 def _device(folder: Path) -> int:
-    return _existing(folder).stat().st_dev
+    return existing_folder(folder).stat().st_dev
 
 
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(existing_folder(folder)).free

@@ -2,37 +2,56 @@
 
     scan -> clean -> duplicates -> index -> publish
 
+An index in a folder is linked from the work folder. Into a store each task puts its part as it is made, under
+a name that follows from what it is made of, so that a part never changes; the record, put last, makes them an
+index. So no machine ever holds the index.
+
 The first stages are those of a build, so the work folder of one that keeps it (`work`) is used as it is.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
-from shardkit.errors import RecipeError
+import shardkit
+from shardkit.errors import BuildError, RecipeError
+from shardkit.files import fsync_path, link_or_copy, load_json, publish_bytes
 from shardkit.hashing import digest_of
 from shardkit.progress import make_listener
-from shardkit.storage.store import StorageOptions
-from shardkit.storage.url import local_path
+from shardkit.storage.resilient import connect
+from shardkit.storage.store import StorageOptions, StoreError
+from shardkit.storage.url import is_remote, local_path
+from shardkit.units import format_bytes
 from shardkit.writers.card import recipe_content
 from shardkit.writers.dedup.config import NearDedupConfig
 from shardkit.writers.dedup.index import (
+    BLOCKS_FILE,
+    FORMAT,
+    INDEX_FILE,
+    INDEX_PART_FILES,
     SKETCH,
+    DedupIndex,
     IndexPart,
+    IndexRecord,
     check_indexable,
     index_part,
-    publish_index,
+    open_index,
 )
 from shardkit.writers.dedup.near import NearResult
 from shardkit.writers.dedup.removals import SplitRemovals, SplitTable
 from shardkit.writers.dedup.signatures import part_settings
+from shardkit.writers.estimate import existing_folder
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import Commit, Task
+from shardkit.writers.execution.task import Commit, Task, code_version
 from shardkit.writers.executors import EngineName, Execution, open_runner, place_files, place_of, work_of
 from shardkit.writers.inputs import scan
 from shardkit.writers.inputs.scan import describe_inputs
@@ -44,7 +63,7 @@ from shardkit.writers.stages.clean import DOCUMENTS_FILE
 from shardkit.writers.stages.duplicate_losses import NEAR
 from shardkit.writers.stages.graph import BuildInputs, Survivors, find_survivors
 
-__all__ = ["DedupIndexResult", "build_dedup_index"]
+__all__ = ["DedupIndexResult", "StoreTarget", "build_dedup_index", "publish_index", "publish_to_store"]
 
 
 @dataclass(frozen=True)
@@ -81,44 +100,51 @@ def build_dedup_index(
     progress: bool | Callable[[StageProgress], None] = True,
     storage: StorageOptions | None = None,
 ) -> DedupIndexResult:
-    """Write the index of what `recipe` keeps after duplicate removal into the folder `index`.
+    """Write the index of what `recipe` keeps after duplicate removal into `index`: a folder, or a URL.
 
-    Of each document's n-grams the `sketch` smallest hashes are kept; 0: all. `storage` says how inputs in
-    stores are reached. After an interruption the same call goes on. Raises RecipeError, also where the recipe
-    has no dedup.near, and BuildError.
+    Of each document's n-grams the `sketch` smallest hashes are kept; 0: all. `storage` says how stores are
+    reached. After an interruption the same call goes on. Raises RecipeError, also where the recipe has no
+    dedup.near, and BuildError.
     """
     start = time.perf_counter()
     recipe = with_overrides(recipe, overrides)
     config = check_indexable(recipe.dedup.near, sketch)
-    target = local_path(str(index)).absolute()
-    if not target.name:
-        raise RecipeError(f"{target} cannot hold an index; name a folder")
+    target = _target_of(index, storage)
     execution = Execution(workers=workers, engine=engine, ray_address=ray_address)
-    work = work_of(recipe, target.with_name(target.name + ".work"), storage, execution)
+    work = work_of(recipe, recipe.resolve(_default_work(target)), storage, execution)
     splits = scan.scan_inputs(recipe, storage)
-    refuse_own_files(splits, place_of(work), target)
-    inputs = BuildInputs.of(recipe, splits)
+    refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else target.url)
+    inputs = BuildInputs.of(recipe, splits, storage)
     with make_listener(progress) as listener, open_runner(recipe, work, execution, listener) as runner:
         folder, _ = place_files(recipe, runner.journal, inputs.filter_files)
         survivors = find_survivors(replace_field(inputs, filter_folder=folder), runner.run)
         assert survivors.near is not None
-        [made] = runner.run(_index_tasks(survivors.documents, survivors.near, config, sketch))
+        stored = target if isinstance(target, StoreTarget) else None
+        tasks = _index_tasks(survivors.documents, survivors.near, config, sketch, stored)
+        [made] = runner.run(list(tasks.values()))
         facts = {
             "recipe_digest": digest_of(recipe_content(recipe)),
             "inputs": describe_inputs(recipe, splits, [counts.input for counts in survivors.counts]),
             "against": [other.digest for other in inputs.indexes],
         }
         runner.check_shared(made)
-        for commit in made:
-            for name in commit.outputs:
-                (commit.files / name).local()
-        parts = [(commit.folder, IndexPart.of(commit)) for commit in made]
-        settings = parts[0][1].settings
-        opened = publish_index(parts, target, facts, settings, sketch=sketch, replace=replace)
+        counts = [IndexPart.of(commit) for commit in made]
+        settings = counts[0].settings
+        if isinstance(target, StoreTarget):
+            parts = dict(zip(tasks, counts, strict=True))
+            opened = publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
+        else:
+            if recipe.check_disk:
+                _check_disk(made, target)
+            for commit in made:
+                for name in commit.outputs:
+                    (commit.files / name).local()
+            folders = [(commit.folder, part) for commit, part in zip(made, counts, strict=True)]
+            opened = publish_index(folders, target, facts, settings, sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()
     return DedupIndexResult(
-        str(target),
+        str(opened.location),
         opened.documents,
         opened.bytes,
         opened.stored_bytes,
@@ -129,11 +155,46 @@ def build_dedup_index(
     )
 
 
+def _target_of(index: str | Path, storage: StorageOptions | None) -> Path | StoreTarget:
+    if is_remote(index):
+        return StoreTarget(str(index).rstrip("/"), storage)
+    target = local_path(str(index)).absolute()
+    if not target.name:
+        raise RecipeError(f"{target} cannot hold an index; name a folder")
+    return target
+
+
+def _default_work(target: Path | StoreTarget) -> str:
+    """The work folder if the recipe names none: next to the index, or for a URL in the recipe's folder."""
+    if isinstance(target, Path):
+        return f"{target}.work"
+    return f"{target.url.rpartition('/')[2]}.work"
+
+
+def _check_disk(made: Sequence[Commit], target: Path) -> None:
+    """BuildError if files that have to be fetched or copied for the index do not fit."""
+    size = sum(commit.bytes for commit in made)
+    places = {commit.folder for commit in made if commit.remote is not None}
+    devices = {existing_folder(place).stat().st_dev for place in (made[0].folder, target)}
+    is_copied = bool(places) or len(devices) > 1
+    for place in {*places, *([target] if is_copied else [])}:
+        free = shutil.disk_usage(existing_folder(place)).free
+        if size > free:
+            raise BuildError(
+                f"{place}: the index needs {format_bytes(size)} there, {format_bytes(free)} are free; make "
+                "room, put the index into a store or elsewhere, or build anyway with check_disk=false"
+            )
+
+
 def _index_tasks(
-    documents: Sequence[Commit], near: NearResult, config: NearDedupConfig, sketch: int
-) -> list[Task]:
-    """One task a split."""
-    tasks = []
+    documents: Sequence[Commit],
+    near: NearResult,
+    config: NearDedupConfig,
+    sketch: int,
+    target: StoreTarget | None,
+) -> dict[str, Task]:
+    """One task a split, by the name of its part if that is put into the store `target`."""
+    tasks: dict[str, Task] = {}
     for split, part, removed in zip(documents, near.parts, near.removed, strict=True):
         inputs = {
             "documents": split.outputs[DOCUMENTS_FILE].xxh3_128,
@@ -145,9 +206,12 @@ def _index_tasks(
             "normalization": normalization_version(),
             "sketch": sketch,
         }
-        args = (split.files / DOCUMENTS_FILE, part.files, removed, config, sketch)
+        if target is not None:
+            settings["target"] = target.url
+        name = f"part-{digest_of([split.name, settings, inputs, code_version()])}"
+        args = (split.files / DOCUMENTS_FILE, part.files, removed, config, sketch, name, target)
         weight = split.outputs[DOCUMENTS_FILE].bytes
-        tasks.append(Task("index", split.name, settings, _index, args, weight, inputs))
+        tasks[name] = Task("index", split.name, settings, _index, args, weight, inputs)
     return tasks
 
 
@@ -158,9 +222,14 @@ def _index(
     removed: SplitTable,
     config: NearDedupConfig,
     sketch: int,
+    name: str,
+    target: StoreTarget | None,
 ) -> IndexPart:
     rows = SplitRemovals({NEAR: removed}).load().rows[NEAR]
-    return index_part(documents, part, rows, config, sketch, folder)
+    made = index_part(documents, part, rows, config, sketch, folder)
+    if target is not None:
+        target.put(name, folder, _PART_FILES)
+    return made
 
 
 def _removed(survivors: Survivors) -> dict[str, int]:
@@ -171,3 +240,188 @@ def _removed(survivors: Survivors) -> dict[str, int]:
     for stage in survivors.card.stages if survivors.card else ():
         removed[stage.stage] = stage.documents
     return removed
+
+
+_PART_FILES = (*INDEX_PART_FILES, BLOCKS_FILE)
+
+_OWN = re.compile(rf"part-[0-9a-f]+/({'|'.join(map(re.escape, _PART_FILES))})")
+
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class StoreTarget:
+    """Where tasks put the parts of an index that is built into a store: a URL."""
+
+    url: str
+    storage: StorageOptions | None = None
+
+    def put(self, name: str, folder: Path, files: Iterable[str]) -> None:
+        """Send files of a folder as the part `name`, and remove them from the folder."""
+        store = connect(self.url, self.storage)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda file: store.put(f"{name}/{file}", folder / file), files))
+        for file in files:
+            (folder / file).unlink()
+
+
+def _record_of(
+    parts: Mapping[str, IndexPart], made_from: Mapping[str, Any], settings: Mapping[str, Any], sketch: int
+) -> IndexRecord:
+    """The record of an index of these parts, by their folders."""
+    listed = [
+        {"folder": folder, "documents": part.documents, "bytes": part.bytes, "files": part.files}
+        for folder, part in parts.items()
+    ]
+    data = {
+        "format": FORMAT,
+        "shardkit_version": shardkit.__version__,
+        "settings": dict(settings),
+        "sketch": sketch,
+        "documents": sum(part.documents for part in parts.values()),
+        "bytes": sum(part.bytes for part in parts.values()),
+        "made_from": dict(made_from),
+        "parts": listed,
+    }
+    return IndexRecord.model_validate(load_json(json.dumps(data)))
+
+
+def _text_of(record: IndexRecord) -> bytes:
+    data = record.model_dump(mode="json")
+    return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def publish_to_store(
+    parts: Mapping[str, IndexPart],
+    target: StoreTarget,
+    made_from: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    sketch: int = SKETCH,
+    replace: bool = False,
+) -> DedupIndex:
+    """Make the URL an index of the parts that its tasks put there, by name; its record comes last.
+
+    BuildError: another index is there and `replace` is not set, or other files, or a part is gone. Parts that
+    only the replaced index has are removed.
+    """
+    record = _record_of(parts, made_from, settings, sketch)
+    try:
+        store = connect(target.url, target.storage)
+        present = {info.key for info in store.list()}
+        old = _old_record(target, replace=replace) if INDEX_FILE in present else None
+        if old != record:
+            if old is not None and not replace:
+                raise BuildError(f"{target.url}: holds another index; --replace puts this one in its place")
+            if foreign := sorted(key for key in present if key != INDEX_FILE and not _OWN.fullmatch(key)):
+                raise BuildError(
+                    f"{target.url}: holds objects that no index has (first: {foreign[0]}); choose another URL"
+                )
+            wanted = {f"{part.folder}/{name}" for part in record.parts for name in part.files}
+            if gone := sorted(wanted - present):
+                raise BuildError(
+                    f"{target.url}/{gone[0]}: is gone, and {len(gone) - 1:,} others; remove the work folder "
+                    "and build again"
+                )
+            store.put(INDEX_FILE, _text_of(record))
+            replaced = () if old is None else old.parts
+            for key in sorted({f"{part.folder}/{name}" for part in replaced for name in part.files} - wanted):
+                store.delete(key)
+    except StoreError as error:
+        raise BuildError(f"{target.url}: cannot be written: {error}; the same command continues") from error
+    return open_index(target.url, target.storage)
+
+
+def _old_record(target: StoreTarget, *, replace: bool) -> IndexRecord | None:
+    try:
+        return open_index(target.url, target.storage).record
+    except BuildError as error:
+        if not replace:
+            raise BuildError(f"{error}, with --replace") from None
+        return None
+
+
+def publish_index(
+    parts: Sequence[tuple[Path, IndexPart]],
+    target: Path,
+    made_from: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    sketch: int = SKETCH,
+    replace: bool = False,
+) -> DedupIndex:
+    """Make the folder `target` the index of these parts: what `index_part` wrote, and what it returned.
+
+    `settings` are those of every part. `made_from` is plain data for people: of which recipe and inputs it
+    is. If the very same index is there, nothing is done. BuildError: the target holds another index and
+    `replace` is not set, or other files.
+    """
+    named = {f"part-{number:05d}": part for number, (_, part) in enumerate(parts)}
+    record = _record_of(named, made_from, settings, sketch)
+    target = target.resolve()
+    unfinished, replaced = (
+        target.with_name(f".{target.name}.{state}") for state in ("unfinished", "replaced")
+    )
+    try:
+        if _is_published(target, record, replace=replace):
+            _remove(unfinished, replaced)
+            return open_index(target)
+        _remove(unfinished)
+        unfinished.mkdir(parents=True)
+        for part, (folder, _) in zip(record.parts, parts, strict=True):
+            _fill(unfinished / part.folder, folder)
+        publish_bytes(unfinished / INDEX_FILE, _text_of(record))
+        # A crash between the two renames leaves no index; the same command then puts the new one there.
+        if target.exists():
+            _remove(replaced)
+            target.rename(replaced)
+        unfinished.rename(target)
+        fsync_path(target.parent)
+        _remove(replaced)
+    except OSError as error:
+        raise BuildError(f"{target}: cannot be written: {error}; the same command continues") from error
+    return open_index(target)
+
+
+def _is_published(target: Path, record: IndexRecord, *, replace: bool) -> bool:
+    """Whether exactly this index is there; BuildError if what is there must not be replaced."""
+    if not target.exists():
+        return False
+    names = {INDEX_FILE}
+    if (target / INDEX_FILE).exists():
+        try:
+            old = open_index(target)
+        except BuildError as error:
+            if not replace:
+                raise BuildError(f"{error}, with --replace") from None
+            names |= {f"{path.name}/{name}" for path in target.glob("part-*") for name in _PART_FILES}
+        else:
+            if old.record == record:
+                return True
+            if not replace:
+                raise BuildError(f"{target}: holds another index; --replace puts this one in its place")
+            names |= {f"{part.folder}/{name}" for part in old.record.parts for name in part.files}
+    if not target.is_dir():
+        raise BuildError(f"{target}: is not a folder; choose another place")
+    if foreign := sorted(set(_file_names(target)) - names):
+        raise BuildError(
+            f"{target}: holds files that no index has (first: {foreign[0]}); choose another, or empty it"
+        )
+    return False
+
+
+def _file_names(folder: Path) -> Iterator[str]:
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+
+
+def _fill(folder: Path, source: Path) -> None:
+    folder.mkdir()
+    for name in _PART_FILES:
+        link_or_copy(source / name, folder / name)
+    fsync_path(folder)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)

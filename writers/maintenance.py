@@ -237,7 +237,7 @@ def explain_build(
 def explain_work(recipe: Recipe, work: Work, storage: StorageOptions | None) -> Explanation:
     """The same for a work folder."""
     tokenizer = TokenizerFile.of(recipe)
-    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage))
+    inputs = BuildInputs.of(recipe, scan.scan_inputs(recipe, storage), storage)
     work.prepare()
     planner = Planner(work)
     with suppress(UnknownError):

@@ -98,7 +98,7 @@ def build(
 
     splits = scan.scan_inputs(recipe, storage)
     refuse_own_files(splits, place_of(work), target if isinstance(target, Path) else str(target))
-    tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits)
+    tokenizer, inputs = TokenizerFile.of(recipe), BuildInputs.of(recipe, splits, storage)
     if card := _published_card(target, inputs, tokenizer.digest, replace=replace):
         if recipe.work is None and task_slice is None:
             _remove_left(work)

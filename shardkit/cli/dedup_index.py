@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from shardkit.cli.common import (
@@ -17,6 +16,7 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
+from shardkit.storage.store import StorageOptions
 from shardkit.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -40,7 +40,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help="YAML file; relative paths start from its folder"
     )
-    parser.add_argument("index", metavar="INDEX", nargs="?", help="folder for the index")
+    parser.add_argument("index", metavar="INDEX", nargs="?", help="folder or URL for the index")
     parser.add_argument("--show", metavar="INDEX", help="describe this index (default: build one)")
     add_recipe_arguments(parser, example="dedup.near.similarity=0.7")
     parser.add_argument(
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show is not None:
         if arguments.recipe is not None:
             arguments.misuse("--show takes no recipe")
-        _show(arguments.show, as_json=arguments.json)
+        _show(arguments.show, storage_options(arguments), as_json=arguments.json)
         return 0
     if arguments.index is None:
         arguments.misuse("RECIPE and INDEX are needed, or --show INDEX")
@@ -101,11 +101,11 @@ def _sketch(text: str) -> int:
     return size
 
 
-def _show(path: str, *, as_json: bool) -> None:
+def _show(location: str, storage: StorageOptions | None, *, as_json: bool) -> None:
     from shardkit.writers.dedup.bands import render_curve
     from shardkit.writers.dedup.index import open_index
 
-    index = open_index(Path(path))
+    index = open_index(location, storage)
     facts = index.to_dict()
     if as_json:
         print_json(facts)

@@ -35,7 +35,6 @@ from shardkit.writers.dedup.index import (
     index_part,
     index_settings,
     open_index,
-    publish_index,
 )
 from shardkit.writers.dedup.near import find_near_duplicates
 from shardkit.writers.dedup.population import (
@@ -58,6 +57,7 @@ from shardkit.writers.dedup.shingle_store import (
 )
 from shardkit.writers.dedup.signatures import KEYS_FILE, sign_documents
 from shardkit.writers.execution.artifacts import Artifact
+from shardkit.writers.index_build import publish_index
 from shardkit.writers.kernels.shingles import shingle_batch
 from support.documents import write_documents
 from support.small_build import tree
@@ -125,6 +125,11 @@ def made_index(
     )
 
 
+def folder_of(index: DedupIndex) -> Path:
+    assert isinstance(index.location, Path)
+    return index.location
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> DedupIndex:
     return made_index(tmp_path_factory.mktemp("index"))
@@ -133,7 +138,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> DedupIndex:
 @pytest.fixture
 def index(original: DedupIndex, tmp_path: Path) -> DedupIndex:
     """A copy to damage."""
-    shutil.copytree(original.location, tmp_path / "index")
+    shutil.copytree(folder_of(original), tmp_path / "index")
     return open_index(tmp_path / "index")
 
 
@@ -190,22 +195,22 @@ def test_an_index_part_is_the_part_of_the_documents_that_stayed(
 
 def test_an_index_opens_as_parts_and_tells_what_it_is(original: DedupIndex) -> None:
     original.verify()
-    again = open_index(original.location)
+    again = open_index(folder_of(original))
     assert again.documents == len(STAYED) + 7
     assert again.parts == [
-        Part(Artifact(original.location / "part-00000"), len(STAYED), "index"),
-        Part(Artifact(original.location / "part-00001"), 7, "index"),
+        Part(Artifact(folder_of(original) / "part-00000"), len(STAYED), "index"),
+        Part(Artifact(folder_of(original) / "part-00001"), 7, "index"),
     ]
     facts = again.to_dict()
     assert (facts["sketch"], facts["parts"], facts["made_from"]) == (64, 2, MADE_FROM)
-    tables = [path for path in original.location.rglob("part-*/*") if path.is_file()]
+    tables = [path for path in folder_of(original).rglob("part-*/*") if path.is_file()]
     assert facts["stored_bytes"] == sum(path.stat().st_size for path in tables)
     again.check(CONFIG.model_copy(update={"similarity": 0.9, "small_shingles": 3}))
 
 
 def test_the_same_documents_make_the_same_bytes(original: DedupIndex, tmp_path: Path) -> None:
     again = made_index(tmp_path)
-    assert tree(again.location) == tree(original.location)
+    assert tree(folder_of(again)) == tree(folder_of(original))
     assert again.digest == original.digest
     assert made_index(tmp_path, sketch=65, replace=True).digest != original.digest
 
@@ -239,12 +244,12 @@ def test_settings_that_do_not_fit_are_named(
     plain = {"minhash": {"permutations": 32}, "bands": 8, "rows": 4} | changed
     with pytest.raises(RecipeError) as caught:
         original.check(NearDedupConfig.model_validate(plain), "dedup.near.against[1]")
-    assert str(caught.value).startswith(f"dedup.near.against[1]: {original.location} was made with other")
+    assert str(caught.value).startswith(f"dedup.near.against[1]: {folder_of(original)} was made with other")
     assert message in str(caught.value)
 
 
 def edit(index: DedupIndex, change: Callable[[dict[str, Any]], object]) -> None:
-    file = index.location / INDEX_FILE
+    file = folder_of(index) / INDEX_FILE
     data = json.loads(file.read_bytes())
     change(data)
     file.write_text(json.dumps(data))
@@ -256,14 +261,14 @@ def test_an_index_of_another_unicode_version_or_of_other_hashes_does_not_fit(
 ) -> None:
     edit(index, lambda data: data["settings"].update({name: "another"}))
     with pytest.raises(RecipeError, match=f"settings: {name} is another there and [^;]* here; use"):
-        open_index(index.location).check(CONFIG)
+        open_index(folder_of(index)).check(CONFIG)
 
 
 def test_an_older_index_of_another_hash_scheme_does_not_fit(index: DedupIndex) -> None:
-    assert open_index(index.location).settings["minhash"]["scheme"] == "shardkit", "as older ones name it"
+    assert open_index(folder_of(index)).settings["minhash"]["scheme"] == "shardkit", "as older ones name it"
     edit(index, lambda data: data["settings"]["minhash"].update(scheme="datasketch"))
     with pytest.raises(RecipeError, match=r"settings: minhash\.scheme is datasketch there and shardkit here"):
-        open_index(index.location).check(CONFIG)
+        open_index(folder_of(index)).check(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -283,54 +288,54 @@ def test_a_record_that_is_not_ours_is_refused(
 ) -> None:
     edit(index, change)
     with pytest.raises(BuildError, match=message):
-        open_index(index.location)
+        open_index(folder_of(index))
 
 
 def test_damage_is_named(index: DedupIndex, tmp_path: Path) -> None:
-    table = index.location / "part-00001" / "signatures.npy"
+    table = folder_of(index) / "part-00001" / "signatures.npy"
     data = table.read_bytes()
     table.write_bytes(data[:-1])
     with pytest.raises(BuildError, match=r"part-00001/signatures.npy: 1,407 bytes, expected 1,408"):
-        open_index(index.location)
+        open_index(folder_of(index))
     table.unlink()
     with pytest.raises(BuildError, match=r"part-00001/signatures.npy: cannot be read: No such file"):
-        open_index(index.location)
+        open_index(folder_of(index))
     table.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(BuildError, match=r"part-00001/signatures.npy: xxh3-128 [0-9a-f]{32}, expected"):
-        open_index(index.location).verify()
-    (index.location / INDEX_FILE).write_text("{")
+        open_index(folder_of(index)).verify()
+    (folder_of(index) / INDEX_FILE).write_text("{")
     with pytest.raises(BuildError, match="is no JSON"):
-        open_index(index.location)
+        open_index(folder_of(index))
     with pytest.raises(BuildError, match=r"cannot be read: No such file .*shardkit dedup-index"):
         open_index(tmp_path / "nowhere")
 
 
 def test_another_index_is_replaced_only_on_request_and_whole(tmp_path: Path) -> None:
     first = made_index(tmp_path)
-    record = first.location / INDEX_FILE
-    before, number = tree(first.location), record.stat().st_ino
+    record = folder_of(first) / INDEX_FILE
+    before, number = tree(folder_of(first)), record.stat().st_ino
     made_index(tmp_path)
     assert record.stat().st_ino == number  # the very same index: not touched
     with pytest.raises(BuildError, match="holds another index; --replace"):
         made_index(tmp_path, texts=[TEXTS])
-    assert tree(first.location) == before
+    assert tree(folder_of(first)) == before
     made_index(tmp_path, texts=[TEXTS], replace=True)
-    assert sorted(path.name for path in first.location.iterdir()) == [INDEX_FILE, "part-00000"]
+    assert sorted(path.name for path in folder_of(first).iterdir()) == [INDEX_FILE, "part-00000"]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
 
 
 def test_a_damaged_index_can_be_replaced(index: DedupIndex) -> None:
-    before = tree(index.location)
-    (index.location / "part-00000" / "bands.bin").write_bytes(b"")
+    before = tree(folder_of(index))
+    (folder_of(index) / "part-00000" / "bands.bin").write_bytes(b"")
     with pytest.raises(BuildError, match="make the index again, with --replace"):
-        made_index(index.location.parent)
-    assert tree(made_index(index.location.parent, replace=True).location) == before
+        made_index(folder_of(index).parent)
+    assert tree(folder_of(made_index(folder_of(index).parent, replace=True))) == before
 
 
 def test_files_that_no_index_has_are_never_removed(index: DedupIndex, tmp_path: Path) -> None:
-    (index.location / "part-00000" / "notes.txt").write_text("mine")
+    (folder_of(index) / "part-00000" / "notes.txt").write_text("mine")
     with pytest.raises(BuildError, match=r"no index has \(first: part-00000/notes.txt\)"):
-        made_index(index.location.parent, texts=[TEXTS], replace=True)
+        made_index(folder_of(index).parent, texts=[TEXTS], replace=True)
     (tmp_path / "other" / "index").mkdir(parents=True)
     made_index(tmp_path / "other")  # an empty folder is no obstacle
     (tmp_path / "file").mkdir()
@@ -342,7 +347,7 @@ def test_files_that_no_index_has_are_never_removed(index: DedupIndex, tmp_path: 
 def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
     index: DedupIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, before = index.location.parent, tree(index.location)
+    folder, before = folder_of(index).parent, tree(folder_of(index))
 
     def full(source: Path, target: Path) -> None:
         if target.name == SETS_FILE:
@@ -353,8 +358,8 @@ def test_what_interrupts_a_publication_leaves_the_old_index_or_is_made_good(
         patch.setattr(module, "link_or_copy", full)
         with pytest.raises(BuildError, match=r"No space left on device.*the same command continues"):
             made_index(folder, texts=[TEXTS], replace=True)
-    assert tree(index.location) == before
-    index.location.rename(folder / ".index.replaced")  # a crash between the renames
+    assert tree(folder_of(index)) == before
+    folder_of(index).rename(folder / ".index.replaced")  # a crash between the renames
     made_index(folder, texts=[TEXTS])
     assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == []
 
@@ -453,7 +458,7 @@ for index in sorted(folder.iterdir()):
 
 def written(index: DedupIndex, folder: Path, name: str, data: bytes) -> Path:
     """A copy of the index in which a table of the first part has these bytes, as its record says."""
-    shutil.copytree(index.location, folder)
+    shutil.copytree(folder_of(index), folder)
     path = folder / "part-00000" / name
     path.write_bytes(data)
     record = json.loads((folder / INDEX_FILE).read_text())
@@ -464,7 +469,7 @@ def written(index: DedupIndex, folder: Path, name: str, data: bytes) -> Path:
 
 
 def with_field(index: DedupIndex, folder: Path, name: str, field: str, value: int, rows: slice) -> Path:
-    data = bytearray((index.location / "part-00000" / name).read_bytes())
+    data = bytearray((folder_of(index) / "part-00000" / name).read_bytes())
     begin = 512 if name.endswith(".npy") else 0
     table = np.frombuffer(data, TABLES[name], offset=begin)[rows]
     table[field] = np.array(value).astype(TABLES[name][field].base, casting="unsafe")
@@ -551,7 +556,7 @@ def test_tables_of_other_shapes_are_refused(
 def test_headers_are_believed_only_if_the_file_has_their_bytes(
     original: DedupIndex, tmp_path: Path, header: bytes
 ) -> None:
-    data = (original.location / "part-00000" / SIGNATURES_FILE).read_bytes()
+    data = (folder_of(original) / "part-00000" / SIGNATURES_FILE).read_bytes()
     changed = data[:10] + header.ljust(501) + b"\n" + data[512:]
     folder = written(original, tmp_path / "index", SIGNATURES_FILE, changed)
     with pytest.raises(BuildError, match=r"signatures\.npy: "):
@@ -564,7 +569,7 @@ def test_any_bytes_in_an_index_are_compared_or_refused(
     original: DedupIndex, dump: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from(part_module.INDEX_PART_FILES))
-    content = bytearray((original.location / "part-00000" / name).read_bytes())
+    content = bytearray((folder_of(original) / "part-00000" / name).read_bytes())
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(content) - 1))
         new = data.draw(

@@ -18,6 +18,7 @@ it). The areas are of polynomials, so Gauss-Legendre quadrature has them to roun
 
 from __future__ import annotations
 
+import io
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -211,7 +212,7 @@ def find_slices(
 
 
 def _read_edges(runs: Artifact) -> list[int]:
-    edges = np.load(runs.local(), allow_pickle=False)
+    edges = np.load(io.BytesIO(runs.read_bytes()), allow_pickle=False)
     is_list = edges.dtype == np.int64 and edges.ndim == 1 and len(edges) > 0
     if not is_list or edges[0] != 0 or (edges[1:] < edges[:-1]).any():
         raise BuildError(f"{runs}: not the ends of runs; remove the work folder and build again")

@@ -1,20 +1,25 @@
 """The dedup index of a corpus, against which later builds remove near-duplicates without having its texts.
 
-    dedup-index.json   settings, counts, what it was made from, and each file's size and xxh3-128
+    dedup-index.json   settings, counts, what it was made from, and each file's size and xxh3-128; last
     part-00000/…       for each split a part (population.py, signatures.py) of the documents that stayed,
                        `row` being the row in this part, and their n-grams (shingle_store.py), numbered from 0
+    part-…/blocks.json the xxh3-64 of the blocks of these files: ranges of them are checked when they are read
+
+An index is a folder, or lies in a store, where nobody needs a copy of it: tasks read ranges of its parts. A
+copy of a folder in a store is an index, too. Indexes of format 1 have no blocks.json: only a folder is one.
 
 Of each set the `sketch` smallest hashes are stored, so that the index's size does not grow with the texts. A
 document of no more distinct n-grams is compared exactly; for others the similarity s is an unbiased estimate
 (compare.py) whose standard deviation is at most sqrt(s (1 - s) / sketch): 0.0125 at 0.8 and 1,024. By default
 a document takes 740 bytes, and 8 bytes for each distinct n-gram, up to 8 KiB.
 
-An index may come from someone else. Opening it checks the size of each table; stages check the numbers they
-read from it before compiled code uses them as addresses.
+An index may come from someone else. Opening it checks the size of each table, and in a folder the rows that
+its header states; in a store its size must be that of so many rows. Stages check the numbers they read from
+it before compiled code uses them as addresses.
 
-The folder appears whole or not at all, and its bytes follow from the documents and settings alone. Signatures
-are comparable only if settings, Unicode version and hash functions are the same; `DedupIndex.check` names the
-differences.
+It appears whole or not at all (index_build.py), and its bytes follow from the documents and settings alone.
+Signatures are comparable only if settings, Unicode version and hash functions are the same;
+`DedupIndex.check` names the differences.
 
 `index_part` makes a part in the order of documents: memory is a chunk of rows, a run of keys and of band
 keys, and the n-grams of some megabytes of text (or of one document), for a split of any size.
@@ -22,25 +27,31 @@ keys, and the n-grams of some megabytes of text (or of one document), for a spli
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 from pydantic import Field, ValidationError
 
-import shardkit
 from shardkit.errors import BuildError, RecipeError
-from shardkit.files import fsync_path, link_or_copy, load_json, publish_bytes
-from shardkit.hashing import digest_of, hash_file
+from shardkit.files import load_json
+from shardkit.hashing import digest_of, hash_bytes
+from shardkit.storage.object_file import open_object
+from shardkit.storage.resilient import connect
+from shardkit.storage.store import ObjectInfo, ObjectNotFoundError, StorageOptions, Store, StoreError
+from shardkit.storage.url import is_remote, local_path
 from shardkit.writers.dedup.bands import BandWriter
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
 from shardkit.writers.dedup.exact import STORED_DTYPE, KeyFile, read_key_runs
@@ -54,27 +65,32 @@ from shardkit.writers.dedup.population import (
 )
 from shardkit.writers.dedup.shingle_store import SET, SETS_FILE, SHINGLES_FILE, ShingleReader, ShingleWriter
 from shardkit.writers.dedup.signatures import KEYS_FILE, band_keys, bands_and_rows, part_settings, sign_batch
-from shardkit.writers.dedup.tables import CHUNK_ROWS, RowFile, Rows, RowsWriter, read_header
+from shardkit.writers.dedup.tables import CHUNK_ROWS, HEADER_BYTES, RowFile, Rows, RowsWriter, read_header
 from shardkit.writers.execution.artifacts import Artifact
-from shardkit.writers.execution.task import PlainCounts
+from shardkit.writers.execution.task import Output, PlainCounts
+from shardkit.writers.execution.work import BLOCK_BYTES, block_hashes, hash_output
+from shardkit.writers.execution.work_store import CheckedRanges
 from shardkit.writers.kernels.shingles import shingle_batch
 from shardkit.writers.kernels.text_arrays import text_offsets
 from shardkit.writers.kernels.words import normalization_version
 from shardkit.writers.settings import StrictModel
 
 __all__ = [
+    "BLOCKS_FILE",
+    "FORMAT",
     "INDEX_FILE",
     "INDEX_PART_FILES",
     "MAX_SKETCH",
     "MIN_SKETCH",
     "SKETCH",
     "DedupIndex",
+    "IndexPart",
+    "IndexRecord",
     "check_indexable",
     "copy_sketches",
     "index_part",
     "index_settings",
     "open_index",
-    "publish_index",
 ]
 
 INDEX_PART_FILES = (
@@ -86,6 +102,8 @@ INDEX_PART_FILES = (
     SETS_FILE,
     SHINGLES_FILE,
 )
+
+BLOCKS_FILE = "blocks.json"
 
 _PIECE_BYTES = 4 << 20  # of text whose n-grams are held at once: 32 MiB at most
 
@@ -126,10 +144,11 @@ def index_part(
     removed = np.sort(removed)
     count, text_bytes = _filter_tables(part, removed, config, folder)
     sketches = _write_sketches(documents, part, removed, config.minhash, sketch, folder)
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, **hash_file(folder / name, ["xxh3_128"])}
-        for name in INDEX_PART_FILES
-    }
+    outputs = {name: hash_output(folder / name, with_blocks=True) for name in INDEX_PART_FILES}
+    blocks = {name: {"xxh3_128": one.xxh3_128, "blocks": one.blocks} for name, one in outputs.items()}
+    (folder / BLOCKS_FILE).write_text(json.dumps(blocks, indent=1, sort_keys=True) + "\n")
+    outputs[BLOCKS_FILE] = hash_output(folder / BLOCKS_FILE)
+    files = {name: {"bytes": output.bytes, "xxh3_128": output.xxh3_128} for name, output in outputs.items()}
     left_out = len(Rows(part / DOCUMENTS_FILE, DOCUMENT)) - count
     return IndexPart(count, text_bytes, left_out, sketches, files, index_settings(config))
 
@@ -238,7 +257,7 @@ def _stays(rows: npt.NDArray[np.int64], removed: npt.NDArray[np.int64]) -> npt.N
 
 INDEX_FILE = "dedup-index.json"
 
-FORMAT = 1
+FORMAT = 2  # 1 has no blocks.json
 
 SKETCH = 1024  # hashes
 
@@ -257,14 +276,16 @@ class _File(StrictModel):
 
 
 class _Part(StrictModel):
-    folder: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}$")]
+    folder: Annotated[str, Field(pattern=r"^part-[0-9a-f]{5,32}$")]
     documents: Count
     bytes: Count
     files: dict[str, _File]
 
 
-class _Record(StrictModel):
-    format: Literal[1]
+class IndexRecord(StrictModel):
+    """What dedup-index.json holds."""
+
+    format: Literal[1, 2]
     shardkit_version: str
     settings: dict[str, Any]
     sketch: Count
@@ -276,17 +297,23 @@ class _Record(StrictModel):
 
 @dataclass(frozen=True)
 class DedupIndex:
-    """An index on disk, opened by `open_index`."""
+    """An index, opened by `open_index`: a folder, or the URL of one in a store."""
 
-    location: Path
-    record: _Record
+    location: Path | str
+    record: IndexRecord
+    storage: StorageOptions | None = None
 
     @cached_property
     def parts(self) -> list[Part]:
         """Its parts in order."""
-        return [
-            Part(Artifact(self.location / part.folder), part.documents, "index") for part in self.record.parts
-        ]
+        return [Part(self._folder(part), part.documents, "index") for part in self.record.parts]
+
+    def _folder(self, part: _Part) -> Artifact:
+        if isinstance(self.location, Path):
+            return Artifact(self.location / part.folder)
+        sizes = tuple(sorted((name, file.bytes) for name, file in part.files.items()))
+        url = f"{self.location}/{part.folder}"
+        return Artifact(Path(url), _StoredPart(url, sizes, part.files[BLOCKS_FILE].xxh3_128, self.storage))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -312,6 +339,9 @@ class DedupIndex:
     def digest(self) -> str:
         """Of the settings and of every table: what a task that reads the index depends on."""
         record = self.record.model_dump(mode="json")
+        if record["format"] > 1:  # where its parts are makes no other index
+            for part in record["parts"]:
+                del part["folder"]
         return digest_of([record["format"], record["settings"], record["sketch"], record["parts"]])
 
     def check(self, config: NearDedupConfig, key: str = "dedup.near.against") -> None:
@@ -334,12 +364,12 @@ class DedupIndex:
     def verify(self) -> None:
         """BuildError that names the first file whose bytes are not those that were published."""
         files = [
-            (self.location / part.folder / name, file)
+            (self._folder(part) / name, file)
             for part in self.record.parts
             for name, file in sorted(part.files.items())
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            hashes = pool.map(lambda entry: hash_file(entry[0], ["xxh3_128"])["xxh3_128"], files)
+            hashes = pool.map(lambda entry: _hash_of(entry[0]), files)
             for (path, file), found in zip(files, hashes, strict=True):
                 if found != file.xxh3_128:
                     raise BuildError(
@@ -385,30 +415,17 @@ def index_settings(config: NearDedupConfig) -> dict[str, Any]:
     }
 
 
-def open_index(path: Path) -> DedupIndex:
-    """The index in a folder. BuildError if there is none, or one of another format or with other sizes."""
+def open_index(location: Path | str, storage: StorageOptions | None = None) -> DedupIndex:
+    """The index in a folder or at a URL. BuildError if there is none, or one of another format or size."""
+    if is_remote(location):
+        return _open_stored(str(location).rstrip("/"), storage)
+    path = local_path(location)
     file = path / INDEX_FILE
     try:
-        data = load_json(file.read_bytes())
+        data = file.read_bytes()
     except OSError as error:
-        raise BuildError(
-            f"{file}: cannot be read: {error.strerror}; `shardkit dedup-index` makes an index"
-        ) from None
-    except ValueError as error:
-        raise BuildError(f"{file}: is no JSON: {error}; make the index again") from None
-    version = data.get("format") if isinstance(data, dict) else None
-    if version != FORMAT:
-        raise BuildError(
-            f"{file}: format {version!r}, and this shardkit knows {FORMAT}; make the index again"
-        )
-    try:
-        record = _Record.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
-    if record.documents != sum(part.documents for part in record.parts):
-        raise BuildError(f"{file}: the documents of its parts do not add up; make the index again")
+        raise BuildError(f"{file}: cannot be read: {error.strerror}; {_MAKES}") from None
+    record = _parse(str(file), data)
     for part in record.parts:
         _check_sizes(path, part)
     with ThreadPoolExecutor(_THREADS) as pool:  # to read headers from a network disk takes a while
@@ -416,9 +433,59 @@ def open_index(path: Path) -> DedupIndex:
     return DedupIndex(path, record)
 
 
+def _open_stored(url: str, storage: StorageOptions | None) -> DedupIndex:
+    where = f"{url}/{INDEX_FILE}"
+    try:
+        store = connect(url, storage)
+        record = _parse(where, store.get(INDEX_FILE))
+        if record.format == 1:
+            raise BuildError(
+                f"{where}: format 1 can only be used from a folder; copy it to a disk, or make it again"
+            )
+        present = {info.key: info.bytes for info in store.list("part-")}
+    except ObjectNotFoundError:
+        raise BuildError(f"{where}: does not exist; {_MAKES}") from None
+    except StoreError as error:
+        raise BuildError(f"{where}: cannot be read: {error}") from error
+    for part in record.parts:
+        for name, file in part.files.items():
+            key = f"{part.folder}/{name}"
+            if present.get(key) != file.bytes:
+                found = "is gone" if key not in present else f"{present[key]:,} bytes"
+                raise BuildError(f"{url}/{key}: {found}, expected {file.bytes:,} bytes; make the index again")
+        _check_row_bytes(url, part, record.settings)
+    return DedupIndex(url, record, storage)
+
+
+_MAKES = "`shardkit dedup-index` makes an index"
+
+
+def _parse(file: str, text: bytes) -> IndexRecord:
+    try:
+        data = load_json(text)
+    except ValueError as error:
+        raise BuildError(f"{file}: is no JSON: {error}; make the index again") from None
+    version = data.get("format") if isinstance(data, dict) else None
+    if version not in (1, FORMAT):
+        raise BuildError(
+            f"{file}: format {version!r}, and this shardkit knows {FORMAT}; make the index again"
+        )
+    try:
+        record = IndexRecord.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BuildError(f"{file}: {where}: {first['msg']}; make the index again") from None
+    if record.documents != sum(part.documents for part in record.parts):
+        raise BuildError(f"{file}: the documents of its parts do not add up; make the index again")
+    names = {*INDEX_PART_FILES, BLOCKS_FILE} if record.format > 1 else {*INDEX_PART_FILES}
+    for part in record.parts:
+        if set(part.files) != names:
+            raise BuildError(f"{file}: {part.folder} lists other files than an index has")
+    return record
+
+
 def _check_sizes(path: Path, part: _Part) -> None:
-    if set(part.files) != set(INDEX_PART_FILES):
-        raise BuildError(f"{path / INDEX_FILE}: {part.folder} lists other files than an index has")
     for name, file in part.files.items():
         table = path / part.folder / name
         try:
@@ -447,113 +514,103 @@ def _check_rows(path: Path, part: _Part, settings: Mapping[str, Any]) -> None:
             )
 
 
-def publish_index(
-    parts: Sequence[tuple[Path, IndexPart]],
-    target: Path,
-    made_from: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    sketch: int = SKETCH,
-    replace: bool = False,
-) -> DedupIndex:
-    """Make `target` the index of these parts: each the folder that `index_part` wrote and what it returned.
-
-    `settings` are those of every part. `made_from` is plain data for people: of which recipe and inputs it
-    is. If the very same index is there, nothing is done. BuildError: the target holds another index and
-    `replace` is not set, or other files.
-    """
-    data = {
-        "format": FORMAT,
-        "shardkit_version": shardkit.__version__,
-        "settings": dict(settings),
-        "sketch": sketch,
-        "documents": sum(part.documents for _, part in parts),
-        "bytes": sum(part.bytes for _, part in parts),
-        "made_from": dict(made_from),
-        "parts": [
-            {
-                "folder": f"part-{number:05d}",
-                "documents": part.documents,
-                "bytes": part.bytes,
-                "files": part.files,
-            }
-            for number, (_, part) in enumerate(parts)
-        ],
-    }
-    text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False)
-    record = _Record.model_validate(load_json(text))
-    target = target.resolve()
-    unfinished, replaced = (
-        target.with_name(f".{target.name}.{state}") for state in ("unfinished", "replaced")
-    )
-    try:
-        if _is_published(target, record, replace=replace):
-            _remove(unfinished, replaced)
-            return open_index(target)
-        _remove(unfinished)
-        unfinished.mkdir(parents=True)
-        for part, (folder, _) in zip(record.parts, parts, strict=True):
-            _fill(unfinished / part.folder, folder)
-        publish_bytes(unfinished / INDEX_FILE, text.encode() + b"\n")
-        # A crash between the two renames leaves no index; the same command then puts the new one there.
-        if target.exists():
-            _remove(replaced)
-            target.rename(replaced)
-        unfinished.rename(target)
-        fsync_path(target.parent)
-        _remove(replaced)
-    except OSError as error:
-        raise BuildError(f"{target}: cannot be written: {error}; the same command continues") from error
-    return open_index(target)
-
-
-def _is_published(target: Path, record: _Record, *, replace: bool) -> bool:
-    """Whether exactly this index is there; BuildError if what is there must not be replaced."""
-    if not target.exists():
-        return False
-    names = {INDEX_FILE}
-    if (target / INDEX_FILE).exists():
-        try:
-            old = open_index(target)
-        except BuildError as error:
-            if not replace:
-                raise BuildError(f"{error}, with --replace") from None
-            names |= {f"{path.name}/{name}" for path in target.glob("part-*") for name in INDEX_PART_FILES}
-        else:
-            if old.record == record:
-                return True
-            if not replace:
-                raise BuildError(f"{target}: holds another index; --replace puts this one in its place")
-            names |= {f"{part.folder}/{name}" for part in old.record.parts for name in part.files}
-    if not target.is_dir():
-        raise BuildError(f"{target}: is not a folder; choose another place")
-    if foreign := sorted(set(_file_names(target)) - names):
-        raise BuildError(
-            f"{target}: holds files that no index has (first: {foreign[0]}); choose another, or empty it"
-        )
-    return False
-
-
-def _file_names(folder: Path) -> Iterator[str]:
-    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-
-
-def _fill(folder: Path, source: Path) -> None:
-    folder.mkdir()
-    for name in INDEX_PART_FILES:
-        link_or_copy(source / name, folder / name)
-    fsync_path(folder)
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        if folder.exists():
-            shutil.rmtree(folder)
-
-
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"minhash.ngram": 5, …}."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
+
+
+def _check_row_bytes(url: str, part: _Part, settings: Mapping[str, Any]) -> None:
+    """Tables in a store have the bytes of as many rows as the part has documents: `Rows` checks the rest."""
+    width = settings.get("minhash", {}).get("permutations")
+    sizes = {DOCUMENTS_FILE: DOCUMENT.itemsize, KEYS_FILE: STORED_DTYPE.itemsize, SETS_FILE: SET.itemsize}
+    sizes[SIGNATURES_FILE] = 4 * (width if isinstance(width, int) else 0)
+    for name, size in sizes.items():
+        expected = HEADER_BYTES + part.documents * size
+        if part.files[name].bytes != expected:
+            raise BuildError(
+                f"{url}/{part.folder}/{name}: {part.files[name].bytes:,} bytes, expected {expected:,} for "
+                f"{part.documents:,} documents; make the index again"
+            )
+
+
+def _hash_of(file: Artifact) -> str:
+    hasher = xxhash.xxh3_128()
+    with file.open() as source:
+        while data := source.read(_COPY_BYTES):
+            hasher.update(data)
+    return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class _StoredPart:
+    """The files of a part at a URL, as artifacts see them. Each range is compared with the part's hashes."""
+
+    url: str
+    sizes: tuple[tuple[str, int], ...]  # by file
+    blocks: str  # the xxh3-128 of blocks.json
+    storage: StorageOptions | None
+
+    def open(self, path: Path) -> io.BufferedReader:
+        ranges, info = self._ranges(path)
+        return open_object(ranges, info, first_bytes=1)
+
+    def read_range(self, path: Path, start: int, stop: int, is_right: Callable[[bytes], bool]) -> bytes:
+        ranges, info = self._ranges(path)
+        data = ranges.get(info.key, start, stop)[: stop - start]
+        if len(data) < stop - start or not is_right(data):
+            raise self._damaged(info.key)
+        return data
+
+    def borrow(self, path: Path) -> Path:
+        """A copy in a temporary file, which the caller removes."""
+        with self.open(path) as source, tempfile.NamedTemporaryFile(delete=False) as target:
+            shutil.copyfileobj(source, target, _COPY_BYTES)
+        return Path(target.name)
+
+    def fetch(self, path: Path) -> None:
+        raise NotImplementedError(f"{path}: a part in a store is read by ranges")
+
+    def content_of(self, path: Path) -> str:
+        return _stored_hashes(self)[path.name].xxh3_128
+
+    def _ranges(self, path: Path) -> tuple[CheckedRanges, ObjectInfo]:
+        output = _stored_hashes(self)[path.name]
+
+        def damaged() -> None:
+            raise self._damaged(path.name)
+
+        return CheckedRanges(_store(self.url, self.storage), output, damaged), ObjectInfo(
+            path.name, output.bytes, ""
+        )
+
+    def _damaged(self, name: str) -> BuildError:
+        return BuildError(f"{self.url}/{name}: is gone or differs from its hashes; make the index again")
+
+
+@lru_cache(maxsize=256)
+def _stored_hashes(part: _StoredPart) -> dict[str, Output]:
+    """The files of a part, from its blocks.json."""
+    where, sizes = f"{part.url}/{BLOCKS_FILE}", dict(part.sizes)
+    data = _store(part.url, part.storage).get(BLOCKS_FILE)
+    if hash_bytes(data, ["xxh3_128"])["xxh3_128"] != part.blocks:
+        raise BuildError(f"{where}: differs from its hash; make the index again")
+    try:
+        files = {
+            name: Output(sizes[name], file["xxh3_128"], file["blocks"])
+            for name, file in load_json(data).items()
+        }
+        for output in files.values():
+            blocks = -(-output.bytes // BLOCK_BYTES)
+            if len(block_hashes(output)) != (blocks if blocks > 1 else 0):
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BuildError(f"{where}: is not a list of hashes; make the index again") from None
+    return files | {BLOCKS_FILE: Output(sizes[BLOCKS_FILE], part.blocks)}
+
+
+@lru_cache(maxsize=256)
+def _store(url: str, storage: StorageOptions | None) -> Store:
+    return connect(url, storage)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from shardkit.errors import BuildError
 from shardkit.writers.execution.artifacts import Artifact, BinaryFile, read_into
 
-__all__ = ["CHUNK_ROWS", "RowFile", "Rows", "RowsWriter", "read_header"]
+__all__ = ["CHUNK_ROWS", "HEADER_BYTES", "RowFile", "Rows", "RowsWriter", "read_header"]
 
 CHUNK_ROWS = 1 << 16  # in one read where a table is gone through: some megabytes, and few calls
 
@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 20
 
 _CLOSE_ROWS = 256
 
-_HEADER_BYTES = 512  # room for any dtype of ours and any row count, so that it can be written last
+HEADER_BYTES = 512  # room for any dtype of ours and any row count, so that it can be written last
 
 
 class RowsWriter:
@@ -43,7 +43,7 @@ class RowsWriter:
         self.rows = 0
         self._shape = () if width is None else (width,)
         self._file = path.open("wb")
-        self._file.write(bytes(_HEADER_BYTES))
+        self._file.write(bytes(HEADER_BYTES))
 
     def write(self, rows: npt.NDArray[Any]) -> None:
         """Append rows of exactly this dtype and width."""
@@ -61,9 +61,9 @@ class RowsWriter:
         with self._file:
             descr = np.lib.format.dtype_to_descr(self.dtype)  # type: ignore[no-untyped-call]
             fields = {"descr": descr, "fortran_order": False, "shape": (self.rows, *self._shape)}
-            header = repr(fields).encode().ljust(_HEADER_BYTES - 11) + b"\n"
+            header = repr(fields).encode().ljust(HEADER_BYTES - 11) + b"\n"
             start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
-            assert len(start) == _HEADER_BYTES
+            assert len(start) == HEADER_BYTES
             self._file.seek(0)
             self._file.write(start)
 

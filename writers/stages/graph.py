@@ -17,6 +17,8 @@ from typing import Any
 
 from shardkit.card import DedupFacts
 from shardkit.errors import BuildError, RecipeError, warn_user
+from shardkit.storage.store import StorageOptions
+from shardkit.storage.url import is_remote
 from shardkit.writers.dedup import lines
 from shardkit.writers.dedup.index import DedupIndex, open_index
 from shardkit.writers.dedup.near import NearResult, NearStages, remove_near
@@ -56,14 +58,16 @@ class BuildInputs:
     filter_folder: Artifact | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, splits: Sequence[Split]) -> BuildInputs:
+    def of(
+        cls, recipe: Recipe, splits: Sequence[Split], storage: StorageOptions | None = None
+    ) -> BuildInputs:
         """Open indexes of other corpora and hash the files of filters; RecipeError if one does not fit."""
         indexes = []
         near = recipe.dedup.near
         for number, path in enumerate(near.against if near is not None else ()):
             key = f"dedup.near.against[{number}]"
             try:
-                index = open_index(recipe.resolve(path))
+                index = open_index(path if is_remote(path) else recipe.resolve(path), storage)
             except BuildError as error:
                 raise RecipeError(f"{key}: {error}") from None
             assert near is not None
