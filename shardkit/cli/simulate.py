@@ -257,7 +257,7 @@ def _rows(scenario: Scenario, figures: Mapping[str, Any]) -> list[list[str]]:
          f"{format_bytes(f['fetched_bytes_per_node_per_second'])}/s; "
          f"{format_bytes(f['ahead_bytes_per_node'])} of it for later steps"],
         ["read / used", f"{f['read_amplification']:.3g}",
-         "bytes of opened shards per byte of batches "
+         "bytes that are not for later steps per byte of batches "
          f"({format_bytes(f['used_bytes_per_node'])})"],
         ["fetched again", format_bytes(f["refetched_bytes_per_node"]),
          f"{f['bypassed_per_node']:.3g} shards found no room, "

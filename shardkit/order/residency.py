@@ -36,7 +36,7 @@ from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-__all__ = ["BatchLanes", "MixedUses", "ShardUses", "lanes_of_ranks", "shard_uses"]
+__all__ = ["BatchLanes", "MixedUses", "ShardUses", "lanes_of_ranks", "rows_in_lanes", "shard_uses"]
 
 _MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
 _MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
@@ -77,16 +77,32 @@ class ShardUses:
 
 def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
     """All uses in one epoch; those of `lanes` only, if given (in ascending order)."""
+    # "none" delivers the epoch as it lies: as one lane of windows of one sample.
+    geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
+    shards, places, sizes = _pieces(order, geometry, epoch, lanes)
+    first, last = _positions(geometry, places, sizes)
+    base = epoch * order.samples
+    return ShardUses(shards, base + first, base + last + 1).sorted()
+
+
+def rows_in_lanes(order: Order, epoch: int, lanes: Sequence[int], parts: npt.NDArray[np.float64]) -> Ints:
+    """int64[shards]: samples of each shard that an epoch reads by these lanes, this part of each of them."""
+    shards, places, sizes = _pieces(order, order.geometry, epoch, lanes)
+    read = sizes * parts[np.searchsorted(lanes, order.geometry.find(places)[0])]
+    return np.ceil(np.bincount(shards, read, minlength=order.shards)).astype(np.int64)
+
+
+def _pieces(
+    order: Order, geometry: Lanes, epoch: int, lanes: Sequence[int] | None
+) -> tuple[npt.NDArray[np.int32], Ints, Ints]:
+    """(shard, first place, size) of pieces of an epoch's span: each is one shard in one of the lanes."""
     if epoch < 0:
         raise ValueError(f"epochs are numbered from 0, not {epoch}")
     lane_count = order.spec.lanes
     wanted = np.arange(lane_count) if lanes is None else np.asarray(lanes, dtype=np.int64)
     if len(wanted) and not (wanted[0] >= 0 and wanted[-1] < lane_count and (np.diff(wanted) > 0).all()):
         raise ValueError(f"lanes must ascend in range({lane_count}), not {lanes}")
-    # "none" delivers the epoch as it lies: as one lane of windows of one sample.
-    geometry = Lanes(order.samples, 1, 1) if order.spec.shuffle == "none" else order.geometry
     shards_of_epoch = order.epoch(epoch)
-    # Pieces of the span, cut where a shard or a lane begins: each is one shard in one lane.
     places = np.union1d(shards_of_epoch.starts, geometry.starts)
     places = places[places < order.samples]  # what is empty may lie behind the end
     sizes = np.diff(places, append=order.samples)
@@ -96,9 +112,7 @@ def shard_uses(order: Order, epoch: int, lanes: Sequence[int] | None = None) -> 
     # Of shards that start at one place, all but the last are empty, and `right` finds the last.
     slots = np.searchsorted(shards_of_epoch.starts, places, side="right") - 1
     shards = slots.astype(np.int32) if shards_of_epoch.shards is None else shards_of_epoch.shards[slots]
-    first, last = _positions(geometry, places, sizes)
-    base = epoch * order.samples
-    return ShardUses(shards, base + first, base + last + 1).sorted()
+    return shards, places, sizes
 
 
 class BatchLanes:

@@ -427,6 +427,22 @@ def test_without_shuffle_the_order_is_the_datasets() -> None:
     assert located.epoch.tolist() == [0] * 7 + [1] * 7
 
 
+@pytest.mark.parametrize(("shards", "rows", "distinct"), [(468_750, 8192, 2600), (55_000, 4096, 1600)])
+def test_a_batch_draws_on_thousands_of_shards_by_default(shards: int, rows: int, distinct: int) -> None:
+    """60 TB in shards of 128 MiB, and 3.7 TB in shards of 64 MiB, of samples of 16 KiB: never shuffled.
+
+    The least is at the start of an epoch, where half of a window is in use on average; later a fifth more.
+    """
+    lanes = default_lanes(shards)
+    spec = OrderSpec(17, lanes, default_window(shards * rows, shards, lanes))
+    order, size = Order(np.full(shards, rows), spec), 4096
+    for position in range(0, order.samples, order.samples // 5):
+        _, counts = np.unique(order.locate((position, size)).shard, return_counts=True)
+        assert len(counts) >= distinct
+        pairs = int((counts * (counts - 1) // 2).sum())
+        assert pairs <= 85 * size * (size - 1) / 2 / shards  # as many times those of a true shuffle
+
+
 # Surface
 
 

@@ -187,6 +187,27 @@ def test_nodes_that_share_lanes_fetch_the_same_shards() -> None:
     assert 3.0 < reads(1) < 6.0  # four nodes read the lane
 
 
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "steps", "most"),
+    [(256, 8, 40_000, 1.1), (2048, 2, 10_000, 2.0), (100, 8, 40_000, 1.3)],
+)
+def test_nodes_of_a_large_run_read_little_more_than_they_use(
+    nodes: int, gpus: int, steps: int, most: float
+) -> None:
+    """60 TB in 450,000 shards, one sequence for each rank; the last of them divides nothing."""
+    sizes = np.full(450_000, 1 << 27, dtype=np.int64)
+    run = Scenario(
+        shards=Shards(sizes >> 14, sizes, 1 << 14),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        batch_size=1,
+        cache_bytes=100_000_000_000,
+        steps=steps,
+        simulated=(nodes // 2,),
+    )
+    assert 1 <= simulate(run).to_dict()["read_amplification"] <= most
+
+
 def test_sampled_nodes_do_as_they_do_among_all() -> None:
     run = scenario(shards=128, nodes=8, gpus_per_node=1, batch_size=8, lanes=8, window=64, steps=100)
     # No latency and ample bandwidth: nobody waits, so nobody's time depends on others.

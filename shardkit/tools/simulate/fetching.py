@@ -163,10 +163,9 @@ class Fetching:
     def used_bytes(self) -> int:
         return self._cache.used
 
-    def waiting_bytes(self, touched: set[int]) -> int:
-        """Bytes of shards that have arrived and of which nothing has been read."""
-        came = set(np.flatnonzero(self._fetched).tolist())
-        return int(self._sizes[sorted(came - touched)].sum())
+    def cached(self) -> list[int]:
+        """The shards in the cache."""
+        return [int(name) for name, held in self._cache.held.items() if not held.filling]
 
     def has(self, shard: int) -> bool:
         held = self._cache.held.get(self._names[shard])

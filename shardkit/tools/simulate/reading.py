@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
+import numpy as np
+
 from shardkit.cache.fetcher import FetchLimits
 from shardkit.cache.reader import FIRST_ROWS
 from shardkit.cache.rows import MAX_THREADS
@@ -31,7 +33,10 @@ class Reading:
         self._scenario, self._demand, self._uses, self._place = scenario, demand, uses, place
         self.fetching = Fetching(scenario, uses, node)
         self.hits = self.misses = self.row_reads = self.used_rows = 0
-        self.touched: set[int] = set()  # shards that plans have opened
+        self._read = np.zeros(
+            uses.shards, dtype=np.int64
+        )  # rows of each shard, in the epoch of the last plan
+        self._epoch = 0
         plan_bytes = min(sources.PLAN_BYTES, scenario.cache_bytes // sources.PLANS_IN_CACHE)
         most = min(plan_bytes // scenario.shards.sample_bytes, producer.PLAN_ROWS)
         self._most_rows = max(scenario.batch_size, most)
@@ -76,6 +81,15 @@ class Reading:
         ready = max(now, self.fetching.now)
         self._proceed()
         return ready
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of cached shards, by their rows, what later steps than those planned read, in two epochs."""
+        uses = self._uses
+        own, following = uses.own_rows(self._epoch), uses.own_rows(self._epoch + 1)
+        later = np.where(own > 0, (1 - self._read / np.maximum(own, 1)).clip(0), following > 0)
+        sizes = self._scenario.shards.bytes[uses.numbers] * later
+        return int(sizes[self.fetching.cached()].sum())
 
     def run_until(self, now: float) -> None:
         """Handle all events up to `now`."""
@@ -133,10 +147,13 @@ class Reading:
         left = -(-(self._uses.samples - position % self._uses.samples) // batch)
         count = min(left, self._rows // scenario.batch_size, producer.PLAN_POSITIONS // batch)
         self._planned = first + max(1, count)
+        if (epoch := position // self._uses.samples) != self._epoch:
+            self._epoch, self._read[:] = epoch, 0
         fetching.advance(position)
         numbers, rows = self._demand.rows(self._place, first, self._planned)
         self.used_rows += int(rows.sum())
         shards = self._uses.local(numbers).tolist()
+        self._read[shards] += rows
         missing = {
             shard: n for shard, n in zip(shards, rows.tolist(), strict=True) if not fetching.has(shard)
         }
@@ -147,9 +164,7 @@ class Reading:
         self._open &= set(shards) if not self._keeps_open else self._open
         singly = self._read_singly(missing)
         self._pending = deque(shard for shard in shards if shard not in singly and shard not in self._open)
-        opened = set(shards) - singly
-        self._open |= opened
-        self.touched |= opened
+        self._open |= set(shards) - singly
         for shard in self._pending:
             fetching.delivered.discard(shard)
         if not singly:

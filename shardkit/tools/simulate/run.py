@@ -31,7 +31,7 @@ class NodeOutcome:
     fetched_bytes: int
     """Whole shards."""
     ahead_bytes: int
-    """Of these, shards of which nothing has been read when the run ends."""
+    """Of these, the part of shards in the cache that the node has yet to read when the run ends."""
     row_bytes: int
     """Rows that were read singly, by two requests each."""
     used_bytes: int
@@ -58,7 +58,7 @@ class NodeOutcome:
         names = ("fetched_bytes", "refetched_bytes", "bypassed", "evictions", "throttled")
         return cls(
             **{name: counts[name] for name in names},
-            ahead_bytes=fetching.waiting_bytes(reader.touched),
+            ahead_bytes=reader.ahead_bytes,
             row_bytes=2 * reader.row_reads * scenario.shards.sample_bytes,
             used_bytes=reader.used_rows * scenario.shards.sample_bytes,
             hits=reader.hits,
@@ -150,10 +150,10 @@ def simulate(scenario: Scenario, advance: Callable[[int], None] = lambda steps: 
     order = scenario.order()
     demand, every = Demand(scenario, order), AllUses(order)
     last_epoch = (scenario.steps * scenario.global_batch - 1) // order.samples
-    readers = [
-        Reading(scenario, demand, NodeUses(every, scenario.lanes_of(node), last_epoch), place, node)
-        for place, node in enumerate(scenario.simulated_nodes)
-    ]
+    readers = []
+    for place, node in enumerate(scenario.simulated_nodes):
+        uses = NodeUses(every, scenario.lanes_of(node), last_epoch, scenario.lane_parts(node, order))
+        readers.append(Reading(scenario, demand, uses, place, node))
     now = 0.0
     begins = np.empty(scenario.steps)
     waits = np.empty(scenario.steps)

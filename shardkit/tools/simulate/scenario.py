@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkit.arrays import Ints
 from shardkit.cache.folder import SEAL_BYTES
 from shardkit.datasets.dataset import Dataset
 from shardkit.loaders.config import LoaderConfig
 from shardkit.order.order import Order, OrderSpec, default_lanes, default_window, rank_slice
-from shardkit.order.residency import BatchLanes, ShardUses, shard_uses
+from shardkit.order.residency import BatchLanes, ShardUses, rows_in_lanes, shard_uses
 from shardkit.units import parse_bytes
 
 __all__ = ["AllUses", "Demand", "Network", "NodeUses", "Scenario", "Shards", "spread_nodes"]
@@ -31,6 +32,7 @@ _LOADER = LoaderConfig()  # its defaults
 _PART_POSITIONS = 1 << 20
 _LEAST_POSITIONS = 1 << 12
 _PARTS_KEPT = 4
+_SAMPLES_OF_LANE = 64
 _EPOCHS_KEPT = 3
 _ALL_NODES = 16  # up to this number, all nodes are simulated by default, else
 _SOME_NODES = 8
@@ -182,6 +184,15 @@ class Scenario:
         """The lanes that a node's ranks read."""
         return BatchLanes(self.spec, self.global_batch).of_part(self.part(node))
 
+    def lane_parts(self, node: int, order: Order) -> npt.NDArray[np.float64]:
+        """Of each of its lanes the part that a node reads: others may read it too."""
+        size, lanes = self.global_batch, self.lanes_of(node)
+        # As many batches as give each lane some dozens of samples, or one of each beginning.
+        count = max(1, min(_SAMPLES_OF_LANE * self.lanes // size, order.samples // size))
+        read = order.global_batches(0, size, count, part=self.part(node)).lane
+        drawn = np.bincount(np.arange(count * size) % self.lanes, minlength=self.lanes)
+        return np.bincount(read.ravel(), minlength=self.lanes)[lanes] / np.maximum(drawn[lanes], 1)
+
 
 class Demand:
     """Shards and rows that the simulated nodes read; nodes are given by their place among the simulated."""
@@ -257,9 +268,16 @@ class AllUses:
 class NodeUses:
     """What `shardkit.cache.belady.Future` plans from: the uses of one node's lanes, its shards numbered."""
 
-    def __init__(self, every: AllUses, lanes: Sequence[int], last_epoch: int) -> None:
-        """Of runs that end in `last_epoch`."""
+    def __init__(
+        self,
+        every: AllUses,
+        lanes: Sequence[int],
+        last_epoch: int,
+        parts: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Of runs that end in `last_epoch`; `parts`: what the node reads of each of its lanes (None: all)."""
         self._every, self._lanes = every, lanes
+        self._parts = np.ones(len(lanes)) if parts is None else parts
         self.samples = every.order.samples
         if last_epoch or len(lanes) == every.order.spec.lanes:
             # At an epoch's edge a node may read shards of other lanes.
@@ -275,6 +293,10 @@ class NodeUses:
         own = np.searchsorted(self.numbers, found.shard).astype(np.int32)
         known = (own < self.shards) & (self.numbers[np.minimum(own, self.shards - 1)] == found.shard)
         return ShardUses(own[known], found.begin[known], found.end[known]).sorted()
+
+    def own_rows(self, epoch: int) -> Ints:
+        """int64[shards]: samples of each shard that the node reads in an epoch, about."""
+        return rows_in_lanes(self._every.order, epoch, self._lanes, self._parts)[self.numbers]
 
     def local(self, shards: Ints) -> Ints:
         """The node's numbers of shards that it reads."""
