@@ -108,13 +108,15 @@ class FixedRows:
         found: dict[int, FetchedRows] = {}
         if not any(streams.readers):
             return found, is_late
+        needed, firsts = {}, {}
         for stream, _, numbers in streams.split(used):
             if (reader := streams.readers[stream]) is not None:
-                first = streams.first_shard(stream)
+                firsts[reader] = streams.first_shard(stream)
                 missing = streams.use(stream, numbers.tolist())
-                rows = reader.first_rows(missing, partial(_rows_of, shard, row, first))
-                found |= {first + number: fetched for number, fetched in rows.items()}
+                needed[reader] = missing, partial(_rows_of, shard, row, firsts[reader])
                 is_late |= bool(missing)
+        for reader, rows in streams.run.first_rows(needed).items():
+            found |= {firsts[reader] + number: fetched for number, fetched in rows.items()}
         return found, is_late
 
 

@@ -26,6 +26,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Never, Self, SupportsIndex, Unpack
 
+from shardkit.cache.contract import Cache
+from shardkit.cache.fetcher import Fetcher
+from shardkit.cache.reader import PlanRequest
+from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
 from shardkit.errors import PeerError, warn_user
 from shardkit.loaders.batch import Batch, BatchMaker
@@ -90,6 +94,7 @@ class StreamingLoader:
         self.machine_ranks: tuple[int, ...] | None = None
         """The data-parallel ranks that share this machine; None until they are asked for."""
         self._prefetch_bytes = parse_bytes(self.config.prefetch_bytes)
+        self._lanes: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
         self._running: Prefetcher | None = None
         self._iteration: object = None
         self._stop_together = StopTogether(
@@ -241,22 +246,19 @@ class StreamingLoader:
     def _fetch_ahead(self) -> None:
         """Start the cache readers of remote datasets: they fetch shards in the order that this run needs."""
         streams = self._opened.streams
-        if not (remote := streams.remote):
+        if not streams.remote:
             return
         self._warn_of_small_caches(is_starting=True)
-        positions, shares = self._arrangement.positions(self.position), self._arrangement.shares()
-        for dataset, reader, who in zip(
-            streams.once.datasets, streams.once.readers, streams.sharing, strict=True
-        ):
-            if reader is not None and dataset.shards is not None:
-                is_shared = dataset.shards.cache.is_shared
-                reader.start(
-                    self._arrangement.uses(who),
-                    positions[who[0]] if len(who) == 1 else self.position,
-                    self._lanes_read(who, is_shared),
-                    share=sum(shares[stream] for stream in who) if is_shared else 1.0,
-                    siblings=[shards for shards in remote if shards is not dataset.shards],
-                )
+        by_cache: dict[tuple[Cache, Fetcher], list[tuple[CachedShards, Sequence[int]]]] = {}
+        for dataset, who in zip(streams.once.datasets, streams.sharing, strict=True):
+            if (shards := dataset.shards) is not None:
+                by_cache.setdefault((shards.cache, shards.fetcher), []).append((shards, who))
+        requests = []
+        for (cache, _), parts in by_cache.items():
+            lanes = {tuple(who): self._lanes_read(who, cache.is_shared) for _, who in parts}
+            uses = self._arrangement.uses(lanes, cache.capacity)
+            requests.append(PlanRequest([shards for shards, _ in parts], *uses))
+        streams.run.start(requests, self.position)
 
     def learn_machine_ranks(self) -> tuple[int, ...]:
         """Learn, once, which data-parallel ranks share this machine and the cache folder on it."""
@@ -291,7 +293,11 @@ class StreamingLoader:
         orders = [self._settings.order_of(stream) for stream in streams]
         if any(order.lanes != orders[0].lanes for order in orders):
             return None
-        return lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
+        key = orders[0].lanes, orders[0].version, ranks
+        if key not in self._lanes:  # many streams have the same lanes
+            found = lanes_of_ranks(orders[0], self._plan.global_batch, ranks, self._plan.world_size)
+            self._lanes[key] = found
+        return self._lanes[key]
 
     def _deliver(self, running: Prefetcher, iteration: object) -> Iterator[Batch]:
         try:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -38,7 +38,7 @@ from shardkit.loaders.streams import Streams
 from shardkit.order.exclusions import Exclusions
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import MAX_POSITION, Located, Order, rank_slice
-from shardkit.order.residency import MixedUses
+from shardkit.order.residency import JoinedUses, MixedUses
 from shardkit.order.run_settings import RunSettings, Tail
 from shardkit.order.streams import MixedOrder, StreamOrder
 from shardkit.units import whole_number
@@ -311,34 +311,38 @@ class Arrangement:
         counts: list[int] = self._mixture.counts(position).tolist()
         return counts
 
-    def shares(self) -> list[float]:
-        """The part of a common cache that each stream may fill: half equally, half by the bytes it needs.
+    def uses(
+        self, datasets: Mapping[tuple[int, ...], Sequence[int] | None], capacity: int
+    ) -> tuple[Order | JoinedUses, Sequence[int] | None]:
+        """When shards are needed of the datasets in a cache of `capacity` bytes, and by which lanes.
 
-        By the largest weight that the schedule gives it.
+        `datasets`: the lanes that are read of each (None: all), by all streams that draw on it. Their shards
+        are numbered one dataset after another, in positions of the run.
         """
-        if (schedule := self._settings.schedule) is None:
-            return [1.0]
-        weights = [max(each) for each in zip(*(w for _, w in schedule.segments), strict=True)]
-        sample_bytes = {
-            id(dataset): int(dataset.manifest.raw_bytes.clip(0).sum()) / max(1, len(dataset))
-            for dataset in self.streams.once.datasets
-        }
-        flows = [
-            weight * sample_bytes[id(dataset)]
-            for weight, dataset in zip(weights, self.streams.datasets, strict=True)
+        if self._mixture is None:
+            [lanes] = datasets.values()
+            return self.stream_orders[0], lanes
+        ahead = self._foreseen(datasets, capacity)
+        parts = [
+            (MixedUses({stream: self.stream_orders[stream] for stream in who}, self._mixture, ahead), lanes)
+            for who, lanes in datasets.items()
         ]
-        return [0.5 / len(flows) + 0.5 * flow / (sum(flows) or 1) for flow in flows]
+        return JoinedUses(parts), None
 
-    def uses(self, streams: Sequence[int]) -> Order | MixedUses:
-        """When shards are needed of a dataset that exactly these streams draw on.
+    def _foreseen(self, datasets: Iterable[tuple[int, ...]], capacity: int) -> int:
+        """Positions to look ahead at a time: so few that no stream of a size that matters passes often.
 
-        In positions of the stream if it is one, of the mixture if they are several.
+        Of a stream that starts over more than a few times all shards count as in use throughout.
         """
-        if len(streams) == 1 or self._mixture is None:
-            return self.stream_orders[streams[0]]
-        return MixedUses(
-            {stream: self.stream_orders[stream] for stream in streams}, self._mixture, self.order.samples
-        )
+        ahead = self.order.samples
+        streams = [stream for who in datasets for stream in who]
+        segments = [weights for _, weights in self._settings.schedule.segments] if self._settings.schedule else []
+        for stream in streams:
+            share = max(weights[stream] / sum(weights) for weights in segments)
+            raw_bytes = int(self.streams.datasets[stream].manifest.raw_bytes.clip(0).sum())
+            if share and 2 * len(streams) * raw_bytes >= capacity:
+                ahead = min(ahead, max(1, int(2 * self.stream_orders[stream].samples / share)))
+        return ahead
 
     @cached_property
     def limit(self) -> Limit | None:

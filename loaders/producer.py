@@ -136,7 +136,7 @@ class GroupMaker:
         position, delivered = cursor
         most = min(rows // self._plan.batch_size, PLAN_POSITIONS // self._plan.global_batch)
         count = self._allowed(position, max(1, min(most, -(-left // every))), every)
-        self._streams.advance(self._arrangement.positions(position))
+        self._streams.run.advance(position)
         self._reading = position
         self._planning = f"; planning from position {position:,}"
         steps = self._plan.steps(self._arrangement.order, position, count, every=every)

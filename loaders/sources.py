@@ -172,7 +172,7 @@ def _one_source(streams: Streams, parts: list[_Part]) -> Source:
     if len(parts) == 1:
         return DecodedSamples(streams, parts[0].names, parts[0].delivered)
     alone = [
-        Streams([part.dataset], [name], readers=[reader])
+        Streams([part.dataset], [name], readers=[reader], run=streams.run)
         for part, name, reader in zip(parts, streams.names, streams.readers, strict=True)
     ]
     return MixedSource(streams, [_one_source(own, [part]) for own, part in zip(alone, parts, strict=True)])
@@ -318,8 +318,7 @@ class DecodedSamples:
     def open_rows(self, shard: npt.NDArray[np.int32], row: npt.NDArray[np.int64]) -> tuple[ReadRows, bool]:
         """As `Source.open_rows`."""
         is_late = bool(self._streams.use(0, np.unique(shard).tolist()))
-        if (reader := self._streams.readers[0]) is not None:
-            reader.fetch_ahead()  # whole shards are needed from the first sample on
+        self._streams.run.fetch_ahead()  # whole shards are needed from the first sample on
 
         def read(low: int, high: int) -> Columns:
             places = list(zip(shard[low:high].tolist(), row[low:high].tolist(), strict=True))

@@ -5,8 +5,8 @@ the shards of all streams consecutively, so one plan names rows of any of them a
 Samples are numbered the same way; `split_ids` maps them back to their streams. Several streams may draw on
 one dataset: its shards then have one number per stream, and `once` lists each dataset only once.
 
-A remote dataset has one `CacheReader` per `Streams`, because other loaders may read the same open dataset at
-other positions.
+A remote dataset has one `CacheReader` per loader, because other loaders may read the same open dataset at
+other positions. They belong to the loader's `CacheRun`, which fetches ahead for all of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import overload
@@ -26,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.cache.contract import CacheOptions
-from shardkit.cache.reader import CacheReader
-from shardkit.cache.shards import CachedShards
+from shardkit.cache.reader import CacheReader, CacheRun
+from shardkit.cache.shards import CachedShards, SharedCache
 from shardkit.datasets.dataset import Dataset, ShardReader, open_dataset
 from shardkit.loaders.config import ExcludedRows, LoaderConfig, Stream, Weights
 from shardkit.loaders.defaults import shuffle_sizes
@@ -37,9 +38,10 @@ from shardkit.order.mixture import Schedule
 from shardkit.order.order import OrderSpec, Shuffle
 from shardkit.order.run_settings import RunSettings, StreamSettings, Tail
 from shardkit.storage import StorageOptions
-from shardkit.units import parse_bytes
 
 __all__ = ["Columns", "Opened", "ReadRows", "Streams", "named_weights", "open_streams"]
+
+_OPENED_AT_ONCE = 16  # datasets: each takes a few requests, one after another
 
 Columns = dict[str, npt.NDArray[np.generic] | list[object]]
 
@@ -57,8 +59,9 @@ class Streams:
         *,
         timeout_seconds: float | None = None,
         readers: Sequence[CacheReader | None] | None = None,
+        run: CacheRun | None = None,
     ) -> None:
-        """`timeout_seconds`: longest wait for a remote shard; `readers`: those that exist already."""
+        """`timeout_seconds`: longest wait for a remote shard; `readers`, `run`: those that exist already."""
         assert datasets
         if readers is None:
             remote = {id(dataset): dataset.shards for dataset in datasets if dataset.shards is not None}
@@ -66,6 +69,8 @@ class Streams:
             readers = [made.get(id(dataset)) for dataset in datasets]
         self.readers = tuple(readers)
         """Of each stream; None for a local dataset."""
+        self.run = run or CacheRun(list(dict.fromkeys(reader for reader in readers if reader is not None)))
+        """What fetches ahead for the remote ones."""
         self.datasets = tuple(datasets)
         self.names = tuple(names)
         shards = [dataset.manifest.shards for dataset in datasets]
@@ -103,7 +108,9 @@ class Streams:
             self.names[who[0]] if len(who) == 1 else self.datasets[who[0]].location for who in self.sharing
         ]
         first = [who[0] for who in self.sharing]
-        return Streams([self.datasets[i] for i in first], names, readers=[self.readers[i] for i in first])
+        return Streams(
+            [self.datasets[i] for i in first], names, readers=[self.readers[i] for i in first], run=self.run
+        )
 
     @cached_property
     def remote(self) -> tuple[CachedShards, ...]:
@@ -136,18 +143,6 @@ class Streams:
         self.datasets[stream].keep_only(reader.using)
         return reader.missing(numbers)
 
-    def advance(self, positions: Sequence[int]) -> None:
-        """Tell the caches that everything before these positions, one for each stream, has been read.
-
-        What follows a dataset of one stream counts that stream's samples; what follows a shared one counts
-        positions of the whole mixture (`shardkit.order.residency` says which shards are needed when, by
-        those).
-        """
-        for who in self.sharing:
-            reader = self.readers[who[0]]
-            if reader is not None:
-                reader.advance(positions[who[0]] if len(who) == 1 else sum(positions))
-
     def progress(self) -> str:
         """What is being waited for, as the end of a sentence; "" if nothing is."""
         return next(filter(None, (reader.progress() for reader in self.readers if reader is not None)), "")
@@ -175,10 +170,9 @@ class Streams:
         return stream, np.where(stream < 0, -1, sample_ids - self._first_samples[stream])
 
     def close(self) -> None:
-        """Close the readers, and the datasets that no other loader is reading."""
-        for dataset, reader in zip(self.once.datasets, self.once.readers, strict=True):
-            if reader is not None:
-                reader.close()
+        """Close the run, and the datasets that no other loader is reading."""
+        self.run.close()
+        for dataset in self.once.datasets:
             if dataset.shards is None or not any(other.is_open for other in dataset.shards.readers):
                 dataset.close()
 
@@ -291,13 +285,20 @@ def open_streams(
             raise TypeError(f"expected a path, a Dataset or a list of Stream, not {dataset!r:.200}")
     paths = [spec.path if isinstance(spec.path, Dataset) else os.fspath(spec.path) for spec in specs]
     to_open = dict.fromkeys(path for path in paths if not isinstance(path, Dataset))
-    cache = _cache_options(config, processes, max(1, len(to_open)))
+    cache = SharedCache(
+        CacheOptions(
+            folder=config.cache_dir,
+            capacity=config.cache_bytes,
+            connections=config.connections,
+            processes=processes,
+        )
+    )
     storage = config.storage or StorageOptions()
     # A store must not fail before the loader does: it retries for as long as a batch is waited for.
     storage = replace(storage, retry_seconds=max(storage.retry_seconds, config.timeout_seconds))
-    opened = {
-        path: open_dataset(path, storage=storage, cache=cache, verify=config.verify) for path in to_open
-    }
+    open_one = partial(open_dataset, storage=storage, cache=cache, verify=config.verify)
+    with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="shardkit-open") as pool:
+        opened = dict(zip(to_open, pool.map(open_one, to_open), strict=True))
     datasets = [path if isinstance(path, Dataset) else opened[path] for path in paths]
     if config.verify:
         _require_hashes(datasets)
@@ -331,20 +332,6 @@ def named_weights(names: Sequence[str], weights: Weights) -> list[float | Fracti
     if len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} streams ({', '.join(names)})")
     return list(weights)
-
-
-def _cache_options(config: LoaderConfig, processes: int, streams: int) -> CacheOptions:
-    """The options of one stream: in memory each has its own share, a folder is shared by all."""
-    capacity = None if config.cache_bytes is None else parse_bytes(config.cache_bytes)
-    if config.cache_dir is None:
-        processes *= streams
-        capacity = None if capacity is None else capacity // streams
-    return CacheOptions(
-        folder=config.cache_dir,
-        capacity=capacity,
-        connections=-(-config.connections // streams),
-        processes=processes,
-    )
 
 
 def _exclusions(excluded: ExcludedRows, dataset: Dataset) -> Exclusions | None:

@@ -1,8 +1,9 @@
-"""Shards from a store into a cache: what a reader waits for first, then what will be needed soonest.
+"""Shards from stores into caches: what a reader waits for first, then what will be needed soonest.
 
-A few threads share the work. A shard that a reader waits for goes before all others, and idle threads fetch
-ranges of it. The others follow plans (`shardkit.cache.planner`) by earliest deadline: each reader of the
-dataset may have one, and they take turns. A fetcher holds plans weakly, so a plan ends with its reader.
+A `Fetcher` is the threads that fetch for any number of datasets: streams do not have threads of their own. A
+shard that a reader waits for goes before all others, and idle threads fetch ranges of it. The others follow
+plans (`shardkit.cache.reader`) by earliest deadline. Each run has one plan for all datasets that share a
+cache; plans of several runs take turns. A fetcher holds plans weakly, so a plan ends with its run.
 
 One thread brings a shard all the way (`Fetcher._fetch`): it takes the lease and room in the cache, downloads
 into that room, checks hashes, decompresses, hands the bytes to whoever waits, and makes the entry durable. It
@@ -21,14 +22,14 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import Cache, Contents, Lease, Slot
+from shardkit.cache.contract import Contents, Lease, Slot
 from shardkit.cache.download import (
     MIN_PART_BYTES,
     READ_BYTES,
@@ -37,18 +38,19 @@ from shardkit.cache.download import (
     MemoryTarget,
     unpack,
 )
-from shardkit.cache.planner import Planner
 from shardkit.errors import ShardkitError
-from shardkit.storage.threads import remake_after_fork
+from shardkit.storage.threads import Workers, remake_after_fork
 from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
+    from shardkit.cache.reader import FetchPlan
     from shardkit.cache.shards import CachedShards
 
 __all__ = ["FetchLimits", "FetchTimeoutError", "Fetcher", "Job", "arrival"]
 
 ATTEMPTS = 3  # to get the bytes that the index states, before the object itself is called damaged
 FINISHERS = 2  # threads beyond the connections
+ROW_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +82,10 @@ def arrival(done: int, total: int, status: int | None, free_disk_bytes: int | No
 class Job:
     """One shard being fetched. It belongs to the thread that fetches it; `stop` may come from any."""
 
-    def __init__(self, number: int, *, urgent: bool, victims: Callable[[Contents], list[str]]) -> None:
-        self.number = number
+    def __init__(
+        self, shards: CachedShards, number: int, *, urgent: bool, victims: Callable[[Contents], Iterable[str]]
+    ) -> None:
+        self.shards, self.number = shards, number
         self.urgent = urgent
         self.victims = victims
         self.attempts = 0
@@ -92,6 +96,10 @@ class Job:
         self.error: Exception | None = None
         self.done = threading.Event()
         self.is_stopped = False
+
+    @property
+    def key(self) -> tuple[CachedShards, int]:
+        return self.shards, self.number
 
     def stop(self, error: Exception) -> None:
         """Report the error to whoever waits, and let the download end at its next piece."""
@@ -122,127 +130,113 @@ class Job:
             if lease is not None:
                 lease.release()
 
+    def describe(self) -> str:
+        """The object's URL and how much of it has come."""
+        shards, file = self.shards, self.shards.stored_file(self.number)
+        done = 0 if self.download is None else self.download.bytes_done
+        status = shards.store.metrics.snapshot().last_status
+        came = arrival(done, file.bytes, status, shards.cache.free_disk_bytes())
+        return f"{shards.store.url}/{file.basename}: {came}"
+
 
 class Fetcher:
-    """Fetches shards of one dataset into one cache, for one process."""
+    """Fetches shards of all datasets that are opened with it. A pickled copy has threads of its own."""
 
-    def __init__(self, shards: CachedShards, cache: Cache, *, connections: int, limits: FetchLimits) -> None:
-        self._shards, self._cache = shards, cache
-        self._connections, self._limits = connections, limits
-        self.counts: Counter[str] = Counter()
-        self._fetched: set[int] = set()
-        self._without_room: set[int] = set()  # shards that found no room lately
-        self._unkept: Exception | None = None  # why the cache could not keep what was delivered
+    def __init__(self, connections: int, limits: FetchLimits | None = None) -> None:
+        self.connections, self.limits = connections, limits or FetchLimits()
+        self.row_workers = Workers(ROW_THREADS)
+        """For reads of single rows."""
         self.after_fork()
         remake_after_fork(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.connections, self.limits)
 
     def after_fork(self) -> None:
         """Reset in a child: its parent's threads and jobs are not there, and one may have held the lock."""
         self._changed = threading.Condition()
+        self._demanded: deque[Job] = deque()  # a job here is in no thread's hands
+        self._active: dict[tuple[CachedShards, int], Job] = {}
+        # Replaced, never changed; the plan whose turn it is comes first.
+        self._plans: list[weakref.ref[FetchPlan]] = []
         self._reset()
 
     def _reset(self) -> None:
-        """Start a run without threads and jobs; threads of the last one end when they see the new `_run`."""
+        """Start a run without threads; threads of the last one end when they see the new `_run`."""
         self._run = object()
         self._threads: list[threading.Thread] = []
         self._streaming = 0  # threads that hold a connection
-        self._demanded: deque[Job] = deque()  # a job here is in no thread's hands
-        self._active: dict[int, Job] = {}
         self._planning = False
-        self._plans: list[weakref.ref[Planner]] = []  # replaced, never changed; whose turn it is comes first
 
-    def load(self, number: int, timeout_seconds: float, plan: Planner | None = None) -> Bytes:
-        """The raw bytes of a shard, read-only; `plan` is that of the reader that asks.
+    def demand(self, shards: CachedShards, number: int, plan: FetchPlan | None) -> Job:
+        """The job that brings a shard before all that are only planned; `plan` is that of who asks."""
+        with self._changed:
+            self._start_threads()
+            job = self._active.get((shards, number)) or next(
+                (job for job in self._demanded if job.key == (shards, number)), None
+            )
+            if job is None:
+                plan = plan or next((other for other in self.plans() if other.cache is shards.cache), None)
+                victims = plan.victims_now if plan is not None else _least_recent
+                job = Job(shards, number, urgent=True, victims=victims)
+                self._demanded.append(job)
+            job.urgent = True
+            self._changed.notify_all()
+            return job
 
-        FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        waited = False
-        while True:
-            data = self._cache.find(self._shards.entry(number))
-            if data is not None:
-                self.counts["misses" if waited else "hits"] += 1
-                return data
-            if self._unkept is not None:
-                error, self._unkept = self._unkept, None
-                raise error
-            job = self._demand(number, plan)
-            waited = True
-            if not job.done.wait(max(0.0, deadline - time.monotonic())):
-                raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {self._describe(job)}")
-            if job.data is not None:
-                self.counts["misses"] += 1
-                return job.data
-            if job.error is not None:
-                raise job.error
-
-    def is_there(self, number: int) -> bool:
-        """Whether a shard could be loaded without waiting."""
-        return self._cache.has(self._shards.entry(number))
-
-    def has_no_room(self, number: int) -> bool:
-        """Whether the cache had no room for a shard when it was last needed."""
-        return number in self._without_room
-
-    def progress(self) -> str:
-        """What is being waited for, with how much of it has come; "" if nothing is."""
+    def waited_for(self, shards: CachedShards) -> Job | None:
+        """A job that someone waits for, of these shards."""
         with self._changed:
             known = (*self._active.values(), *self._demanded)
-            jobs = [job for job in known if job.urgent and not job.done.is_set()]
-        return self._describe(jobs[0]) if jobs else ""
+            mine = (job for job in known if job.shards is shards and job.urgent and not job.done.is_set())
+            return next(mine, None)
 
-    def add_plan(self, plan: Planner) -> None:
+    def add_plan(self, plan: FetchPlan) -> None:
         """Fetch ahead as `plan` says, in turn with other plans, for as long as the caller holds it."""
         with self._changed:
             self._plans = [*map(weakref.ref, self.plans()), weakref.ref(plan)]
             self._start_threads()
             self._changed.notify_all()
 
-    def drop(self, plan: Planner) -> None:
+    def drop(self, plan: FetchPlan) -> None:
         """Fetch no longer as `plan` says."""
         with self._changed:
             self._plans = [weakref.ref(other) for other in self.plans() if other is not plan]
 
-    def plans(self) -> list[Planner]:
+    def plans(self) -> list[FetchPlan]:
         """The plans that are followed, the one whose turn it is first."""
         return [plan for reference in self._plans if (plan := reference()) is not None]
 
-    def advance(self, plan: Planner, position: int) -> None:
-        """The reader of `plan` has reached `position`; cheap."""
-        if plan.advance(position):
-            with self._changed:
-                self._start_threads()
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """End the threads; one in the middle of a read ends after it."""
+    def wake(self) -> None:
+        """Look at the plans: one of them may have something to do."""
         with self._changed:
-            threads, waiting = self._threads, [*self._demanded]
-            for job in (*waiting, *self._active.values()):
+            self._start_threads()
+            self._changed.notify_all()
+
+    def close(self, shards: CachedShards) -> None:
+        """End the fetches of these shards and the plans they are part of; end the threads if no others are
+        left. One in the middle of a read ends after it.
+        """
+        with self._changed:
+            waiting = [job for job in self._demanded if job.shards is shards]
+            for job in (*waiting, *(job for job in self._active.values() if job.shards is shards)):
                 job.stop(RuntimeError("the loader was closed"))
-            self._reset()
+            self._demanded = deque(job for job in self._demanded if job.shards is not shards)
+            self._active = {key: job for key, job in self._active.items() if job.shards is not shards}
+            self._plans = [weakref.ref(plan) for plan in self.plans() if shards not in plan.parts]
+            threads: list[threading.Thread] = []
+            if not (self._demanded or self._active or self._plans):
+                threads = self._threads
+                self._reset()
             self._changed.notify_all()
         for job in waiting:
             job.let_go()
-        deadline = time.monotonic() + self._limits.join_seconds
+        deadline = time.monotonic() + self.limits.join_seconds
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _demand(self, number: int, plan: Planner | None) -> Job:
-        with self._changed:
-            self._start_threads()
-            job = self._active.get(number) or next((j for j in self._demanded if j.number == number), None)
-            if job is None:
-                plan = plan or next(iter(self.plans()), None)  # any is better than none
-                victims = plan.victims_now if plan is not None else _least_recent
-                job = Job(number, urgent=True, victims=victims)
-                self._demanded.append(job)
-            job.urgent = True
-            self._changed.notify_all()
-            return job
-
     def _start_threads(self) -> None:
-        while len(self._threads) < self._connections + FINISHERS:
+        while len(self._threads) < self.connections + FINISHERS:
             # Daemons: an unfinished fetch must not keep a process alive; its file is cleared away later.
             thread = threading.Thread(
                 target=self._work, args=(self._run,), name="shardkit-fetch", daemon=True
@@ -266,12 +260,12 @@ class Fetcher:
                 if is_idle:  # a thread that stayed would keep alive a fetcher that nobody uses any more
                     self._threads.remove(threading.current_thread())
                     return None
-                is_idle = not self._changed.wait(self._limits.idle_seconds)
+                is_idle = not self._changed.wait(self.limits.idle_seconds)
             return None
 
     def _next_task(self) -> Callable[[], None] | None:
         """What a free thread should do, with a connection for it; the lock is held by the caller."""
-        if self._streaming >= self._connections:
+        if self._streaming >= self.connections:
             return None
         task = self._next_part() or self._next_demanded() or self._next_planned()
         if task is not None:
@@ -288,7 +282,7 @@ class Fetcher:
         if not self._demanded:
             return None
         job = self._demanded.popleft()  # it may have come damaged, to be fetched again
-        self._active[job.number] = job
+        self._active[job.key] = job
         return partial(self._fetch, job, self._run)
 
     def _next_planned(self) -> Callable[[], None] | None:
@@ -301,8 +295,9 @@ class Fetcher:
             if fetch is None:
                 self._planning = True
                 return partial(self._plan, plan, self._run)
-            job = Job(fetch.shard, urgent=False, victims=partial(plan.victims_for, fetch))
-            self._active[job.number] = job
+            shards, number = plan.place(fetch.shard)
+            job = Job(shards, number, urgent=False, victims=partial(plan.victims_for, fetch))
+            self._active[job.key] = job
             return partial(self._fetch, job, self._run)
         return None
 
@@ -317,11 +312,10 @@ class Fetcher:
                     self._streaming -= 1
                     self._changed.notify_all()
 
-    def _plan(self, plan: Planner, run: object) -> None:
+    def _plan(self, plan: FetchPlan, run: object) -> None:
         with self._connection(run):
             try:
-                plan.plan(self._cache, [*self._active])
-                self._without_room &= plan.unfit.union(*(other.unfit for other in self.plans()))
+                plan.plan([*self._active])
             except OSError:
                 pass  # the cache folder cannot be listed: whoever needs a shard gets the error
             finally:
@@ -343,7 +337,7 @@ class Fetcher:
             if download is not None:
                 self._keep(job, download)
         except DamagedObjectError as error:
-            self.counts["damaged"] += 1
+            job.shards.counts["damaged"] += 1
             if self._try_again(job):
                 return
             problem = f"{error.problem}; it was fetched {job.attempts} times: check the object in the bucket"
@@ -354,20 +348,20 @@ class Fetcher:
 
     def _prepare(self, job: Job) -> Download | None:
         """Get lease, room and download ready; None if there is nothing to fetch, or not now."""
-        shards, number = self._shards, job.number
-        name, info = shards.entry(number), shards.info(number)
+        shards, number = job.shards, job.number
+        name, info, cache = shards.entry(number), shards.info(number), shards.cache
         if job.lease is None:
-            if self._cache.has(name):
+            if cache.has(name):
                 return None
-            job.lease = self._cache.lease(name, self._limits.lease_seconds if job.urgent else 0.0)
-            if self._cache.has(name) or (job.lease is None and not job.urgent):
+            job.lease = cache.lease(name, self.limits.lease_seconds if job.urgent else 0.0)
+            if cache.has(name) or (job.lease is None and not job.urgent):
                 return None  # it has come, or another process is at it
         file = shards.stored_file(number)
         if info.compression is None:
-            job.slot = self._cache.reserve(name, file.bytes, job.victims)
+            job.slot = cache.reserve(name, file.bytes, job.victims)
             if job.slot is None and not job.urgent:
                 return None
-            self._note_room(job)
+            shards.note_room(number, found=job.slot is not None)
         target, version = job.slot or MemoryTarget(file.bytes), shards.version(number)
         with self._changed:
             if job.is_stopped:
@@ -378,36 +372,36 @@ class Fetcher:
                 target,
                 parts=self._parts(job),
                 version=version,
-                min_part_bytes=self._limits.min_part_bytes,
-                read_bytes=self._limits.read_bytes,
+                min_part_bytes=self.limits.min_part_bytes,
+                read_bytes=self.limits.read_bytes,
             )
             self._changed.notify_all()  # idle threads may help
             return job.download
 
     def _parts(self, job: Job) -> int:
         """Threads for one shard: those that have nothing else to do, if someone waits for it."""
-        idle = self._connections - self._streaming
+        idle = self.connections - self._streaming
         return 1 + idle // (1 + len(self._demanded)) if job.urgent else 1
 
     def _keep(self, job: Job, download: Download) -> None:
         """Prove what came, hand it to whoever waits, and put it into the cache, which takes a while."""
-        shards, info = self._shards, self._shards.info(job.number)
+        shards, info = job.shards, job.shards.info(job.number)
         job.attempts += 1
         data = download.target.data
         try:
             download.check()
             if download.version is not None:
                 shards.rows.trust(job.number, download.version)
-            self._count_fetched(job.number)
+            shards.count_fetched(job.number)
             if info.compression is not None:
                 data = unpack(shards.kind, info, data, download.where)
         except DamagedObjectError:
             job.drop_slot(damaged=True)
             raise
         if info.compression is not None:
-            self.counts["decompressed_bytes"] += len(data)
-            job.slot = self._cache.reserve(shards.entry(job.number), len(data), job.victims)
-            self._note_room(job)
+            shards.counts["decompressed_bytes"] += len(data)
+            job.slot = shards.cache.reserve(shards.entry(job.number), len(data), job.victims)
+            shards.note_room(job.number, found=job.slot is not None)
             if job.slot is not None:
                 job.slot.data[:] = data
                 data = job.slot.data
@@ -421,15 +415,7 @@ class Fetcher:
         except Exception as error:
             if job.data is None:
                 raise
-            self._unkept = error  # for the next `load`: a failing disk must not go unnoticed
-
-    def _count_fetched(self, number: int) -> None:
-        size = self._shards.stored_file(number).bytes
-        self.counts["fetched_bytes"] += size
-        self.counts["fetched_shards"] += 1
-        if number in self._fetched:
-            self.counts["refetched_bytes"] += size
-        self._fetched.add(number)
+            shards.unkept = error  # for the next `load`: a failing disk must not go unnoticed
 
     def _try_again(self, job: Job) -> bool:
         """Whether damaged bytes will be fetched again, by the next free thread."""
@@ -441,31 +427,16 @@ class Fetcher:
             self._changed.notify_all()
             return True
 
-    def _note_room(self, job: Job) -> None:
-        """Remember whether the cache had room for a shard that is read."""
-        if job.slot is not None:
-            self._without_room.discard(job.number)
-            return
-        self.counts["bypassed"] += 1
-        self._without_room.add(job.number)
-
     def _finish(self, job: Job) -> None:
         try:
             job.let_go()
         except OSError as error:  # the cache folder is gone; whoever waits must be woken all the same
             job.error = job.error or error
         with self._changed:
-            if self._active.get(job.number) is job:
-                del self._active[job.number]
+            if self._active.get(job.key) is job:
+                del self._active[job.key]
             job.done.set()
             self._changed.notify_all()
-
-    def _describe(self, job: Job) -> str:
-        file, download = self._shards.stored_file(job.number), job.download
-        done = 0 if download is None else download.bytes_done
-        status = self._shards.store.metrics.snapshot().last_status
-        came = arrival(done, file.bytes, status, self._cache.free_disk_bytes())
-        return f"{self._shards.store.url}/{file.basename}: {came}"
 
 
 def _least_recent(contents: Contents) -> list[str]:

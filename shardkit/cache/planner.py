@@ -42,21 +42,21 @@ class Planner:
         samples: int,
         position: int,
         *,
-        share: float = 1.0,
-        is_sibling: Callable[[str], bool] = lambda name: False,
         plans: Callable[[], Sequence[Planner]] = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names`, `sizes`: of all shards' entries; `samples`: of an epoch; `position`: where the run is.
 
-        A name that is not known yet is "": it comes by `learn`. `is_sibling` says which entries belong to
-        other datasets of the same run, which leave this one a `share` of the cache. `plans` gives all plans
-        of the same shards: other readers have theirs.
+        A name that is not known yet is "": it comes by `learn`. `plans` gives all plans for the same cache:
+        other runs of the process have theirs.
         """
-        self._share, self._is_sibling, self._plans = share, is_sibling, plans
+        self._plans = plans
         self._future = future
         self._names = list(names)
-        self._numbers = {name: number for number, name in enumerate(names) if name}
+        self._numbers: dict[str, int] = {}
+        self._alike: dict[str, list[int]] = {}  # further shards of the same content, by name
+        for number, name in enumerate(names):
+            self._note_name(number, name)
         self._sizes = sizes.copy()
         self._clock = clock
         self._pause = max(1, samples // _STEPS_AN_EPOCH)
@@ -80,11 +80,11 @@ class Planner:
         """Name and size of a shard's entry, where the index does not state them. From any thread."""
         self._sizes[number] = entry_bytes
         self._names[number] = name
-        self._numbers[name] = number
+        self._note_name(number, name)
 
-    def knows(self, name: str) -> bool:
-        """Whether an entry is one of this plan's."""
-        return name in self._numbers
+    def _note_name(self, number: int, name: str) -> None:
+        if name and self._numbers.setdefault(name, number) != number:
+            self._alike.setdefault(name, []).append(number)
 
     def advance(self, position: int) -> bool:
         """The loop has reached `position`; True if there may be something to do."""
@@ -123,13 +123,14 @@ class Planner:
             number = self._numbers.get(name)
             if number is not None:
                 cached[number] = held.bytes
-            elif held.used_seconds_ago < IDLE_SECONDS and not self._is_sibling(name):
+                cached |= dict.fromkeys(self._alike.get(name, ()), 0)
+            elif held.used_seconds_ago < IDLE_SECONDS:
                 others += held.bytes
         for number in active:
             cached.setdefault(number, int(self._sizes[number]))
         resting = self._rest(self._taken - cached.keys())
         self._taken &= active
-        capacity = int(self._share * max(0, cache.capacity - others))
+        capacity = max(0, cache.capacity - others)
         parts = 1 if int(self._sizes.sum()) <= capacity else max(1, len(self._plans()))
         with self._lock:
             fetches = plan_fetches(self._future, position, cached, self._sizes, capacity // parts, PLANNED)
@@ -186,6 +187,10 @@ class Planner:
             return []
         with self._lock:
             uses = self._future.next_use(self._position, numbers)
+            for place, name in enumerate(names if self._alike else ()):
+                if name in self._alike:
+                    alike = self._future.next_use(self._position, self._alike[name])
+                    uses[place] = min(uses[place], alike.min())
         order = np.argsort(-uses, kind="stable")
         return [names[i] for i in order.tolist() if uses[i] > after]
 
@@ -194,8 +199,6 @@ class Planner:
         idle = [
             name
             for name, held in contents.items()
-            if name not in self._numbers
-            and held.used_seconds_ago >= IDLE_SECONDS
-            and not self._is_sibling(name)
+            if name not in self._numbers and held.used_seconds_ago >= IDLE_SECONDS
         ]
         return sorted(idle, key=lambda name: -contents[name].used_seconds_ago)

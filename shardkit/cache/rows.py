@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,9 +27,8 @@ from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError
 from shardkit.storage.threads import Workers
 
-__all__ = ["FetchedRows", "RowLayout", "RowReader", "row_layout"]
+__all__ = ["FetchedRows", "RowLayout", "RowReader", "RowRequests", "row_layout"]
 
-MAX_THREADS = 32
 MAX_ROW_BYTES = 4 << 20
 MAX_UNPROVED = 4096  # rows kept for a later comparison
 _READS = 4  # of one row, before the store is called unreliable
@@ -59,6 +58,15 @@ class FetchedRows:
     data: Bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RowRequests:
+    """Rows that were asked for: the places (shard, row), each read twice by `reads`."""
+
+    wanted: Mapping[int, npt.NDArray[np.int64]]
+    places: list[tuple[int, int]]
+    reads: list[Future[bytes]]
+
+
 def row_layout(kind: str, info: ShardInfo) -> RowLayout | None:
     """Where rows are in a shard of that format, if the index says so."""
     sizes = [column.size for column in info.columns]
@@ -84,15 +92,16 @@ class RowReader:
         self,
         store: ResilientStore,
         manifest: Manifest,
+        workers: Workers,
         free_disk_bytes: Callable[[], int | None] = lambda: None,
         *,
         max_unproved: int = MAX_UNPROVED,
     ) -> None:
-        """`free_disk_bytes` is for error messages."""
+        """`workers` make the requests, also of other datasets; `free_disk_bytes` is for error messages."""
         self._store = store.urgent
         self._free_disk_bytes = free_disk_bytes
         self._manifest = manifest
-        self._workers = Workers(MAX_THREADS)
+        self._workers = workers
         self._unproved: dict[int, list[FetchedRows]] = {}
         self._max_unproved = max_unproved
         self._versions: dict[int, str] = {}  # of the objects that rows were read from
@@ -110,15 +119,25 @@ class RowReader:
         FetchTimeoutError; ObjectChangedError if an object is another one than at its first row.
         """
         deadline = time.monotonic() + timeout_seconds
+        return self.finish(self.begin(wanted), deadline)
+
+    def begin(self, wanted: Mapping[int, npt.NDArray[np.int64]]) -> RowRequests:
+        """Send the requests for these rows; `finish` waits for them. So several datasets share one wait."""
         places = [(number, int(row)) for number, rows in wanted.items() for row in rows]
-        read = self._get_all([place for place in places for _ in range(2)], deadline)
+        reads = [self._workers.submit(partial(self._get, *place)) for place in places for _ in range(2)]
+        return RowRequests(wanted, places, reads)
+
+    def finish(self, requests: RowRequests, deadline: float) -> dict[int, FetchedRows]:
+        """The rows that were asked for, by shard; what is not there by the deadline is given up."""
+        places = requests.places
+        read = self._wait([place for place in places for _ in range(2)], requests.reads, deadline)
         found = {
             place: self._columns(place, self._agreed(place, [read[2 * i], read[2 * i + 1]], deadline))
             for i, place in enumerate(places)
         }
         self.count += len(places)
         fetched = {}
-        for number, rows in wanted.items():
+        for number, rows in requests.wanted.items():
             data = np.frombuffer(b"".join(found[number, int(row)] for row in rows), dtype=np.uint8)
             fetched[number] = FetchedRows(rows, data.reshape(len(rows), -1))
             self._remember(number, fetched[number])
@@ -151,9 +170,10 @@ class RowReader:
                     problem = f"row {row:,} was damaged identically in two ranged reads, and was delivered"
                     raise ShardError(self._where(number), f"{problem}; go back to the last checkpoint")
 
-    def _get_all(self, places: list[tuple[int, int]], deadline: float) -> list[bytes]:
-        """The bytes of rows, read side by side; what is not there by the deadline is given up."""
-        reads = [self._workers.submit(partial(self._get, *place)) for place in places]
+    def _wait(
+        self, places: list[tuple[int, int]], reads: list[Future[bytes]], deadline: float
+    ) -> list[bytes]:
+        """What `reads` of the rows at `places` give; what is not there by the deadline is given up."""
         done, late = wait(reads, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         for read in late:
             read.cancel()
@@ -188,7 +208,7 @@ class RowReader:
             if len(seen) > _READS:
                 problem = f"row {place[1]:,} was different in each of {len(seen)} reads"
                 raise ShardError(self._where(place[0]), f"{problem}; check the network")
-            seen += self._get_all([place], deadline)
+            seen += self._wait([place], [self._workers.submit(partial(self._get, *place))], deadline)
         return seen[-1]
 
     def _columns(self, place: tuple[int, int], data: bytes) -> bytes:

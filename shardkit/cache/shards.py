@@ -1,42 +1,53 @@
 """The shards of a remote dataset, through a cache: what `Dataset` and the loader read them by.
 
-`load` gives a shard's raw bytes from the cache, or waits while `fetcher` brings it. `rows` fetches single
+`load` gives a shard's raw bytes from the cache, or waits while `fetcher` brings it, which does the same for
+other datasets of the process. `rows` fetches single
 rows by ranged requests. What belongs to one reader of several, its plan and how long it waits, is in
 `shardkit.cache.reader`.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shardkit.arrays import Bytes
-from shardkit.cache.belady import Future
-from shardkit.cache.contract import Cache
-from shardkit.cache.fetcher import Fetcher, FetchLimits
+from shardkit.cache.contract import Cache, CacheOptions, open_cache
+from shardkit.cache.fetcher import Fetcher, FetchTimeoutError
 from shardkit.cache.folder import entry_name, sealed_size
-from shardkit.cache.planner import Planner
 from shardkit.cache.rows import RowReader
 from shardkit.manifest import FileInfo, Manifest, ShardInfo
-from shardkit.order.order import Order
-from shardkit.order.residency import MixedUses
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.threads import remake_after_fork
 
 if TYPE_CHECKING:
-    from shardkit.cache.reader import CacheReader
+    from shardkit.cache.reader import CacheReader, FetchPlan
 
-__all__ = ["CachedShards"]
+__all__ = ["CachedShards", "SharedCache"]
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-# Shards are wanted so much of the cache ahead of their first use: without a lead, a full cache would give up
-# the shard that it has just used, and every fetch would begin at its deadline.
-_LEADS_IN_CACHE = 32
+
+
+class SharedCache:
+    """A cache and the threads that fill it, opened when the first of its remote datasets needs them."""
+
+    def __init__(self, options: CacheOptions) -> None:
+        self.options = options
+        self._lock = threading.Lock()
+        self._opened: tuple[Cache, Fetcher] | None = None
+
+    def open(self) -> tuple[Cache, Fetcher]:
+        """The same for each caller; CacheFolderError."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = open_cache(self.options), Fetcher(self.options.connections)
+            return self._opened
 
 
 class CachedShards:
@@ -47,20 +58,22 @@ class CachedShards:
         store: ResilientStore,
         manifest: Manifest,
         cache: Cache,
+        fetcher: Fetcher,
         *,
-        connections: int,
         objects: Mapping[int, tuple[int, str]] | None = None,
-        limits: FetchLimits | None = None,
     ) -> None:
         """`objects`: size and version of those known already; no other version of them is read."""
-        self.store, self.cache = store, cache
+        self.store, self.cache, self.fetcher = store, cache, fetcher
         self.kind = manifest.format
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         self._manifest = manifest
-        self._connections, self.limits = connections, limits or FetchLimits()
         self._objects = dict(objects or {})  # size and version of those that the index says little of
-        self.fetcher = Fetcher(self, cache, connections=connections, limits=self.limits)
-        self.rows = RowReader(store, manifest, cache.free_disk_bytes)
+        self.rows = RowReader(store, manifest, fetcher.row_workers, cache.free_disk_bytes)
+        self.counts: Counter[str] = Counter()
+        self.unkept: Exception | None = None
+        """Why the cache could not keep what was delivered; raised by the next `load`."""
+        self._fetched: set[int] = set()
+        self._without_room: set[int] = set()  # shards that found no room lately
         self.after_fork()
         remake_after_fork(self)
 
@@ -69,14 +82,73 @@ class CachedShards:
         self.readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
         """Those that have started."""
 
-    def load(self, number: int, timeout_seconds: float | None = None, plan: Planner | None = None) -> Bytes:
-        """uint8[raw bytes] of a shard, read-only; waits for it if need be.
+    def __len__(self) -> int:
+        """Shards of the dataset."""
+        return len(self._manifest.shards)
 
-        FetchTimeoutError, DamagedObjectError and the errors of the store.
+    def load(self, number: int, timeout_seconds: float | None = None, plan: FetchPlan | None = None) -> Bytes:
+        """uint8[raw bytes] of a shard, read-only; waits for it if need be. `plan` is that of who asks.
+
+        FetchTimeoutError; DamagedObjectError if the object is not what the index states; StoreError.
         """
-        raw = self.fetcher.load(number, timeout_seconds or self.timeout_seconds, plan)
+        raw = self._load(number, timeout_seconds or self.timeout_seconds, plan)
         self.rows.prove(number, raw)
         return raw
+
+    def _load(self, number: int, timeout_seconds: float, plan: FetchPlan | None) -> Bytes:
+        deadline = time.monotonic() + timeout_seconds
+        waited = False
+        while True:
+            data = self.cache.find(self.entry(number))
+            if data is not None:
+                self.counts["misses" if waited else "hits"] += 1
+                return data
+            if self.unkept is not None:
+                error, self.unkept = self.unkept, None
+                raise error
+            job = self.fetcher.demand(self, number, plan)
+            waited = True
+            if not job.done.wait(max(0.0, deadline - time.monotonic())):
+                raise FetchTimeoutError(f"did not arrive within {timeout_seconds:g} s: {job.describe()}")
+            if job.data is not None:
+                self.counts["misses"] += 1
+                return job.data
+            if job.error is not None:
+                raise job.error
+
+    def is_there(self, number: int) -> bool:
+        """Whether a shard could be loaded without waiting."""
+        return self.cache.has(self.entry(number))
+
+    def has_no_room(self, number: int) -> bool:
+        """Whether the cache had no room for a shard when it was last needed."""
+        return number in self._without_room
+
+    def progress(self) -> str:
+        """What is being waited for, with how much of it has come; "" if nothing is."""
+        job = self.fetcher.waited_for(self)
+        return "" if job is None else job.describe()
+
+    def note_room(self, number: int, *, found: bool) -> None:
+        """Remember whether the cache had room for a shard that is read."""
+        if found:
+            self._without_room.discard(number)
+            return
+        self.counts["bypassed"] += 1
+        self._without_room.add(number)
+
+    def forget_room(self, unfit: set[int]) -> None:
+        """Shards other than `unfit` have room in the plans made since."""
+        self._without_room &= unfit
+
+    def count_fetched(self, number: int) -> None:
+        """Count a shard that has come."""
+        size = self.stored_file(number).bytes
+        self.counts["fetched_bytes"] += size
+        self.counts["fetched_shards"] += 1
+        if number in self._fetched:
+            self.counts["refetched_bytes"] += size
+        self._fetched.add(number)
 
     def keeps(self, number: int) -> bool:
         """Whether a shard may stay open though one reader needs it no more.
@@ -86,52 +158,16 @@ class CachedShards:
         """
         if any(number in reader.using for reader in list(self.readers)):
             return True
-        name = self._known_entry(number)
-        return name is not None and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
-
-    def make_plan(
-        self,
-        order: Order | MixedUses,
-        position: int,
-        lanes: Sequence[int] | None,
-        *,
-        share: float = 1.0,
-        siblings: Sequence[CachedShards] = (),
-    ) -> Planner:
-        """Fetch ahead of a run that is at `position` of `order` and reads these lanes (None: all).
-
-        The plan is followed in turn with those of other readers, until its holder drops it. `siblings`
-        share the cache in the same run; `share`: the part of the cache for this dataset.
-        """
-        numbers = range(len(self._manifest.shards))
-        names = [self._known_entry(number) or "" for number in numbers]
-        sizes = np.array([self._known_size(number) for number in numbers], dtype=np.int64)
-        samples = order.samples
-        capacity = int(self.cache.capacity * share)
-        lead = samples * capacity // max(1, int(sizes.sum())) // _LEADS_IN_CACHE
-        future = Future(order, lanes, lead=min(lead, samples // 2))
-        plan = Planner(
-            future,
-            names,
-            sizes,
-            samples,
-            position,
-            share=share,
-            is_sibling=_any_owns(siblings),
-            plans=self.fetcher.plans,
-        )
-        self.fetcher.add_plan(plan)
-        for number in list(self._objects):  # other threads may have asked for some since
-            self._teach(number)
-        return plan
+        name = self.known_entry(number)
+        return bool(name) and self._total_bytes <= self.cache.capacity and self.cache.touch(name)
 
     def close(self) -> None:
         """Stop fetching, for all readers. What is cached stays; the shards may be used again."""
-        self.fetcher.close()
+        self.fetcher.close(self)
 
     def counters(self) -> dict[str, float]:
         """What the cache did, by this process."""
-        counts = self.fetcher.counts
+        counts = self.counts
         names = (
             "hits", "misses", "fetched_bytes", "fetched_shards", "refetched_bytes",
             "decompressed_bytes", "bypassed", "damaged",
@@ -155,11 +191,11 @@ class CachedShards:
 
     def entry(self, number: int) -> str:
         """The name of a shard's entry in the cache; asks the store if the index does not state enough."""
-        name = self._known_entry(number)
-        if name is None:
+        name = self.known_entry(number)
+        if not name:
             self._object(number)
-            name = self._known_entry(number)
-        assert name is not None
+            name = self.known_entry(number)
+        assert name
         return name
 
     def version(self, number: int) -> str | None:
@@ -171,23 +207,29 @@ class CachedShards:
         return f"{self.store.url}/{self.info(number).stored.basename}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        remade = partial(
-            CachedShards, connections=self._connections, objects=self._objects, limits=self.limits
-        )
-        return remade, (self.store, self._manifest, self.cache)
+        remade = partial(CachedShards, objects=self._objects)
+        return remade, (self.store, self._manifest, self.cache, self.fetcher)
 
     @cached_property
     def _total_bytes(self) -> int:
         """Of all entries, as far as the index states them."""
         return sum(sealed_size(max(info.raw.bytes, 0)) for info in self._manifest.shards)
 
-    def owns(self, name: str) -> bool:
-        """Whether an entry is one of this dataset's, as far as their names are known."""
-        return any(plan.knows(name) for plan in self.fetcher.plans())
-
-    def _known_entry(self, number: int) -> str | None:
+    def known_entry(self, number: int) -> str:
+        """The name of a shard's entry as far as index and store have told it; "" if they have not."""
         known = self._objects.get(number)
-        return entry_name(self.info(number), self.store.url, known and known[1])
+        return entry_name(self.info(number), self.store.url, known and known[1]) or ""
+
+    def known_size(self, number: int) -> int:
+        """Bytes of a shard's entry, as far as index and store have stated them."""
+        raw_bytes = self.info(number).raw.bytes
+        if raw_bytes < 0 and number in self._objects:
+            raw_bytes = self._objects[number][0]
+        return sealed_size(max(raw_bytes, 0))
+
+    def known_objects(self) -> list[int]:
+        """The shards whose objects the store was asked for, or that were known from the start."""
+        return list(self._objects)
 
     def _object(self, number: int) -> tuple[int, str]:
         """(size, version) of a shard's object, asked for once."""
@@ -198,20 +240,9 @@ class CachedShards:
             self._teach(number)
         return self._objects[number]
 
-    def _known_size(self, number: int) -> int:
-        """Bytes of a shard's entry, as far as index and object state them."""
-        raw_bytes = self.info(number).raw.bytes
-        if raw_bytes < 0 and number in self._objects:
-            raw_bytes = self._objects[number][0]
-        return sealed_size(max(raw_bytes, 0))
-
     def _teach(self, number: int) -> None:
         """Give the plans what only the object states; they would take the entry for somebody else's."""
-        name = self._known_entry(number)
-        if name is not None:
+        if self.known_entry(number):
             for plan in self.fetcher.plans():
-                plan.learn(number, name, self._known_size(number))
-
-
-def _any_owns(others: Sequence[CachedShards]) -> Callable[[str], bool]:
-    return lambda name: any(other.owns(name) for other in others)
+                if self in plan.parts:
+                    plan.learn(self, number)

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkit.arrays import Bytes
-from shardkit.cache.contract import CacheOptions, open_cache
+from shardkit.cache.contract import CacheOptions
 from shardkit.card import DatasetCard
 from shardkit.datasets.locate import Found, LocalFiles, locate
 from shardkit.errors import ShardError, warn_user
@@ -43,7 +43,7 @@ from shardkit.units import format_bytes
 
 if TYPE_CHECKING:
     from shardkit.cache.reader import CacheReader
-    from shardkit.cache.shards import CachedShards
+    from shardkit.cache.shards import CachedShards, SharedCache
     from shardkit.cache.tar_scan import TarIndexes
     from shardkit.formats.tar.members import Scanned, TarIndex
 
@@ -347,27 +347,30 @@ def open_dataset(
     verify: bool = False,
     decode: bool | str = True,
     storage: StorageOptions | None = None,
-    cache: CacheOptions | None = None,
+    cache: CacheOptions | SharedCache | None = None,
 ) -> Dataset:
     """Open a folder or URL with index.json (MDS) or shards.json (tars), the index itself, or tars by name.
 
     Names of tars may be brace lists ("s3://bucket/part-{000..099}.tar"), patterns, folders, and lists of
     these. Tars that no list describes are all scanned when they are first opened, to number their samples;
-    never again if there is a cache folder. Remote shards come through a cache, as `cache` says, by a store
-    that is reached as `storage` says. `verify` compares each local shard's hashes when it is first opened
-    (remote ones always are), and the card's fingerprint. `allow_pickle` lets pickled columns run their code.
+    never again if there is a cache folder. Remote shards come through a cache, as `cache` says (a
+    `SharedCache` serves several datasets), by a store that is reached as `storage` says. `verify` compares
+    each local shard's hashes when it is first opened (remote ones always are), and the card's fingerprint.
+    `allow_pickle` lets pickled columns run their code.
     `decode` says what members of tars become: True decodes them, images into PIL's; "basic" leaves images as
     bytes; webdataset's "rgb8", "torchrgb", … give arrays and tensors; False leaves everything as bytes (see
     `shardkit.formats.tar.values`). ShardError says what is wrong with a dataset, or what was looked for.
     """
     options = ReadOptions(allow_pickle=allow_pickle, verify=verify, decode=checked_decode(decode))
-    cache = cache or CacheOptions()
+    from shardkit.cache.shards import SharedCache
+
+    shared = cache if isinstance(cache, SharedCache) else SharedCache(cache or CacheOptions())
     found = locate(path, storage)
     manifest, shards, tar_indexes = found.manifest, None, None
     if found.store is not None:
-        manifest, shards, tar_indexes = _open_remote(found.store, manifest, found.versions, cache)
+        manifest, shards, tar_indexes = _open_remote(found.store, manifest, found.versions, shared)
     elif found.versions is not None:
-        manifest, tar_indexes = _scan_local(found, found.versions, cache)
+        manifest, tar_indexes = _scan_local(found, found.versions, shared.options)
     card = found.card
     if verify and card is not None:
         card.check_fingerprint(manifest.fingerprint)
@@ -376,7 +379,7 @@ def open_dataset(
 
 
 def _open_remote(
-    store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, options: CacheOptions
+    store: ResilientStore, manifest: Manifest, versions: Sequence[str] | None, shared: SharedCache
 ) -> tuple[Manifest, CachedShards, TarIndexes | None]:
     """The shards of a remote dataset by a cache, and a complete manifest, for which tars may be scanned.
 
@@ -384,17 +387,17 @@ def _open_remote(
     """
     from shardkit.cache.shards import CachedShards
 
-    cache, connections = open_cache(options), options.connections
+    cache, fetcher = shared.open()
     if versions is None:
-        return manifest, CachedShards(store, manifest, cache, connections=connections), None
+        return manifest, CachedShards(store, manifest, cache, fetcher), None
     from shardkit.cache.tar_scan import scan_tars, skim_tar
 
     sizes = [info.stored.bytes for info in manifest.shards]
     objects = dict(enumerate(zip(sizes, versions, strict=True)))
-    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
-    indexes = _indexes(store.url, manifest, versions, options)
+    shards = CachedShards(store, manifest, cache, fetcher, objects=objects)
+    indexes = _indexes(store.url, manifest, versions, shared.options)
     held = min(
-        connections, max(1, cache.capacity // max([1, *sizes]))
+        fetcher.connections, max(1, cache.capacity // max([1, *sizes]))
     )  # together, what the cache has room for
     infos, before = manifest.shards, list(accumulate(sizes, initial=0))
 
@@ -406,11 +409,11 @@ def _open_remote(
 
     try:
         manifest = scan_tars(
-            manifest, shards.load, shards.where, indexes, threads=connections, held=held, skim=skim
+            manifest, shards.load, shards.where, indexes, threads=fetcher.connections, held=held, skim=skim
         )
     finally:
         shards.close()
-    shards = CachedShards(store, manifest, cache, connections=connections, objects=objects)
+    shards = CachedShards(store, manifest, cache, fetcher, objects=objects)
     return manifest, shards, indexes
 
 

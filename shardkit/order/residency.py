@@ -36,7 +36,15 @@ from shardkit.arrays import Ints
 from shardkit.order.mixture import Mixture
 from shardkit.order.order import Lanes, Order, OrderSpec, lane_keys, rank_slice
 
-__all__ = ["BatchLanes", "MixedUses", "ShardUses", "lanes_of_ranks", "rows_in_lanes", "shard_uses"]
+__all__ = [
+    "BatchLanes",
+    "JoinedUses",
+    "MixedUses",
+    "ShardUses",
+    "lanes_of_ranks",
+    "rows_in_lanes",
+    "shard_uses",
+]
 
 _MAX_PASSES = 4  # of a stream in an epoch of the mixture: more would give many short intervals that touch
 _MAX_INTERVALS = 1 << 22  # a second of sorting, 100 MB
@@ -204,6 +212,27 @@ class MixedUses:
         """Where weights change inside of the epoch from `begin` on."""
         starts = [start for start, _ in self._mixture.schedule.segments]
         return starts[bisect_right(starts, begin) : bisect_left(starts, begin + self.samples)]
+
+
+class JoinedUses:
+    """The uses of several datasets in one mixture, their shards numbered one dataset after another."""
+
+    def __init__(self, parts: Sequence[tuple[MixedUses, Sequence[int] | None]]) -> None:
+        """`parts`: the uses of each dataset, and by which of its lanes (None: all)."""
+        assert parts
+        self._parts = tuple(parts)
+        self.samples = parts[0][0].samples
+        self.shards = sum(part.shards for part, _ in parts)
+
+    def uses(self, epoch: int, lanes: Sequence[int] | None = None) -> ShardUses:
+        """As `MixedUses.uses`, of all datasets."""
+        assert lanes is None  # each dataset has its own
+        first, found = 0, []
+        for part, own in self._parts:
+            uses = part.uses(epoch, own)
+            found.append(ShardUses(uses.shard + np.int32(first), uses.begin, uses.end))
+            first += part.shards
+        return ShardUses.joined(found).sorted()
 
 
 def _of_stream(

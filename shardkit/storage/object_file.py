@@ -88,7 +88,6 @@ class _ObjectFile(io.RawIOBase):
 
     def close(self) -> None:
         self._coming, self._block = None, b""
-        self._workers.close()
         super().close()
 
     def _load(self, wanted: int) -> None:

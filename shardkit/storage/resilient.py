@@ -170,7 +170,6 @@ class ResilientStore(BaseStore):
         self._run("delete", key, lambda: self._store.delete(key))
 
     def close(self) -> None:
-        self._upstream.workers.close()
         self._store.close()
 
     def _list_after(self, prefix: str, last: str | None) -> Iterator[ObjectInfo]:

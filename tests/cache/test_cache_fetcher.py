@@ -20,7 +20,7 @@ from shardkit.cache.download import DamagedObjectError, Download
 from shardkit.cache.fetcher import Fetcher, FetchLimits, FetchTimeoutError, Job
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.planner import Planner
+from shardkit.cache.reader import FetchPlan
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.locate import find_remote
 from shardkit.formats.compression import decompress
@@ -75,7 +75,7 @@ def opened() -> Iterator[Open]:
         below.reads.clear()
         store = ResilientStore(FaultyStore(below, rules), quick_policy(), connections=8)
         cache = CacheMemory(1 << 30) if cache is None else cache
-        shards = CachedShards(store, manifest, cache, connections=connections, limits=FetchLimits(**limits))
+        shards = CachedShards(store, manifest, cache, Fetcher(connections, FetchLimits(**limits)))
         made.append((shards, below))
         return shards
 
@@ -109,22 +109,22 @@ class Waiters:
         self.got: list[Bytes | BaseException] = []
         self.asked = 0
         self._lock = threading.Lock()
-        demand = shards.fetcher._demand
+        demand = shards.fetcher.demand
 
-        def counted(number: int, plan: Planner | None) -> Job:
-            job = demand(number, plan)
+        def counted(shards: CachedShards, number: int, plan: FetchPlan | None) -> Job:
+            job = demand(shards, number, plan)
             with self._lock:
                 self.asked += 1
             return job
 
-        shards.fetcher._demand = counted  # type: ignore[method-assign]
+        shards.fetcher.demand = counted  # type: ignore[method-assign]
         self._threads = [
             threading.Thread(target=self._load, args=(shards, number), daemon=True) for number in numbers
         ]
         for thread in self._threads:
             thread.start()
         wait_until(lambda: self.asked >= len(numbers))
-        shards.fetcher._demand = demand  # type: ignore[method-assign]
+        shards.fetcher.demand = demand  # type: ignore[method-assign]
 
     def _load(self, shards: CachedShards, number: int) -> None:
         try:
@@ -147,10 +147,10 @@ class Waiters:
 def test_what_is_waited_for_goes_before_what_is_planned(folders: dict[str, Path], opened: Open) -> None:
     store = doors(folders["mds"], 0)
     shards = opened(store, connections=1)
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     assert store.reached.wait(SOON_SECONDS)
     waiters = Waiters(shards, 4)
-    assert f"{store.url}/shard.00004.mds: 0 of " in shards.fetcher.progress()
+    assert f"{store.url}/shard.00004.mds: 0 of " in shards.progress()
     store.let_through()
     waiters.results()
     wait_until(lambda: kept(shards) == SHARDS)
@@ -179,15 +179,15 @@ def test_a_planned_shard_that_someone_comes_to_wait_for_is_not_fetched_again(
 ) -> None:
     store = doors(folders["mds"], 0)
     shards = opened(store)
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     assert store.reached.wait(SOON_SECONDS)
-    assert shards.fetcher.progress() == "", "nobody waits yet"
+    assert shards.progress() == "", "nobody waits yet"
     waiters = Waiters(shards, 0)
-    assert "shard.00000.mds" in shards.fetcher.progress()
+    assert "shard.00000.mds" in shards.progress()
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)
     assert store.shards.count(0) == 1
-    assert shards.fetcher.progress() == ""
+    assert shards.progress() == ""
 
 
 def test_idle_threads_share_a_shard_that_is_waited_for(folders: dict[str, Path], opened: Open) -> None:
@@ -200,7 +200,7 @@ def test_idle_threads_share_a_shard_that_is_waited_for(folders: dict[str, Path],
     assert [start for start, _ in edges] == [0, *[stop for _, stop in edges[:-1]]]
     assert edges[-1][1] == len(raw)
     store.reads.clear()
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
     assert len(store.reads) == SHARDS - 1, "those of a plan take one connection each"
 
@@ -265,7 +265,7 @@ def test_a_planned_fetch_that_fails_disturbs_nobody_but_who_needs_it(
 ) -> None:
     store = doors(folders["mds"])
     shards = opened(store, None, FaultRule(fault="deny", key="00002"))
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
     with pytest.raises(StoreError, match=r"00002.*AccessDenied"):
         shards.load(2)
@@ -283,7 +283,7 @@ def test_closing_wakes_all_who_wait_at_once_and_the_shards_can_be_used_again(
     for found in waiters.results():
         assert isinstance(found, RuntimeError)
         assert str(found) == "the loader was closed"
-    assert shards.fetcher.progress() == ""
+    assert shards.progress() == ""
     old = fetch_threads()
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1)
     store.let_through()
@@ -321,7 +321,7 @@ def test_a_wait_that_is_too_long_says_how_much_came_the_last_status_and_the_disk
         rf"{re.escape(store.url)}/shard\.00000\.mds: 700 of {size:,} bytes received; last status 503; {disk}"
     )
     assert re.fullmatch(f"did not arrive within 0.05 s: {came}", str(caught.value))
-    assert re.fullmatch(came, shards.fetcher.progress())
+    assert re.fullmatch(came, shards.progress())
     store.let_through()
     assert isinstance(waiters.results()[0], np.ndarray)
 
@@ -406,7 +406,7 @@ def test_threads_that_have_nothing_to_do_end_and_others_come_when_needed(
     for number in (0, 1):
         assert shards.load(number).tobytes() == raw_of(folders["mds"], number)
         wait_until(lambda: set(fetch_threads()) <= set(before))
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     wait_until(lambda: len(shards.cache.contents()) == SHARDS)
     wait_until(lambda: set(fetch_threads()) <= set(before))
 
@@ -423,7 +423,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     shards = opened(store, CacheMemory(5 * size // 2 if moment == "planning" else 1 << 20))
     if moment == "idle":
         store.let_through()
-    plan = shards.make_plan(in_order(shards), 0, None)
+    plan = FetchPlan([shards], in_order(shards), 0, None)
     if moment == "idle":
         wait_until(lambda: kept(shards) == SHARDS)
     else:
@@ -431,7 +431,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the case in question
         if moment == "planning":
-            plan._lock.acquire()  # by a thread of the fetcher, if chance will have it
+            plan.planner._lock.acquire()  # by a thread of the fetcher, if chance will have it
         child = os.fork()
     if child == 0:
         code = 1
@@ -443,7 +443,7 @@ def test_a_forked_child_fetches_by_itself_whatever_its_parents_threads_did(
         finally:
             os._exit(code)
     if moment == "planning":
-        plan._lock.release()
+        plan.planner._lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     store.let_through()
     assert shards.load(0).tobytes() == raw_of(folders["mds"], 0)
@@ -455,7 +455,7 @@ def test_what_another_process_fetches_is_left_to_it_until_someone_waits_too_long
     store = doors(folders["mds"])
     shards = opened(store, lease_seconds=0.05)
     held = leased(shards.cache, shards.entry(1))
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS - 1)
     assert 1 not in store.shards
     assert shards.load(1).tobytes() == raw_of(folders["mds"], 1), "whoever holds the lease has been stopped"
@@ -493,8 +493,8 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     taken = room(cache, "of somebody else", cache.capacity - 1)
     for _ in range(2):
         assert load_and_keep(shards, 0) == raw_of(folders[kind], 0)
-        assert shards.fetcher.has_no_room(0)
-        assert not shards.fetcher.is_there(0)
+        assert shards.has_no_room(0)
+        assert not shards.is_there(0)
     stored = shards.info(0).stored.bytes
     assert shards.counters().items() >= {
         "hits": 0, "misses": 2, "bypassed": 2, "fetched_shards": 2,
@@ -502,8 +502,8 @@ def test_what_the_cache_has_no_room_for_is_delivered_all_the_same(
     }.items()  # fmt: skip
     taken.discard()
     load_and_keep(shards, 0)
-    assert shards.fetcher.is_there(0)
-    assert not shards.fetcher.has_no_room(0)
+    assert shards.is_there(0)
+    assert not shards.has_no_room(0)
     assert shards.counters()["bypassed"] == 2
 
 

@@ -171,10 +171,10 @@ def test_a_plan_made_while_a_shard_comes_does_not_forget_that_it_has_no_room(ope
         reader = threading.Thread(target=ids, args=(loader, 40))
         reader.start()
         wait_until(lambda: any(map(whole, store.reads)))
-        [number] = [number for number, job in list(fetcher._active.items()) if job.urgent]
+        [number] = [job.number for job in list(fetcher._active.values()) if job.urgent]
         (plan,) = fetcher.plans()
         fetcher._plan(plan, object())
-        assert remote.shards.fetcher.has_no_room(number)
+        assert remote.shards.has_no_room(number)
         store.let_through()
         reader.join(SOON_SECONDS)
     assert not reader.is_alive()
@@ -217,7 +217,7 @@ def test_an_evaluation_in_mid_epoch_leaves_the_training_loaders_plan_at_work(ope
             assert len(ids(evaluation, 1)) == 4
         store.let_through()
         # Nobody asks for these shards: only the plan of the training loader knows that it will.
-        wait_until(lambda: all(map(remote.shards.fetcher.is_there, range(SHARDS))))
+        wait_until(lambda: all(map(remote.shards.is_there, range(SHARDS))))
         rest = [i for batch in islice(iter_training, SAMPLES // 4 - 1) for i in batch["sample_id"].tolist()]
     assert first + rest == list(range(SAMPLES // 4 * 4))
     assert remote.shards.counters()["misses"] == 0
@@ -237,7 +237,7 @@ def test_loaders_over_one_dataset_wait_as_long_as_each_was_told(
         waiting = threading.Thread(target=lambda: got.append(ids(patient, 1)), daemon=True)
         batches = iter(hasty)
         waiting.start()
-        wait_until(lambda: "shard" in remote.shards.fetcher.progress())
+        wait_until(lambda: "shard" in remote.shards.progress())
         with pytest.raises(LoaderTimeoutError, match=r"did not arrive within 0\.3 s"):
             next(batches)
         assert time.monotonic() - began < SOON_SECONDS / 2

@@ -23,6 +23,7 @@ from shardkit.manifest import Column, FileInfo, Format, Manifest, ShardInfo
 from shardkit.storage.memory import MemoryBody
 from shardkit.storage.resilient import ResilientStore
 from shardkit.storage.store import ObjectChangedError, ObjectNotFoundError
+from shardkit.storage.threads import Workers
 from support.noted_store import NotedStore
 
 Rows = npt.NDArray[Any]
@@ -69,7 +70,7 @@ def reader(
     store = store_of(corrupt)
     for shard in shards:
         store.put(shard.stored.basename, folder / shard.stored.basename)
-    return RowReader(ResilientStore(store), Manifest(kind, shards), **options)
+    return RowReader(ResilientStore(store), Manifest(kind, shards), Workers(16), **options)
 
 
 def read(rows: RowReader, *wanted: int) -> FetchedRows:
@@ -209,7 +210,7 @@ def test_the_rows_wanted_are_read_by_two_requests_each_and_nothing_else(kind: Fo
         renamed = replace(shard, raw=replace(shard.raw, basename=f"sub/{number}"))
         store.put(f"sub/{number}", tmp_path / shard.raw.basename)
         shards.append(renamed)
-    reading = RowReader(ResilientStore(store), Manifest(kind, shards))
+    reading = RowReader(ResilientStore(store), Manifest(kind, shards), Workers(16))
     wanted = {0: np.array([0, 3, 29]), 1: np.array([7])}
     fetched = reading.read(wanted)
     assert fetched.keys() == {0, 1}
@@ -302,7 +303,7 @@ def test_rows_that_do_not_come_in_time_are_an_error_that_says_what_did(kind: For
 
 def test_the_stores_error_comes_as_it_is(kind: Format, tmp_path: Path) -> None:
     shard = write(kind, tmp_path, matrix(9, 50))
-    reading = RowReader(ResilientStore(store_of()), Manifest(kind, [shard]))
+    reading = RowReader(ResilientStore(store_of()), Manifest(kind, [shard]), Workers(16))
     with pytest.raises(ObjectNotFoundError, match=shard.raw.basename):
         read(reading, 4)
 
@@ -312,7 +313,7 @@ def test_rows_are_of_one_version_of_the_object_until_another_is_proved(kind: For
     shard = write(kind, tmp_path, rows)
     store = store_of()
     store.put(shard.raw.basename, tmp_path / shard.raw.basename)
-    reading = RowReader(ResilientStore(store), Manifest(kind, [shard]))
+    reading = RowReader(ResilientStore(store), Manifest(kind, [shard]), Workers(16))
     read(reading, 4)
     version = store.put(shard.raw.basename, tmp_path / shard.raw.basename).version
     with pytest.raises(ObjectChangedError):

@@ -15,7 +15,7 @@ import pytest
 from shardkit.cache.contract import CacheOptions
 from shardkit.cache.folder import entry_name
 from shardkit.cache.memory import CacheMemory
-from shardkit.cache.reader import CacheReader
+from shardkit.cache.reader import CacheReader, CacheRun, FetchPlan, PlanRequest
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import open_dataset
 from shardkit.loaders.metrics import CacheStats
@@ -95,7 +95,7 @@ def test_with_hashes_the_index_names_every_entry(folders: dict[str, Path], kind:
     shards = opened(store)
     entries = [shards.entry(number) for number in range(SHARDS)]
     assert entries == [entry_name(shards.info(number), "elsewhere") for number in range(SHARDS)]
-    assert [shards.fetcher.is_there(number) for number in range(SHARDS)] == [False] * SHARDS
+    assert [shards.is_there(number) for number in range(SHARDS)] == [False] * SHARDS
     assert shards.version(0) is None
     assert shards.where(3) == f"{store.url}/{names_of(shards)[3]}"
     assert not store.reads, "what an index says is not asked for"
@@ -161,12 +161,12 @@ def test_all_is_fetched_ahead_where_there_is_room_and_each_shard_once(
 ) -> None:
     store = NotedStore(folders[kind])
     shards = opened(store)
-    plan = shards.make_plan(in_order(shards), 0, None)
+    plan = FetchPlan([shards], in_order(shards), 0, None)
     wait_until(lambda: kept(shards) == SHARDS)
     for position in range(0, 120, 7):  # into the third epoch
-        shards.fetcher.advance(plan, position)
+        plan.advance(position)
     for number in range(SHARDS):
-        assert shards.fetcher.is_there(number)
+        assert shards.is_there(number)
         shards.load(number)
     shards.close()
     assert sorted(read.key for read in store.reads) == names_of(shards)
@@ -184,12 +184,12 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
         for number in range(SHARDS):
             shards.entry(number)
     order = in_order(shards)
-    plan = shards.make_plan(order, 0, None)
+    plan = FetchPlan([shards], order, 0, None)
     starts = shards._manifest.shard_starts
     for epoch in range(2):
         for number in range(SHARDS):
-            shards.fetcher.advance(plan, epoch * order.samples + int(starts[number]))
-            wait_until(lambda number=number: shards.fetcher.is_there(number))  # type: ignore[misc]
+            plan.advance(epoch * order.samples + int(starts[number]))
+            wait_until(lambda number=number: shards.is_there(number))  # type: ignore[misc]
             shards.load(number)
     counters = shards.counters()
     shards.close()
@@ -207,8 +207,8 @@ def test_a_small_cache_follows_the_training_loop(folders: dict[str, Path], kind:
 def test_a_plan_begins_where_the_run_is(folders: dict[str, Path]) -> None:
     store = NotedStore(folders["mds"])
     shards = opened(store, CacheMemory(largest_of(store) + 100))
-    _plan = shards.make_plan(in_order(shards), int(shards._manifest.shard_starts[3]), None)
-    wait_until(lambda: shards.fetcher.is_there(3))
+    _plan = FetchPlan([shards], in_order(shards), int(shards._manifest.shard_starts[3]), None)
+    wait_until(lambda: shards.is_there(3))
     shards.close()
     assert [read.key for read in store.reads] == [names_of(shards)[3]]
 
@@ -222,11 +222,11 @@ def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[st
     order, starts = in_order(shards), shards._manifest.shard_starts
     laps = [[(number + offset) % SHARDS for number in range(SHARDS)] for offset in (0, 3)]
     places = [[int(starts[number]) + (number < lap[0]) * order.samples for number in lap] for lap in laps]
-    plans = [shards.make_plan(order, place[0], None) for place in places]
+    plans = [FetchPlan([shards], order, place[0], None) for place in places]
     for step in range(SHARDS):
         for plan, lap, place in zip(plans, laps, places, strict=True):
-            shards.fetcher.advance(plan, place[step])
-            wait_until(lambda number=lap[step]: shards.fetcher.is_there(number))  # type: ignore[misc]
+            plan.advance(place[step])
+            wait_until(lambda number=lap[step]: shards.is_there(number))  # type: ignore[misc]
             shards.load(lap[step])
         assert sum(held.bytes for held in shards.cache.contents().values()) <= capacity
     counters = shards.counters()
@@ -236,15 +236,15 @@ def test_two_readers_in_a_small_cache_have_what_each_needs_next(folders: dict[st
 
 def test_a_plan_ends_with_its_reader(folders: dict[str, Path]) -> None:
     shards = opened(NotedStore(folders["mds"]))
-    first, second = CacheReader(shards), CacheReader(shards)
-    for reader in (first, second):
-        reader.start(in_order(shards), 0, None)
-        reader.fetch_ahead()
+    first, second = CacheRun([CacheReader(shards)]), CacheRun([CacheReader(shards)])
+    for run in (first, second):
+        run.start([PlanRequest([shards], in_order(shards), None)], 0)
+        run.fetch_ahead()
     assert len(shards.fetcher.plans()) == 2
     first.close()
     assert len(shards.fetcher.plans()) == 1
     wait_until(lambda: kept(shards) == SHARDS)
-    del reader, second
+    del run, second
     wait_until(lambda: not shards.fetcher.plans())
 
 
@@ -260,7 +260,7 @@ def test_a_pickled_copy_works_by_itself(
     put_folder(folders[kind], store)
     cache = CacheOptions(folder=tmp_path if where == "folder" else None, capacity=1 << 20)
     shards = remote_shards(store.url, cache)
-    _plan = shards.make_plan(in_order(shards), 0, None)
+    _plan = FetchPlan([shards], in_order(shards), 0, None)
     expected = [shards.load(number).tobytes() for number in range(SHARDS)]
     text = pickle.dumps(shards)
     shards.close()
@@ -294,12 +294,12 @@ def test_a_copy_reads_the_versions_that_were_known_and_no_others(folders: dict[s
 def test_closed_shards_have_no_threads_and_may_be_used_again(folders: dict[str, Path]) -> None:
     shards = opened(NotedStore(folders["mds"]))
     for _ in range(2):
-        _plan = shards.make_plan(in_order(shards), 0, None)
+        _plan = FetchPlan([shards], in_order(shards), 0, None)
         wait_until(lambda: kept(shards) == SHARDS)
         assert fetch_threads()
         shards.close()
         assert not fetch_threads()
-    assert shards.fetcher.progress() == ""
+    assert shards.progress() == ""
 
 
 def test_the_counters_are_all_that_statistics_know_and_three_more(folders: dict[str, Path]) -> None:

@@ -19,7 +19,7 @@ from shardkit.cache.folder import CacheFolder
 from shardkit.cache.memory import CacheMemory
 from shardkit.datasets.dataset import open_dataset
 from shardkit.errors import ShardError
-from shardkit.loaders import StreamingLoader
+from shardkit.loaders import Stream, StreamingLoader
 from shardkit.storage.memory import MemoryStore
 from shardkit.storage.retry import RetryPolicy
 from shardkit.storage.s3 import S3Store
@@ -422,3 +422,31 @@ def copy_of(datasets: Datasets, kind: str) -> MemoryStore:
     store = MemoryStore(fresh_url())
     put_folder(datasets[kind][0], store)
     return store
+
+
+def test_many_streams_share_one_set_of_threads_and_one_plan_for_their_cache(tmp_path: Path) -> None:
+    urls = []
+    for stream in range(40):
+        folder = make_remote_kind(tmp_path / str(stream), "mds", samples=24, shards=3)
+        store = MemoryStore(fresh_url())
+        put_folder(folder, store)
+        urls.append(store.url)
+    before = threading.active_count()
+    with StreamingLoader(
+        [Stream(url) for url in urls],
+        batch_size=8,
+        cache_dir=tmp_path / "cache",
+        rank=0,
+        world_size=1,
+        tensors="numpy",
+        return_ids=True,
+    ) as loader:
+        found = [
+            list(zip(batch["stream_id"].tolist(), batch["sample_id"].tolist(), strict=True))
+            for batch in loader
+        ]
+        fetchers = {id(shards.fetcher) for shards in loader._opened.streams.remote}
+        assert threading.active_count() - before < 64
+        assert len(fetchers) == 1
+        assert len(loader._opened.streams.remote[0].fetcher.plans()) == 1
+    assert sorted(pair for batch in found for pair in batch) == [(s, n) for s in range(40) for n in range(24)]

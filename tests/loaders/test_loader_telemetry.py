@@ -185,7 +185,7 @@ def test_a_batch_that_does_not_come_says_where_the_run_is_and_what_has_come(
     assert isinstance(below, FaultyStore)
     begun = threading.Thread(target=remote.shards.load, args=(0,))
     begun.start()
-    while "100 of" not in remote.shards.fetcher.progress():
+    while "100 of" not in remote.shards.progress():
         begun.join(0.001)
     with remote.loader(rank=1, world_size=2, shuffle="none", lanes=1, timeout_seconds=0.3) as loader:
         with pytest.raises(LoaderTimeoutError) as caught:

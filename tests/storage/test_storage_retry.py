@@ -50,7 +50,6 @@ def exhaust(
 
     with pytest.raises(TransientError) as caught:
         call.answer(fail, failure=error)
-    upstream.workers.close()
     return caught.value
 
 
@@ -226,8 +225,7 @@ def hedging() -> Iterator[Upstream]:
     upstream = upstream_of(RetryPolicy(hedge_delay_seconds=0.01, hedge_share=1.0, backoff_seconds=0.001))
     for _ in range(20):
         upstream.hedging.answered(0.001)
-    yield upstream
-    upstream.workers.close()
+    return upstream
 
 
 def test_the_first_answer_wins_and_the_late_one_is_discarded(hedging: Upstream) -> None:
@@ -261,7 +259,6 @@ def test_a_request_that_waited_for_a_thread_until_all_was_over_is_not_sent() -> 
     release.set()
     assert upstream.workers.submit(lambda: "next").result(TIMEOUT) == "next"
     assert requests.started == 0
-    upstream.workers.close()
 
 
 def hedging_after(latencies: list[float], **settings: Any) -> Hedging:

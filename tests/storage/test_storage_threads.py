@@ -1,4 +1,4 @@
-"""Threads that wait for a store: reused, bounded, gone after `close`; what a fork remakes, there only."""
+"""Threads that wait for a store: shared, reused, bounded, gone when idle; what a fork remakes, there only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import weakref
 from functools import partial
 
-from shardkit.storage.threads import Workers, remake_after_fork
+from shardkit.storage.threads import Threads, Workers, remake_after_fork
 
 TIMEOUT = 60
 
@@ -28,16 +28,15 @@ def names(workers: Workers, count: int) -> list[threading.Thread]:
     return found
 
 
-def test_threads_are_reused_and_end_at_close() -> None:
-    workers = Workers(4)
-    threads = set(names(workers, 50))
-    assert len(threads) <= 4, "a thread may not be back when the next task comes"
-    workers.close()
+def test_threads_are_reused_by_all_workers_of_the_process_and_end_when_idle() -> None:
+    shared = Threads(idle_seconds=0.05)
+    many = [Workers(4, threads=shared) for _ in range(50)]
+    threads = {thread for workers in many for thread in names(workers, 3)}
+    assert len(threads) <= 8, "a thread may not be back when the next task comes"
     for thread in threads:
         thread.join(TIMEOUT)
         assert not thread.is_alive()
-    assert len(set(names(workers, 2))) >= 1, "and they may be used again"
-    workers.close()
+    assert len(names(many[0], 2)) == 2, "and they may be used again"
 
 
 def test_at_most_so_many_tasks_run_and_the_others_wait_for_a_thread() -> None:
@@ -52,38 +51,19 @@ def test_at_most_so_many_tasks_run_and_the_others_wait_for_a_thread() -> None:
 
     for _ in range(8):
         workers.submit(task)
-    assert workers._threads == 3
+    assert workers._running == 3
     assert len(running) <= 3
     release.set()
     for _ in range(8):
         assert done.acquire(timeout=TIMEOUT)
     assert len(running) == 8
-    workers.close()
-
-
-def test_busy_threads_end_once_they_are_done_after_close() -> None:
-    workers = Workers(1)
-    release, started = threading.Event(), threading.Event()
-    found: list[threading.Thread] = []
-
-    def task() -> None:
-        found.append(threading.current_thread())
-        started.set()
-        release.wait(TIMEOUT)
-
-    workers.submit(task)
-    assert started.wait(TIMEOUT)
-    workers.close()
-    release.set()
-    found[0].join(TIMEOUT)
-    assert not found[0].is_alive()
 
 
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     workers = Workers(1)
     release = threading.Event()
     workers.submit(lambda: (release.wait(TIMEOUT), None)[1])
-    with workers._changed:
+    with workers._lock:
         child = os.fork()
         if not child:
             done = threading.Event()
@@ -91,7 +71,6 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
             os._exit(0 if done.wait(TIMEOUT) else 1)
     release.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    workers.close()
 
 
 def test_a_task_that_raises_costs_no_thread_and_its_error_is_reported() -> None:
@@ -102,14 +81,8 @@ def test_a_task_that_raises_costs_no_thread_and_its_error_is_reported() -> None:
 
     failed = [workers.submit(partial(fail, number)) for number in range(20)]
     assert len(names(workers, 5)) == 5, "other tasks still run"
-    assert workers._threads <= 2
-    workers.close()
     errors = [future.exception(TIMEOUT) for future in failed]
     assert [error.args[0] for error in errors if error] == list(range(20))
-    for thread in threading.enumerate():
-        if thread.name == "shardkit-store":
-            thread.join(TIMEOUT)
-    assert workers._threads == 0
 
 
 def test_a_task_that_is_canceled_before_it_has_a_thread_never_runs() -> None:
@@ -122,7 +95,6 @@ def test_a_task_that_is_canceled_before_it_has_a_thread_never_runs() -> None:
     assert first.result(TIMEOUT)
     assert workers.submit(lambda: "next").result(TIMEOUT) == "next"
     assert not ran.is_set()
-    workers.close()
 
 
 class Remade:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy.typing as npt
 
 from shardkit.cache.contract import Cache
-from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.fetcher import Fetcher, FetchLimits
 from shardkit.cache.memory import CacheMemory
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
@@ -151,8 +151,7 @@ class Remote:
             store,
             found.manifest,
             CacheMemory(1 << 30) if cache is None else cache,
-            connections=connections,
-            limits=limits,
+            Fetcher(connections, limits),
         )
         return cls(store, shards, Dataset(None, found.manifest, card=found.card, shards=shards))
 

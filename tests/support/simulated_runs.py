@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardkit.cache.fetcher import Fetcher
 from shardkit.cache.folder import CacheFolder
 from shardkit.cache.shards import CachedShards
 from shardkit.datasets.dataset import Dataset
@@ -124,7 +125,7 @@ def _real(
     )
     found = find_remote(below)
     shards = CachedShards(
-        ResilientStore(slow, RetryPolicy(hedge=False)), found.manifest, cache, connections=case.connections
+        ResilientStore(slow, RetryPolicy(hedge=False)), found.manifest, cache, Fetcher(case.connections)
     )
     loader = StreamingLoader(
         Dataset(None, found.manifest, shards=shards),

@@ -27,7 +27,7 @@ from shardkit.cache.belady import Fetch, Future
 from shardkit.cache.contract import Held
 from shardkit.cache.download import MIN_PART_BYTES
 from shardkit.cache.planner import Planner
-from shardkit.cache.shards import _LEADS_IN_CACHE
+from shardkit.cache.reader import LEADS_IN_CACHE
 from shardkit.storage.limits import Gate
 from shardkit.storage.metrics import StoreMetrics
 from shardkit.storage.retry import RetryPolicy
@@ -175,7 +175,7 @@ class Fetching:
         """Fetch ahead from a position on."""
         scenario = self._scenario
         samples, whole = self._uses.samples, int(scenario.entry_bytes.sum())
-        lead = samples * scenario.cache_bytes // max(1, whole) // _LEADS_IN_CACHE
+        lead = samples * scenario.cache_bytes // max(1, whole) // LEADS_IN_CACHE
         self._planner = Planner(
             Future(self._uses, lead=min(lead, samples // 2)),
             self._names,

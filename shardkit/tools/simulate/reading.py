@@ -12,9 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from shardkit.cache.fetcher import FetchLimits
+from shardkit.cache.fetcher import ROW_THREADS, FetchLimits
 from shardkit.cache.reader import FIRST_ROWS
-from shardkit.cache.rows import MAX_THREADS
 from shardkit.loaders import config, producer, sources
 from shardkit.storage.store import StorageOptions
 from shardkit.tools.simulate.fetching import NEVER, Fetching
@@ -187,7 +186,7 @@ class Reading:
             self._follow()
         fetching = self.fetching
         streaming = -(-fetching.streaming // scenario.gpus_per_node)
-        threads = max(1, min(MAX_THREADS, StorageOptions().connections - streaming))
+        threads = max(1, min(ROW_THREADS, StorageOptions().connections - streaming))
         count = sum(wanted.values())
         # Each row by two requests; rounds of as many as all ranks' threads, each as long as its slowest.
         waits = [fetching.request_seconds() for _ in range(2 * count)]
