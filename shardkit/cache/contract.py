@@ -38,7 +38,7 @@ class Held:
 
 
 Contents = Mapping[str, Held]
-"""Entries by name."""
+"""Entries by name, the least recently used first, as far as the cache knows."""
 
 
 class Slot(Protocol):

@@ -439,6 +439,6 @@ class Fetcher:
             self._changed.notify_all()
 
 
-def _least_recent(contents: Contents) -> list[str]:
+def _least_recent(contents: Contents) -> Contents:
     """Names by when they were last used, the longest ago first: all that is known without a plan."""
-    return sorted(contents, key=lambda name: -contents[name].used_seconds_ago)
+    return contents

@@ -4,7 +4,8 @@
                             filling/NAME~PID~N   being filled, flocked by its writer
                             leases/NAME          flocked by whoever fetches the entry
                             damaged/…            the last few entries that failed their seal or their hashes
-                            lock                 flocked while room is made
+                            ledger               what takes how much room (`shardkit.cache.ledger`)
+                            lock                 flocked while room is made or given back
 
 An entry appears by rename, after its bytes are synced. Readers map it and check its seal at their first use
 of that file; a map stays readable after the entry is evicted. A file in filling/ whose flock is free belongs
@@ -52,9 +53,10 @@ import stat
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,6 +64,7 @@ import xxhash
 
 from shardkit.arrays import Bytes
 from shardkit.cache.contract import Contents, Held
+from shardkit.cache.ledger import Ledger, is_filling
 from shardkit.errors import ShardkitError
 from shardkit.files import NotRegularFileError, map_file, open_regular, who_else_writes
 from shardkit.hashing import HASH_NAMES, hash_bytes
@@ -87,6 +90,8 @@ SUBFOLDER = "shardkit-cache-1"
 _SUBFOLDERS = ("shards", "filling", "leases", "damaged")
 _KEPT_DAMAGED = 4
 LOCK_SECONDS = 10.0  # making room takes milliseconds: a process that holds the lock longer has been stopped
+REFRESH_SECONDS = 20.0  # a third of the time after which entries count as left by their users
+_LISTING_SHARE = 50  # a refresh lists the folder: at most a fiftieth of the time
 _MIN_FREE_BYTES, _MIN_FREE_SHARE = 2 << 30, 0.02  # of the disk: full disks break other programs, too
 
 _MAGIC = b"shardkt1"
@@ -190,8 +195,11 @@ class CacheFolder:
         capacity: int | None = None,
         *,
         lock_seconds: float = LOCK_SECONDS,
+        refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
+        """`refresh_seconds`: how old `contents` may know the uses of entries by other processes to be."""
         self._root, self._lock_seconds = Path(folder).absolute() / SUBFOLDER, lock_seconds
+        self._refresh_seconds = refresh_seconds
         self._seen: dict[str, tuple[int, int, int]] = {}  # entries whose seal this process has checked
         self._counters: Counter[str] = Counter()
         self.after_fork()
@@ -200,8 +208,17 @@ class CacheFolder:
             make_subfolders(self._root.parent, _SUBFOLDERS)
             usage = shutil.disk_usage(self._root)
             self._min_free = min(_MIN_FREE_BYTES, int(usage.total * _MIN_FREE_SHARE))
-            self._remove_abandoned()
-        held = sum(entry.bytes for entry in self.contents().values())
+            removed = self._remove_abandoned()
+            with (
+                contextlib.suppress(OSError),
+                self._locked() as is_locked,
+            ):  # whoever needs room gets the error
+                if is_locked:
+                    self._ledger.record({}, removed)
+                    self._ledger.settle(
+                        dict.fromkeys((*_names(self._root / "shards"), *self._ledger.filling), 0)
+                    )
+        held = self._ledger.used_bytes
         self._capacity = max(0, usage.free - self._min_free + held) if capacity is None else capacity
 
     @property
@@ -218,6 +235,7 @@ class CacheFolder:
                 data = self._proved(name)
             except _DamagedError:
                 data = self._quarantine(name)
+        self._touched.append(name)
         return None if data is None else data[:-SEAL_BYTES]
 
     def has(self, name: str) -> bool:
@@ -232,11 +250,14 @@ class CacheFolder:
                     os.utime(file, ns=(time.time_ns(), modified_ns), follow_symlinks=False)
             except FileNotFoundError:
                 return False
+        self._touched.append(name)
         return True
 
     def contents(self) -> Contents:
         with explain_errors(self._root.parent):
-            return self._contents(fresh=False)
+            self._refresh()
+            with self._mutex:
+                return self._snapshot()
 
     def reserve(
         self, name: str, raw_bytes: int, victims: Callable[[Contents], Iterable[str]]
@@ -267,19 +288,28 @@ class CacheFolder:
             return None
 
     def __reduce__(self) -> tuple[object, ...]:
-        remade = partial(CacheFolder, lock_seconds=self._lock_seconds)
+        remade = partial(CacheFolder, lock_seconds=self._lock_seconds, refresh_seconds=self._refresh_seconds)
         return remade, (self._root.parent, self._capacity)
 
     def after_fork(self) -> None:
-        self._mutex = threading.Lock()
-        self._listing: tuple[int, dict[str, os.stat_result]] = (0, {})
+        self._mutex = (
+            threading.Lock()
+        )  # before the folder's lock, so that one thread of a process waits for it
+        self._ledger = Ledger(self._root)
+        self._used: dict[str, float] = {}  # when entries were last used, as far as this process knows
+        self._touched: deque[str] = deque(
+            maxlen=1 << 16
+        )  # used by this process since that was last looked at
+        self._next_refresh = 0.0
 
     def enter(self, name: str, file: Path, descriptor: int) -> None:
         """Make a filled file an entry; the end of a slot."""
-        try:
+        status = os.fstat(descriptor)
+        # FileNotFoundError: someone has removed the folder; readers that have mapped the bytes keep them.
+        with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
             file.rename(self._root / "shards" / name)
-        except FileNotFoundError:
-            return  # someone has removed the folder; readers that have mapped the bytes keep them
+            if is_locked:
+                self._ledger.record({name: status.st_size}, [file.name])
         status = os.fstat(descriptor)
         self._seen[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -287,12 +317,39 @@ class CacheFolder:
         """Move a damaged file to damaged/, where the last few are kept for inspection."""
         self._counters["quarantined"] += 1
         folder = self._root / "damaged"
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
             file.rename(folder / f"{file.name.partition('~')[0]}~{time.time_ns()}")
+            if is_locked:
+                self._ledger.record({}, [file.name])
         with contextlib.suppress(FileNotFoundError):  # someone has removed the folder
             kept = sorted(folder.iterdir(), key=lambda f: f.name.rpartition("~")[2])
             for old in kept[:-_KEPT_DAMAGED]:
                 _remove(old)
+
+    def give_back(self, file: Path) -> None:
+        """Remove a file that was being filled."""
+        with contextlib.suppress(FileNotFoundError), self._locked() as is_locked:
+            file.unlink(missing_ok=True)
+            if is_locked:
+                self._ledger.record({}, [file.name])
+
+    @contextlib.contextmanager
+    def _locked(self, *, wait: bool = True) -> Iterator[bool]:
+        """Hold the folder's lock, with a ledger that is up to date; False if others hold the lock too long.
+
+        Nothing waits for a process that has been stopped: what is done without the lock is settled later.
+        FileNotFoundError: someone has removed the folder.
+        """
+        with self._mutex:
+            lock = FileLock(self._root / "lock", keep=True)
+            is_locked = lock.acquire(self._lock_seconds if wait else 0.0)
+            try:
+                if is_locked and not self._ledger.follow(locked=True):
+                    listed = {**_list(self._root / "shards"), **_list(self._root / "filling")}
+                    self._ledger.write({name: status.st_size for name, status in listed.items()})
+                yield is_locked
+            finally:
+                lock.release()
 
     def _remade(self, action: Callable[[], T]) -> T:
         """What `action` returns, with the folders made again if someone has removed them."""
@@ -342,69 +399,93 @@ class CacheFolder:
     def _reserve(
         self, name: str, needed: int, victims: Callable[[Contents], Iterable[str]]
     ) -> FolderSlot | None:
-        lock = FileLock(self._root / "lock", keep=True)
-        if not lock.acquire(self._lock_seconds):
-            return None
-        try:
-            if not self._make_room(needed, victims):
+        with self._locked() as is_locked:
+            if not is_locked or not self._make_room(needed, victims):
                 return None
-            return FolderSlot(self, name, self._root / "filling", needed)
-        finally:
-            lock.release()
+            slot = FolderSlot(self, name, self._root / "filling", needed)
+            self._ledger.record({slot.file.name: needed})
+            return slot
 
     def _make_room(self, needed: int, victims: Callable[[Contents], Iterable[str]]) -> bool:
         """Evict until `needed` bytes fit; the folder's lock is held by the caller."""
-        contents = self._contents(fresh=False)
-        if self._fits(sum(entry.bytes for entry in contents.values()), needed):
+        ledger = self._ledger
+        if self._fits(needed):
             return True
-        self._remove_abandoned()
-        contents = self._contents(fresh=True)  # an entry's use does not show in a listing made before it
-        used = sum(entry.bytes for entry in contents.values())
-        for victim in victims(contents):
-            if self._fits(used, needed):
-                return True
-            entry = contents.get(victim)
-            if entry is None or entry.filling or not _remove(self._root / "shards" / victim):
+        ledger.record({}, self._remove_abandoned())
+        self._apply_touches()
+        if self._fits(needed):
+            return True
+        for victim in victims(_Entries(self._root / "shards", ledger)):
+            if is_filling(victim) or victim not in ledger.sizes:
                 continue
+            size, is_gone = ledger.sizes[victim], _remove(self._root / "shards" / victim)
+            ledger.record({}, [victim])
             self._seen.pop(victim, None)
-            used -= entry.bytes
-            self._counters["evictions"] += 1
-            self._counters["evicted_bytes"] += entry.bytes
-        return self._fits(used, needed)
+            self._used.pop(victim, None)
+            self._counters["evictions"] += is_gone
+            self._counters["evicted_bytes"] += is_gone * size
+            if self._fits(needed):
+                return True
+        return False
 
-    def _fits(self, used: int, needed: int) -> bool:
+    def _fits(self, needed: int) -> bool:
         return (
-            used + needed <= self._capacity and shutil.disk_usage(self._root).free - needed >= self._min_free
+            self._ledger.used_bytes + needed <= self._capacity
+            and shutil.disk_usage(self._root).free - needed >= self._min_free
         )
 
-    def _contents(self, *, fresh: bool) -> Contents:
-        now = time.time()
+    def _refresh(self) -> None:
+        """Learn what other processes have changed, and from time to time also what they have used."""
+        with self._mutex:
+            if self._ledger.follow(locked=False) and time.monotonic() < self._next_refresh:
+                return
+        began = time.monotonic()
         try:
             # In this order: what is renamed from one folder to the other meanwhile is seen twice, not never.
-            filling, shards = _list(self._root / "filling"), self._list_shards(fresh)
-        except FileNotFoundError:
-            return {}  # someone has removed the folder
-        entries = {name: Held(status.st_size, now - status.st_atime) for name, status in shards.items()}
-        inodes = {status.st_ino for status in shards.values()}
-        for file, status in filling.items():
+            filling, shards = _list(self._root / "filling"), _list(self._root / "shards")
+        except FileNotFoundError:  # someone has removed the folder
+            with self._mutex:
+                self._ledger.forget()
+            return
+        with self._locked(wait=False) as is_locked:
+            sizes = {name: status.st_size for name, status in (shards | filling).items()}
+            if is_locked:
+                self._ledger.settle(sizes)
+            elif not self._ledger.follow(locked=False):
+                self._ledger.assume(sizes)
+            self._used = {name: status.st_atime for name, status in shards.items()}
+            for name in sorted(self._used, key=self._used.__getitem__):
+                self._ledger.touch(name)
+            self._apply_touches()
+        seconds = time.monotonic() - began
+        self._next_refresh = time.monotonic() + max(self._refresh_seconds, _LISTING_SHARE * seconds)
+
+    def _apply_touches(self) -> None:
+        """Put the entries that this process has used behind all others."""
+        now = time.time()
+        while self._touched:
+            name = self._touched.popleft()
+            self._used[name] = now
+            self._ledger.touch(name)
+
+    def _snapshot(self) -> Contents:
+        self._apply_touches()
+        now, ledger = time.time(), self._ledger
+        entries = {
+            name: Held(size, now - self._used.setdefault(name, now))
+            for name, size in ledger.sizes.items()
+            if name not in ledger.filling
+        }
+        for file, size in ledger.filling.items():
             name = file.partition("~")[0]
-            if status.st_ino not in inodes:
-                # An entry may be there already, or be filled twice: all of it takes room.
-                there = entries[name].bytes if name in entries else 0
-                entries[name] = Held(there + status.st_size, 0.0, filling=True)
+            # An entry may be there already, or be filled twice: all of it takes room.
+            there = entries[name].bytes if name in entries else 0
+            entries[name] = Held(there + size, 0.0, filling=True)
         return entries
 
-    def _list_shards(self, fresh: bool) -> dict[str, os.stat_result]:
-        """The entries; unless `fresh`, listed again only if one has come or gone."""
-        folder = self._root / "shards"
-        with self._mutex:
-            changed = folder.stat().st_mtime_ns
-            is_recent = time.time_ns() - changed < 100_000_000  # the clock is coarse
-            if fresh or is_recent or changed != self._listing[0]:
-                self._listing = (changed, _list(folder))
-            return self._listing[1]
-
-    def _remove_abandoned(self) -> None:
+    def _remove_abandoned(self) -> list[str]:
+        """Remove files whose writers have died; returns their names."""
+        removed = []
         for file in (self._root / "filling").iterdir():
             with contextlib.suppress(OSError):
                 try:
@@ -416,8 +497,45 @@ class CacheFolder:
                     # BlockingIOError: its writer lives.
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     file.unlink(missing_ok=True)
+                    removed.append(file.name)
                 finally:
                     os.close(descriptor)
+        return removed
+
+
+class _Entries(Mapping[str, Held]):
+    """The entries of a folder, the least recently used first, as far as known; each is read when asked."""
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        self._folder, self._ledger = folder, ledger
+        self._filling: Counter[str] = Counter()
+        for file, size in ledger.filling.items():
+            self._filling[file.partition("~")[0]] += size
+
+    def __getitem__(self, name: str) -> Held:
+        size, ago = 0, 0.0
+        if name in self._ledger.sizes and not is_filling(name):
+            with contextlib.suppress(OSError):
+                status = (self._folder / name).stat(follow_symlinks=False)
+                size, ago = status.st_size, time.time() - status.st_atime
+        if name in self._filling:
+            return Held(size + self._filling[name], 0.0, filling=True)
+        if not size:
+            raise KeyError(name)
+        return Held(size, ago)
+
+    def __iter__(self) -> Iterator[str]:
+        sizes = self._ledger.sizes
+        first = list(
+            islice(sizes, 256)
+        )  # more are seldom asked for, and evictions change what is iterated over
+        yield from (name for name in first if not is_filling(name))
+        yielded = set(first)
+        yield from (name for name in list(sizes) if name not in yielded and not is_filling(name))
+        yield from (name for name in self._filling if name not in sizes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class FolderSlot:
@@ -426,11 +544,12 @@ class FolderSlot:
     def __init__(self, cache: CacheFolder, name: str, folder: Path, size: int) -> None:
         self._cache, self._name, self._size = cache, name, size
         self._entry: Bytes | None = None
-        self._file, self._descriptor = _create_locked(folder, name)
+        self.file, self._descriptor = _create_locked(folder, name)
         try:
             os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error here, not a SIGBUS later
         except BaseException:
-            self._end(keep=False)
+            self.file.unlink(missing_ok=True)
+            os.close(self._descriptor)
             raise
 
     @property
@@ -448,22 +567,22 @@ class FolderSlot:
         try:
             os.pwrite(self._descriptor, make_seal(self.data, self._name), self._size - SEAL_BYTES)
             os.fsync(self._descriptor)
-            self._cache.enter(self._name, self._file, self._descriptor)
+            self._cache.enter(self._name, self.file, self._descriptor)
         except OSError as error:
             self._end(keep=False)
             problem = f"cannot be written: {error.strerror or error}; the disk may be failing"
-            raise CacheFolderError(f"{self._file}: {problem}") from error
+            raise CacheFolderError(f"{self.file}: {problem}") from error
         self._end(keep=True)
 
     def discard(self, *, damaged: bool = False) -> None:
         if damaged and self._descriptor >= 0:
-            self._cache.set_aside(self._file)
+            self._cache.set_aside(self.file)
         self._end(keep=damaged)
 
     def _end(self, *, keep: bool) -> None:
         if self._descriptor >= 0:
             if not keep:
-                self._file.unlink(missing_ok=True)
+                self._cache.give_back(self.file)
             os.close(self._descriptor)
             self._descriptor = -1
         self._entry = None
@@ -504,6 +623,11 @@ def _refuse(folder: Path, reason: str | None) -> None:
             f"{folder}: the cache folder cannot be used: {reason}, so entries cannot be trusted; chmod or "
             "chown it, or give another cache_dir, such as a folder of your own in it"
         )
+
+
+def _names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
 
 
 def _list(folder: Path) -> dict[str, os.stat_result]:

@@ -46,6 +46,7 @@ class CacheMemory:
             if entry is None or entry.filling:
                 return None
             entry.used = time.monotonic()
+            self._entries[name] = self._entries.pop(name)  # the least recently used stay in front
             return entry.data
 
     def has(self, name: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -67,6 +67,7 @@ class Planner:
         self._fruitful = True  # something was fetched since the last plan
         self._taken: set[int] = set()  # fetches that have begun and may still be going on
         self._resting: dict[int, float] = {}  # shards whose fetch failed, and until when
+        self._others: list[str] | None = None  # entries of other runs, as the last plan found them
         self._capacity = 0  # of the last plan, before other plans have their parts
         self._soonest: tuple[list[str], Ints] = ([], np.empty(0, dtype=np.int64))  # and cumulated bytes
         self.after_fork()
@@ -126,6 +127,7 @@ class Planner:
                 cached |= dict.fromkeys(self._alike.get(name, ()), 0)
             elif held.used_seconds_ago < IDLE_SECONDS:
                 others += held.bytes
+        self._note_others(contents)
         for number in active:
             cached.setdefault(number, int(self._sizes[number]))
         resting = self._rest(self._taken - cached.keys())
@@ -155,11 +157,10 @@ class Planner:
         names, ends = self._soonest
         return names[: int(np.searchsorted(ends, self._capacity // parts, side="right"))]
 
-    def _unprotected(self, victims: Iterable[str]) -> list[str]:
-        """Those entries that no other plan protects."""
+    def _protected(self) -> Container[str]:
+        """The entries that other plans protect."""
         plans = self._plans()
-        protected = {name for plan in plans if plan is not self for name in plan.protected(len(plans))}
-        return [name for name in victims if name not in protected]
+        return {name for plan in plans if plan is not self for name in plan.protected(len(plans))}
 
     def _rest(self, failed: Iterable[int]) -> Container[int]:
         """The shards that are not to be planned now: those whose fetch has just failed, and some before."""
@@ -168,16 +169,19 @@ class Planner:
         self._resting |= dict.fromkeys(failed, now + REST_SECONDS)
         return self._resting
 
-    def victims_for(self, fetch: Fetch, contents: Contents) -> list[str]:
-        """Entries in the order in which they may be evicted for `fetch`."""
+    def victims_for(self, fetch: Fetch, contents: Contents) -> Iterator[str]:
+        """Entries in the order in which they may be evicted for `fetch`; those planned are found at once."""
+        yield from self._idle_others(contents)
+        protected = self._protected()
         planned = [self._names[number] for number in fetch.evict]
-        own = self._unprotected([*planned, *self._by_next_use(contents, fetch.deadline)])
-        return [*self._idle_others(contents), *own]
+        yield from (name for name in planned if name not in protected)
+        yield from (name for name in self._by_next_use(contents, fetch.deadline) if name not in protected)
 
-    def victims_now(self, contents: Contents) -> list[str]:
+    def victims_now(self, contents: Contents) -> Iterator[str]:
         """Entries in the order in which they may be evicted for a shard that is needed at once."""
-        own = self._unprotected(self._by_next_use(contents, self._position))
-        return [*self._idle_others(contents), *own]
+        yield from self._idle_others(contents)
+        protected = self._protected()
+        yield from (name for name in self._by_next_use(contents, self._position) if name not in protected)
 
     def _by_next_use(self, contents: Contents, after: int) -> list[str]:
         """Own entries that are not needed up to `after`, those that are needed last first."""
@@ -194,11 +198,16 @@ class Planner:
         order = np.argsort(-uses, kind="stable")
         return [names[i] for i in order.tolist() if uses[i] > after]
 
-    def _idle_others(self, contents: Contents) -> list[str]:
+    def _idle_others(self, contents: Contents) -> Iterator[str]:
         """Entries of other runs that nobody has used for long, the longest ago first."""
-        idle = [
-            name
-            for name, held in contents.items()
-            if name not in self._numbers and held.used_seconds_ago >= IDLE_SECONDS
-        ]
-        return sorted(idle, key=lambda name: -contents[name].used_seconds_ago)
+        if self._others is None:
+            self._note_others(contents)
+        for name in self._others or ():
+            held = contents.get(name)  # as it is now: it may have been used since the plan was made
+            if held is not None and held.used_seconds_ago >= IDLE_SECONDS:
+                yield name
+
+    def _note_others(self, contents: Contents) -> None:
+        """Sort the entries of other runs by their last use, the longest ago first."""
+        others = [name for name in contents if name not in self._numbers]
+        self._others = sorted(others, key=lambda name: -contents[name].used_seconds_ago)

@@ -249,10 +249,11 @@ def test_a_damaged_entry_is_put_aside_and_can_be_fetched_again(
 
 
 def test_a_folder_among_the_entries_may_be_evicted(tmp_path: Path, root: Path) -> None:
-    cache = CacheFolder(tmp_path, 2 * COST)
+    CacheFolder(tmp_path, 2 * COST)
     folder = root / "shards" / "folder"
     folder.mkdir()
     (folder / "inside").write_bytes(b"x")
+    cache = CacheFolder(tmp_path, 2 * COST)  # processes notice at their start what others have put there
     fill(cache, "a")
     room(cache, "b", RAW, lambda contents: ["folder"])
     assert not folder.exists()

@@ -221,9 +221,9 @@ def test_what_others_left_goes_first_that_of_long_ago_before_all_and_what_they_u
         name_of(0): Held(SIZE, 1e6),  # in use: when it was last opened says nothing about that
         name_of(4): Held(SIZE, 0.0),
     }
-    assert planner.victims_now(held) == ["older", "old", name_of(4)]
+    assert list(planner.victims_now(held)) == ["older", "old", name_of(4)]
     fetch = Fetch(2, 20, 10, (0,), True)
-    assert planner.victims_for(fetch, held) == ["older", "old", name_of(0), name_of(4)]
+    assert list(planner.victims_for(fetch, held)) == ["older", "old", name_of(0), name_of(4)]
 
 
 def spans(order: Order) -> list[tuple[int, int, int]]:
@@ -273,10 +273,10 @@ def test_a_name_that_is_learned_later_is_an_entry_of_ones_own() -> None:
     sizes = np.zeros(4, dtype=np.int64)
     planner = Planner(Future(order), ["", "", "", ""], sizes, order.samples, 0, clock=Clock())
     contents = {name_of(number): Held(SIZE, 0.0) for number in (1, 3)}
-    assert planner.victims_now(contents) == []
+    assert list(planner.victims_now(contents)) == []
     for number in range(4):
         planner.learn(number, name_of(number), SIZE)
-    assert planner.victims_now(contents) == [name_of(3), name_of(1)]
+    assert list(planner.victims_now(contents)) == [name_of(3), name_of(1)]
     planner.plan(Shelf(3 * SIZE, **contents), ())
     assert take_all(planner) == [0]  # the other one waits for room
     assert sizes.tolist() == [0, 0, 0, 0], "the caller's array is its own"

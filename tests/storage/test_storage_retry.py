@@ -8,7 +8,6 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -220,7 +219,7 @@ class Requests:
 
 
 @pytest.fixture
-def hedging() -> Iterator[Upstream]:
+def hedging() -> Upstream:
     """A store of which reads are slow after 10 ms, with hedges to spend."""
     upstream = upstream_of(RetryPolicy(hedge_delay_seconds=0.01, hedge_share=1.0, backoff_seconds=0.001))
     for _ in range(20):

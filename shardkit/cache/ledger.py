@@ -1,0 +1,209 @@
+"""How much lies in a cache folder, known without listing it: a log that all processes of a machine share.
+
+    FOLDER/shardkit-cache-1/ledger     shardkit-ledger-1 GENERATION
+                                       + BYTES NAME      an entry, or a file in filling/, takes room
+                                       - NAME            it is gone
+
+Every process keeps what the log says in memory and reads on from where it was, so a reservation costs the
+same whatever lies in the folder: 0.1 ms with 100,000 entries, where listing them took 450 ms. Lines are
+written while the folder's lock is held, one `write` for each change; the log is written anew, and renamed
+into place, when most of its lines are history.
+
+The folder is the truth, the log saves looking at it. Room is recorded as soon as a file is made and given up
+after it is gone, so a process that is killed between leaves the log with too much, never with too little, but
+for a rename into shards/, which keeps its bytes recorded under the name of the filling file. `settle` finds
+such differences: at the start of each process, and when a listing is made anyway. A log that is missing, torn
+or not understood is made from a listing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from urllib.parse import quote, unquote_to_bytes
+
+__all__ = ["Ledger", "is_filling"]
+
+_MAGIC = b"shardkit-ledger-1 "
+_HEADER_BYTES = len(_MAGIC) + 33  # with the generation: 128 random bits in hex, which no two logs have alike
+_SAFE = "~-_."
+_HISTORY_LINES = 4096  # kept at least, so that small caches do not write the log anew all the time
+
+
+def is_filling(name: str) -> bool:
+    """Whether a name is that of a file in filling/; entries have no tilde in theirs."""
+    return "~" in name
+
+
+class Ledger:
+    """The log of one folder, for one process. The caller sees to it that one thread uses it at a time."""
+
+    def __init__(self, root: Path, *, history_lines: int = _HISTORY_LINES) -> None:
+        """`history_lines`: more than what is there now, when the log is written anew."""
+        self._history_lines = history_lines
+        self._root, self._file = root, root / "ledger"
+        self.forget()
+
+    def forget(self) -> None:
+        """The next `follow` reads the log from its start."""
+        self.sizes: dict[str, int] = {}
+        """Bytes by name, of entries and of files being filled, in the order of their last known use."""
+        self.filling: dict[str, int] = {}
+        """Of these, the files being filled."""
+        self.used_bytes = 0
+        self._header = b""
+        self._end = self._lines = 0  # what has been read
+
+    def follow(self, *, locked: bool) -> bool:
+        """Read what other processes have written; False if there is no log, or none that makes sense.
+
+        Without the folder's lock, a last line may be incomplete: it is read next time.
+        """
+        try:
+            descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            self.forget()
+            return False
+        try:
+            header = os.pread(descriptor, _HEADER_BYTES, 0)
+            if header != self._header:
+                self.forget()
+                self._header, self._end = header, _HEADER_BYTES
+            text = os.pread(descriptor, os.fstat(descriptor).st_size - self._end, self._end)
+        except (OSError, ValueError, OverflowError):  # no file, or a shorter one
+            self.forget()
+            return False
+        finally:
+            os.close(descriptor)
+        whole = text[: text.rfind(b"\n") + 1]
+        is_torn = locked and len(whole) < len(text)
+        if not header.startswith(_MAGIC) or len(header) < _HEADER_BYTES or is_torn or not self._read(whole):
+            self.forget()
+            return False
+        self._end += len(whole)
+        return True
+
+    def _read(self, text: bytes) -> bool:
+        """Apply complete lines; False if one makes no sense."""
+        try:
+            for line in text.decode("ascii").splitlines():
+                sign, *fields = line.split(" ")
+                if sign == "+":
+                    size, name = fields
+                    self._set(_decoded(name), int(size))
+                elif sign == "-":
+                    (name,) = fields
+                    self._drop(_decoded(name))
+                else:
+                    return False
+                self._lines += 1
+        except ValueError:
+            return False
+        return True
+
+    def record(self, added: Mapping[str, int], removed: Iterable[str] = ()) -> None:
+        """Write a change; the folder's lock is held by the caller, who has called `follow`."""
+        removed = list(removed)
+        if not (added or removed):
+            return
+        lines = [f"- {_encoded(name)}\n" for name in removed]
+        lines += [f"+ {size} {_encoded(name)}\n" for name, size in added.items()]
+        for name in removed:
+            self._drop(name)
+        for name, size in added.items():
+            self._set(name, size)
+        text = "".join(lines).encode("ascii")
+        try:
+            self._append(text)
+        except OSError:  # a full disk, a folder removed: the next to look makes the log anew
+            self._file.unlink(missing_ok=True)
+            return
+        self._end += len(text)
+        self._lines += len(lines)
+        if self._lines > self._history_lines + 2 * len(self.sizes):
+            self.write(self.sizes)
+
+    def _append(self, text: bytes) -> None:
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.write(descriptor, text) != len(text):
+                raise OSError(errno.EIO, "short write")
+        finally:
+            os.close(descriptor)
+
+    def write(self, sizes: Mapping[str, int]) -> None:
+        """Make the log anew with these; the folder's lock is held by the caller."""
+        lines = "".join(f"+ {size} {_encoded(name)}\n" for name, size in sizes.items())
+        temporary = self._root / f"filling/ledger~{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        kept = dict(sizes)
+        with contextlib.suppress(OSError):  # a full disk: the old log, or none
+            header = _MAGIC + secrets.token_hex(16).encode() + b"\n"
+            temporary.write_bytes(header + lines.encode("ascii"))
+            temporary.chmod(0o664)
+            temporary.rename(self._file)
+        self.forget()
+        if not self.follow(locked=True):
+            self.assume(kept)
+
+    def settle(self, listed: Mapping[str, int]) -> None:
+        """Correct what differs from a listing of shards/ and filling/; the lock is held by the caller.
+
+        The listing was made before or behind other processes' changes: each difference is looked at again.
+        """
+        differing = listed.keys() ^ self.sizes.keys()
+        added: dict[str, int] = {}
+        removed: list[str] = []
+        for name in differing:
+            size = self._size_of(name)
+            if size is None and name in self.sizes:
+                removed.append(name)
+            elif size is not None and name not in self.sizes:
+                added[name] = size
+        self.record(added, removed)
+
+    def assume(self, sizes: Mapping[str, int]) -> None:
+        """Take a listing for what the log would say, until it can be read."""
+        self.forget()
+        for name, size in sizes.items():
+            self._set(name, size)
+
+    def touch(self, name: str) -> None:
+        """An entry was used."""
+        if (size := self.sizes.pop(name, None)) is not None:
+            self.sizes[name] = size
+
+    def _size_of(self, name: str) -> int | None:
+        folder = "filling" if is_filling(name) else "shards"
+        try:
+            return (self._root / folder / name).stat(follow_symlinks=False).st_size
+        except OSError:
+            return None
+
+    def _set(self, name: str, size: int) -> None:
+        self._drop(name)
+        self.sizes[name] = size
+        self.used_bytes += size
+        if is_filling(name):
+            self.filling[name] = size
+
+    def _drop(self, name: str) -> None:
+        self.used_bytes -= self.sizes.pop(name, 0)
+        self.filling.pop(name, None)
+
+
+def _encoded(name: str) -> str:
+    return quote(os.fsencode(name), safe=_SAFE)
+
+
+def _decoded(name: str) -> str:
+    """The name; ValueError if it is none of a file in a folder: whoever writes here must not reach others."""
+    if "%" in name:
+        name = os.fsdecode(unquote_to_bytes(name))
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(name)
+    return name
