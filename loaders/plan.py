@@ -336,7 +336,9 @@ class Arrangement:
         """
         ahead = self.order.samples
         streams = [stream for who in datasets for stream in who]
-        segments = [weights for _, weights in self._settings.schedule.segments] if self._settings.schedule else []
+        segments = (
+            [weights for _, weights in self._settings.schedule.segments] if self._settings.schedule else []
+        )
         for stream in streams:
             share = max(weights[stream] / sum(weights) for weights in segments)
             raw_bytes = int(self.streams.datasets[stream].manifest.raw_bytes.clip(0).sum())
