@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -257,7 +257,8 @@ def answer(task: Task, digest: str, work: Work) -> bytes:
     """Run a task; pickled (commit, error, traceback), where either commit or error is None."""
     reply: tuple[Any, ...]
     try:
-        reply = (run_guarded(task, digest, work), None, "")
+        commit = run_guarded(task, digest, work)
+        reply = (replace(commit, remote=None), None, "")  # the runner has it
     except ShardkitError as error:
         trace = traceback.format_exc() if error.__cause__ is None else "".join(_format(error.__cause__))
         reply = (None, error, trace)

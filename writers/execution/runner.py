@@ -48,7 +48,7 @@ from shardkit.writers.execution.task import Commit, Task
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.execution.work_local import LocalWork, locked_folder
 from shardkit.writers.execution.work_store import StoreWork
-from shardkit.writers.ledger import Count
+from shardkit.writers.ledger import Count, Ledger
 from shardkit.writers.progress import StageProgress
 
 __all__ = ["Journal", "Runner"]
@@ -219,14 +219,14 @@ class Runner:
         """Commits of each group, in task order. Groups run concurrently; each is a whole stage."""
         self._start = time.perf_counter()
         tasks = [task for group in groups for task in group]
-        self._meters = {group[0].stage: _Meter(list(group)) for group in groups if group}
-        commits: dict[tuple[str, str], Commit] = {}  # by stage and name
-        missing: list[Task] = []
+        self._meters = {group[0].stage: _Meter(group) for group in groups if group}
+        commits = {stage: dict[str, Commit]() for stage in self._meters}  # by name
+        missing: dict[str, Task] = {}  # by digest
         for task, commit in zip(tasks, self._intact(self.journal.find(tasks)), strict=True):
             if commit is None:
-                missing.append(task)
+                missing[task.digest] = task
             else:
-                commits[task.stage, task.name] = commit
+                commits[task.stage][task.name] = commit
                 self.journal.record(commit)
                 self._meters[task.stage].reuse(task)
         for stage, meter in self._meters.items():
@@ -237,18 +237,22 @@ class Runner:
                 self._report(stage)
 
         def done(commit: Commit) -> None:
-            commit = replace(commit, remote=self.journal.work.remote)  # one object for all
-            commits[commit.stage, commit.name] = commit
+            task = missing[commit.digest]
+            # A million commits share what they can: these objects came by themselves with each of them.
+            work = self.journal.work
+            commit = replace(commit, stage=task.stage, name=task.name, digest=task.digest, remote=work.remote)
+            commits[task.stage][task.name] = commit
             self.journal.record(commit)
-            self._done(commit)
+            self._meters[task.stage].add(task, commit)
+            self._report(task.stage)
 
         if missing:
-            queue = self.journal.queue(missing, done, self._wait)
+            queue = self.journal.queue(list(missing.values()), done, self._wait)
             self._engine.run(queue, self.journal.work, self._compiling)
         self.journal.end_stages(self._meters)
         self.tasks += len(tasks)
         self.tasks_reused += len(tasks) - len(missing)
-        return [[commits[task.stage, task.name] for task in group] for group in groups]
+        return [[commits[task.stage][task.name] for task in group] for group in groups]
 
     def _intact(self, found: Sequence[Commit | None]) -> Iterator[Commit | None]:
         """The commits in order; None for tasks with a damaged file, which are removed."""
@@ -299,10 +303,6 @@ class Runner:
             if not meter.progress(stage, 0.0).finished:
                 self._report(stage)
 
-    def _done(self, commit: Commit) -> None:
-        self._meters[commit.stage].add(commit)
-        self._report(commit.stage)
-
     def _compiling(self, task: Task, seconds: float | None) -> None:
         self._meters[task.stage].compile(task, seconds)
         self._report(task.stage)
@@ -312,13 +312,16 @@ class Runner:
         self._listener(self._meters[stage].progress(stage, self.seconds[stage]))
 
 
+def _weight(task: Task) -> int:
+    return task.weight + 1  # so that tasks without a weight count
+
+
 class _Meter:
     """Progress counts of one stage."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        # One more, so that tasks without a weight count.
-        self._weights = {task.name: task.weight + 1 for task in tasks}
-        self._left = sum(self._weights.values())
+        self._tasks = len(tasks)
+        self._left = sum(map(_weight, tasks))
         self._work = 0
         self.reused = self._made = 0
         self._read = self._kept = Count()
@@ -329,17 +332,17 @@ class _Meter:
 
     def reuse(self, task: Task) -> None:
         self.reused += 1
-        self._left -= self._weights[task.name]
+        self._left -= _weight(task)
 
-    def add(self, commit: Commit) -> None:
+    def add(self, task: Task, commit: Commit) -> None:
         self._made += 1
         self._elsewhere += commit.reused
         self.waiting = ""
-        self._left -= self._weights[commit.name]
-        self._work += self._weights[commit.name]
+        self._left -= _weight(task)
+        self._work += _weight(task)
         self._compiling.discard(commit.name)
-        if "ledger" in commit.counts:
-            ledger = commit.ledger()
+        if "ledger" in (counts := commit.counts):
+            ledger = Ledger.from_dict(counts["ledger"])
             self._read += ledger.read
             self._kept += ledger.kept
 
@@ -354,7 +357,7 @@ class _Meter:
         return StageProgress(
             stage,
             self._made + self.reused,
-            len(self._weights),
+            self._tasks,
             self.reused,
             self._read.documents,
             self._read.bytes,

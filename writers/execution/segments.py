@@ -45,7 +45,7 @@ class Segments:
     ) -> None:
         self._store, self._folder, self._remote, self._records = store, folder, remote, records
         self._read: set[str] = set()  # keys of segments
-        self._covered: dict[str, set[str]] = {}  # stage -> keys of tasks that are in a segment
+        self._covered: dict[str, set[str]] = {}  # stage -> digests of tasks that are in a segment
         self._waiting: dict[str, list[Commit]] = {}  # stage -> commits that are in none
 
     def read(self, stage: str, *, again: bool = False) -> Iterator[Commit]:
@@ -57,15 +57,15 @@ class Segments:
             for at in range(0, len(keys), _THREADS):  # so that few are held at a time
                 for data in pool.map(self._fetch, keys[at : at + _THREADS]):
                     for commit in self._commits(stage, data):
-                        covered.add(commit.key)
+                        covered.add(commit.digest)
                         yield commit
             self._read.update(keys)
 
     def add(self, commit: Commit) -> None:
         """Have a commit written into a segment, unless one has it."""
         covered = self._covered.setdefault(commit.stage, set())
-        if commit.key not in covered:
-            covered.add(commit.key)
+        if commit.digest not in covered:
+            covered.add(commit.digest)
             self._waiting.setdefault(commit.stage, []).append(commit)
 
     def write(self, *, rest: bool = False) -> None:

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
@@ -119,7 +119,7 @@ class PlainCounts:
         return cls(**commit.counts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """A pure function from named inputs to files in one folder.
 
@@ -136,11 +136,15 @@ class Task:
     args: tuple[Any, ...] = ()
     weight: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    _digest: str = field(default="", init=False, repr=False, compare=False)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """The digest that a commit must have for this task to be skipped."""
-        return digest_of([self.stage, self.name, dict(self.config), dict(self.inputs), code_version()])
+        if not self._digest:
+            parts = [self.stage, self.name, dict(self.config), dict(self.inputs), code_version()]
+            object.__setattr__(self, "_digest", digest_of(parts))  # of plain data: it never changes
+        return self._digest
 
     @property
     def key(self) -> str:
@@ -164,7 +168,7 @@ class Output:
     blocks: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Commit:
     """A finished task: where its files are, their hashes, and what it counted.
 
@@ -202,7 +206,7 @@ class Commit:
         """The handle of its folder: `files / name` is an output."""
         return Artifact(self.folder, self.remote)
 
-    @cached_property
+    @property
     def content(self) -> str:
         """Digest of all outputs: what later tasks name as their input."""
         return digest_of({name: output.xxh3_128 for name, output in self.outputs.items()})

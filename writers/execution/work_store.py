@@ -280,14 +280,14 @@ class StoreWork:
     def find(self, tasks: Sequence[Task], segments: Segments | None = None) -> list[Commit | None]:
         """As the contract says; commits come from `segments` as far as these have them."""
         segments = self.segments() if segments is None else segments
-        wanted = {task.key: task for task in tasks}
         with self._explained():
-            if len(wanted) == 1:  # two small requests
-                found = self._read(list(wanted))
+            if len(tasks) == 1:  # two small requests
+                found = self._read([tasks[0].key])
             else:
                 found = {}
                 for stage in sorted({task.stage for task in tasks}):
-                    present = {key for key in self._keys(f"{stage}/") if key in wanted}
+                    listed = set(self._keys(f"{stage}/"))
+                    present = {task.key for task in tasks if task.key in listed} if listed else listed
                     found |= self._read_stage(stage, present, segments)
             for key in self._incomplete(found):
                 del found[key]
