@@ -170,11 +170,8 @@ class Slice:
         chunk_bytes = min(share, self.limits.read_bytes)
         ahead = max(1, min(2 * share // chunk_bytes, self.limits.reads_in_flight // max(1, len(self.runs))))
         workers = Workers(self.limits.reads_in_flight)
-        try:
-            cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
-            yield from _merged(cursors, memory_bytes // 2, self.table)
-        finally:
-            workers.close()
+        cursors = [_Cursor(run, self, workers, chunk_bytes, ahead) for run in self.runs]
+        yield from _merged(cursors, memory_bytes // 2, self.table)
 
 
 class Exchanged:
