@@ -258,9 +258,12 @@ class StoreTarget:
 
     def put(self, name: str, folder: Path, files: Iterable[str]) -> None:
         """Send files of a folder as the part `name`, and remove them from the folder."""
-        store = connect(self.url, self.storage)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda file: store.put(f"{name}/{file}", folder / file), files))
+        try:
+            store = connect(self.url, self.storage)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(lambda file: store.put(f"{name}/{file}", folder / file), files))
+        except StoreError as error:
+            raise BuildError(f"{self.url}: cannot be written: {error}; the same command continues") from error
         for file in files:
             (folder / file).unlink()
 

@@ -22,6 +22,7 @@ from shardkit.writers.execution.engine import InlineEngine, OnCompile
 from shardkit.writers.execution.scheduler import TaskQueue
 from shardkit.writers.execution.work import Work, run_task
 from shardkit.writers.inputs import scan
+from support.s3_moto import s3_server
 from support.small_build import make_corpus, tree
 
 RECIPE = """\
@@ -284,6 +285,29 @@ def test_a_new_dump_is_compared_with_the_index_of_an_old_one(tmp_path: Path) -> 
     build_dedup_index(make(tmp_path / "other"), tmp_path / "index", replace=True, progress=False)
     with pytest.raises(BuildError, match="made against other indexes"):
         build(recipe, overrides=new, progress=False)
+
+
+@pytest.mark.extended  # 25 s: five builds of two processes and a server
+def test_an_index_built_into_a_bucket_is_that_of_a_folder_wherever_the_work_was(tmp_path: Path) -> None:
+    texts = make_texts()
+    old = {name: some for name, some in texts.items() if name.startswith("first")}
+    old["second-0.jsonl"] = [" ".join(words_of(900))]
+    recipe, old_recipe = make(tmp_path, texts=texts), make(tmp_path / "old", texts=old)
+    with s3_server() as server:
+        bucket = f"s3://{server.new_bucket()}"
+        url, folder = f"{bucket}/indexes/old", tmp_path / "index"
+        made = [build_dedup_index(old_recipe, url, progress=False)]
+        for index, work in ((url, f"{bucket}/work-1"), (folder, f"{bucket}/work-2")):
+            overrides = [f"work={work}", f"scratch={tmp_path}/scratch"]
+            made.append(build_dedup_index(old_recipe, index, overrides=overrides, progress=False))
+        assert len({(index.digest, index.documents) for index in made}) == 1
+        outputs = []
+        for number, against in enumerate((url, folder)):
+            overrides = ["inputs=[{path: second-*.jsonl}]", f"dedup.near.against=['{against}']"]
+            result = build(recipe, overrides=[*overrides, f"output.path=out-{number}"], progress=False)
+            files = tree(result.output)
+            outputs.append({name: files[name] for name in files.keys() - {"dataset.json", "report.html"}})
+        assert outputs[0] == outputs[1]
 
 
 def test_tasks_name_what_they_depend_on(tmp_path: Path) -> None:
