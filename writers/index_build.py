@@ -128,19 +128,9 @@ def build_dedup_index(
             "against": [other.digest for other in inputs.indexes],
         }
         runner.check_shared(made)
-        counts = [IndexPart.of(commit) for commit in made]
-        settings = counts[0].settings
-        if isinstance(target, StoreTarget):
-            parts = dict(zip(tasks, counts, strict=True))
-            opened = publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
-        else:
-            if recipe.check_disk:
-                _check_disk(made, target)
-            for commit in made:
-                for name in commit.outputs:
-                    (commit.files / name).local()
-            folders = [(commit.folder, part) for commit, part in zip(made, counts, strict=True)]
-            opened = publish_index(folders, target, facts, settings, sketch=sketch, replace=replace)
+        if recipe.check_disk and isinstance(target, Path):
+            _check_disk(made, target)
+        opened = _publish(dict(zip(tasks, made, strict=True)), target, facts, sketch=sketch, replace=replace)
         if recipe.work is None:
             runner.journal.remove()
     return DedupIndexResult(
@@ -184,6 +174,26 @@ def _check_disk(made: Sequence[Commit], target: Path) -> None:
                 f"{place}: the index needs {format_bytes(size)} there, {format_bytes(free)} are free; make "
                 "room, put the index into a store or elsewhere, or build anyway with check_disk=false"
             )
+
+
+def _publish(
+    made: Mapping[str, Commit],
+    target: Path | StoreTarget,
+    facts: Mapping[str, Any],
+    *,
+    sketch: int,
+    replace: bool,
+) -> DedupIndex:
+    """Make `target` the index of what the tasks made, by the name of each part in a store."""
+    parts = {name: IndexPart.of(commit) for name, commit in made.items()}
+    settings = next(iter(parts.values())).settings
+    if isinstance(target, StoreTarget):
+        return publish_to_store(parts, target, facts, settings, sketch=sketch, replace=replace)
+    files = [commit.files / name for commit in made.values() for name in commit.outputs]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(Artifact.local, files))
+    folders = [(commit.folder, parts[name]) for name, commit in made.items()]
+    return publish_index(folders, target, facts, settings, sketch=sketch, replace=replace)
 
 
 def _index_tasks(
