@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.common import (
     add_json_argument,
@@ -16,8 +16,10 @@ from shardkit.cli.common import (
     stdout_console,
     storage_options,
 )
-from shardkit.storage.store import StorageOptions
 from shardkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardkit.storage.store import StorageOptions
 
 __all__ = ["add_parser", "run"]
 

@@ -11,7 +11,8 @@ from shardkit.cli import dedup_index as verb
 from shardkit.cli.main import main
 from shardkit.writers.dedup import index as module
 from shardkit.writers.dedup.config import MinHashConfig, NearDedupConfig
-from shardkit.writers.dedup.index import INDEX_FILE, index_settings, open_index, publish_index
+from shardkit.writers.dedup.index import INDEX_FILE, index_settings, open_index
+from shardkit.writers.index_build import publish_index
 from support.small_build import make_corpus
 
 CONFIG = NearDedupConfig(minhash=MinHashConfig(permutations=32), bands=8, rows=4)
